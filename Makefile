@@ -1,0 +1,118 @@
+# The commands of this repository; `make` alone lists them.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+
+ARGS ?=
+FROM ?=
+FULL ?=
+OMP_NUM_THREADS ?= 1
+gpus = $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
+NPROC ?= $(if $(filter-out 0 1,$(gpus)),$(gpus),2)
+
+found := $(foreach folder,$(sort $(wildcard [0-9][0-9]_*/train.py)),$(firstword $(subst _, ,$(folder))))
+STAGES := $(sort 01 02 03 04 05 06 07 $(found))
+script = $(firstword $(wildcard $1_*/train.py))
+from = $(or $(FROM),$(shell printf %02d "$$(expr $1 - 1)"))
+
+# a goal whose stage or file is not there: one line and status 2, before anything is set up
+need = $(if $(call script,$1),,$(error Stage $1 does not exist yet; the stages so far: $(found)))
+need_file = $(if $(wildcard $1),,$(error $1 does not exist yet))
+goals = $(filter $1,$(MAKECMDGOALS))
+$(foreach goal,$(call goals,run-% submit-% diff-%),$(call need,$(lastword $(subst -, ,$(goal)))))
+$(foreach goal,$(call goals,diff-%),$(call need,$(call from,$(goal:diff-%=%))))
+$(if $(call goals,mutants),$(call need_file,tests/mutants.py))
+$(if $(call goals,bench),$(call need_file,benchmarks/bench.py))
+$(if $(call goals,scale),$(call need_file,benchmarks/scale.py))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup data quickstart schedule-06 test mutants lint bench scale tensorboard clean \
+	$(STAGES:%=run-%) $(STAGES:%=submit-%) $(STAGES:%=diff-%)
+
+help: ## this list
+	@awk -F ': .*## ' '/^[^#\t].*: .*## / { sub(/\$$\(STAGES:%=/, "", $$1); sub(/%\).*/, "NN", $$1); \
+		printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@awk -F '# ' '/^# [A-Z]+=/ { printf "  %s\n", $$2 }' Makefile
+	@echo
+	@echo "  The stages so far: $(foreach stage,$(found),$(patsubst %/,%,$(dir $(call script,$(stage)))))"
+
+# NPROC=4     processes of run-02 and later; by default one a GPU, on a CPU 2
+# ARGS="..."  flags for the script: make run-01 ARGS="--data sample --steps 100"
+# NODES= GPUS= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 TIME=02:00:00
+# FROM=01     what diff-NN compares with; by default the stage before
+# FULL=1      diff-NN shows the whole new file, its changed lines marked
+# PYTHON=...  the python3 that makes the virtual environment
+
+# ---- set-up ----
+
+setup: $(READY) ## a virtual environment in .venv with what requirements.txt lists
+	@echo "$(VENV) is ready: $$($(BIN)/python --version), PyTorch" \
+		"$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')"
+
+$(READY): requirements.txt
+	@sh tools/setup.sh "$(PYTHON)" "$(VENV)"
+
+data: $(READY) ## fetch and prepare WikiText-2, once, where there is internet
+	$(BIN)/python -m common.data
+
+# ---- run ----
+
+quickstart: $(READY) ## train every stage for a few steps on the embedded sample; one table
+	@$(BIN)/python tools/quickstart.py
+
+launch = $(if $(filter 01,$1),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) \
+	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC))
+
+$(STAGES:%=run-%): run-%: $(READY) ## train stage NN (01 ... 07) here
+	$(strip $(call launch,$*) $(call script,$*) $(ARGS))
+
+# the sbatch files ask for GPUs, and a cluster without any would refuse them
+submit-%: GPUS ?= $(shell sinfo -h -o %G | grep -q gpu || echo 0)
+sbatch_flags = $(if $(NODES),--nodes=$(NODES)) $(if $(GPUS),--gpus-per-node=$(GPUS)) \
+	$(if $(PARTITION),--partition=$(PARTITION)) $(if $(ACCOUNT),--account=$(ACCOUNT)) \
+	$(if $(TIME),--time=$(TIME))
+
+$(STAGES:%=submit-%): submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
+	@command -v sbatch >/dev/null || { echo "make $@: no sbatch here; use make run-$*" >&2; exit 2; }
+	$(strip sbatch $(sbatch_flags) $(dir $(call script,$*))train.sbatch $(ARGS))
+
+tensorboard: $(READY) ## show the curves of all runs, in a browser
+	$(BIN)/tensorboard --logdir runs
+
+# ---- read ----
+
+$(STAGES:%=diff-%): diff-%: ## what stage NN changes in the one before
+	@sh tools/diff.sh $(call script,$(call from,$*)) $(call script,$*) $(FULL)
+
+schedule-06: $(READY) ## draw a pipeline's time line; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
+	@$(BIN)/python tools/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) \
+		$(if $(PP),--pp $(PP)) $(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
+		$(if $(RUN),--run $(RUN)) --svg $(or $(SVG),schedule.svg)
+
+# ---- check ----
+
+test: $(READY) ## the tests: parity of the stages, what they send and hold, and all the rest
+	$(BIN)/python -m pytest tests $(ARGS)
+
+mutants: $(READY) ## break the code on purpose: the tests must see it
+	$(BIN)/python tests/mutants.py $(ARGS)
+
+shell_files := $(wildcard tools/*.sh slurm/*.sh [0-9][0-9]_*/train.sbatch) .ci/run
+
+lint: $(READY) ## ruff, and shellcheck where it is installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	@if command -v shellcheck >/dev/null; then set -x; shellcheck $(shell_files); fi
+
+bench: $(READY) ## head to head with PyTorch's own classes
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+scale: $(READY) ## strong and weak scaling on this machine
+	$(BIN)/python benchmarks/scale.py $(ARGS)
+
+clean: ## remove caches; .venv, data and runs stay
+	rm -rf .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

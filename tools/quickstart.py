@@ -1,0 +1,155 @@
+"""Train every stage that exists for a few steps on the embedded sample, and hold them together.
+
+`make quickstart` runs it. What differs between the rows is the technique alone, so the losses
+must not differ: a row more than 1e-5 off stage 01 at any step is a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "runs" / "quickstart"
+STEPS, TOLERANCE = 50, 1e-5
+SETTINGS = f"--data sample --steps {STEPS} --log-every 1 --dtype float32 --resume never"
+
+# ranks: "few" suits the machine, "mesh" is as many as pipeline 2 x data 2 x tensor 2 wants
+ROWS = [  # stage, ranks, its own flags
+    ("01", 1, ""),
+    ("02", "few", ""),
+    ("03", "few", "--zero-stage 1"),
+    ("03", "few", "--zero-stage 2"),
+    ("03", "few", "--zero-stage 3"),
+    ("04", "few", ""),
+    ("05", "few", ""),
+    ("06", 2, "--schedule 1f1b"),  # the tiny model has two layers, one a rank
+    ("07", "mesh", "--pp 2 --tp 2"),
+]
+
+
+def ranks_here() -> tuple[dict[str, int], str]:
+    """How many ranks "few" and "mesh" are, and on what they run."""
+    gpus, cores = torch.cuda.device_count(), os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # a job may own a part of the machine
+        cores = len(os.sched_getaffinity(0))
+    if gpus >= 4:  # a GPU each, or all losses would be compared across kinds of device
+        return {"few": 4, "mesh": 8 if gpus >= 8 else 4}, f"{gpus} GPUs"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    few = 4 if cores >= 8 else 2
+    spare = ", for want of four GPUs" if gpus else ""
+    return {"few": few, "mesh": 8}, f"{cores} CPU cores{spare}"
+
+
+def command(script: Path, ranks: int, flags: str, folder: Path) -> list[str]:
+    """The command line of one row: what `make run-NN` would run."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [sys.executable, *(torchrun if script.parent.name[:2] != "01" else [])]
+    arguments = f"{SETTINGS} {flags}".split()
+    return [*launcher, str(script.relative_to(ROOT)), *arguments, "--run-dir", str(folder)]
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The lines that a run has written so far; the last may be half there."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def train(name: str, ranks: int, argv: list[str], folder: Path) -> list[dict] | None:
+    """Run one row, show how far it is, and return its metrics; None if it failed."""
+    folder.mkdir(parents=True)
+    said = f"  {name:26} {ranks} rank{'s' if ranks > 1 else ' '}"
+    live = sys.stdout.isatty()
+    if not live:
+        print(said, end="", flush=True)
+    environment = {**os.environ, **({"OMP_NUM_THREADS": "1"} if ranks > 1 else {})}
+    start = time.perf_counter()
+    with open(folder / "output.log", "w") as log:
+        process = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        try:
+            while process.poll() is None:
+                if live:
+                    done = len(metrics(folder))
+                    print(f"\r{said}  step {done:2d} of {STEPS}", end="", flush=True)
+                time.sleep(0.2)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            raise
+    seconds = time.perf_counter() - start
+    lines = metrics(folder)
+    failed = process.returncode != 0 or len(lines) != STEPS
+    outcome = "FAILED" if failed else f"loss {lines[-1]['loss']:.6f}"
+    print(f"\r{said}  {outcome}  {seconds:5.1f} s" if live else f"  {outcome}  {seconds:5.1f} s")
+    if failed:
+        log = folder / "output.log"
+        print("\n".join(log.read_text().splitlines()[-30:]), file=sys.stderr)
+        print(f"{name} failed (status {process.returncode}); all it said: {log}", file=sys.stderr)
+    return None if failed else lines
+
+
+def table_row(name: str, ranks: int, lines: list[dict], first: list[dict]) -> tuple[str, float]:
+    """One line of the table, and how far the row's losses are off stage 01's at most."""
+    off = max(abs(a["loss"] - b["loss"]) for a, b in zip(lines, first, strict=True))
+    last, speed = lines[-1], median(line["tokens_per_s"] for line in lines)
+    sent, held = median(line["comm_mb"] for line in lines), last["model_state_mb"]
+    text = f"{name:26}{ranks:>6}{last['loss']:>12.6f}{off:>10.1e}{speed:>11,.0f}"
+    return f"{text}{held:>16.2f}{sent:>14.2f}{'' if off <= TOLERANCE else '  OFF'}", off
+
+
+def main() -> int:
+    ranks_of, device = ranks_here()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    print(f"Every stage: {STEPS} steps on the embedded sample, on {device}\n")
+    results, bad = [], 0
+    for stage, wanted, flags in ROWS:
+        script = next(ROOT.glob(f"{stage}_*/train.py"), None)
+        if script is None:
+            continue
+        variant = flags if stage == "03" else ""
+        name, ranks = f"{script.parent.name} {variant}".strip(), ranks_of.get(wanted, wanted)
+        folder = FOLDER / name.replace(" --", "-").replace(" ", "-")
+        lines = train(name, ranks, command(script, ranks, flags, folder), folder)
+        if lines is not None:
+            results.append((name, ranks, lines))
+        elif stage == "01":
+            return 1  # nothing to hold the others against
+        else:
+            bad += 1
+
+    head = f"{'stage':26}{'ranks':>6}{'final loss':>12}{'off 01':>10}{'tokens/s':>11}"
+    print(f"\n{head}{'state MB/rank':>16}{'sent MB/step':>14}")
+    for name, ranks, lines in results:
+        text, off = table_row(name, ranks, lines, results[0][2])
+        bad += off > TOLERANCE
+        print(text)
+    print(
+        f"""
+off 01         the largest difference from stage 01's loss at any of the steps; at most {TOLERANCE}
+state MB/rank  weights, gradients and moments that rank 0 holds after its optimizer step
+sent MB/step   what rank 0 sends a step when its collectives run on a ring
+Trained on the sample (the Python language reference), not on WikiText-2: the losses compare the
+stages with one another and with nothing else. Logs and curves: {FOLDER.relative_to(ROOT)}"""
+    )
+    if bad:
+        print(f"\n{bad} of the rows above failed or left stage 01's curve", file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it too ends what was started
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
