@@ -1,0 +1,1 @@
+"""What the seven stages share and no stage teaches. Import from the modules by name."""

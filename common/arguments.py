@@ -1,0 +1,158 @@
+"""The flags that every stage has, and the refusals that need no model and no process group."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import NoReturn
+
+import torch
+
+from common.distributed import refuse
+from common.model import TransformerConfig
+
+PRESETS = {  # d_model, n_layers, n_heads, seq_len
+    "tiny": (128, 2, 4, 64),
+    "small": (384, 6, 6, 256),
+    "gpt2": (768, 12, 12, 1024),
+    "gpt2-xl": (1600, 48, 25, 1024),
+}
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that there are."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        unset = action.default is None or action.default is False
+        return action.help if unset else super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says one line on rank 0 and exits with status 2 on every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse(f"{message} (--help lists the flags)")
+
+
+def _number(kind: type, least: float, most: float = math.inf, above: bool = False):
+    """An argparse type: a finite number from `least` (or above it) to `most`."""
+
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of this kind") from None
+        low = value <= least if above else value < least
+        if low or not value <= most or not math.isfinite(value):
+            bound = f"above {least}" if above else f"at least {least}"
+            bound += "" if most == math.inf else f" and at most {most}"
+            raise argparse.ArgumentTypeError(f"{text} must be {bound}")
+        return value
+
+    return parse
+
+
+positive = _number(float, 0, above=True)
+positive_int = _number(int, 1)
+
+
+def base_parser(description: str) -> Parser:
+    """A parser with the flags that every stage has. Defaults are printed by --help."""
+    p = Parser(
+        description=description.strip().split("\n")[0],
+        formatter_class=_Help,
+        allow_abbrev=False,
+    )
+    count, natural = positive_int, _number(int, 0)
+    add = p.add_argument
+    add(
+        "--data",
+        default="wikitext2",
+        help="wikitext2, sample, or a folder of {train,valid,test}.txt",
+    )
+    add("--preset", choices=PRESETS, default="tiny", help="shape of the model")
+    add("--d-model", type=count, help="width (default: the preset's)")
+    add("--n-layers", type=count, help="number of layers (default: the preset's)")
+    add("--n-heads", type=count, help="attention heads (default: the preset's)")
+    add("--seq-len", type=count, help="tokens a sample (default: the preset's)")
+    add("--steps", type=count, default=1000, help="optimizer steps of the whole run")
+    add("--global-batch-size", type=count, default=24, help="samples a step, over all ranks")
+    add("--micro-batch-size", type=count, help="samples a forward (default: no accumulation)")
+    add("--lr", type=positive, default=1e-3, help="highest learning rate")
+    add("--warmup-steps", type=natural, default=20, help="steps of linear warm-up")
+    add("--min-lr-ratio", type=_number(float, 0, 1), default=0.1, help="last rate / highest")
+    add("--weight-decay", type=_number(float, 0), default=0.1, help="AdamW's")
+    add("--grad-clip", type=_number(float, 0), default=1.0, help="global norm; 0: never clip")
+    add("--dropout", type=_number(float, 0, 0.99), default=0.0, help="embedding and residual")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of the matrix products (default: bfloat16 on a GPU, float32 on CPU)",
+    )
+    add("--activation-checkpointing", action="store_true", help="recompute layers in backward")
+    add("--seed", type=natural, default=1337, help="of weights, data order and dropout")
+    add("--eval-every", type=natural, default=0, help="steps; 0: only at the end")
+    add("--checkpoint-every", type=natural, default=0, help="steps; 0: never")
+    add("--keep-checkpoints", type=count, default=2, help="how many of the newest to keep")
+    add(
+        "--resume",
+        default="auto",
+        metavar="{auto,never,PATH}",
+        help="auto: the newest checkpoint of the run folder, if any",
+    )
+    add("--run-dir", help="default: runs/STAGE/ID, the launcher's id or the time")
+    add("--log-every", type=count, default=10, help="steps between lines")
+    add("--profile", action="store_true", help="trace some steps with torch.profiler")
+    return p
+
+
+def check_arguments(args: argparse.Namespace, data_parallel_size: int = 1) -> argparse.Namespace:
+    """Fill in the defaults that depend on other flags and refuse what cannot work.
+
+    data_parallel_size: ranks that share the global batch.
+    """
+    for name, value in zip(
+        ("d_model", "n_layers", "n_heads", "seq_len"), PRESETS[args.preset], strict=True
+    ):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.d_model % args.n_heads:
+        refuse(f"--d-model {args.d_model} is not a multiple of --n-heads {args.n_heads}")
+    if args.d_model // args.n_heads % 2:
+        refuse(
+            f"--d-model {args.d_model} over --n-heads {args.n_heads} gives heads of odd width; "
+            "rotary positions turn pairs: choose fewer heads or another width"
+        )
+    share, rest = divmod(args.global_batch_size, data_parallel_size)
+    if rest:
+        sizes = [n for n in range(1, args.global_batch_size + 1) if args.global_batch_size % n == 0]
+        refuse(
+            f"--global-batch-size {args.global_batch_size} does not divide by "
+            f"{data_parallel_size} data-parallel ranks; it does by {', '.join(map(str, sizes))}"
+        )
+    if args.micro_batch_size is None:
+        args.micro_batch_size = share
+    if share % args.micro_batch_size:
+        refuse(
+            f"--micro-batch-size {args.micro_batch_size} does not divide the {share} samples "
+            f"that --global-batch-size {args.global_batch_size} gives each data-parallel rank"
+        )
+    if args.grad_clip == 0:
+        args.grad_clip = math.inf
+    if args.dtype is None:
+        args.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    args.autocast = args.dtype == "bfloat16"  # a stage that casts weights itself turns it off
+    return args
+
+
+def model_config(args: argparse.Namespace, vocab: list[str]) -> TransformerConfig:
+    """The model that the flags ask for, on this vocabulary."""
+    return TransformerConfig(
+        vocab_size=len(vocab),
+        d_model=args.d_model,
+        n_layers=args.n_layers,
+        n_heads=args.n_heads,
+        seq_len=args.seq_len,
+        dropout=args.dropout,
+        activation_checkpointing=args.activation_checkpointing,
+    )

@@ -1,0 +1,184 @@
+"""PyTorch's collectives under their own names and signatures, each with one line in a ledger.
+
+Every byte that a stage sends goes through this file, so the ledger can say what a step costs:
+calls, payload bytes (the tensor that is reduced, gathered or sent) and ring bytes (what one rank
+sends when the collective runs on a ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", 2009).
+
+| collective                | payload             | ring bytes a rank  |
+| ------------------------- | ------------------- | ------------------ |
+| all_reduce                | the tensor          | 2 (N-1)/N payload  |
+| all_gather_single         | the gathered output | (N-1)/N payload    |
+| reduce_scatter_single     | the whole input     | (N-1)/N payload    |
+| broadcast                 | the tensor          | (N-1)/N payload    |
+| isend, send               | the tensor          | payload            |
+
+PyTorch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single`; this is
+the one place that knows both names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Ledger:
+    """What this rank has sent: `calls`, `payload` and `ring` bytes by (collective, group).
+
+    `control` holds the scalars for logging, clipping and stopping in the same three counters:
+    they are not part of any technique, and no cost table counts them.
+    """
+
+    calls: Counter = field(default_factory=Counter)
+    payload: Counter = field(default_factory=Counter)  # bytes
+    ring: Counter = field(default_factory=Counter)  # bytes
+    control: Counter = field(default_factory=Counter)  # calls
+
+    def record(self, name: str, nbytes: int, factor: float, group: ProcessGroup | None) -> None:
+        """Note one call of `name` with `nbytes` of payload, `factor` times that on a ring."""
+        key = (name, group_name(group))
+        self.calls[key] += 1
+        self.payload[key] += nbytes
+        self.ring[key] += nbytes * factor
+
+    @property
+    def total_ring_bytes(self) -> float:
+        return sum(self.ring.values())
+
+    def reset(self) -> None:
+        for counter in (self.calls, self.payload, self.ring, self.control):
+            counter.clear()
+
+
+ledger = Ledger()
+
+
+def group_name(group: ProcessGroup | None) -> str:
+    """`dp` for a group of a mesh's dimension "dp", `world` for the default group."""
+    if group is None or group is dist.group.WORLD:
+        return "world"
+    return (group.group_desc or "group").removeprefix("mesh_")
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _ring(group: ProcessGroup | None) -> float:
+    size = dist.get_world_size(group)
+    return (size - 1) / size
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    ledger.record("all_reduce", _bytes(tensor), 2 * _ring(group), group)
+    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+
+def all_gather_single(
+    output: Tensor, input: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    ledger.record("all_gather_single", _bytes(output), _ring(group), group)
+    return _all_gather_single(output, input, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    output: Tensor,
+    input: Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    ledger.record("reduce_scatter_single", _bytes(input), _ring(group), group)
+    return _reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    ledger.record("broadcast", _bytes(tensor), _ring(group), group)
+    return dist.broadcast(tensor, src, group=group, async_op=async_op, group_src=group_src)
+
+
+def isend(
+    tensor: Tensor,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work | None:
+    ledger.record("isend", _bytes(tensor), 1.0, group)
+    if _goes_through_host(tensor, group):
+        tensor = tensor.cpu()
+    return dist.isend(tensor, dst, group=group, tag=tag, group_dst=group_dst)
+
+
+def irecv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work | None:
+    # the sender has counted these bytes
+    if _goes_through_host(tensor, group):
+        host = torch.empty_like(tensor, device="cpu")
+        work = dist.irecv(host, src, group=group, tag=tag, group_src=group_src)
+        return _HostReceive(work, host, tensor)
+    return dist.irecv(tensor, src, group=group, tag=tag, group_src=group_src)
+
+
+def _goes_through_host(tensor: Tensor, group: ProcessGroup | None) -> bool:
+    """Gloo sends no GPU memory point to point, and serves GPUs where ranks share one (`setup`)."""
+    return tensor.is_cuda and "cuda:gloo" in dist.get_backend_config(group)
+
+
+@dataclass
+class _HostReceive:
+    """A receive into host memory, for a tensor on a GPU."""
+
+    work: Work
+    host: Tensor
+    tensor: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.tensor.copy_(self.host)
+
+
+def all_reduce_control(
+    tensor: Tensor, op: ReduceOp = ReduceOp.SUM, group: ProcessGroup | None = None
+) -> Tensor:
+    """All-reduce a scalar that steers the run (loss to log, norm to clip by, wish to stop).
+
+    Returns the tensor, reduced in place. Counted apart from the technique's traffic.
+    """
+    ledger.control[("all_reduce", group_name(group))] += 1
+    dist.all_reduce(tensor, op=op, group=group)
+    return tensor
+
+
+def barrier(group: ProcessGroup | None = None) -> None:
+    ledger.control[("barrier", group_name(group))] += 1
+    if group is None and torch.cuda.is_available():
+        dist.barrier(device_ids=[torch.cuda.current_device()])
+    else:
+        dist.barrier(group=group)

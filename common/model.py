@@ -1,0 +1,330 @@
+"""The transformer that every stage trains: three kinds of unit in a row.
+
+    embed -> layers.0 -> ... -> layers.L-1 -> output
+
+`embed` maps tokens to vectors, each of `layers` is a pre-norm block of causal attention and MLP,
+`output` is the last norm, the head and the loss. A unit is what FSDP gathers, where a pipeline is
+cut and what tensor parallelism replaces; nothing in this file knows of that.
+
+Vaswani et al., "Attention is all you need", 2017; pre-norm with RMSNorm (Zhang and Sennrich,
+2019), rotary positions (Su et al., 2021), no biases, an untied head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from common.random import CounterDropout, generator_of
+
+IGNORED = -100  # a target that no loss counts
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Shapes of the model. `vocab_size` is the corpus's own; the model pads it to 128."""
+
+    vocab_size: int
+    d_model: int = 128
+    n_layers: int = 2
+    n_heads: int = 4
+    seq_len: int = 64
+    dropout: float = 0.0
+    activation_checkpointing: bool = False
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding and the head: a multiple of 128 suits the matrix units and
+        divides by any usual tensor-parallel degree. The extra logits are never a target."""
+        return math.ceil(self.vocab_size / 128) * 128
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def n_units(self) -> int:
+        return self.n_layers + 2
+
+    def num_parameters(self) -> int:
+        with torch.device("meta"):
+            return sum(p.numel() for p in Transformer(self).parameters())
+
+    def flops_per_token(self) -> float:
+        """Forward and backward: 6 a parameter that multiplies, plus attention's two products.
+
+        Chowdhery et al., "PaLM", 2022, appendix B. The embedding is a look-up and counts nothing;
+        the causal mask is not credited.
+        """
+        matrices = self.num_parameters() - self.padded_vocab * self.d_model
+        return 6.0 * matrices + 12.0 * self.n_layers * self.d_model * self.seq_len
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """x as autocast casts it for a matrix product; an autograd function has to ask for that."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class Linear(nn.Module):
+    """y = x W^T, without bias. weight: [out_features, in_features]."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+@lru_cache(maxsize=8)
+def rotary_table(seq_len: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of position times frequency, float32 [seq_len, 1, 1, head_dim / 2] each."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    angle = torch.arange(seq_len, device=device)[:, None] * 10000.0**-exponent
+    return angle.cos()[:, None, None], angle.sin()[:, None, None]
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary position embedding of x: [batch, seq, heads, 2, head_dim], in x's dtype."""
+    cos, sin = rotary_table(x.shape[1], x.shape[-1], x.device)
+    real, imaginary = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
+    return rotated.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention over whole sequences."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        # rows in the order (head, q/k/v, head_dim): a contiguous slice of rows is whole heads,
+        # and one product makes q, k and v
+        self.wqkv = Linear(config.d_model, 3 * config.d_model)
+        self.wo = Linear(config.d_model, config.d_model)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
+        qkv = self.wqkv(x).unflatten(-1, (-1, 3, self.head_dim))  # [batch, seq, heads, 3, head_dim]
+        q, k = rotate(qkv[..., :2, :]).transpose(1, 2).unbind(-2)  # [batch, heads, seq, head_dim]
+        v = qkv[..., 2, :].transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(y.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    """Two linear maps around a GELU, four times as wide as the model."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.w1 = Linear(config.d_model, 4 * config.d_model)
+        self.w2 = Linear(4 * config.d_model, config.d_model)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
+        return self.w2(F.gelu(self.w1(x), approximate="tanh"))
+
+
+class Embed(nn.Module):
+    """The first unit: tokens to vectors."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.tokens = nn.Embedding(config.padded_vocab, config.d_model)
+        self.dropout = CounterDropout(config.dropout, site=0)
+
+    def forward(self, tokens: Tensor, keys: Tensor | None = None) -> Tensor:
+        return self.dropout(self.tokens(tokens), keys)  # [batch, seq] -> [batch, seq, d_model]
+
+
+class Layer(nn.Module):
+    """The middle unit: attention, then MLP, each on a norm of its input and added to it."""
+
+    def __init__(self, config: TransformerConfig, index: int):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.attn = Attention(config)
+        self.attn_dropout = CounterDropout(config.dropout, site=2 * index + 1)
+        self.mlp_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.mlp = MLP(config)
+        self.mlp_dropout = CounterDropout(config.dropout, site=2 * index + 2)
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:  # [batch, seq, d_model]
+        x = x + self.attn_dropout(self.attn(self.attn_norm(x)), keys)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), keys)
+
+
+class Output(nn.Module):
+    """The last unit: norm, head and loss."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.head = Linear(config.d_model, config.padded_vocab)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits [batch, seq, padded_vocab], or with targets [batch, seq] their mean loss."""
+        x = self.norm(x)
+        if targets is None:
+            return self.head(x)
+        return linear_cross_entropy(x.flatten(0, -2), self.head.weight, targets.flatten())
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of x W^T, some rows at a time, so that the logits never exist whole.
+
+    The gradient of a piece is made while its logits are there, in forward: the same three matrix
+    products as plain autograd, and no recomputation. (Mosaic of two published ideas: the
+    gradient in forward of Hsu et al., "Liger Kernel", 2024, and pieces over rows.)
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+        # x: [tokens, d_model], weight: [vocab, d_model], targets: [tokens]
+        device_type = x.device.type
+        dtype = x.dtype
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        with torch.autocast(device_type, enabled=False):
+            w = weight.to(dtype)
+            count = (targets != IGNORED).sum().clamp(min=1)
+            loss = torch.zeros((), dtype=torch.float32, device=x.device)
+            grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+            grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+            for start in range(0, len(x), rows):
+                piece = slice(start, start + rows)
+                loss += _loss_of_piece(
+                    x[piece].to(dtype),
+                    w,
+                    targets[piece],
+                    count,
+                    None if grad_x is None else grad_x[piece],
+                    grad_weight,
+                )
+        ctx.save_for_backward(grad_x, grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad_x, grad_weight = ctx.saved_tensors
+        # not in place: a second backward (retain_graph) must find them as they were
+        return (
+            None if grad_x is None else grad_x * grad.to(grad_x.dtype),
+            None if grad_weight is None else grad_weight * grad.to(grad_weight.dtype),
+            None,
+            None,
+        )
+
+
+def _loss_of_piece(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    count: Tensor,
+    grad_x: Tensor | None,
+    grad_weight: Tensor | None,
+) -> Tensor:
+    """Summed loss of some rows over `count`; writes `grad_x`, adds to `grad_weight`."""
+    log_p = torch.log_softmax((x @ weight.t()).float(), dim=-1)  # [rows, vocab]
+    index = targets.clamp(min=0)[:, None]
+    scale = (targets != IGNORED)[:, None] / count  # [rows, 1], 0 where there is no target
+    loss = -(log_p.gather(-1, index) * scale).sum()
+    if grad_x is None and grad_weight is None:
+        return loss
+    # softmax less one at the target; the rows' scale is applied to the narrow factors
+    grad = log_p.exp_().scatter_add_(-1, index, log_p.new_full((), -1.0).expand_as(index))
+    grad = grad.to(x.dtype)
+    if grad_x is not None:
+        grad_x.copy_((grad @ weight) * scale)
+    if grad_weight is not None:
+        scaled = (x * scale).to(x.dtype)
+        if grad_weight.dtype == grad.dtype:
+            grad_weight.addmm_(grad.t(), scaled)
+        else:
+            grad_weight += grad.t() @ scaled
+    return loss
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int = 1024) -> Tensor:
+    """Mean cross-entropy (float32 scalar) of logits x W^T against targets, in pieces of `rows`.
+
+    x: [tokens, d_model], weight: [vocab, d_model], targets: int64 [tokens], IGNORED ones left
+    out. With nothing to count the loss is 0.
+    """
+    if not torch.is_grad_enabled():  # the function makes the gradients of all that requires one
+        x, weight = x.detach(), weight.detach()
+    return LinearCrossEntropy.apply(x, weight, targets, rows)
+
+
+class Transformer(nn.Module):
+    """The model, or any run of its units.
+
+    units: which to build, counted from 0 (embed) over 1 ... n_layers to n_layers + 1 (output).
+    A part has the parameter names of the whole, so that it gets the same initial values.
+    """
+
+    def __init__(self, config: TransformerConfig, units: Sequence[int] | None = None):
+        super().__init__()
+        self.config = config
+        units = range(config.n_units) if units is None else units
+        self.embed = Embed(config) if 0 in units else None
+        self.layers = nn.ModuleDict(
+            {str(i): Layer(config, i) for i in range(config.n_layers) if i + 1 in units}
+        )
+        self.output = Output(config) if config.n_layers + 1 in units else None
+
+    def units(self) -> list[nn.Module]:
+        """The units in the order of forward."""
+        row = [self.embed, *self.layers.values(), self.output]
+        return [unit for unit in row if unit is not None]
+
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, keys: Tensor | None = None
+    ) -> Tensor:
+        """Logits, or with targets the mean loss; without `output` the vectors it would get.
+
+        x: tokens [batch, seq], or vectors [batch, seq, d_model] where `embed` is not built.
+        targets: [batch, seq], IGNORED where none. keys: int32 [batch], dropout's (None: none).
+        """
+        if self.embed is not None:
+            x = self.embed(x, keys)
+        for layer in self.layers.values():
+            if self.config.activation_checkpointing and torch.is_grad_enabled():
+                # no random state to keep: dropout is a hash
+                x = checkpoint(layer, x, keys, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, keys)
+        return x if self.output is None else self.output(x, targets)
+
+
+def initial_value(full_name: str, full_shape: Sequence[int], seed: int) -> Tensor:
+    """What the parameter of this name starts as: float32 on the CPU, from name and seed alone.
+
+    Norms are ones. Matrices are normal: 0.02 for the embedding (GPT-2), 1/sqrt(inputs) for a
+    linear map, and a third of that where it adds to the residual stream, which grows by every
+    such map. The head starts small, so that the first loss is that of a uniform guess.
+    """
+    if len(full_shape) == 1:
+        return torch.ones(full_shape)
+    std = 0.02
+    if full_name.startswith("layers."):
+        std = full_shape[1] ** -0.5
+        if full_name.endswith(("wo.weight", "w2.weight")):
+            std /= 3.0
+    return torch.randn(full_shape, generator=generator_of("init", seed, full_name)) * std
+
+
+@torch.no_grad()
+def init_weights(module: nn.Module, seed: int, prefix: str = "") -> None:
+    """Give every parameter of `module` its initial value; `prefix` is the module's full name.
+
+    The order does not matter, nor what else is built: each value has a stream of its own.
+    """
+    for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
+        parameter.copy_(initial_value(name, parameter.shape, seed))

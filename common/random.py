@@ -1,0 +1,79 @@
+"""Randomness without state: every number comes from counters that name it.
+
+Nothing here depends on who computes it or on what was drawn before, so any rank, any pipeline
+stage and any resumed run gets the same initial weight, batch and dropout mask. (Counter-based
+generators: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+# Two odd multipliers and three shifts of a 32-bit integer hash that Chris Wellons found by search
+# ("lowbias32", 2018). Signed 32-bit products wrap around as unsigned ones do.
+_MULTIPLY = (0x7FEB352D, 0x846CA68B - (1 << 32))
+_GOLDEN = 0x9E3779B9 - (1 << 32)  # 2^32 / golden ratio: spreads consecutive counters
+
+
+def seed_of(*names: object) -> int:
+    """A 63-bit seed from any names and numbers."""
+    digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator_of(*names: object) -> torch.Generator:
+    """A CPU generator seeded by names: the same stream whatever the device."""
+    return torch.Generator().manual_seed(seed_of(*names))
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (32 - bits)) - 1)  # logical, not arithmetic
+
+
+def hash32(x: Tensor) -> Tensor:
+    """A bijection of int32 in which each input bit moves each output bit half of the time."""
+    x = (x ^ _shift(x, 16)) * _MULTIPLY[0]
+    x = (x ^ _shift(x, 15)) * _MULTIPLY[1]
+    return x ^ _shift(x, 16)
+
+
+def mix(key: Tensor, counter: Tensor | int) -> Tensor:
+    """A new key from a key and a counter (int32, broadcast against each other)."""
+    return hash32(key ^ (counter * _GOLDEN + 0x3C6EF372))
+
+
+def sample_keys(seed: int, step: int, samples: Tensor) -> Tensor:
+    """One int32 key for each sample of step `step`'s global batch, from its place in it."""
+    start = torch.tensor(seed_of("dropout", seed, step) & 0x7FFFFFFF, dtype=torch.int32)
+    return mix(start, samples.to(torch.int32))
+
+
+class CounterDropout(nn.Module):
+    """Dropout whose mask is a hash of (sample key, site, position, feature).
+
+    site: a number of this place in the model, no two alike. first_position: where the sequence
+    that `forward` sees begins in the whole one, so that a rank that holds a slice of a sequence
+    drops what it would drop in the whole.
+    """
+
+    def __init__(self, p: float, site: int, first_position: int = 0):
+        super().__init__()
+        self.p, self.site, self.first_position = p, site, first_position
+
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        """x: [batch, seq, features]; keys: int32 [batch], or None to drop nothing."""
+        if not self.training or self.p == 0.0 or keys is None:
+            return x
+        seq, features = x.shape[-2:]
+        position = torch.arange(seq, dtype=torch.int32, device=x.device) + self.first_position
+        feature = torch.arange(features, dtype=torch.int32, device=x.device)
+        key = mix(mix(keys, self.site)[:, None], position)  # [batch, seq]
+        threshold = round(self.p * 2**31)
+        keep = (mix(key[..., None], feature) & 0x7FFFFFFF) >= threshold  # [batch, seq, features]
+        return x * keep / (1.0 - self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, site={self.site}"
