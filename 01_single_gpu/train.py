@@ -1,0 +1,103 @@
+"""Stage 01: train a transformer on one device.
+
+The plain training step, and the measure of all that follows: weights, data order, dropout masks
+and loss depend on the seed and the step alone, so every later stage must draw this curve again.
+
+    memory      4 bytes a parameter for the weight, 4 for its gradient, 8 for AdamW's two moments:
+                16 P bytes for P parameters, and the activations of one micro-batch
+    traffic     none
+
+Run it:
+
+    python 01_single_gpu/train.py --data sample --steps 100
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from common.arguments import base_parser, check_arguments, model_config
+from common.checkpoint import load_checkpoint, save_checkpoint, training_state
+from common.data import eval_batches, load_corpus, train_batches
+from common.model import IGNORED, Transformer, init_weights
+from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.run import Run
+
+# ------------------------------------------------------------------------------------------------
+# The training loop
+# ------------------------------------------------------------------------------------------------
+
+
+def parse_args(argv: list[str] | None = None):
+    parser = base_parser(__doc__)
+    parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
+    return check_arguments(parser.parse_args(argv))
+
+
+@torch.no_grad()
+def evaluate(model, tokens, args, device) -> float:
+    """Mean loss in nats over every token of a split but the first, each predicted once."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
+    for inputs, targets in eval_batches(tokens, args, device):
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
+            loss = model(inputs, targets)
+        count = (targets != IGNORED).sum()
+        total += torch.stack([loss * count, count])
+    model.train()
+    return (total[0] / total[1]).item()
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    """Train as the flags say; returns the lines of metrics.jsonl."""
+    args = parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    corpus = load_corpus(args.data)
+
+    config = model_config(args, corpus.vocab)
+    model = Transformer(config)
+    init_weights(model, args.seed)
+    model.to(device)
+    if args.compile:
+        for unit in model.units():
+            unit.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
+
+    run = Run(args, __file__, config, device)
+    state = training_state(model, optimizer)
+    first_step = load_checkpoint(run.checkpoints, args.resume, state, optimizer)
+    batches = train_batches(corpus.train, args, device, first_step)
+
+    for step in run.steps(first_step):
+        lr = learning_rate(args, step)
+        set_learning_rate(optimizer, lr)
+        micro_batches = next(batches)
+        loss = torch.zeros((), device=device)
+        for inputs, targets, keys in micro_batches:
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
+                micro_loss = model(inputs, targets, keys) / len(micro_batches)
+            micro_loss.backward()
+            loss += micro_loss.detach()
+        grad_norm = clip_grad_norm_(model.parameters(), args.grad_clip)
+        optimizer.step()
+        run.log(step, loss, grad_norm, lr)
+        optimizer.zero_grad(set_to_none=True)
+
+        if run.evaluates(step):
+            run.log_evaluation("val", evaluate(model, corpus.valid, args, device))
+        if run.is_last(step):
+            run.log_evaluation("test", evaluate(model, corpus.test, args, device))
+        run.write()
+        if run.saves(step):
+            save_checkpoint(run.checkpoints, step + 1, state, args.keep_checkpoints)
+    return run.finish()
+
+
+if __name__ == "__main__":
+    main()
