@@ -1,0 +1,105 @@
+"""Fixtures of the proving ground; what they hand out is described in `harness.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import sys
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: bits must not depend on the machine's cores
+os.environ["KINETO_LOG_LEVEL"] = "99"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import harness
+import pytest
+import torch
+
+torch.set_num_threads(1)
+logging.disable(logging.DEBUG)  # DCP's log would fill every report
+
+# variables by which a launcher around the tests would change what they test
+for name in list(os.environ):
+    if name.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_", "PMIX_")) or name in (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    ):
+        del os.environ[name]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # what common/ silences itself; pytest sets its own filters
+    config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled:UserWarning")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _folders(tmp_path_factory):
+    """Corpora are prepared, and runs written, in a folder of this session."""
+    os.environ["DATA_ROOT"] = str(tmp_path_factory.mktemp("data"))
+    os.environ["RUNS_ROOT"] = str(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def pools(_folders):
+    """`pools(4)`: the session's pool of four, started when first used."""
+    started: dict[tuple[int, bool], harness.Pool] = {}
+
+    def pool(world_size: int, group: bool = True) -> harness.Pool:
+        key = (world_size, group)
+        if key not in started:
+            started[key] = harness.Pool(world_size, group)
+        return started[key]
+
+    yield pool
+    for each in started.values():
+        each.close()
+
+
+@pytest.fixture
+def fresh_pool(_folders):
+    """`fresh_pool(4)`: a pool of its own for a test that counts all that lives in a process."""
+    with contextlib.ExitStack() as stack:
+
+        def pool(world_size: int) -> harness.Pool:
+            return stack.enter_context(contextlib.closing(harness.Pool(world_size)))
+
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def reference(pools):
+    """`reference(argv)`: stage 01's metrics for these flags, run once a session."""
+    known: dict[tuple[str, ...], list[dict]] = {}
+
+    def metrics(argv: list[str]) -> list[dict]:
+        key = tuple(map(str, argv))
+        if key not in known:
+            known[key] = pools(1, group=False).train("01", list(key))[0]
+        return known[key]
+
+    return metrics
+
+
+@pytest.fixture(scope="session")
+def corpus_dir(tmp_path_factory) -> Path:
+    """A small corpus with structure to learn: 200 words, each with a few likely successors."""
+    folder = tmp_path_factory.mktemp("corpus")
+    dice = random.Random(0)
+    words = [f"word{i}" for i in range(200)]
+    after = {w: dice.sample(words, 4) for w in words}
+
+    def text(lines: int) -> str:
+        rows = []
+        for _ in range(lines):
+            row = [dice.choice(words)]
+            for _ in range(dice.randrange(12, 28)):
+                likely = dice.random() < 0.9
+                row.append(dice.choice(after[row[-1]]) if likely else dice.choice(words))
+            rows.append(" ".join(row))
+        return "\n".join(rows) + "\n"
+
+    (folder / "train.txt").write_text(" ".join(words) + "\n" + text(590))
+    (folder / "valid.txt").write_text(text(63))
+    (folder / "test.txt").write_text(text(43))
+    return folder

@@ -1,0 +1,558 @@
+"""The proving ground: worker pools, the parity check, and counts that trust nobody's own.
+
+    pool.run(function, *args)        one result a rank; `function` stands at the top of its module
+    pool.attempt(function, *args)    one `Outcome` a rank, errors and exits included
+    pool.train("02", argv)           what `main(argv)` of stage 02 returns on each rank
+    assert_same_curve(metrics, reference)
+    with count_collectives() as counted: ...        counted.records, .calls, .payload
+    with whole_ledger() as ledger: ...              the ledger, not reset when a line is logged
+    assert_ledger_is_true(ledger, counted)
+    live_bytes(), PeakMemory()
+
+A pool's processes live as long as the tests: starting eight takes a second or two, a job in them
+a millisecond. Fixtures for pools, corpus and reference runs are in `conftest.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib.util
+import io
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import queue
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
+
+REPO = Path(__file__).resolve().parents[1]
+
+# ---- stages ----
+
+
+def stages() -> list[str]:
+    """The numbers of the stages that exist: "01", "02", ..."""
+    return sorted(p.parent.name[:2] for p in REPO.glob("[0-9][0-9]_*/train.py"))
+
+
+def stage_path(number: str) -> Path:
+    (path,) = REPO.glob(f"{number}_*/train.py")
+    return path
+
+
+@lru_cache
+def load_stage(number: str) -> ModuleType:
+    """`train.py` of stage "02" as a module; its folder's name is no identifier."""
+    path = stage_path(number)
+    name = f"stage_{number}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- pools ----
+
+
+class WorkerError(AssertionError):
+    """A job failed in a worker: which rank, and its traceback."""
+
+
+class WorkerExit(WorkerError):
+    """A job ended in SystemExit. `statuses`, `stderr`: one a rank."""
+
+    def __init__(self, outcomes: list[Outcome]):
+        self.statuses = [o.exit_status for o in outcomes]
+        self.stderr = [o.stderr for o in outcomes]
+        said = "".join(self.stderr).strip()
+        super().__init__(f"exit statuses {self.statuses}, on stderr: {said}")
+
+
+@dataclass
+class Outcome:
+    """How a job ended on one rank: a value, a traceback, or an exit's status."""
+
+    value: Any = None
+    traceback: str | None = None
+    exit_status: int | None = None
+    stdout: str = ""
+    stderr: str = ""
+
+
+def _worker(rank: int, size: int, port: int | None, connection, environment, folder) -> None:
+    """A worker's life: join the group, do jobs as they come, die when the parent does."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who then ends us
+    stacks = open(Path(folder) / f"stacks-{rank}.txt", "w")
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # else it leaves a semaphore behind when we are killed
+    jobs: queue.Queue = queue.Queue()
+
+    def listen() -> None:
+        while True:
+            try:
+                jobs.put(connection.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(0)  # the parent is gone, whatever the job is doing
+
+    threading.Thread(target=listen, daemon=True).start()
+    if port is not None:
+        dist.init_process_group(
+            "gloo",
+            store=dist.TCPStore("127.0.0.1", port, is_master=False),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=100),
+        )
+    gc.freeze()  # what stands here lives for ever: searching for living tensors need not pass it
+    connection.send_bytes(pickle.dumps("ready"))
+    while True:
+        job = jobs.get()
+        outcome = _do(job)
+        if port is not None and not dist.is_initialized():
+            outcome.traceback = outcome.traceback or "the job destroyed the pool's process group"
+        gc.collect()
+        try:
+            answer = pickle.dumps(outcome)
+        except Exception:
+            outcome = Outcome(traceback=f"result cannot be pickled\n{traceback.format_exc()}")
+            answer = pickle.dumps(outcome)
+        del outcome
+        connection.send_bytes(answer)
+
+
+def _do(job: bytes) -> Outcome:
+    out, err = io.StringIO(), io.StringIO()
+    outcome = Outcome()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            function, args, kwargs = pickle.loads(job)
+            outcome.value = function(*args, **kwargs)
+        except SystemExit as exit:
+            outcome.exit_status = exit.code if isinstance(exit.code, int) else int(bool(exit.code))
+        except BaseException:
+            outcome.traceback = traceback.format_exc()
+    outcome.stdout, outcome.stderr = out.getvalue(), err.getvalue()
+    return outcome
+
+
+class Pool:
+    """`world_size` processes in one Gloo group, that do one job after another.
+
+    group=False: one process without a process group, as stage 01 runs.
+    """
+
+    def __init__(self, world_size: int, group: bool = True, timeout: float = 120.0):
+        if not group and world_size != 1:
+            raise ValueError("without a process group there is one process")
+        self.size, self.group, self.timeout = world_size, group, timeout
+        self._processes: list = []
+        self._connections: list = []
+        self._store = self._folder = None
+
+    def run(self, function: Callable, *args, timeout: float | None = None, **kwargs) -> list:
+        """`function(*args, **kwargs)` on every rank; the results by rank.
+
+        Raises `WorkerError` with rank and traceback if a rank fails, hangs or dies, `WorkerExit`
+        if it calls `sys.exit`. After a failure the next job gets fresh processes.
+        """
+        outcomes = self.attempt(function, *args, timeout=timeout, **kwargs)
+        failed = [r for r, o in enumerate(outcomes) if o.traceback is not None]
+        if failed:
+            texts = [
+                f"[rank {r} of {self.size}] {outcomes[r].traceback}{outcomes[r].stderr[-2000:]}"
+                for r in failed[:2]
+            ]
+            raise WorkerError(f"ranks {failed} failed\n" + "\n".join(texts))
+        if any(o.exit_status is not None for o in outcomes):
+            raise WorkerExit(outcomes)
+        return [o.value for o in outcomes]
+
+    def train(self, stage: str, argv: list[str], timeout: float | None = None) -> list[list[dict]]:
+        """`main(argv)` of a stage on every rank, in a run folder of its own if it names none."""
+        return self.run(_train, stage, _with_run_dir(argv), timeout=timeout)
+
+    def attempt_train(self, stage: str, argv: list[str]) -> list[Outcome]:
+        return self.attempt(_train, stage, _with_run_dir(argv))
+
+    def attempt(
+        self, function: Callable, *args, timeout: float | None = None, **kwargs
+    ) -> list[Outcome]:
+        """How `function` ended on every rank, whatever it did."""
+        self._start()
+        job = pickle.dumps((function, args, kwargs))
+        outcomes: list[Outcome | None] = [None] * self.size
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send_bytes(job)
+            except OSError:
+                outcomes[rank] = Outcome(traceback="the worker had died before this job")
+        deadline = time.monotonic() + (timeout or self.timeout)
+        while any(o is None for o in outcomes):
+            waiting = {c: r for r, c in enumerate(self._connections) if outcomes[r] is None}
+            left = deadline - time.monotonic()
+            for connection in multiprocessing.connection.wait(list(waiting), max(0.0, left)):
+                rank = waiting[connection]
+                try:
+                    outcomes[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    self._processes[rank].join(5)
+                    code = self._processes[rank].exitcode
+                    outcomes[rank] = Outcome(traceback=f"the worker died, exit code {code}")
+            if any(o is not None and o.traceback for o in outcomes):
+                # the others may wait for the failed one for ever: they get a moment to finish
+                deadline = min(deadline, time.monotonic() + 3.0)
+            if left <= 0:
+                stacks = self._stacks([r for r, o in enumerate(outcomes) if o is None])
+                for rank, text in stacks.items():
+                    outcomes[rank] = Outcome(
+                        traceback=f"did not finish in time; it stood at\n{text}"
+                    )
+        if any(o.traceback for o in outcomes) or len({o.exit_status for o in outcomes}) > 1:
+            self.close()  # who knows what is left of the group
+        return outcomes
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR2)
+        time.sleep(0.3)
+        return {r: (Path(self._folder.name) / f"stacks-{r}.txt").read_text()[-3000:] for r in ranks}
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        context = _context()
+        self._folder = tempfile.TemporaryDirectory(prefix="pool-")
+        port = None
+        if self.group:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = self._store.port
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+            if self.group:  # as torchrun would set it
+                environment |= {
+                    **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    **{"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)},
+                }
+            process = context.Process(
+                target=_worker,
+                args=(rank, self.size, port, theirs, environment, self._folder.name),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        for rank, connection in enumerate(self._connections):
+            try:
+                if not connection.poll(60):
+                    raise EOFError
+                connection.recv_bytes()
+            except (EOFError, OSError):
+                self.close()
+                raise WorkerError(f"rank {rank} of {self.size} did not start") from None
+
+    def close(self) -> None:
+        """Kill the processes; a later job starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections, self._store = [], [], None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+@lru_cache
+def _context():
+    """A server that has imported torch once and forks workers from there."""
+    context = multiprocessing.get_context("forkserver")
+    slow = ["pytest", "torch._dynamo", "torch.utils.tensorboard", "common.checkpoint", "common.run"]
+    context.set_forkserver_preload([*slow, "harness"])
+    kept = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "PYTHONPATH")}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO), str(REPO / "tests")])
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for name, value in kept.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return context
+
+
+def _train(stage: str, argv: list[str]) -> list[dict]:
+    return load_stage(stage).main(argv)
+
+
+def _with_run_dir(argv: list[str]) -> list[str]:
+    if "--run-dir" in argv:
+        return list(argv)
+    return [*argv, "--run-dir", tempfile.mkdtemp(prefix="run-", dir=os.environ.get("RUNS_ROOT"))]
+
+
+# ---- parity ----
+
+
+def assert_same_curve(
+    metrics: list[dict], reference: list[dict], loss: float = 1e-5, norm: float = 1e-4
+) -> None:
+    """Hold a run's lines against stage 01's: the same steps, and at each of them losses within
+    `loss`, gradient norms within a share of `norm`, every evaluation within `loss`."""
+    steps, expected = [x["step"] for x in metrics], [x["step"] for x in reference]
+    assert steps == expected, f"other steps are logged: {steps}, the reference has {expected}"
+    for ours, theirs in zip(metrics, reference, strict=True):
+        for name in ("loss", "grad_norm", "val_loss", "test_loss"):
+            where = f"step {ours['step']} is the first to leave the curve: {name}"
+            assert (name in ours) == (name in theirs), f"{where} is in one run only"
+            if name not in ours:
+                continue
+            a, b = ours[name], theirs[name]
+            most = norm * abs(b) if name == "grad_norm" else loss
+            assert abs(a - b) <= most, f"{where} {a!r}, reference {b!r}, {a - b:+.3g} off"
+
+
+# ---- collectives ----
+
+# c10d operator -> its name in the ledger, and which argument is the payload
+_PAYLOADS = {
+    "allreduce_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "send": ("isend", 0),
+    "recv_": ("irecv", 0),
+    "_allgather_base_": ("all_gather_single", 0),
+    "_reduce_scatter_base_": ("reduce_scatter_single", 1),
+    "barrier": ("barrier", None),
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One call of a c10d operator: ledger's name for it, payload's shape, bytes, its group."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    nbytes: int
+    group: str
+    group_size: int
+
+
+@dataclass
+class Counted:
+    """What went through the dispatcher. Keys are (collective, group), as in the ledger."""
+
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def calls(self) -> Counter:
+        return Counter((r.op, r.group) for r in self.records)
+
+    @property
+    def payload(self) -> Counter:
+        total: Counter = Counter()
+        for r in self.records:
+            total[r.op, r.group] += r.nbytes
+        return total
+
+    def of(self, op: str, group: str | None = None, least: int = 0) -> list[Record]:
+        """The calls of one collective with at least `least` bytes."""
+        return [
+            r for r in self.records if r.op == op and r.nbytes >= least and group in (None, r.group)
+        ]
+
+
+class _CountMode(TorchDispatchMode):
+    def __init__(self, counted: Counted):
+        super().__init__()
+        self.counted = counted
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counted.records.append(_record(func._opname, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _record(op: str, args: tuple) -> Record:
+    name, payload = _PAYLOADS.get(op, (op, 0))  # another operator: by its own name
+    group = next(_group(a) for a in args if isinstance(a, torch.ScriptObject) and _group(a))
+    tensors = [] if payload is None else _tensors(args[payload])
+    shape = tuple(tensors[0].shape) if tensors else ()
+    nbytes = sum(t.numel() * t.element_size() for t in tensors)
+    desc = (group.group_desc or "group").removeprefix("mesh_")
+    world = group.group_name == dist.group.WORLD.group_name
+    dtype = tensors[0].dtype if tensors else None
+    return Record(name, shape, dtype, nbytes, "world" if world else desc, group.size())
+
+
+def _group(handle) -> dist.ProcessGroup | None:
+    try:
+        return dist.ProcessGroup.unbox(handle)
+    except RuntimeError:
+        return None  # a reduction operator
+
+
+def _tensors(x) -> list[Tensor]:
+    return [x] if isinstance(x, Tensor) else [t for y in x for t in _tensors(y)]
+
+
+@contextlib.contextmanager
+def count_collectives() -> Iterator[Counted]:
+    """Count what PyTorch's dispatcher is asked to communicate in this thread, by whomever.
+
+    The ledger counts where the repo calls a collective; this counts where PyTorch runs it.
+    """
+    counted = Counted()
+    with _CountMode(counted):
+        yield counted
+
+
+@contextlib.contextmanager
+def whole_ledger() -> Iterator[Any]:
+    """The ledger from here on, emptied first and not when a run logs a line."""
+    from common.collectives import ledger
+
+    ledger.reset()
+    ledger.reset = lambda: None
+    total = type(ledger)()
+    try:
+        yield total
+    finally:
+        del ledger.reset
+        for name in ("calls", "payload", "ring", "control"):
+            setattr(total, name, Counter(getattr(ledger, name)))
+
+
+def assert_ledger_is_true(ledger, counted: Counted, control_bytes: int = 64) -> None:
+    """Ledger and dispatcher agree call for call and byte for byte; what is control is small."""
+    sent = [r for r in counted.records if r.op != "irecv"]  # the sender counts
+    assert Counter((r.op, r.group) for r in sent) == ledger.calls + ledger.control
+    payload, ring = Counter(), Counter()
+    for key in ledger.calls + ledger.control:
+        records = sorted((r for r in sent if (r.op, r.group) == key), key=lambda r: r.nbytes)
+        control, technique = records[: ledger.control[key]], records[ledger.control[key] :]
+        for r in control:
+            assert r.nbytes <= control_bytes, f"{key}: a control call of {r.nbytes} bytes"
+        payload[key] = sum(r.nbytes for r in technique)
+        ring[key] = sum(r.nbytes * _ring_factor(r) for r in technique)
+    assert +payload == +ledger.payload
+    assert {k: round(v) for k, v in ring.items() if v} == {
+        k: round(v) for k, v in ledger.ring.items() if v
+    }
+
+
+def _ring_factor(record: Record) -> float:
+    """Bytes that a rank sends for each of the payload when the collective runs on a ring."""
+    around = (record.group_size - 1) / record.group_size
+    return {"all_reduce": 2 * around, "isend": 1.0}.get(record.op, around)
+
+
+# ---- memory ----
+
+
+def _counts(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.device.type == "cpu"
+
+
+def _live_storages() -> list[torch.UntypedStorage]:
+    """Every living storage of floating-point numbers that Python can reach, once."""
+    found = {}
+    for obj in gc.get_objects():
+        if type(obj) not in (Tensor, torch.nn.Parameter):  # other kinds may have no memory
+            continue
+        # a gradient that Python never asked for exists in C++ alone
+        for tensor in (obj, obj.grad if obj.is_leaf else None):
+            if tensor is not None and _counts(tensor):
+                storage = tensor.untyped_storage()
+                found[storage._cdata] = storage
+    return list(found.values())
+
+
+def live_bytes() -> int:
+    """Bytes of weights, gradients, moments, buffers: each living storage of floats once."""
+    return sum(storage.nbytes() for storage in _live_storages())
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes of floating-point CPU storages that lived at a time during the block.
+
+    Looks at every storage that any operator of this thread touches, before and after it, so it
+    sees what autograd holds in C++ and storages that are resized; not a kernel's own scratch
+    memory, nor what C++ threads allocate.
+
+        with PeakMemory() as peak:
+            ...
+        peak.bytes      the most there was
+        peak.above      the same less what was there when the block began
+        peak.left       bytes that the block leaves behind (negative: it freed)
+    """
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        self._known: dict[int, StorageWeakRef] = {}  # a weak reference keeps the address taken
+        for storage in _live_storages():
+            self._watch(storage)
+        self._before = self.bytes = self._now()
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        gc.collect()
+        self.bytes = max(self.bytes, self._now())
+        self.above, self.left = self.bytes - self._before, self._now() - self._before
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._see(args, kwargs)
+        result = func(*args, **(kwargs or {}))
+        self._see(result)
+        return result
+
+    def _see(self, *values) -> None:
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor) and _counts(tensor):
+                self._watch(tensor.untyped_storage())
+        self.bytes = max(self.bytes, self._now())
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = StorageWeakRef(storage)
+
+    def _now(self) -> int:
+        total = 0
+        for address in list(self._known):
+            storage = torch.UntypedStorage._new_with_weak_ptr(address)
+            if storage is None:
+                del self._known[address]
+            else:
+                total += storage.nbytes()
+        return total

@@ -1,0 +1,147 @@
+"""Break the code on purpose, one line at a time: each time the tests must turn red.
+
+    python tests/mutants.py                     every row of mutants.txt, and a table
+    python tests/mutants.py --only dropout      those whose name or file has the word
+    python tests/mutants.py --jobs 1            one at a time
+
+Each mutant lives in a copy of the repository in a temporary folder, where its tests run. They must
+pass without it and fail with it. Exit status 1 if a mutant survives, 2 if a row is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+TABLE = Path(__file__).with_name("mutants.txt")
+NOT_COPIED = (".git", ".venv", "data", "runs", "__pycache__", ".pytest_cache", ".ruff_cache")
+TIMEOUT = 600  # seconds; tests that hang are red too
+
+
+@dataclass
+class Mutant:
+    """A sabotage: in `file` the text `old`, which stands there once, becomes `new`."""
+
+    name: str
+    file: str = ""
+    old: str = ""
+    new: str = ""
+    tests: str = ""
+    verdict: str = field(default="", init=False)
+    detail: str = field(default="", init=False)
+    seconds: float = field(default=0.0, init=False)
+
+
+def read_table() -> list[Mutant]:
+    found: list[Mutant] = []
+    for line in TABLE.read_text().splitlines():
+        if line.startswith("["):
+            found.append(Mutant(line.strip().strip("[]")))
+        elif line.startswith(("- ", "+ ")):
+            old_or_new = "old" if line[0] == "-" else "new"
+            text = getattr(found[-1], old_or_new)
+            setattr(found[-1], old_or_new, f"{text}\n{line[2:]}" if text else line[2:])
+        elif line.startswith(("file: ", "tests: ")):
+            name, value = line.split(": ", 1)
+            setattr(found[-1], name, value)
+    return found
+
+
+def copy_of_repo(folder: Path) -> Path:
+    shutil.copytree(REPO, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    return folder
+
+
+def run_tests(folder: Path, tests: str) -> tuple[int, str]:
+    """pytest's exit status (1: red) and what it said."""
+    words = shlex.split(tests)
+    paths = [f"tests/{w}" if re.match(r"test_\w+\.py", w) else w for w in words]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
+    environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+    try:
+        done = subprocess.run(
+            [*command, *paths],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        return 1, f"FAILED no end within {TIMEOUT} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def first_failure(output: str) -> str:
+    for line in output.splitlines():
+        if line.startswith(("FAILED", "ERROR")):
+            return re.sub(r"^(FAILED|ERROR) (tests/)?|( - .*)$", "", line)
+    return ""
+
+
+def try_mutant(mutant: Mutant) -> Mutant:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as parent:
+        folder = copy_of_repo(Path(parent) / "repo")
+        path = folder / mutant.file
+        text = path.read_text() if path.is_file() else ""
+        if text.count(mutant.old) != 1:
+            mutant.verdict = "out of date"
+            mutant.detail = f"its line stands {text.count(mutant.old)} times in {mutant.file}"
+            return mutant
+        path.write_text(text.replace(mutant.old, mutant.new))
+        status, output = run_tests(folder, mutant.tests)
+    verdicts = {0: "SURVIVED", 1: "killed"}
+    mutant.verdict = verdicts.get(status, "out of date")
+    mutant.detail = first_failure(output) if status < 2 else " ".join(output.split())[-200:]
+    mutant.seconds = time.monotonic() - started
+    return mutant
+
+
+def check_baseline(mutants: list[Mutant]) -> str:
+    """What is red without any mutant: then a red test proves nothing. Empty if all is green."""
+    files = sorted({w for m in mutants for w in shlex.split(m.tests) if w.endswith(".py")})
+    with tempfile.TemporaryDirectory(prefix="mutant-") as parent:
+        status, output = run_tests(copy_of_repo(Path(parent) / "repo"), " ".join(files))
+    return "" if status == 0 else first_failure(output) or f"pytest ended with status {status}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="part of a name or of a file's path")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
+    args = parser.parse_args()
+    mutants = [m for m in read_table() if args.only in m.name or args.only in m.file]
+    if not mutants:
+        print(f"no mutant has {args.only!r} in its name or file")
+        return 2
+    red = check_baseline(mutants)
+    if red:
+        print(f"red without any mutant: {red}")
+        return 2
+    width = max(len(m.name) for m in mutants)
+    print(f"{'mutant':{width}}  verdict      seconds  by", flush=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for m in pool.map(try_mutant, mutants):
+            print(f"{m.name:{width}}  {m.verdict:11}  {m.seconds:7.0f}  {m.detail}", flush=True)
+    killed = sum(m.verdict == "killed" for m in mutants)
+    survived = [m.name for m in mutants if m.verdict == "SURVIVED"]
+    print(f"\n{killed} of {len(mutants)} mutants killed", flush=True)
+    if survived:
+        print(f"survived: {', '.join(survived)}")
+    return 1 if survived else 2 if killed < len(mutants) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

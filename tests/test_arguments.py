@@ -1,0 +1,129 @@
+"""Every row of `bad_arguments.txt` is refused with its line, and what is right is not."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from harness import count_collectives, load_stage, stage_path, stages
+
+TABLE = Path(__file__).with_name("bad_arguments.txt")
+BASE = "--d-model 32 --n-layers 4 --n-heads 2 --seq-len 16 --global-batch-size 12 --steps 1"
+
+
+class Row(NamedTuple):
+    stages: list[str]
+    ranks: int
+    early: bool
+    as_command: bool
+    argv: str
+    words: list[str]
+
+
+def chosen(text: str) -> list[str]:
+    """ "-", "02-" or "01,03": the stages that are meant and exist."""
+    if text.endswith("-"):
+        return [s for s in stages() if s >= text[:-1]]
+    return [s for s in text.split(",") if s in stages()]
+
+
+def rows() -> list[Row]:
+    found = []
+    for line in TABLE.read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        of, ranks, argv, words = (part.strip() for part in line.split("|"))
+        said = [word.strip() for word in words.split(";")]
+        how = ("~" not in ranks, "!" in ranks)
+        found.append(Row(chosen(of), int(ranks.rstrip("~!")), *how, argv, said))
+    return found
+
+
+CASES = [(stage, row) for row in rows() for stage in row.stages]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, corpus_dir) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("places")
+    (folder / "empty").mkdir()
+    (folder / "file").write_text("")
+    names = {name: str(folder / name) for name in ("empty", "file", "absent")}
+    return names | {"corpus": str(corpus_dir)}
+
+
+def argv_of(row: Row, places: dict[str, str], run_dir: Path) -> list[str]:
+    base = f"{BASE} --data {places['corpus']} --run-dir {run_dir}"
+    return [*base.split(), *shlex.split(row.argv.format(**places))]
+
+
+def main_without_collectives(stage: str, argv: list[str]) -> None:
+    with count_collectives() as counted:
+        try:
+            load_stage(stage).main(argv)
+        finally:
+            assert not counted.records, "it communicates before it refuses"
+
+
+def main(stage: str, argv: list[str]) -> None:
+    load_stage(stage).main(argv)
+
+
+@pytest.mark.parametrize("stage, row", CASES, ids=[f"{s}-{r.ranks}-{r.argv}" for s, r in CASES])
+def test_wrong_arguments_are_refused_with_one_line_and_status_2(
+    pools, places, tmp_path, stage, row
+):
+    run_dir = tmp_path / "run"
+    pool = pools(row.ranks, group=stage != "01")
+    job = main_without_collectives if row.early else main
+    ended = pool.attempt(job, stage, argv_of(row, places, run_dir))
+    assert [o.exit_status for o in ended] == [2] * row.ranks, ended[0].traceback or ended[0]
+    said = "".join(o.stderr for o in ended)
+    assert said.count("\n") == 1, said
+    for word in row.words:
+        assert word in said, f"{word!r} is not in: {said}"
+
+
+COMMANDS = [row for row in rows() if row.as_command]
+
+
+@pytest.mark.parametrize("row", COMMANDS, ids=[row.argv for row in COMMANDS])
+def test_a_command_with_wrong_arguments_says_one_line_and_ends_with_status_2(places, tmp_path, row):
+    argv = argv_of(row, places, tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, str(stage_path("01")), *argv],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=dict(os.environ),
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("train.py: ") and done.stderr.count("\n") == 1, done.stderr
+    assert all(word in done.stderr for word in row.words)
+
+
+def test_the_table_has_enough_rows_for_every_stage():
+    for stage in stages():
+        assert sum(stage in row.stages for row in rows()) >= 20
+
+
+def test_the_base_of_the_table_is_right(pools, places, tmp_path):
+    argv = [*BASE.split(), "--data", places["corpus"], "--run-dir", str(tmp_path)]
+    assert len(pools(1, group=False).train("01", argv)[0]) == 1
+
+
+def test_help_lists_every_flag_that_the_design_promises(capsys):
+    with pytest.raises(SystemExit) as exit:
+        load_stage("01").parse_args(["--help"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    for flag in (
+        "data preset d-model n-layers n-heads seq-len steps global-batch-size micro-batch-size lr "
+        "warmup-steps min-lr-ratio weight-decay grad-clip dropout dtype activation-checkpointing "
+        "seed eval-every checkpoint-every keep-checkpoints resume run-dir log-every profile compile"
+    ).split():
+        assert f"--{flag}" in text, flag

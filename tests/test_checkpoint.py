@@ -1,0 +1,526 @@
+"""Checkpoints: whole or not there, of any cut into any cut, and harmless whoever made them."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import resource
+import shutil
+import types
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from common import checkpoint
+from common.checkpoint import (
+    Shard,
+    checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    training_state,
+)
+from common.model import Transformer, TransformerConfig, init_weights
+
+CONFIG = TransformerConfig(vocab_size=100, d_model=32, n_layers=2, n_heads=2, seq_len=8)
+
+
+def trained(config: TransformerConfig = CONFIG, seed: int = 1, steps: int = 2):
+    model = Transformer(config)
+    init_weights(model, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        dice = torch.Generator().manual_seed(step)
+        tokens = torch.randint(100, (2, 9), generator=dice)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def loaded(folder: Path, resume: str = "auto", config: TransformerConfig = CONFIG):
+    """A fresh model, of another seed, filled from a checkpoint: its state and the step."""
+    model, optimizer = trained(config, seed=9, steps=0)
+    state = training_state(model, optimizer)
+    step = load_checkpoint(folder, resume, state, optimizer)
+    return state, step, optimizer
+
+
+def saved(folder: Path, step: int = 2, steps: int = 2, keep: int = 2) -> dict[str, Tensor]:
+    state = training_state(*trained(steps=steps))
+    save_checkpoint(folder, step, state, keep)
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def assert_refused(capsys, function, *args, status: int = 2, says: str = "") -> str:
+    with pytest.raises(SystemExit) as exit:
+        function(*args)
+    assert exit.value.code == status
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and says in said, said
+    return said
+
+
+# ---- there and back ----
+
+
+def test_a_checkpoint_brings_back_every_bit_of_weights_and_moments(tmp_path):
+    state = saved(tmp_path)
+    found, step, optimizer = loaded(tmp_path)
+    assert step == 2
+    assert len(found) == 3 * len(list(trained()[0].parameters()))
+    assert set(found) == set(state)
+    for name, tensor in state.items():
+        assert torch.equal(found[name], tensor), name
+    assert any(t.any() for n, t in state.items() if n.startswith("optim.exp_avg_sq"))
+    assert {moments["step"].item() for moments in optimizer.state.values()} == {2.0}
+
+
+def test_names_are_those_of_the_plain_model_and_its_adamw(tmp_path):
+    state = saved(tmp_path)
+    assert {"model.layers.0.attn.wqkv.weight", "model.embed.tokens.weight"} <= set(state)
+    assert {"optim.exp_avg.layers.1.mlp.w1.weight", "optim.exp_avg_sq.output.norm.weight"} <= set(
+        state
+    )
+
+
+def test_pytorchs_own_tool_converts_it(tmp_path):
+    state = saved(tmp_path)
+    dcp_to_torch_save(checkpoints(tmp_path)[0], tmp_path / "plain.pt")
+    plain = torch.load(tmp_path / "plain.pt", weights_only=True)
+    assert set(plain) == {*state, "step"} and plain["step"].item() == 2
+    assert all(torch.equal(plain[name], tensor) for name, tensor in state.items())
+
+
+# ---- shards ----
+
+
+def box_indices(shape: torch.Size, offset: torch.Size, extent: torch.Size) -> Tensor:
+    """Flat indices of a box's elements, in the box's order."""
+    whole = torch.arange(prod(shape)).view(shape)
+    return whole[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]
+
+
+@pytest.mark.parametrize(
+    "shape", [(7,), (1,), (3, 4), (1, 5), (5, 1), (4, 4), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
+)
+def test_the_boxes_of_any_flat_slice_tile_it_exactly(shape):
+    n = prod(shape)
+    for start in range(n + 1):
+        for length in range(n - start + 1):
+            piece = torch.arange(start, start + length)
+            shard = Shard.of_flat_slice(shape, start, piece)
+            covered = []
+            for offset, tensor in shard.boxes.items():
+                assert tensor.dim() == len(shape)
+                assert torch.equal(tensor, box_indices(torch.Size(shape), offset, tensor.shape))
+                covered += tensor.flatten().tolist()
+            assert sorted(covered) == piece.tolist()
+            assert len(shard.boxes) <= (1 if len(shape) == 1 else 2 * len(shape) - 1)
+            assert shard.size() == torch.Size(shape)
+
+
+def test_boxes_are_views_so_that_loading_writes_into_the_buffer():
+    buffer = torch.zeros(10)
+    for tensor in Shard.of_flat_slice((4, 4), 3, buffer).boxes.values():
+        tensor.fill_(1)
+    assert buffer.eq(1).all()
+
+
+SHAPES = {"model.a": (7, 5), "model.b": (13,), "model.c": (4, 6), "model.d": (1, 3)}
+STUB = types.SimpleNamespace(state={})  # no optimizer's step to set
+
+
+def values(name: str) -> Tensor:
+    dice = torch.Generator().manual_seed(len(name) + ord(name[-1]))
+    return torch.randn(SHAPES[name], generator=dice)
+
+
+def uneven(n: int, rank: int, size: int) -> tuple[int, int]:
+    """Rank's share of n things: ever smaller, the last rank's empty where there are several."""
+    bounds = [n - round(n * (1 - r / max(1, size - 1)) ** 2) for r in range(size)] + [n]
+    return (0, n) if size == 1 else (bounds[rank], bounds[rank + 1])
+
+
+def cut(kind: str, fill: bool) -> dict[str, Shard | Tensor]:
+    """This rank's part of every tensor, with its values or with NaN."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    state: dict[str, Shard | Tensor] = {}
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        whole = values(name) if fill else torch.full(shape, torch.nan)
+        if kind == "flat":
+            a, b = uneven(whole.numel(), rank, size)
+            state[name] = Shard.of_flat_slice(shape, a, whole.flatten()[a:b])
+        elif kind == "rows" or (kind == "columns" and len(shape) == 1):
+            a, b = uneven(shape[0], rank, size)
+            state[name] = Shard.of_slice(shape, 0, a, whole[a:b])
+        elif kind == "columns":
+            a, b = uneven(shape[1], rank, size)
+            state[name] = Shard.of_slice(shape, 1, a, whole[:, a:b].contiguous())
+        elif kind == "replicated" or i % size == rank:  # "pipeline": each its own tensors
+            state[name] = whole
+    return state
+
+
+CUTS = ("flat", "rows", "columns", "replicated", "pipeline")
+
+
+def save_cuts(folder: str) -> None:
+    for step, kind in enumerate(CUTS):
+        save_checkpoint(Path(folder) / kind, step, cut(kind, fill=True))
+
+
+def load_cuts(folder: str) -> int:
+    """Load every cut that was saved in every cut; returns how many pairs came out right."""
+    right = 0
+    for (step, of), into in product(enumerate(CUTS), CUTS):
+        state = cut(into, fill=False)
+        assert load_checkpoint(Path(folder) / of, "auto", state, STUB) == step
+        for name, expected in cut(into, fill=True).items():
+            if isinstance(expected, Tensor):
+                assert torch.equal(state[name], expected), (of, into, name)
+                continue
+            for offset, tensor in expected.boxes.items():
+                assert torch.equal(state[name].boxes[offset], tensor), (of, into, name)
+        right += 1
+    return right
+
+
+def test_shards_of_any_cut_on_any_number_of_ranks_load_in_any_other(pools, tmp_path):
+    """Flat slices, rows, columns, copies and whole tensors; uneven, and empty on the last rank."""
+    sizes = [pools(1, group=False), pools(2), pools(3)]
+    for saver in sizes[1:]:
+        saver.run(save_cuts, str(tmp_path / str(saver.size)))
+        for loader in sizes:
+            right = loader.run(load_cuts, str(tmp_path / str(saver.size)))
+            assert right == [len(CUTS) ** 2] * loader.size
+
+
+def test_the_cuts_of_this_test_are_uneven_and_have_an_empty_one():
+    assert [uneven(7, r, 3) for r in range(3)] == [(0, 5), (5, 7), (7, 7)]
+
+
+# ---- commit ----
+
+
+def die(*_, **__) -> None:
+    os._exit(9)
+
+
+def save_and_die(folder: str, moment: str) -> None:
+    """Steps 2 and 4 are saved; then the process is killed at `moment` of saving step 6."""
+    state = training_state(*trained())
+    save_checkpoint(folder, 2, state)
+    save_checkpoint(folder, 4, state)
+    writer, remove = checkpoint.dcp.FileSystemWriter, shutil.rmtree
+    if moment == "before anything is written":
+        writer.write_data = die
+    elif moment == "while a file is written":
+        save, calls = torch.save, []
+
+        def save_some(*args, **kwargs):
+            save(*args, **kwargs)
+            calls.append(1)
+            if len(calls) == 5:
+                os._exit(9)
+
+        torch.save = save_some
+        save_some(torch.zeros(1), io.BytesIO())  # DCP must call it, or nothing dies below
+    elif moment == "before the metadata":
+        writer.finish = die
+    elif moment == "before the rename":
+        Path.rename = die
+    elif moment == "after the rename":
+        checkpoint._sync_folder = die
+    else:  # while an old one is deleted
+
+        def remove_half(path, **kwargs):
+            for file in sorted(Path(path).glob("*.distcp")):
+                file.unlink()
+            os._exit(9)
+
+        assert moment == "while an old one is deleted" and remove
+        shutil.rmtree = remove_half
+    save_checkpoint(folder, 6, state)
+
+
+@pytest.mark.parametrize(
+    "moment, newest",
+    [
+        ("before anything is written", 4),
+        ("while a file is written", 4),
+        ("before the metadata", 4),
+        ("before the rename", 4),
+        ("after the rename", 6),
+        ("while an old one is deleted", 6),
+    ],
+)
+def test_a_kill_at_the_worst_moment_of_a_save_leaves_only_whole_checkpoints(
+    pools, tmp_path, moment, newest
+):
+    (ended,) = pools(1, group=False).attempt(save_and_die, str(tmp_path), moment)
+    assert "exit code 9" in ended.traceback, ended
+    expected = training_state(*trained())
+    found, step, _ = loaded(tmp_path)
+    assert step == newest
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for path in checkpoints(tmp_path):  # the others can be trusted too
+        assert loaded(tmp_path, str(path))[1] == int(path.name[5:])
+    save_checkpoint(tmp_path, 8, expected)
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith("step-")] == []
+
+
+def die_on_rank_1(folder: str) -> None:
+    state = cut("rows", fill=True)
+    save_checkpoint(folder, 2, state)
+    if dist.get_rank() == 1:
+        checkpoint.dcp.FileSystemWriter.write_data = die
+    save_checkpoint(folder, 4, state)
+
+
+def test_a_save_in_which_one_rank_dies_is_not_taken_for_whole(pools, tmp_path):
+    ended = pools(2).attempt(die_on_rank_1, str(tmp_path))
+    assert "exit code 9" in ended[1].traceback
+    assert load_checkpoint(tmp_path, "auto", cut("rows", fill=False), STUB) == 2
+
+
+def test_the_newest_whole_one_wins_and_unfinished_ones_do_not_count(tmp_path):
+    saved(tmp_path, step=3)
+    saved(tmp_path, step=20)
+    shutil.copytree(tmp_path / "step-00000020", tmp_path / "step-00000100")
+    (tmp_path / "step-00000100" / ".metadata").unlink()
+    shutil.copytree(tmp_path / "step-00000020", tmp_path / "writing-00000200")
+    shutil.copytree(tmp_path / "step-00000020", tmp_path / "step-00000300.bak")
+    assert loaded(tmp_path)[1] == 20
+
+
+def test_as_many_as_asked_for_are_kept(tmp_path):
+    for keep in (1, 3):
+        for step in range(10 * keep, 10 * keep + 5):
+            saved(tmp_path, step, steps=0, keep=keep)
+        steps = [int(p.name[5:]) for p in checkpoints(tmp_path)]
+        assert steps == list(range(10 * keep + 5 - keep, 10 * keep + 5))
+        assert len(list(tmp_path.iterdir())) == keep
+
+
+def test_a_run_that_goes_back_keeps_what_it_saves_and_drops_what_it_left_behind(tmp_path):
+    for step in (8, 10):
+        saved(tmp_path, step, steps=0)
+    saved(tmp_path, step=5)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000005"]
+    assert loaded(tmp_path)[1] == 5
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    saved(tmp_path, step=2, steps=0)
+    state = saved(tmp_path, step=2, steps=2)
+    found, _, _ = loaded(tmp_path)
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+# ---- which one to resume from ----
+
+
+def test_resume_takes_a_checkpoint_or_a_run_or_none(tmp_path):
+    run = tmp_path / "run"
+    for step in (2, 4):
+        saved(run / "checkpoints", step)
+    other = tmp_path / "other"
+    assert loaded(other, str(run / "checkpoints" / "step-00000002"))[1] == 2
+    assert loaded(other, str(run))[1] == 4
+    assert loaded(run / "checkpoints", "never")[1] == 0
+    assert loaded(other, "auto")[1] == 0
+
+
+def test_resuming_from_nothing_is_refused(tmp_path, capsys):
+    for path in (tmp_path, tmp_path / "absent"):
+        assert_refused(capsys, loaded, tmp_path, str(path), says=f"--resume {path}: no checkpoint")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"d_model": 64}, {"n_layers": 3}, {"n_layers": 1}, {"vocab_size": 200}],
+    ids=str,
+)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, capsys, change):
+    saved(tmp_path)
+    config = TransformerConfig(**(vars(CONFIG) | change))
+    said = assert_refused(capsys, loaded, tmp_path, "auto", config, says="--resume auto: ")
+    assert "does not fit this model" in said
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
+    saved(tmp_path)
+    (file,) = checkpoints(tmp_path)[0].glob("*.distcp")
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert_refused(capsys, loaded, tmp_path, says="damaged")
+    file.unlink()
+    assert_refused(capsys, loaded, tmp_path, says="damaged")
+    file.write_bytes(whole)
+    assert loaded(tmp_path)[1] == 2
+    (checkpoints(tmp_path)[0] / ".metadata").write_bytes(b"\x80\x04 nonsense")
+    assert_refused(capsys, loaded, tmp_path, says="damaged")
+
+
+def test_every_flipped_byte_of_a_tensor_is_noticed(tmp_path, capsys):
+    state = saved(tmp_path)
+    (file,) = checkpoints(tmp_path)[0].glob("*.distcp")
+    whole = file.read_bytes()
+    needle = state["model.layers.1.mlp.w2.weight"].numpy().tobytes()[:64]
+    assert whole.count(needle) == 1
+    place = whole.index(needle) + 13
+    file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    assert_refused(capsys, loaded, tmp_path, says="checksum")
+
+
+def test_a_checkpoint_that_pytorch_wrote_is_read_too(tmp_path):
+    state = saved(tmp_path / "ours")
+    torch.distributed.checkpoint.save(
+        state | {"step": torch.tensor(7)}, checkpoint_id=tmp_path / "theirs" / "step-00000007"
+    )
+    found, step, _ = loaded(tmp_path / "theirs")
+    assert step == 7 and all(torch.equal(found[name], state[name]) for name in state)
+
+
+# ---- what cannot be written ----
+
+
+def save_without_space(folder: str) -> None:
+    state = training_state(*trained())
+    save_checkpoint(folder, 2, state)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    try:
+        save_checkpoint(folder, 4, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
+def test_a_full_disk_ends_the_run_with_one_line_and_leaves_the_older_checkpoint(pools, tmp_path):
+    (ended,) = pools(1, group=False).attempt(save_without_space, str(tmp_path))
+    assert ended.exit_status == 1, ended.traceback
+    assert ended.stderr.count("\n") == 1 and "cannot save" in ended.stderr
+    assert loaded(tmp_path)[1] == 2
+
+
+def test_a_folder_that_cannot_be_made_ends_the_run_with_one_line(tmp_path, capsys):
+    (tmp_path / "checkpoints").write_text("a file, where a folder is wanted")
+    state = training_state(*trained(steps=0))
+    assert_refused(
+        capsys, save_checkpoint, tmp_path / "checkpoints", 2, state, status=1, says="cannot save"
+    )
+
+
+# ---- nothing in it may run code ----
+
+
+class Touch:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.system, (f"touch '{self.path}'",))
+
+
+def metadata_of(folder: Path):
+    with open(checkpoints(folder)[0] / ".metadata", "rb") as file:
+        return pickle.load(file)
+
+
+def write_metadata(folder: Path, metadata) -> None:
+    (checkpoints(folder)[0] / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def assert_harmless(capsys, folder: Path, bait: Path) -> None:
+    assert_refused(capsys, loaded, folder, says="--resume auto")
+    assert not bait.exists()
+
+
+def test_the_bait_works(tmp_path):
+    pickle.loads(pickle.dumps(Touch(tmp_path / "bait")))
+    assert (tmp_path / "bait").exists()
+
+
+@pytest.mark.parametrize("where", ["alone", "planner data", "storage data", "properties"])
+def test_code_in_the_metadata_is_refused_and_does_not_run(tmp_path, capsys, where):
+    folder, bait = tmp_path / "c", tmp_path / "bait"
+    saved(folder)
+    metadata = metadata_of(folder)
+    if where == "alone":
+        metadata = Touch(bait)
+    elif where == "planner data":
+        metadata.planner_data = Touch(bait)
+    elif where == "storage data":
+        next(iter(metadata.storage_data.values())).relative_path = Touch(bait)
+    else:
+        metadata.state_dict_metadata["step"].properties.layout = Touch(bait)
+    write_metadata(folder, metadata)
+    assert_harmless(capsys, folder, bait)
+
+
+@pytest.mark.parametrize(
+    "module, name", [("builtins", "eval"), ("torch", "load"), ("torch", "os.system")]
+)
+def test_no_function_is_found_by_the_metadatas_unpickler(module, name):
+    text = f"c{module}\n{name}\n.".encode()
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoint._MetadataUnpickler(io.BytesIO(text)).load()
+
+
+@pytest.mark.parametrize("name", ["model.embed.tokens.weight", "another"])
+def test_a_byte_entry_is_refused_and_what_it_holds_does_not_run(tmp_path, capsys, name):
+    folder, bait = tmp_path / "c", tmp_path / "bait"
+    saved(folder)
+    metadata = metadata_of(folder)
+    (checkpoints(folder)[0] / "bait.distcp").write_bytes(torch_save(Touch(bait)))
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    info = next(iter(metadata.storage_data.values()))
+    length = len(torch_save(Touch(bait)))
+    metadata.storage_data[MetadataIndex(name)] = type(info)("bait.distcp", 0, length)
+    write_metadata(folder, metadata)
+    assert_harmless(capsys, folder, bait)
+
+
+def torch_save(obj) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return buffer.getvalue()
+
+
+def test_code_in_place_of_a_tensor_is_refused_and_does_not_run(tmp_path, capsys):
+    folder, bait = tmp_path / "c", tmp_path / "bait"
+    saved(folder)
+    metadata = metadata_of(folder)
+    (checkpoints(folder)[0] / "bait.distcp").write_bytes(torch_save(Touch(bait)))
+    for info in metadata.storage_data.values():
+        info.relative_path, info.offset, info.length = (
+            "bait.distcp",
+            0,
+            len(torch_save(Touch(bait))),
+        )
+    write_metadata(folder, metadata)
+    assert_harmless(capsys, folder, bait)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_checkpoint_cannot_read_outside_of_its_folder(tmp_path, capsys, absolute):
+    folder = tmp_path / "c"
+    saved(folder)
+    (file,) = checkpoints(folder)[0].glob("*.distcp")
+    shutil.copy(file, tmp_path / "outside.distcp")
+    metadata = metadata_of(folder)
+    outside = tmp_path / "outside.distcp" if absolute else "../../outside.distcp"
+    for info in metadata.storage_data.values():
+        info.relative_path = str(outside)
+    write_metadata(folder, metadata)
+    assert_refused(capsys, loaded, folder, says="outside of the checkpoint")

@@ -1,0 +1,464 @@
+"""Corpora, batches and evaluation: every token in its place, once, whoever reads it."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import REPO, load_stage
+
+from common import data
+from common.data import EOS, UNKNOWN, eval_batches, load_corpus, train_batches
+from common.model import IGNORED, Transformer, TransformerConfig, init_weights
+from common.random import sample_keys
+
+CPU = torch.device("cpu")
+SEQ = 8
+
+
+def arguments(**changes) -> types.SimpleNamespace:
+    base = {"data": "x", "seq_len": SEQ, "seed": 1, "steps": 100}
+    base |= {"global_batch_size": 12, "micro_batch_size": 12}
+    return types.SimpleNamespace(**(base | changes))
+
+
+def numbered(n: int) -> torch.Tensor:
+    """Tokens that say where they stand."""
+    return torch.arange(n, dtype=torch.int32)
+
+
+def steps_of(tokens, args, first_step=0, rank=0, size=1, limit=None) -> list:
+    found = []
+    for step in train_batches(tokens, args, CPU, first_step, rank, size):
+        found.append(step)
+        if limit and len(found) == limit:
+            break
+    return found
+
+
+def windows_of(steps: list) -> list[int]:
+    """Which windows of `numbered` tokens the micro-batches hold; checks that each is whole."""
+    found = []
+    for micro_batches in steps:
+        for inputs, targets, _ in micro_batches:
+            assert torch.equal(targets, inputs + 1)
+            assert torch.equal(inputs, inputs[:, :1] + torch.arange(SEQ))
+            assert (inputs[:, 0] % SEQ == 0).all()
+            found += (inputs[:, 0] // SEQ).tolist()
+    return found
+
+
+# ---- training batches ----
+
+
+@pytest.mark.parametrize("n_tokens, n_windows", [(22 * SEQ + 1, 22), (22 * SEQ + 8, 22)])
+def test_an_epoch_has_every_window_once_and_the_next_another_order(n_tokens, n_windows):
+    args = arguments(global_batch_size=4, micro_batch_size=2, steps=17)  # 17 x 4 = 3 x 22 + 2
+    found = windows_of(steps_of(numbered(n_tokens), args))
+    epochs = [found[i * n_windows : (i + 1) * n_windows] for i in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(n_windows))
+        assert epoch != sorted(epoch)
+    assert epochs[0] != epochs[1] and epochs[1] != epochs[2] and epochs[0] != epochs[2]
+
+
+def test_a_batch_may_be_larger_than_an_epoch():
+    args = arguments(global_batch_size=30, micro_batch_size=30, steps=2)
+    found = windows_of(steps_of(numbered(10 * SEQ + 1), args))
+    for epoch in range(6):
+        assert sorted(found[10 * epoch : 10 * epoch + 10]) == list(range(10))
+
+
+def test_the_order_depends_on_the_seed():
+    orders = [
+        windows_of(steps_of(numbered(500), arguments(seed=seed), limit=3)) for seed in (1, 2, 1)
+    ]
+    assert orders[0] == orders[2] != orders[1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
+def test_the_ranks_micro_batches_in_order_are_the_global_batch(size):
+    tokens = numbered(50 * SEQ + 1)
+    whole = steps_of(tokens, arguments(), limit=6)
+    share = 12 // size
+    for micro in (m for m in range(1, share + 1) if share % m == 0):
+        args = arguments(micro_batch_size=micro)
+        by_rank = [steps_of(tokens, args, rank=r, size=size, limit=6) for r in range(size)]
+        for step in range(6):
+            pieces = [batch for rank in by_rank for batch in rank[step]]
+            assert [len(rank[step]) for rank in by_rank] == [share // micro] * size
+            for part, expected in zip(zip(*pieces, strict=True), whole[step][0], strict=True):
+                assert torch.equal(torch.cat(part), expected)
+
+
+def test_dropout_keys_are_those_of_the_step_and_the_place_in_the_global_batch():
+    for step, ((_, _, keys),) in enumerate(steps_of(numbered(500), arguments(), limit=4)):
+        assert torch.equal(keys, sample_keys(1, step, torch.arange(12)))
+
+
+def test_a_resumed_run_gets_the_batches_that_were_to_come():
+    tokens, args = numbered(22 * SEQ + 1), arguments(steps=9, micro_batch_size=6)
+    whole = steps_of(tokens, args)
+    assert len(whole) == 9
+    for first in (1, 5, 8):
+        rest = steps_of(tokens, args, first_step=first)
+        assert len(rest) == 9 - first
+        for a, b in zip(rest, whole[first:], strict=True):
+            assert len(a) == len(b) == 2
+            assert all(torch.equal(x, y) for i in range(2) for x, y in zip(a[i], b[i], strict=True))
+
+
+# ---- evaluation ----
+
+
+@pytest.mark.parametrize("n_tokens", [2, 8, 9, 10, 16, 17, 50, 24 * SEQ + 1])
+@pytest.mark.parametrize("batch", [1, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_evaluation_predicts_each_token_but_the_first_once(n_tokens, batch, size):
+    args = arguments(micro_batch_size=batch)
+    by_rank = [
+        list(eval_batches(numbered(n_tokens), args, CPU, rank, size)) for rank in range(size)
+    ]
+    assert len({len(batches) for batches in by_rank}) == 1  # else a collective would hang
+    predicted = []
+    for inputs, targets in (b for batches in by_rank for b in batches):
+        assert inputs.shape == targets.shape == (batch, SEQ)
+        counted = targets != IGNORED
+        assert torch.equal(inputs[counted], targets[counted] - 1)
+        predicted += targets[counted].tolist()
+    assert sorted(predicted) == list(range(1, n_tokens))
+    n_windows = math.ceil((n_tokens - 1) / SEQ)
+    assert len(by_rank[0]) == math.ceil(n_windows / (batch * size))  # and none is for nothing
+
+
+@pytest.mark.parametrize("batch", [1, 4, 7, 64])
+def test_stage_01_evaluates_as_a_loop_over_the_whole_split_by_hand(batch):
+    config = TransformerConfig(vocab_size=50, d_model=32, n_layers=1, n_heads=2, dropout=0.5)
+    model = Transformer(config)
+    init_weights(model, 0)
+    with torch.no_grad():
+        model.output.head.weight.mul_(40)  # a sure model: the windows' losses differ widely
+    tokens = torch.randint(50, (9 * SEQ + 4,), generator=torch.Generator().manual_seed(0))
+    total = 0.0
+    model.eval()
+    with torch.no_grad():
+        for start in range(0, len(tokens) - 1, SEQ):
+            chunk = tokens[start : start + SEQ + 1]
+            log_p = F.log_softmax(model(chunk[None, :-1])[0].double(), dim=-1)
+            total -= sum(log_p[i, token].item() for i, token in enumerate(chunk[1:]))
+    model.train()
+    stage = load_stage("01")
+    args = stage.parse_args(f"--seq-len {SEQ} --global-batch-size {batch}".split())
+    loss = stage.evaluate(model, tokens.int(), args, CPU)
+    assert abs(loss - total / (len(tokens) - 1)) < 1e-6
+    assert model.training
+
+
+# ---- folders ----
+
+
+def folder(path: Path, train: str, valid: str = "a\n", test: str = "a\n") -> str:
+    path.mkdir(exist_ok=True)
+    for name, text in (("train", train), ("valid", valid), ("test", test)):
+        (path / f"{name}.txt").write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def words(corpus, split: str) -> list[str]:
+    return [corpus.vocab[t] for t in getattr(corpus, split)]
+
+
+def test_a_folders_words_come_back_with_eos_at_each_lines_end(tmp_path):
+    name = folder(tmp_path / "c", "the cat  sat\n \n\tthe ünïcode\u3000end", "sat the\n", "cat\n\n")
+    corpus = load_corpus(name)
+    train = ["the", "cat", "sat", EOS, EOS, "the", "ünïcode", "end", EOS]
+    assert words(corpus, "train") == train
+    assert words(corpus, "valid") == ["sat", "the", EOS]
+    assert words(corpus, "test") == ["cat", EOS, EOS]
+    assert corpus.vocab[0] == EOS and sorted(corpus.vocab) == sorted(set(train))
+    assert corpus.train.dtype == torch.int32 and corpus.train.dim() == 1
+
+
+def test_words_outside_the_vocabulary_become_unk_and_are_never_dropped(tmp_path):
+    corpus = load_corpus(folder(tmp_path / "c", "a b\n", "a never b\n", "seen nowhere\n"))
+    assert words(corpus, "valid") == ["a", UNKNOWN, "b", EOS]
+    assert words(corpus, "test") == [UNKNOWN, UNKNOWN, EOS]
+    assert corpus.vocab.count(UNKNOWN) == 1 and "never" not in corpus.vocab
+
+
+def test_unk_is_added_only_where_it_is_needed(tmp_path):
+    corpus = load_corpus(folder(tmp_path / "has", f"a {UNKNOWN}\n", "a b\n"))
+    assert corpus.vocab.count(UNKNOWN) == 1
+    assert words(corpus, "train") == ["a", UNKNOWN, EOS]
+    assert UNKNOWN not in load_corpus(folder(tmp_path / "all_known", "a b\n", "b\n")).vocab
+
+
+def test_a_folder_that_changed_is_prepared_again_and_another_of_its_name_too(tmp_path):
+    name = folder(tmp_path / "c", "one\n")
+    assert "one" in load_corpus(name).vocab
+    folder(tmp_path / "c", "two three\n")
+    assert sorted(load_corpus(name).vocab) == sorted([EOS, "two", "three", UNKNOWN])
+    (tmp_path / "elsewhere").mkdir()
+    assert "four" in load_corpus(folder(tmp_path / "elsewhere" / "c", "four\n")).vocab
+    assert "two" in load_corpus(name).vocab
+
+
+def test_what_is_prepared_is_not_prepared_again_and_is_mapped_not_read(tmp_path, monkeypatch):
+    name = folder(tmp_path / "c", "a b c\n" * 1000)
+    first = load_corpus(name)
+
+    def fail(*_):
+        raise AssertionError("prepared again")
+
+    monkeypatch.setattr(data, "_read_words", fail)
+    corpus = load_corpus(name)
+    assert torch.equal(first.train, corpus.train)
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        start, size = corpus.train.data_ptr(), corpus.train.numel() * 4
+        (line,) = [
+            x
+            for x in maps.read_text().splitlines()
+            if int(x.split("-")[0], 16) <= start < int(x.split("-")[1].split()[0], 16)
+        ]
+        assert line.endswith("train.int32")
+        assert size == 16000
+
+
+# ---- preparing safely ----
+
+
+def load_together(name: str, root: str) -> tuple[list[int], list[str]]:
+    os.environ["DATA_ROOT"] = root
+    dist.barrier()
+    corpus = load_corpus(name)
+    return corpus.train.tolist(), corpus.vocab
+
+
+def load_together_without_locks(name: str, root: str):
+    """As on a file system without locks, and at the worst moment: all write, then all rename."""
+    import contextlib
+
+    write = data._write
+
+    def write_then_wait(*args):
+        write(*args)
+        dist.barrier()
+
+    lock, data._one_at_a_time = data._one_at_a_time, lambda path: contextlib.nullcontext()
+    data._write = write_then_wait
+    try:
+        return load_together(name, root)
+    finally:
+        data._write, data._one_at_a_time = write, lock
+
+
+@pytest.mark.parametrize("load", [load_together, load_together_without_locks])
+def test_processes_that_prepare_at_once_get_one_whole_corpus(pools, tmp_path, load):
+    name = folder(tmp_path / "c", "a b c d\n" * 5000, "d c\n")
+    results = pools(4).run(load, name, str(tmp_path / "root"))
+    assert all(r == results[0] for r in results)
+    assert results[0] == ([1, 2, 3, 4, 0] * 5000, [EOS, "a", "b", "c", "d"])
+    left = [p.name for p in (tmp_path / "root").iterdir() if not p.name.endswith(".lock")]
+    assert len(left) == 1, left
+
+
+def die_preparing(name: str, root: str, half_way: bool) -> None:
+    os.environ["DATA_ROOT"] = root
+    write = data._write
+
+    def write_and_die(split_words, folder):
+        if half_way:
+            (folder / "train.int32").write_bytes(b"1234")
+        else:
+            write(split_words, folder)
+        os._exit(9)
+
+    data._write = write_and_die
+    load_corpus(name)
+
+
+@pytest.mark.parametrize("half_way", [True, False])
+def test_a_process_killed_while_it_prepares_leaves_nothing_to_be_taken_for_real(
+    pools, tmp_path, monkeypatch, half_way
+):
+    name = folder(tmp_path / "c", "a b c d\n" * 50)
+    monkeypatch.setenv("DATA_ROOT", str(tmp_path / "root"))
+    (ended,) = pools(1, group=False).attempt(die_preparing, name, os.environ["DATA_ROOT"], half_way)
+    assert "exit code 9" in ended.traceback
+    assert len(load_corpus(name).train) == 250
+    assert len(load_corpus(name).train) == 250
+
+
+# ---- the sample ----
+
+
+def digest_of_sample() -> tuple[int, int]:
+    import zlib
+
+    found = data._sample_words()
+    return sum(map(len, found.values())), zlib.crc32(repr(found).encode())
+
+
+def test_the_sample_is_the_same_in_every_process(pools):
+    assert pools(2).run(digest_of_sample) == [digest_of_sample()] * 2  # another hash seed there
+
+
+def test_the_sample_is_english_enough_to_learn_from():
+    corpus = load_corpus("sample")
+    assert 1500 < len(corpus.vocab) < 4000
+    for split in ("train", "valid", "test"):
+        tokens = getattr(corpus, split)
+        assert len(tokens) > (40_000 if split == "train" else 4_000)
+        unknown = (tokens == corpus.vocab.index(UNKNOWN)).float().mean()
+        assert 0.002 < unknown < 0.15, split
+        assert words(corpus, split)[-1] == EOS
+    assert {"the", "if", "expression", "."} <= set(corpus.vocab)
+
+    def lines(split):
+        return {x for x in " ".join(words(corpus, split)).split(EOS) if x.count(UNKNOWN) == 0}
+
+    for split in ("valid", "test"):
+        assert not {x for x in lines(split) & lines("train") if len(x.split()) > 6}
+
+
+# ---- WikiText-2 ----
+
+REAL = REPO.parent / "shared" / "wikitext-2"
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"the real WikiText-2 is not at {REAL.parent.name}/")
+def test_wikitext_2_has_its_published_counts():
+    corpus = load_corpus(str(REAL))
+    assert [len(corpus.train), len(corpus.valid), len(corpus.test)] == [2088628, 217646, 245569]
+    assert len(corpus.vocab) == 33278
+    assert corpus.vocab.count(UNKNOWN) == 1  # the published one; nothing is out of vocabulary
+    counts = torch.bincount(corpus.train.long(), minlength=33278)
+    assert (counts > 0).all() and counts[corpus.vocab.index(EOS)] == 36718
+
+
+def fake_hub(monkeypatch, tmp_path, load_dataset) -> None:
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setenv("DATA_ROOT", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # no probing of the network
+
+
+def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_path):
+    asked = []
+
+    def load_dataset(*args):
+        asked.append(args)
+        rows = {
+            "train": ["", " = A title = \n", " some <unk> words \n"],
+            "validation": [" some words \n", ""],
+            "test": [" = words = \n"],
+        }
+        return {split: {"text": text} for split, text in rows.items()}
+
+    fake_hub(monkeypatch, tmp_path, load_dataset)
+    corpus = load_corpus("wikitext2")
+    assert words(corpus, "train") == [
+        EOS,
+        *"= A title =".split(),
+        EOS,
+        "some",
+        UNKNOWN,
+        "words",
+        EOS,
+    ]
+    assert words(corpus, "valid") == ["some", "words", EOS, EOS]
+    assert words(corpus, "test") == ["=", "words", "=", EOS]
+    assert load_corpus("wikitext2").vocab == corpus.vocab
+    assert asked == [("Salesforce/wikitext", "wikitext-2-v1")]
+
+
+def test_wikitext2_that_cannot_be_fetched_is_refused_and_leaves_nothing(
+    monkeypatch, tmp_path, capsys
+):
+    def load_dataset(*args):
+        raise ConnectionError("no route\nto host")
+
+    fake_hub(monkeypatch, tmp_path, load_dataset)
+    with pytest.raises(SystemExit) as exit:
+        load_corpus("wikitext2")
+    assert exit.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "make data" in said
+    assert not [p for p in tmp_path.iterdir() if p.is_dir()]
+
+
+def cpu_seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_the_hub_is_looked_for_where_it_would_be_reached(monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    asked = []
+
+    def connect(address, timeout):
+        asked.append(address)
+        raise OSError
+
+    monkeypatch.setattr(data.socket, "create_connection", connect)
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    assert not data._hub_in_reach()
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror:81/hf")
+    assert not data._hub_in_reach()
+    for proxy in ("http://proxy:3128", "proxy:3128", "http://user:word@proxy"):
+        monkeypatch.setenv("HTTPS_PROXY", proxy)  # a dead one would be tried for a minute and more
+        assert not data._hub_in_reach()
+    assert asked == [
+        *(("huggingface.co", 443), ("mirror", 81)),
+        *(("proxy", 3128), ("proxy", 3128), ("proxy", 80)),
+    ]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not data._hub_in_reach() and len(asked) == 5
+
+
+def test_wikitext2_without_network_is_refused_with_one_line_within_ten_seconds(tmp_path):
+    environment = dict(os.environ, DATA_ROOT=str(tmp_path / "data"), HF_HOME=str(tmp_path / "hf"))
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HTTPS_PROXY", "https_proxy"):
+        environment.pop(name, None)
+    environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nobody answers there
+    # ten seconds on an idle machine; on a busy one its own work is counted, and no waiting allowed
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\ntime.sleep = lambda n: print('sleeps', n, file=sys.stderr)\n"
+    )
+    environment["PYTHONPATH"] = str(tmp_path)
+    used = cpu_seconds_of_children()
+    script = next(REPO.glob("01_*/train.py"))
+    done = subprocess.run(
+        [sys.executable, str(script), "--steps", "1", "--run-dir", str(tmp_path / "run")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2, done.stderr
+    assert cpu_seconds_of_children() - used < 10
+    (line,) = done.stderr.strip().split("\n")
+    for word in ("--data wikitext2", "make data", "--data sample", "--data DIR"):
+        assert word in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_data_that_cannot_be_written_is_named(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DATA_ROOT", str(tmp_path / "file"))
+    with pytest.raises(SystemExit) as exit:
+        load_corpus(folder(tmp_path / "c", "a\n"))
+    assert exit.value.code == 2
+    assert "DATA_ROOT" in capsys.readouterr().err

@@ -1,0 +1,229 @@
+"""Who a process is, under every launcher, and how it speaks and leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import REPO
+
+from common.distributed import (
+    launch_environment,
+    print0,
+    rank,
+    refuse,
+    save0,
+    setup,
+    world_size,
+)
+from common.run import run_id
+
+TORCHRUN = {
+    **{"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
+    **{"MASTER_ADDR": "node0", "MASTER_PORT": "1234"},
+}
+SBATCH = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
+SRUN = SBATCH | {
+    **{"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "3"},
+    **{"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "node0"},
+}
+MPIRUN = {
+    **{"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
+    **{"OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+    "PMIX_NAMESPACE": "prterun-x-1@1",
+}
+
+
+def environment(monkeypatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    "variables, launcher, ranks",
+    [
+        ({}, "python", (0, 0, 1, 1)),
+        (TORCHRUN, "torchrun", (5, 1, 4, 8)),
+        (SRUN, "srun", (5, 1, 4, 8)),
+        (MPIRUN, "mpirun", (2, 2, 4, 4)),
+        (SBATCH, "python", (0, 0, 1, 1)),  # the batch shell is no step
+        (SRUN | TORCHRUN, "torchrun", (5, 1, 4, 8)),  # torchrun as a task of srun
+        (SBATCH | {"SLURM_STEP_NUM_TASKS": "1"}, "python", (0, 0, 1, 1)),
+    ],
+    ids=["python", "torchrun", "srun", "mpirun", "sbatch", "torchrun in srun", "one task"],
+)
+def test_every_launcher_is_understood(monkeypatch, variables, launcher, ranks):
+    environment(monkeypatch, variables)
+    found = launch_environment()
+    assert found.launcher == launcher
+    assert (found.rank, found.local_rank, found.local_size, found.size) == ranks
+    assert (found.address is None) == (launcher == "python")
+    assert (rank(), world_size()) == (ranks[0], ranks[3])
+
+
+def test_the_address_is_the_launchers_and_a_port_is_a_jobs_own(monkeypatch):
+    environment(monkeypatch, TORCHRUN)
+    assert launch_environment().address == ("node0", 1234)
+    for name in TORCHRUN:
+        monkeypatch.delenv(name)
+    environment(monkeypatch, SRUN)
+    ports = set()
+    for job, step in ((77, 0), (77, 1), (78, 0)):
+        environment(monkeypatch, {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+        host, port = launch_environment().address
+        assert host == "node0" and 1024 < port < 65536
+        ports.add(port)
+    assert len(ports) == 3
+
+
+def test_mpirun_over_several_nodes_asks_for_an_address(pools):
+    (ended,) = pools(1, group=False).attempt(set_up_under_mpirun, {"OMPI_COMM_WORLD_RANK": "0"})
+    assert ended.exit_status == 2 and ended.stderr.count("\n") == 1
+    assert "MASTER_ADDR" in ended.stderr
+
+
+def set_up_under_mpirun(changes: dict[str, str]) -> None:
+    kept = dict(os.environ)
+    os.environ.update(MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"} | changes)
+    try:
+        setup()
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def test_srun_without_an_address_asks_slurm_for_the_first_host(monkeypatch, tmp_path):
+    environment(monkeypatch, SRUN | {"MASTER_ADDR": "", "SLURM_STEP_NODELIST": "node[3-4]"})
+    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$3" = "node[3-4]" ] && echo node3 node4\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    asked = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: asked.append(k))
+    for name in ("get_rank", "get_world_size"):
+        monkeypatch.setattr(dist, name, lambda *a: 0)
+    setup()
+    assert asked[0]["init_method"].startswith("tcp://node3:") and asked[0]["world_size"] == 8
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        (SRUN, "77"),
+        ({"TORCHELASTIC_RUN_ID": "abc"}, "abc"),
+        (SRUN | {"TORCHELASTIC_RUN_ID": "abc"}, "77"),
+        # torchrun without --rdzv-id and without Slurm: the time
+        ({"TORCHELASTIC_RUN_ID": "none"}, None),
+        ({}, None),
+    ],
+)
+def test_a_requeued_job_finds_its_run_folder_again(monkeypatch, variables, expected):
+    environment(monkeypatch, variables)
+    if expected is not None:
+        assert run_id() == expected
+    else:
+        assert time.strftime("%Y%m%d") in run_id() or time.strftime("%H%M") < "0001"
+
+
+def agree_on_the_run() -> str:
+    time.sleep(0.6 * dist.get_rank())  # clocks of ranks differ
+    return run_id()
+
+
+def test_ranks_agree_on_the_time_in_a_run_folders_name(pools):
+    a, b, c = pools(3).run(agree_on_the_run)
+    assert a == b == c
+
+
+def join() -> tuple:
+    world = setup()
+    group = dist.group.WORLD
+    assert setup() == world and dist.group.WORLD is group  # a second main() joins the first's
+    return world.rank, world.local_rank, world.size, world.device
+
+
+def test_setup_joins_the_group_that_exists(pools):
+    assert pools(2).run(join) == [(r, r, 2, torch.device("cpu")) for r in range(2)]
+
+
+def speak(path: str) -> None:
+    print0("said", "once", sep="-")
+    save0({"rank": torch.tensor(rank())}, path)
+    dist.barrier()
+
+
+def test_print0_and_save0_are_rank_0s_alone(pools, tmp_path):
+    path = tmp_path / "deep" / "file.pt"
+    ended = pools(3).attempt(speak, str(path))
+    assert [o.stdout for o in ended] == ["said-once\n", "", ""]
+    assert torch.load(path, weights_only=True) == {"rank": torch.tensor(0)}
+    assert [p.name for p in path.parent.iterdir()] == ["file.pt"]
+
+
+def test_print0_and_save0_work_without_a_group(capsys, tmp_path):
+    print0("here")
+    save0([1], tmp_path / "x.pt")
+    assert capsys.readouterr().out == "here\n"
+    assert torch.load(tmp_path / "x.pt", weights_only=True) == [1]
+
+
+def refuse_late_on_rank_0() -> None:
+    if rank() == 0:
+        time.sleep(0.5)
+    refuse("--flag 1: no; pass 2")
+
+
+def test_a_refusal_is_said_once_and_every_rank_ends_with_its_status(pools):
+    ended = pools(3).attempt(refuse_late_on_rank_0)
+    assert [o.exit_status for o in ended] == [2, 2, 2]
+    assert ended[0].stderr.endswith(": --flag 1: no; pass 2\n")
+    assert [o.stderr for o in ended[1:]] == ["", ""]
+
+
+JOB = """
+import sys
+sys.path.insert(0, {repo!r})
+import torch, torch.distributed as dist
+from common.distributed import cleanup, setup
+try:
+    world = setup(timeout=60)
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    if {fails} and world.rank == 1:
+        raise ValueError("a rank's own trouble")
+    dist.all_reduce(x)
+    # one write: two ranks share the pipe
+    print(f"sum {{x.item()}} {{world.size}}\n", end="", flush=True)
+finally:
+    cleanup()
+assert not dist.is_initialized()
+"""
+
+
+def launch(tmp_path, fails: bool) -> subprocess.CompletedProcess:
+    script = tmp_path / "job.py"
+    script.write_text(JOB.format(repo=str(REPO), fails=fails))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=dict(os.environ)
+    )
+
+
+def test_torchrun_starts_a_group_and_cleanup_ends_it(tmp_path):
+    done = launch(tmp_path, fails=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 4.0 2") == 2
+    assert "terminate called" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_failing_rank_ends_the_job_within_seconds_and_shows_its_rank_and_traceback(tmp_path):
+    started = time.monotonic()
+    done = launch(tmp_path, fails=True)
+    assert done.returncode != 0
+    assert time.monotonic() - started < 50  # the group's own timeout is 60
+    assert "[rank 1 of 2]" in done.stderr and "ValueError: a rank's own trouble" in done.stderr

@@ -1,0 +1,213 @@
+"""The proving ground itself: if it is blind, every test on it is."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import (
+    PeakMemory,
+    Pool,
+    WorkerError,
+    WorkerExit,
+    assert_ledger_is_true,
+    assert_same_curve,
+    count_collectives,
+    live_bytes,
+    load_stage,
+    whole_ledger,
+)
+
+from common import collectives
+
+TINY = "--d-model 32 --n-heads 2 --seq-len 16 --steps 3 --global-batch-size 4".split()
+
+
+def who(offset: int) -> tuple[int, int, str]:
+    return dist.get_rank() + offset, dist.get_world_size(), os.environ["OMP_NUM_THREADS"]
+
+
+def total_of_ranks() -> float:
+    x = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(x)
+    return x.item()
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("a rank's own trouble")
+    dist.barrier()
+
+
+def hang() -> None:
+    time.sleep(60)
+
+
+def die() -> None:
+    os._exit(7)
+
+
+def leave(status: int) -> None:
+    print(f"leaving {dist.get_rank()}", file=sys.stderr)
+    sys.exit(status)
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def test_a_pool_runs_a_function_on_every_rank_and_keeps_its_processes(pools):
+    pool = pools(2)
+    assert pool.run(who, offset=10) == [(10, 2, "1"), (11, 2, "1")]
+    assert pool.run(total_of_ranks) == [1.0, 1.0]
+    assert pool.run(process_id) == pool.run(process_id)
+
+
+def test_a_failing_rank_is_named_with_its_traceback_and_the_pool_recovers(pools):
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 1 of 2(.|\n)*a rank's own trouble"):
+        pools(2).run(fail_on, 1)
+    assert time.monotonic() - started < 20
+    assert pools(2).run(total_of_ranks) == [1.0, 1.0]
+
+
+def test_a_hanging_job_is_ended_and_shows_where_it_stood():
+    pool = Pool(1, timeout=2.0)
+    try:
+        with pytest.raises(WorkerError, match=r"did not finish in time(.|\n)*in hang"):
+            pool.run(hang)
+        assert pool.run(total_of_ranks) == [0.0]
+        old = pool.run(process_id)
+        with pytest.raises(WorkerError, match="the worker died, exit code 7"):
+            pool.run(die)
+        assert pool.run(process_id) != old
+    finally:
+        pool.close()
+
+
+def test_an_exit_is_told_with_status_and_stderr_and_costs_no_restart(pools):
+    before = pools(2).run(process_id)
+    with pytest.raises(WorkerExit, match="leaving 1") as error:
+        pools(2).run(leave, 2)
+    assert error.value.statuses == [2, 2]
+    assert pools(2).run(process_id) == before
+
+
+def test_a_closed_pool_leaves_no_process():
+    pool = Pool(2)
+    ids = pool.run(process_id)
+    pool.close()
+    for pid in ids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_stage_01_trains_in_a_pool_and_the_reference_is_run_once(reference, corpus_dir):
+    argv = [*TINY, "--data", str(corpus_dir)]
+    metrics = reference(argv)
+    assert metrics is reference(argv)
+    assert [x["step"] for x in metrics] == [0, 2] and "test_loss" in metrics[-1]
+    assert load_stage("01") is load_stage("01")
+
+
+def test_the_parity_check_names_the_first_step_that_leaves():
+    curve = [{"step": s, "loss": 5.0, "grad_norm": 2.0} for s in range(4)]
+    curve[3]["val_loss"] = 4.0
+    assert_same_curve(curve, curve)
+    for name, change in (("loss", 2e-5), ("grad_norm", 3e-4), ("val_loss", -2e-5)):
+        other = [dict(x) for x in curve]
+        other[3][name] += change
+        with pytest.raises(AssertionError, match=f"step 3 is the first to leave the curve: {name}"):
+            assert_same_curve(other, curve)
+    with pytest.raises(AssertionError, match="other steps"):
+        assert_same_curve(curve[:3], curve)
+
+
+def traffic() -> None:
+    """Every collective of the repo, once, between two ranks, and one scalar of control."""
+    group = dist.new_group(group_desc="mesh_dp")
+    x, half = torch.ones(6, 2), torch.ones(3, 2, dtype=torch.bfloat16)
+    whole = torch.empty(6, 2, dtype=torch.bfloat16)
+    with whole_ledger() as ledger, count_collectives() as counted:
+        collectives.all_reduce(x)
+        collectives.all_reduce(x, group=group, async_op=True).wait()
+        collectives.all_gather_single(whole, half, group=group)
+        collectives.reduce_scatter_single(half, whole, group=group)
+        collectives.broadcast(x, 0)
+        if dist.get_rank() == 0:
+            collectives.isend(x, 1, group=group).wait()
+        else:
+            collectives.irecv(x, 0, group=group).wait()
+        collectives.all_reduce_control(torch.ones(1))
+        collectives.ledger.reset()
+        collectives.barrier()
+    assert counted.payload["all_reduce", "world"] == 48 + 4
+    assert counted.payload["all_reduce", "dp"] == 48
+    assert counted.payload["all_gather_single", "dp"] == 24
+    assert counted.payload["reduce_scatter_single", "dp"] == 24
+    assert counted.payload["broadcast", "world"] == 48
+    assert counted.payload["isend" if dist.get_rank() == 0 else "irecv", "dp"] == 48
+    assert len(counted.of("all_reduce", "world", least=8)) == 1
+    assert_ledger_is_true(ledger, counted)
+    dist.all_reduce(x)  # not through the ledger
+    with pytest.raises(AssertionError):
+        with whole_ledger() as ledger, count_collectives() as counted:
+            dist.all_reduce(x)
+        assert_ledger_is_true(ledger, counted)
+    with pytest.raises(AssertionError):
+        with whole_ledger() as ledger, count_collectives() as counted:
+            collectives.all_reduce_control(torch.ones(1000))  # a technique's bytes, hidden
+        assert_ledger_is_true(ledger, counted)
+    dist.destroy_process_group(group)
+
+
+def test_the_independent_count_agrees_with_the_ledger_and_sees_what_bypasses_it(pools):
+    pools(2).run(traffic)
+
+
+def test_live_bytes_counts_each_storage_once_and_gradients_that_python_never_saw():
+    before = live_bytes()
+    x = torch.ones(1000, requires_grad=True)
+    view = x[10:20]
+    assert live_bytes() - before == 4000
+    (x * 2).sum().backward()
+    assert live_bytes() - before == 8000
+    x.grad.untyped_storage().resize_(0)
+    assert live_bytes() - before == 4000
+    del x, view
+    assert live_bytes() == before
+
+
+def test_peak_memory_sees_what_autograd_holds_and_what_is_resized_or_freed():
+    x = torch.ones(1000, requires_grad=True)
+    with PeakMemory() as peak:
+        y = x.exp().exp().exp()  # each saves its output: 12,000 bytes, two thirds in C++ alone
+    assert peak.above == peak.left == 12000
+    assert peak.bytes >= 12000 + 4000
+    with PeakMemory() as peak:
+        del y
+        torch.ones(1000)
+    assert peak.above <= 4000  # the graph in C++ was not seen when the block began
+    buffer = torch.empty(1000)
+    with PeakMemory() as peak:
+        buffer.untyped_storage().resize_(0)
+        torch.ones(500)
+        buffer.untyped_storage().resize_(6000)
+        buffer.zero_()
+        del buffer
+        torch.ones(1250)
+    assert peak.above == 2000 and peak.left == -4000
+
+
+def test_peak_memory_of_a_backward_is_what_arithmetic_says():
+    w = torch.ones(100, 100, requires_grad=True)  # 40,000 bytes
+    x = torch.ones(50, 100)  # 20,000 bytes
+    with PeakMemory() as peak:
+        x.mm(w).mm(w).sum().backward()
+    # forward keeps the inner product; backward has two gradients of it and two of w, then their sum
+    assert peak.left == 40000
+    assert 20000 + 2 * 40000 <= peak.above <= 20000 * 3 + 3 * 40000

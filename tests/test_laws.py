@@ -1,0 +1,118 @@
+"""What a stage's script may use, and how it is laid out."""
+
+from __future__ import annotations
+
+import ast
+import sys
+
+import pytest
+from harness import REPO, stage_path, stages
+
+FORBIDDEN = (
+    "torch.nn.parallel",
+    "torch.nn.DataParallel",
+    "torch.distributed.fsdp",
+    "torch.distributed._composable",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "torch.distributed.optim",
+)
+COLLECTIVES = {
+    *("all_reduce", "reduce", "broadcast", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "gather", "scatter"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
+    *("all_to_all", "all_to_all_single", "barrier"),
+}
+every_stage = pytest.mark.parametrize("stage", stages())
+
+
+def tree_of(stage: str) -> ast.Module:
+    return ast.parse(stage_path(stage).read_text())
+
+
+def names_of(tree: ast.Module) -> set[str]:
+    """Every dotted name that the code imports or uses, with `import ... as` undone."""
+    aliases, found = {}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                aliases[name.asname or name.name.split(".")[0]] = (
+                    name.name if name.asname else name.name.split(".")[0]
+                )
+                found.add(name.name)
+        elif isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                aliases[name.asname or name.name] = f"{node.module}.{name.name}"
+                found.add(f"{node.module}.{name.name}")
+    for node in ast.walk(tree):
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if isinstance(node, ast.Name) and parts:
+            root = aliases.get(node.id, node.id)
+            found.add(".".join([root, *reversed(parts)]))
+    return found
+
+
+def uses(names: set[str], module: str) -> list[str]:
+    return sorted(n for n in names if n == module or n.startswith(module + "."))
+
+
+@every_stage
+def test_a_stage_uses_no_ready_made_technique(stage):
+    names = names_of(tree_of(stage))
+    assert [n for module in FORBIDDEN for n in uses(names, module)] == []
+
+
+@every_stage
+def test_a_stage_imports_the_standard_library_torch_and_common_alone(stage):
+    roots = {
+        name.split(".")[0]
+        for node in ast.walk(tree_of(stage))
+        for name in (
+            [n.name for n in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert roots <= {*sys.stdlib_module_names, "torch", "common"}
+
+
+@every_stage
+def test_every_byte_that_a_stage_sends_goes_through_the_ledger(stage):
+    sent = [n for n in names_of(tree_of(stage)) if n.startswith("torch.distributed.")]
+    assert [n for n in sent if n.split(".")[-1] in COLLECTIVES] == []
+
+
+def test_stage_01_has_no_process_group():
+    text = stage_path("01").read_text()
+    assert "torch.distributed" not in text and "World" not in text and "rank" not in text
+
+
+def test_these_checks_see_through_aliases():
+    names = names_of(
+        ast.parse(
+            "import torch.distributed as dist\n"
+            "from torch.distributed import fsdp as f\n"
+            "import torch\n"
+            "f.FullyShardedDataParallel; dist.all_reduce(x); torch.nn.parallel.replicate\n"
+        )
+    )
+    assert uses(names, "torch.distributed.fsdp") and uses(names, "torch.nn.parallel")
+    assert "torch.distributed.all_reduce" in names
+
+
+@every_stage
+def test_a_script_is_laid_out_as_all_are(stage):
+    tree = tree_of(stage)
+    assert ast.get_docstring(tree)
+    banners = [
+        line for line in stage_path(stage).read_text().splitlines() if line == "# The training loop"
+    ]
+    assert len(banners) == 1
+    functions = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+    assert functions[-3:] == ["parse_args", "evaluate", "main"]
+    assert (REPO / stage_path(stage)).parent.name.startswith(stage)

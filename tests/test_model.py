@@ -1,0 +1,354 @@
+"""The model: what it computes, that it comes apart into units, and that its loss in pieces is one.
+
+By-hand versions are written from the papers' formulas, in float64 and without the model's code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import PeakMemory
+from torch import Tensor
+
+from common.model import (
+    IGNORED,
+    Attention,
+    Layer,
+    Transformer,
+    TransformerConfig,
+    init_weights,
+    initial_value,
+    linear_cross_entropy,
+    rotate,
+)
+from common.random import sample_keys
+
+CONFIG = TransformerConfig(vocab_size=100, d_model=32, n_layers=3, n_heads=4, seq_len=16)
+
+
+def built(config: TransformerConfig = CONFIG, seed: int = 1, units=None) -> Transformer:
+    model = Transformer(config, units)
+    init_weights(model, seed)
+    return model
+
+
+def tokens_of(batch: int = 3, seq: int = 16, seed: int = 0) -> Tensor:
+    return torch.randint(100, (batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+def normal(*shape: int, seed: int = 0, dtype=torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+# ---- what it computes ----
+
+
+def test_no_logit_depends_on_a_later_token_and_each_does_on_its_own():
+    model, tokens = built(), tokens_of()
+    logits = model(tokens)
+    for position in (1, 7, 15):
+        changed = tokens.clone()
+        changed[:, position] = (changed[:, position] + 1) % 100
+        moved = (model(changed) - logits).abs().amax(-1)  # [batch, seq]
+        assert moved[:, :position].max() == 0.0
+        assert moved[:, position:].min() > 1e-6
+
+
+def test_a_sample_does_not_depend_on_the_others_of_its_batch():
+    model, tokens = built(), tokens_of()
+    torch.testing.assert_close(model(tokens)[1:2], model(tokens[1:2]), rtol=1e-5, atol=1e-6)
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    q, k = normal(8, seed=1), normal(8, seed=2)
+    both = torch.stack((q, k)).expand(1, 16, 1, 2, 8)  # the same q and k at every position
+    q, k = rotate(both)[0, :, 0].unbind(1)  # [seq, head_dim] each
+    scores = q @ k.t()
+    for distance in range(-15, 16):
+        diagonal = scores.diagonal(distance)
+        assert (diagonal - diagonal[0]).abs().max() < 1e-5
+    assert scores[0].std() > 0.1  # and on the distance it does depend
+    torch.testing.assert_close(q.norm(dim=-1), q[:1].norm(dim=-1).expand(16))
+
+
+def head_by_hand(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One causal attention head of x [seq, d]; q, k, v: its weights [head_dim, d]. All float64."""
+    seq, half = len(x), len(q) // 2
+    angle = torch.arange(seq).double()[:, None] * 10000.0 ** -(torch.arange(half).double() / half)
+    turn = torch.polar(torch.ones_like(angle), angle)  # [seq, half], complex
+
+    def rotated(w: Tensor) -> Tensor:
+        y = x @ w.t()
+        z = torch.complex(y[:, :half], y[:, half:]) * turn
+        return torch.cat((z.real, z.imag), dim=-1)
+
+    queries, keys, values = rotated(q), rotated(k), x @ v.t()
+    rows = []
+    for t in range(seq):
+        scores = keys[: t + 1] @ queries[t] / math.sqrt(2 * half)
+        weights = scores.exp() / scores.exp().sum()
+        rows.append(weights @ values[: t + 1])
+    return torch.stack(rows)
+
+
+def attention_by_hand(x: Tensor, wqkv: Tensor, wo: Tensor, heads: int) -> Tensor:
+    """x: [seq, d], float64. wqkv: [3 d, d] in rows of (head, q/k/v, head_dim)."""
+    by_head = wqkv.view(heads, 3, -1, wqkv.shape[1])
+    parts = [head_by_hand(x, *by_head[h]) for h in range(heads)]
+    return torch.cat(parts, dim=-1) @ wo.t()
+
+
+def test_attention_is_the_formula_of_the_paper():
+    attention = Attention(CONFIG)
+    init_weights(attention, 3, "layers.0.attn.")
+    x = normal(16, 32)
+    by_hand = attention_by_hand(
+        x.double(), attention.wqkv.weight.double(), attention.wo.weight.double(), heads=4
+    )
+    torch.testing.assert_close(attention(x[None])[0].double(), by_hand, rtol=1e-4, atol=1e-5)
+
+
+def test_a_contiguous_slice_of_wqkv_is_whole_heads():
+    """Half of the rows of wqkv with the columns of wo that follow: two halves sum to the whole."""
+    attention = Attention(CONFIG)
+    init_weights(attention, 3, "layers.0.attn.")
+    x, total = normal(2, 16, 32), 0.0
+    for half in range(2):
+        part = Attention(CONFIG)
+        part.wqkv.weight = torch.nn.Parameter(attention.wqkv.weight[48 * half : 48 * (half + 1)])
+        part.wo.weight = torch.nn.Parameter(attention.wo.weight[:, 16 * half : 16 * (half + 1)])
+        total = total + part(x)
+    torch.testing.assert_close(total, attention(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_adds_attention_and_mlp_of_norms_to_its_input():
+    layer = Layer(CONFIG, 1)
+    init_weights(layer, 3, "layers.1.")
+    with torch.no_grad():  # norms of ones would hide a norm that is left out
+        layer.attn_norm.weight.copy_(normal(32, seed=5))
+        layer.mlp_norm.weight.copy_(normal(32, seed=6))
+    w = {name: p.double() for name, p in layer.named_parameters()}
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    x = normal(16, 32)
+    y = norm(x.double(), w["attn_norm.weight"])
+    y = x + attention_by_hand(y, w["attn.wqkv.weight"], w["attn.wo.weight"], heads=4)
+    z = norm(y, w["mlp_norm.weight"]) @ w["mlp.w1.weight"].t()
+    z = 0.5 * z * (1 + (math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)).tanh())
+    by_hand = y + z @ w["mlp.w2.weight"].t()
+    torch.testing.assert_close(layer(x[None])[0].double(), by_hand, rtol=1e-4, atol=1e-5)
+
+
+def test_vocabulary_parameters_and_flops_are_counted_as_by_hand():
+    d, layers, seq = 32, 3, 16
+    assert [TransformerConfig(n).padded_vocab for n in (1, 128, 129, 33278)] == [
+        *(128, 128, 256, 33280),
+    ]
+    matrices = layers * (3 * d * d + d * d + 4 * d * d + 4 * d * d) + 128 * d
+    norms = (2 * layers + 1) * d
+    assert CONFIG.num_parameters() == 128 * d + matrices + norms
+    assert sum(p.numel() for p in built().parameters()) == CONFIG.num_parameters()
+    # 2 a weight forward, 4 backward; scores and values: 2 products of 2 seq d, three times
+    assert CONFIG.flops_per_token() == 6 * (matrices + norms) + 3 * layers * 2 * (2 * seq * d)
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess():
+    config = replace(CONFIG, vocab_size=4096)
+    loss = built(config)(tokens_of(8), tokens_of(8, seed=1))
+    assert abs(loss.item() - math.log(4096)) < 0.1
+
+
+# ---- the loss in pieces ----
+
+
+def plain_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    summed = F.cross_entropy(x @ weight.t(), targets, ignore_index=IGNORED, reduction="sum")
+    return summed / (targets != IGNORED).sum().clamp(min=1)
+
+
+def loss_and_gradients(function, x, weight, targets, scale=1.0, **kwargs):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = function(x, weight, targets, **kwargs)
+    (scale * loss).backward()
+    return loss.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 10, 11, 1024])
+@pytest.mark.parametrize("ignored", ["none", "some", "a whole piece", "all"])
+def test_the_loss_in_pieces_is_plain_cross_entropy_and_so_are_its_gradients(rows, ignored):
+    x, weight = normal(11, 8), normal(20, 8, seed=1)
+    targets = torch.arange(11) % 20
+    targets[{"none": [], "some": [0, 5, 10], "a whole piece": [0, 1, 2, 3]}.get(ignored, ...)] = (
+        IGNORED
+    )
+    ours = loss_and_gradients(linear_cross_entropy, x, weight, targets, scale=3.0, rows=rows)
+    plain = loss_and_gradients(plain_loss, x.double(), weight.double(), targets, scale=3.0)
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6)
+    assert (ours[0] == 0.0) == (ignored == "all")
+
+
+def test_the_gradients_of_the_loss_are_its_slopes():
+    x, weight, targets = normal(6, 4), normal(9, 4, seed=1), torch.tensor([0, 3, 8, 1, 1, IGNORED])
+    _, grad_x, grad_weight = loss_and_gradients(linear_cross_entropy, x, weight, targets, rows=4)
+    step = 1e-2
+    for tensor, grad in ((x, grad_x), (weight, grad_weight)):
+        for i in range(tensor.numel()):
+            bump = torch.zeros(tensor.numel())
+            bump[i] = step
+            bump = bump.view_as(tensor)
+            pairs = [
+                (x + s * bump, weight) if tensor is x else (x, weight + s * bump) for s in (1, -1)
+            ]
+            up, down = (plain_loss(a.double(), w.double(), targets) for a, w in pairs)
+            slope = (up - down) / (2 * step)
+            assert abs(slope - grad.flatten()[i]) < 1e-4
+
+
+def test_a_second_backward_and_a_frozen_side_get_the_same_gradients():
+    x, weight, targets = normal(11, 8), normal(20, 8, seed=1), torch.arange(11)
+    _, grad_x, grad_weight = loss_and_gradients(linear_cross_entropy, x, weight, targets)
+    w = weight.clone().requires_grad_()
+    loss = linear_cross_entropy(x, w, targets)
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
+    torch.testing.assert_close(w.grad, 3 * grad_weight)
+    leaf = x.clone().requires_grad_()
+    linear_cross_entropy(leaf, weight, targets).backward()
+    torch.testing.assert_close(leaf.grad, grad_x)
+
+
+def test_the_loss_under_bf16_autocast_keeps_float32_results_close_to_float32():
+    x, weight, targets = normal(64, 32), 0.2 * normal(100, 32, seed=1), torch.arange(64)
+    exact = loss_and_gradients(linear_cross_entropy, x, weight, targets, rows=24)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = loss_and_gradients(linear_cross_entropy, x, weight, targets, rows=24)
+        bf16 = loss_and_gradients(linear_cross_entropy, x.bfloat16(), weight, targets, rows=24)
+    assert [t.dtype for t in rough] == [torch.float32] * 3
+    assert [t.dtype for t in bf16] == [torch.float32, torch.bfloat16, torch.float32]
+    for results in (rough, bf16):
+        assert abs(results[0] - exact[0]) < 1e-2
+        for a, b in zip(results[1:], exact[1:], strict=True):
+            assert 1e-5 < (a.float() - b).norm() / b.norm() < 2e-2  # bf16 was used, and is near
+
+
+def test_the_logits_never_exist_whole_and_evaluation_makes_no_gradient():
+    x = normal(512, 16).requires_grad_()
+    weight = normal(2048, 16, seed=1).requires_grad_()
+    targets = torch.arange(512)
+    logits, gradients = 512 * 2048 * 4, (512 + 2048) * 16 * 4
+    with PeakMemory() as whole:
+        linear_cross_entropy(x, weight, targets, rows=512)
+    with PeakMemory() as pieces:
+        linear_cross_entropy(x, weight, targets, rows=32)
+    with PeakMemory() as evaluation, torch.no_grad():
+        linear_cross_entropy(x, weight, targets, rows=32)
+    assert whole.above >= logits
+    assert pieces.above < gradients + 4 * logits / 16
+    assert evaluation.above < 3 * logits / 16
+
+
+def test_the_models_loss_is_the_cross_entropy_of_its_logits():
+    model, tokens, targets = built(), tokens_of(), tokens_of(seed=1)
+    targets[0, 3:] = IGNORED
+    logits = model(tokens)
+    assert logits.shape == (3, 16, 128)
+    by_hand = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    torch.testing.assert_close(model(tokens, targets), by_hand)
+
+
+# ---- units ----
+
+
+def cuts(n_units: int) -> list[list[range]]:
+    """Every way to cut a row of units into runs."""
+    ways = []
+    for n in range(n_units):
+        for places in combinations(range(1, n_units), n):
+            bounds = [0, *places, n_units]
+            ways.append([range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)])
+    return ways
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_parts_built_alone_compose_to_the_whole_wherever_it_is_cut(dropout):
+    config = replace(CONFIG, dropout=dropout)
+    whole, tokens, targets = built(config), tokens_of(), tokens_of(seed=1)
+    keys = sample_keys(1, 5, torch.arange(3)) if dropout else None
+    expected, names = whole(tokens, targets, keys), [n for n, _ in whole.named_parameters()]
+    assert len(cuts(config.n_units)) == 16
+    for cut in cuts(config.n_units):
+        parts = [built(config, units=run) for run in cut]
+        x = tokens
+        for part in parts:
+            x = part(x, targets if part.output is not None else None, keys)
+        assert torch.equal(x, expected), cut
+        assert [n for part in parts for n, _ in part.named_parameters()] == names
+        assert [len(part.units()) for part in parts] == [len(run) for run in cut]
+
+
+def test_initial_weights_do_not_depend_on_what_is_built_nor_in_what_order():
+    torch.manual_seed(0)
+    whole = dict(built().named_parameters())
+    torch.manual_seed(99)
+    torch.randn(5)
+    for units in ([4], [3, 0], [2], [1, 2, 3]):
+        for name, value in built(units=units).named_parameters():
+            assert torch.equal(value, whole[name]), name
+    alone = Layer(CONFIG, 2)
+    init_weights(alone, 1, "layers.2")
+    for name, value in alone.named_parameters():
+        assert torch.equal(value, whole[f"layers.2.{name}"]), name
+        assert torch.equal(value, initial_value(f"layers.2.{name}", value.shape, 1))
+
+
+def test_initial_weights_differ_between_seeds_and_between_names():
+    shape = (64, 64)
+    names = [f"layers.{i}.attn.{w}.weight" for i in (0, 1, 11) for w in ("wqkv", "wo")]
+    values = [initial_value(name, shape, seed).flatten() for name in names for seed in (0, 1)]
+    correlation = torch.corrcoef(torch.stack(values)) - torch.eye(len(values))
+    assert correlation.abs().max() < 5 / 64  # five standard deviations of 4096 draws
+    assert initial_value("layers.0.attn_norm.weight", (64,), 0).eq(1).all()
+
+
+def test_initial_matrices_have_the_width_that_the_text_says():
+    for name, shape, std in (
+        ("embed.tokens.weight", (400, 100), 0.02),
+        ("output.head.weight", (400, 100), 0.02),
+        ("layers.0.attn.wqkv.weight", (300, 100), 0.1),
+        ("layers.0.mlp.w1.weight", (400, 100), 0.1),
+        ("layers.0.attn.wo.weight", (100, 100), 0.1 / 3),
+        ("layers.0.mlp.w2.weight", (100, 400), 0.05 / 3),
+    ):
+        value = initial_value(name, shape, 0)
+        assert abs(value.std() / std - 1) < 0.03 and abs(value.mean() / std) < 0.05, name
+
+
+# ---- activation checkpointing ----
+
+
+def trained(config: TransformerConfig, part: range | None = None):
+    model = built(config)
+    with PeakMemory() as peak:
+        loss = model(tokens_of(), tokens_of(seed=1), sample_keys(1, 5, torch.arange(3)))
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()], peak.left
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_activation_checkpointing_gives_the_same_bits_with_less_memory(dropout):
+    config = replace(CONFIG, dropout=dropout)
+    loss, gradients, held = trained(config)
+    loss_2, gradients_2, held_2 = trained(replace(config, activation_checkpointing=True))
+    assert torch.equal(loss, loss_2)
+    assert all(map(torch.equal, gradients, gradients_2))
+    vector = 3 * 16 * 32 * 4  # bytes of one [batch, seq, d_model]
+    # a layer keeps its input alone; plain, it keeps at least q, k, v and the MLP's two of 4 d_model
+    assert held - held_2 > 3 * 10 * vector

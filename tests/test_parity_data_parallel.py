@@ -1,0 +1,104 @@
+"""Stages 02, 03 and 04 train stage 01's curve, whatever the ranks, the sharding and the batches."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from harness import assert_same_curve, load_stage
+
+SIZE = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16".split()
+RUN = [*SIZE, *"--steps 50 --log-every 1 --eval-every 25 --resume never".split()]
+ONE = ["--global-batch-size", "12"]
+# the same 48 samples a step in four micro-batches a rank, whatever the ranks
+FOUR = "--global-batch-size 48 --dropout 0.1 --grad-clip 0.3".split()
+CHECKPOINTING = ["--activation-checkpointing"]
+
+ZERO = [["--zero-stage", stage] for stage in "123"]
+KEEP, OFFLOAD, HYBRID = ["--no-reshard-after-forward"], ["--cpu-offload"], ["--shard-size", "2"]
+EVERY = [("02", []), *(("03", own) for own in ZERO), ("04", [])]
+
+
+def name(value) -> str:
+    """02, 03--zero-stage1, --activation-checkpointing: a stage with its flags, or flags alone."""
+    stage, flags = value if isinstance(value, tuple) else ("", value)
+    return stage + "".join(flags) if isinstance(flags, list) else str(value)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("way", EVERY, ids=name)
+def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, way):
+    stage, own = way
+    argv = [*RUN, *ONE, "--data", str(corpus_dir)]
+    expected = reference(argv)
+    for metrics in pools(size).train(stage, [*argv, *own]):
+        assert_same_curve(metrics, expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "way", "extra"),
+    [
+        *((2, way, CHECKPOINTING) for way in EVERY),
+        *((3, way, []) for way in EVERY),
+        (1, ("03", ZERO[1]), CHECKPOINTING),
+        (4, ("02", []), CHECKPOINTING),
+        (4, ("03", ZERO[0]), []),
+        (3, ("04", KEEP), CHECKPOINTING),
+        (4, ("04", KEEP), []),
+        (4, ("04", HYBRID), CHECKPOINTING),
+        (4, ("04", [*HYBRID, *KEEP]), []),
+        (2, ("04", ["--shard-size", "1"]), []),
+        (2, ("04", OFFLOAD), CHECKPOINTING),
+    ],
+    ids=name,
+)
+def test_four_micro_batches_with_dropout_are_the_one_batch_of_stage_01(
+    pools, reference, corpus_dir, size, way, extra
+):
+    stage, own = way
+    argv = [*RUN, *FOUR, "--data", str(corpus_dir)]
+    expected = reference(argv)
+    accumulation = ["--micro-batch-size", str(12 // size)]
+    for metrics in pools(size).train(stage, [*argv, *accumulation, *extra, *own]):
+        assert_same_curve(metrics, expected)
+
+
+def batches_of_run(stage: str, argv: list[str]) -> list[torch.Tensor]:
+    """The inputs of every step, micro-batches in a row, as this rank's `main` gets them."""
+    module = load_stage(stage)
+    train_batches, seen = module.train_batches, []
+
+    def spy(*args, **kwargs):
+        for micro_batches in train_batches(*args, **kwargs):
+            seen.append(torch.cat([inputs for inputs, *_ in micro_batches]))
+            yield micro_batches
+
+    with patch.object(module, "train_batches", spy):
+        module.main(argv)
+    return seen
+
+
+def test_every_stage_sees_the_same_global_batches_in_the_same_order(pools, corpus_dir, tmp_path):
+    argv = [*SIZE, *ONE, "--steps", "3", "--data", str(corpus_dir), "--run-dir", str(tmp_path)]
+    expected = pools(1, group=False).run(batches_of_run, "01", [*argv, "--resume", "never"])[0]
+    assert len(expected) == 3 and not torch.equal(expected[0], expected[1])
+    for size in (2, 3):
+        for stage, own in EVERY:
+            micro = ["--micro-batch-size", "2", "--resume", "never"]
+            ranks = pools(size).run(batches_of_run, stage, [*argv, *own, *micro])
+            for step, whole in enumerate(expected):
+                assert torch.equal(torch.cat([seen[step] for seen in ranks]), whole)
+
+
+@pytest.mark.parametrize(
+    "way", [*EVERY, ("04", KEEP), ("04", ["--reduce-dtype", "bfloat16"])], ids=name
+)
+def test_bfloat16_stays_near_stage_01s(pools, reference, corpus_dir, way):
+    stage, own = way
+    argv = [*SIZE, *ONE, *"--steps 20 --log-every 1 --resume never --dtype bfloat16".split()]
+    argv += ["--data", str(corpus_dir)]
+    extra = ["--micro-batch-size", "3", "--activation-checkpointing"]
+    expected = reference(argv)
+    for metrics in pools(2).train(stage, [*argv, *extra, *own]):
+        assert_same_curve(metrics, expected, loss=0.02, norm=0.1)

@@ -1,0 +1,408 @@
+"""Stage 06: stage 01's curve under every schedule; what is in flight, sent and computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import (
+    PeakMemory,
+    assert_ledger_is_true,
+    assert_same_curve,
+    count_collectives,
+    load_stage,
+    whole_ledger,
+)
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.model import Transformer, TransformerConfig, init_weights
+from common.random import sample_keys
+
+SIZE = "--d-model 32 --n-layers 4 --n-heads 4 --seq-len 16 --global-batch-size 24".split()
+RUN = [*SIZE, *"--steps 50 --log-every 1 --eval-every 25 --resume never".split()]
+EVERYTHING = "--activation-checkpointing --dropout 0.1 --grad-clip 0.3".split()
+CONFIG = TransformerConfig(vocab_size=200, d_model=32, n_layers=8, n_heads=4, seq_len=16)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+MICRO, SEQ, D = 2, 16, 32
+BOUNDARY = MICRO * SEQ * D * 4  # bytes that one micro-batch sends over a boundary
+
+
+def config(**changes) -> TransformerConfig:
+    return TransformerConfig(**{**vars(CONFIG), **changes})
+
+
+def micro_batches(m: int, vocab: int = 200) -> list[tuple]:
+    tokens = torch.randint(vocab, (m, MICRO, SEQ + 1), generator=torch.Generator().manual_seed(5))
+    keys = sample_keys(1, 0, torch.arange(m * MICRO)).view(m, MICRO)
+    return [(t[:, :-1], t[:, 1:], k) for t, k in zip(tokens, keys, strict=True)]
+
+
+def pipeline_of(schedule: str, config: TransformerConfig, v: int | None = None):
+    """A pipeline over all ranks and the model that this rank has of it."""
+    stage, p, rank = load_stage("06"), dist.get_world_size(), dist.get_rank()
+    v = v or (2 if schedule == "interleaved" else 1)
+    runs = [stage.units_of(s, p * v, config.n_layers) for s in range(rank, p * v, p)]
+    model = Transformer(config, units=[unit for run in runs for unit in run])
+    init_weights(model, 1)
+    groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
+    return stage.Pipeline(model, runs, stage.SCHEDULES[schedule], groups), model
+
+
+# ---- the curve ----
+
+
+def options(schedule: str, m: int, extra: list[str]) -> list[str]:
+    return ["--schedule", schedule, "--micro-batch-size", str(24 // m), *extra]
+
+
+@pytest.mark.parametrize(
+    ("size", "m"), [(2, 4), (2, 8), (2, 3), (4, 4), (4, 8), (4, 6)], ids=lambda x: str(x)
+)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, m, schedule):
+    if schedule == "interleaved" and m % size:
+        pytest.skip("refused: see bad_arguments.txt")
+    argv = [*RUN, "--data", str(corpus_dir)]
+    if schedule == "interleaved" and size == 4:
+        argv += ["--n-layers", "8"]
+    for metrics in pools(size).train("06", [*argv, *options(schedule, m, [])]):
+        assert_same_curve(metrics, reference(argv))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("extra", [["--dropout", "0.1"], EVERYTHING], ids=["dropout", "everything"])
+def test_the_curve_is_that_of_stage_01_with(pools, reference, corpus_dir, schedule, extra):
+    argv = [*RUN, "--data", str(corpus_dir), *extra]
+    for metrics in pools(2).train("06", [*argv, *options(schedule, 8, [])]):
+        assert_same_curve(metrics, reference(argv))
+
+
+def test_virtual_stages_one_rank_and_the_default_flags(pools, reference, corpus_dir):
+    argv = [*RUN, "--data", str(corpus_dir), "--steps", "10"]
+    for size, own in (
+        (2, ["--schedule", "interleaved", "--virtual-stages", "2"]),
+        (4, ["--schedule", "interleaved", "--virtual-stages", "1"]),
+        (1, ["--schedule", "zero-bubble"]),
+        (4, []),
+        (2, []),
+    ):
+        for metrics in pools(size).train("06", [*argv, *own]):
+            assert_same_curve(metrics, reference(argv))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_bfloat16_stays_near_stage_01s(pools, reference, corpus_dir, schedule):
+    argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16", "--steps", "20"]
+    argv += ["--micro-batch-size", "6"]
+    metrics = pools(2).train("06", [*argv, "--schedule", schedule])[0]
+    assert_same_curve(metrics, reference(argv), loss=1e-4, norm=1e-3)
+
+
+def test_uneven_stages(pools, reference, corpus_dir):
+    argv = [*RUN, "--data", str(corpus_dir), "--steps", "10", "--n-layers", "5"]
+    for schedule in SCHEDULES:
+        size = 2 if schedule == "interleaved" else 4
+        metrics = pools(size).train("06", [*argv, *options(schedule, 4, [])])
+        assert_same_curve(metrics[-1], reference(argv))
+
+
+def gradients_of_one_batch(schedule: str, changes: dict) -> None:
+    batch = micro_batches(8)
+    plain = Transformer(config(**changes))
+    init_weights(plain, 1)
+    tokens, targets, keys = map(torch.cat, zip(*batch, strict=True))
+    expected = plain(tokens, targets, keys)
+    expected.backward()
+    twins = dict(plain.named_parameters())
+
+    pipeline, model = pipeline_of(schedule, config(**changes))
+    losses = pipeline.run(batch)
+    dist.all_reduce(losses)
+    torch.testing.assert_close(losses.mean(), expected, atol=1e-6, rtol=0)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, twins[name]), name
+        difference = (parameter.grad - twins[name].grad).abs().max()
+        assert difference <= 1e-6, (name, difference)
+
+    expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    norm = load_stage("06").clip_grad_norm_(model, 0.1)
+    torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, twins[name].grad, atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"activation_checkpointing": True, "dropout": 0.2}],
+    ids=["plain", "checkpointing"],
+)
+def test_every_gradient_is_the_plain_models(pools, size, schedule, changes):
+    pools(size).run(gradients_of_one_batch, schedule, changes)
+
+
+def through_host_memory(schedule: str) -> None:
+    """As where ranks share a GPU, and Gloo sends for them."""
+    from common import collectives
+
+    asked, collectives._goes_through_host = collectives._goes_through_host, lambda *_: True
+    try:
+        gradients_of_one_batch(schedule, {})
+    finally:
+        collectives._goes_through_host = asked
+
+
+def test_gradients_by_way_of_host_memory(pools):
+    pools(2).run(through_host_memory, "interleaved")
+
+
+# ---- backward in two parts ----
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmm_")
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by operator and shapes; a product's order of factors is its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: Counter = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name in PRODUCTS:
+            shapes = [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
+            self.seen[(name.rstrip("_"), *shapes)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def gradients_and_products(schedule: str, changes: dict, bf16: bool) -> tuple[dict, Counter, dict]:
+    pipeline, model = pipeline_of(schedule, config(**changes))
+    for stage in pipeline.stages:
+        stage.autocast = bf16
+    by_kind: dict = {}
+    whole = Products()
+    do = pipeline.do
+
+    def counted(action, *rest):
+        with Products() as products:
+            result = do(action, *rest)
+        by_kind[action.kind] = products.seen
+        whole.seen.update(products.seen)
+        return result
+
+    pipeline.do = counted
+    pipeline.run(micro_batches(5))
+    return {n: p.grad for n, p in model.named_parameters()}, whole.seen, by_kind
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"activation_checkpointing": True, "dropout": 0.2}],
+    ids=["plain", "checkpointing"],
+)
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_split_backward_has_the_same_bits_and_the_same_products(pools, changes, bf16):
+    whole = pools(2).run(gradients_and_products, "1f1b", changes, bf16)
+    split = pools(2).run(gradients_and_products, "zero-bubble", changes, bf16)
+    for (gradients, products, _), (same, equally, by_kind) in zip(whole, split, strict=True):
+        assert gradients.keys() == same.keys()
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, same[name]), name
+        assert products and products == equally
+        # four linear maps in each of a rank's four layers: one product each, not a weight's in I
+        assert by_kind["W"].total() == 4 * 4
+        forward = 4 * 4 if changes else 0  # recomputed
+        assert by_kind["I"].total() == 4 * 4 + forward
+
+
+def test_all_schedules_give_the_same_bits(pools):
+    """They add up the micro-batches in the same order."""
+    results = {s: pools(2).run(gradients_and_products, s, {}, False) for s in SCHEDULES[:2]}
+    for (a, _, _), (b, _, _) in zip(*results.values(), strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def told_of() -> tuple[list[str], list[str]]:
+    pipeline, model = pipeline_of("zero-bubble", CONFIG)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    told: list[str] = []
+    pipeline.stages[0].gradient_ready = lambda weight: told.append(names[weight])
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda p: told.append(names[p]))
+        for parameter in model.parameters()
+    ]
+    pipeline.run(micro_batches(3))
+    for hook in hooks:
+        hook.remove()
+    return told, list(names.values())
+
+
+def test_every_gradient_is_announced_once_a_micro_batch(pools):
+    """By autograd's hooks or, where a product was put off, by `gradient_ready`: data parallelism
+    must hear of all."""
+    for told, names in pools(2).run(told_of):
+        assert Counter(told) == {name: 3 for name in names}
+
+
+# ---- in flight ----
+
+
+def in_flight(schedule: str, m: int, changes: dict) -> dict:
+    """What a rank holds beyond weights and gradients, action by action, and what one micro-batch
+    of its stage takes."""
+    pipeline, _ = pipeline_of(schedule, config(**changes))
+    batch = micro_batches(m)
+    pipeline.run(batch)  # gradients are there from now on
+    (stage,) = pipeline.stages
+    grad = torch.zeros(MICRO, SEQ, D) if stage.output is None else None
+    with PeakMemory() as one:
+        x = batch[0][0] if stage.part.embed is not None else torch.zeros(MICRO, SEQ, D)
+        stage.forward(0, x, batch[0][1], None, m)
+        del x
+    with PeakMemory() as between:
+        stage.backward(0, grad)
+    if schedule == "zero-bubble":
+        stage.weight_gradients(0)
+    held: list[tuple[int, int]] = []  # micro-batches, bytes
+    do = pipeline.do
+
+    def watched(*args):
+        result = do(*args)
+        held.append((len(stage.in_flight) + len(stage.put_off), peak._now() - peak._before))
+        return result
+
+    pipeline.do = watched
+    with PeakMemory() as peak:
+        pipeline.run(batch)
+    count, _ = max(held)
+    return {
+        "count": count,
+        "bytes": max(nbytes for _, nbytes in held),
+        "one": max(one.left, one.left + between.left),
+        "left": peak.left,
+    }
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_no_more_is_held_than_what_is_in_flight(pools, checkpointing):
+    changes = {"activation_checkpointing": checkpointing}
+    m, p = 12, 4
+    held = {s: pools(p).run(in_flight, s, m, changes) for s in ("gpipe", "1f1b", "zero-bubble")}
+    for schedule, ranks in held.items():
+        for rank, got in enumerate(ranks):
+            bound = {"gpipe": m, "1f1b": p - rank, "zero-bubble": p}[schedule]
+            assert got["count"] == bound, (schedule, rank)
+            # receives posted ahead, sends under way, and the pieces between two actions
+            boundaries = (p + 6) * BOUNDARY
+            assert got["bytes"] <= bound * got["one"] + boundaries, (schedule, rank, got)
+            assert got["left"] <= BOUNDARY
+            if checkpointing and schedule != "zero-bubble" and 0 < rank < p - 1:
+                # one layer a stage, recomputed: the vectors that came in, not those that went out
+                assert got["one"] == BOUNDARY
+            if not checkpointing and schedule != "zero-bubble":  # less is held between I and W
+                assert got["bytes"] >= bound * got["one"] * 0.9, (schedule, rank, got)
+
+
+def test_a_head_in_flight_weighs_no_more_than_its_vectors(pools):
+    """The gradient of the head is as large as the head: not one a micro-batch."""
+    vocabulary = {"vocab_size": 20000}
+    for got in pools(2).run(in_flight, "gpipe", 8, vocabulary)[1:]:
+        assert got["bytes"] < 8 * got["one"] + 8 * BOUNDARY
+        assert got["one"] < 20000 * D * 4 / 2
+
+
+# ---- traffic ----
+
+
+def traffic(schedule: str, m: int, v: int | None, changes: dict) -> tuple[Counter, int]:
+    pipeline, _ = pipeline_of(schedule, config(**changes), v)
+    with whole_ledger() as ledger, count_collectives() as counted:
+        pipeline.run(micro_batches(m))
+    assert_ledger_is_true(ledger, counted)
+    received = sum(r.nbytes for r in counted.of("irecv"))
+    with count_collectives() as counted, torch.no_grad():
+        pipeline.run(micro_batches(m))
+    forwards = sum(r.nbytes for r in counted.of("isend"))
+    sent = {group: nbytes for (_, group), nbytes in ledger.payload.items()}
+    assert ledger.total_ring_bytes == sum(sent.values())
+    return sent, received, forwards
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_boundary_carries_a_batch_each_way(pools, size, schedule):
+    m, v = 8, 2 if schedule == "interleaved" else 1
+    for rank, (sent, received, forwards) in enumerate(pools(size).run(traffic, schedule, m, v, {})):
+        last, first = rank == size - 1, rank == 0
+        ahead = (v if not last else v - 1) * m * BOUNDARY  # vectors to the next stage's rank
+        back = (v if not first else v - 1) * m * BOUNDARY  # gradients to the one before
+        assert sum(sent.values()) == received == ahead + back
+        assert forwards == ahead
+        # a group carries one direction between two ranks; the ring closes from the last to the
+        # first, which is down
+        higher = (0 if last else ahead) + (back if first else 0)
+        assert sent.get("to_higher", 0) == higher
+
+
+def test_bfloat16_and_recomputation_send_the_same(pools):
+    for got in pools(2).run(traffic, "1f1b", 4, 1, {"activation_checkpointing": True}):
+        assert sum(got[0].values()) == 4 * BOUNDARY
+
+
+def test_a_training_step_sends_what_the_table_says(pools, corpus_dir):
+    argv = [*SIZE, *"--steps 3 --log-every 1 --micro-batch-size 3".split()]
+    for metrics in pools(2).train("06", [*argv, "--data", str(corpus_dir)]):
+        assert [x["comm_mb"] for x in metrics] == pytest.approx([24 * SEQ * D * 4 / 1e6] * 3)
+
+
+def test_states_are_those_of_the_ranks_own_units(fresh_pool, corpus_dir):
+    argv = [*SIZE, *"--steps 2 --log-every 1 --resume never".split(), "--data", str(corpus_dir)]
+    layer = 12 * D * D + 2 * D
+    pool = fresh_pool(2)
+    for schedule in SCHEDULES:
+        ranks = pool.train("06", [*argv, "--schedule", schedule])
+        first, last = 2 * layer + 256 * D, 2 * layer + 256 * D + D
+        for metrics, parameters in zip(ranks, (first, last), strict=True):
+            assert metrics[-1]["model_state_mb"] * 1e6 == pytest.approx(16 * parameters, rel=0.02)
+
+
+# ---- checkpoints ----
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, "01", []), (2, "06", ["--schedule", "interleaved"])),
+        ((2, "06", ["--schedule", "interleaved"]), (1, "01", [])),
+        ((4, "06", ["--schedule", "zero-bubble"]), (2, "06", ["--schedule", "gpipe"])),
+        ((2, "06", ["--schedule", "interleaved"]), (4, "06", [])),
+        ((2, "06", ["--schedule", "zero-bubble"]), (2, "06", ["--schedule", "zero-bubble"])),
+    ],
+    ids=["01-to-06", "06-to-01", "4-to-2", "2-to-4", "same"],
+)
+def test_a_run_goes_on_elsewhere_along_the_same_curve(
+    pools, reference, corpus_dir, tmp_path: Path, before, after
+):
+    argv = [*SIZE, *"--steps 8 --log-every 1".split(), "--data", str(corpus_dir)]
+    saving = [*argv, "--checkpoint-every", "4", "--run-dir", str(tmp_path)]
+
+    def train(topology, argv) -> list[dict]:
+        size, number, own = topology
+        return pools(size, number != "01").train(number, [*argv, *own])[0]
+
+    whole = train(before, saving)
+    checkpoint = str(tmp_path / "checkpoints" / "step-00000004")
+    rest = train(after, [*argv, "--resume", checkpoint])
+    expected = [line for line in reference(argv) if line["step"] >= 4]
+    assert_same_curve(rest, expected)
+    if before == after:  # to the bit
+        names = ("loss", "grad_norm", "val_loss", "test_loss")
+        assert [[line.get(n) for n in names] for line in rest] == [
+            [line.get(n) for n in names] for line in whole[4:]
+        ]

@@ -1,0 +1,134 @@
+"""Dropout from counters: the same mask whoever computes it, and as random as a mask should be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.model import Transformer, TransformerConfig
+from common.random import CounterDropout, generator_of, hash32, mix, sample_keys, seed_of
+
+
+def keys_of(step: int = 0, samples: int = 8, seed: int = 1) -> Tensor:
+    return sample_keys(seed, step, torch.arange(samples))
+
+
+def kept(p: float = 0.5, site: int = 0, keys: Tensor | None = None, shape=(64, 128), first=0):
+    """The mask as 0 and 1: [batch, seq, features]."""
+    keys = keys_of() if keys is None else keys
+    dropout = CounterDropout(p, site, first)
+    return (dropout(torch.ones(len(keys), *shape), keys) > 0).float()
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    return torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1].item()
+
+
+@pytest.mark.parametrize("first, last", [(0, 8), (3, 5), (7, 8)])
+def test_a_slice_of_the_batch_has_the_masks_of_the_whole(first, last):
+    keys = sample_keys(1, 9, torch.arange(8))
+    part = sample_keys(1, 9, torch.arange(first, last))
+    assert torch.equal(part, keys[first:last])
+    assert torch.equal(kept(keys=part), kept(keys=keys)[first:last])
+
+
+@pytest.mark.parametrize("first, last", [(0, 16), (16, 64), (61, 64)])
+def test_a_slice_of_the_sequence_has_the_masks_of_the_whole(first, last):
+    part = kept(shape=(last - first, 128), first=first)
+    assert torch.equal(part, kept()[:, first:last])
+
+
+def test_every_dropout_of_the_model_has_a_site_of_its_own_wherever_it_is_built():
+    config = TransformerConfig(vocab_size=10, d_model=32, n_layers=4, n_heads=2, dropout=0.1)
+
+    def sites(model) -> dict[str, int]:
+        return {n: m.site for n, m in model.named_modules() if isinstance(m, CounterDropout)}
+
+    whole = sites(Transformer(config))
+    assert len(whole) == 9 and len(set(whole.values())) == 9
+    for unit in range(config.n_units):
+        assert sites(Transformer(config, [unit])).items() <= whole.items()
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_the_rate_is_right_and_what_is_kept_is_scaled(p):
+    x = torch.full((16, 64, 128), 3.0)
+    y = CounterDropout(p, site=3)(x, keys_of(samples=16))
+    share = (y == 0).double().mean().item()
+    assert abs(share - p) < 5 * (p * (1 - p) / x.numel()) ** 0.5
+    torch.testing.assert_close(y[y != 0], torch.full_like(y[y != 0], 3.0 / (1 - p)))
+    per_sample = (y == 0).double().flatten(1).mean(1)
+    assert (per_sample - p).abs().max() < 5 * (p * (1 - p) / (64 * 128)) ** 0.5
+
+
+def test_masks_of_other_sites_samples_steps_seeds_positions_and_features_are_unrelated():
+    a = kept()  # 65,536 draws: a standard deviation of 1/256
+    shifted = kept(shape=(65, 129))
+    others = {f"site {s}": kept(site=s) for s in (1, 2, 3, 8, 255)}
+    others |= {f"step {s}": kept(keys=keys_of(step=s)) for s in (1, 2, 1000)}
+    others |= {f"seed {s}": kept(keys=keys_of(seed=s)) for s in (0, 2, 1338)}
+    others |= {f"sample +{n}": a.roll(n, 0) for n in (1, 2, 4)}
+    others |= {"next position": shifted[:, 1:, :-1], "next feature": shifted[:, :-1, 1:]}
+    others |= {"next of both": shifted[:, 1:, 1:]}
+    # site and position, or position and feature, exchanged
+    others |= {"position as feature": kept(shape=(128, 64)).transpose(1, 2)}
+    for name, b in others.items():
+        assert abs(correlation(a, b)) < 5 / 256, name
+
+
+def test_positions_far_apart_and_whole_rows_are_unrelated():
+    a = kept(shape=(256, 64), keys=keys_of(samples=1))[0]  # [256 positions, 64 features]
+    assert len(a.unique(dim=0)) == 256
+    table = torch.corrcoef(a) - torch.eye(256)
+    # 32,640 pairs of 64 draws: the largest of so many is near 4.2 standard deviations
+    assert table.abs().max() < 6.0 / 8
+    assert abs(table.pow(2).sum() / (256 * 255) - 1 / 63) < 1e-3  # as of independent rows
+
+
+def test_no_dropout_in_evaluation_without_keys_or_at_rate_zero():
+    x = torch.ones(8, 4, 4)
+    assert CounterDropout(0.5, 0)(x, None) is x
+    assert CounterDropout(0.0, 0)(x, keys_of()) is x
+    assert CounterDropout(0.5, 0).eval()(x, keys_of()) is x
+    assert not torch.equal(CounterDropout(0.5, 0)(x, keys_of()), x)
+
+
+def test_the_model_drops_at_the_embedding_and_behind_both_halves_of_a_layer():
+    config = TransformerConfig(vocab_size=50, d_model=32, n_layers=1, n_heads=2, dropout=0.5)
+    seen = {}
+    model = Transformer(config)
+    for name, module in model.named_modules():
+        if isinstance(module, CounterDropout):
+            module.register_forward_hook(
+                lambda m, i, output, name=name: seen.update({name: (output == 0).float().mean()})
+            )
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model(torch.randint(50, (8, 16)), keys=keys_of())
+    assert set(seen) == {"embed.dropout", "layers.0.attn_dropout", "layers.0.mlp_dropout"}
+    assert all(0.4 < share < 0.6 for share in seen.values())
+
+
+def test_the_hash_is_a_bijection_and_each_bit_of_its_input_moves_half_of_its_output():
+    x = torch.arange(-(2**19), 2**19, dtype=torch.int32) * 4001
+    assert hash32(x).unique().numel() == x.unique().numel() == 2**20
+    x = x[::64]
+    for bit in range(32):
+        mask = torch.tensor(1 << bit if bit < 31 else -(2**31), dtype=torch.int32)
+        moved = hash32(x) ^ hash32(x ^ mask)
+        for out in range(32):
+            share = ((moved >> out) & 1).double().mean()
+            assert 0.42 < share < 0.58, (bit, out)
+    assert mix(torch.tensor(5, dtype=torch.int32), 0).dtype == torch.int32
+
+
+def test_seeds_differ_by_every_name_and_stay_what_they_were():
+    assert len({seed_of("a", 1), seed_of("a", 2), seed_of("b", 1), seed_of("a", "1")}) == 4
+    assert 0 <= seed_of("dropout", 0, 0) < 2**63
+    # with another stream a resumed run would go on with other masks and batches than it began
+    assert seed_of("init", 1337, "embed.tokens.weight") == 3749379711100740266
+    order = torch.randint(1000, (3,), generator=generator_of("epoch", 1337, 0))
+    assert order.tolist() == [392, 424, 303]
+    assert keys_of(step=3, samples=2, seed=1337).tolist() == [1609393984, -306508946]

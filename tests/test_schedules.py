@@ -1,0 +1,366 @@
+"""Stage 06's schedules as pure functions: complete, possible, as idle and as large as claimed."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import xml.etree.ElementTree as ElementTree
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import REPO, load_stage
+
+stage = load_stage("06")
+
+
+def _timeline():
+    spec = importlib.util.spec_from_file_location("timeline", REPO / "tools" / "timeline.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+timeline = _timeline()
+NAMES = tuple(stage.SCHEDULES)
+
+
+@cache
+def cases(name: str) -> list[tuple[int, int, int]]:
+    """Every p, m, v that the schedule takes, of p in 1..8, m in 1..32, v in 1..4."""
+    interleaves = name == "interleaved"
+    return [
+        (p, m, v)
+        for p, m, v in product(range(1, 9), range(1, 33), range(1, 5 if interleaves else 2))
+        if not interleaves or m % p == 0
+    ]
+
+
+def rows(name: str, p: int, m: int, v: int) -> list[list]:
+    return [stage.SCHEDULES[name](p, m, v, rank) for rank in range(p)]
+
+
+every_schedule = pytest.mark.parametrize("name", NAMES)
+
+
+@every_schedule
+def test_every_micro_batch_passes_each_stage_once_each_way(name):
+    kinds = "FIW" if name == "zero-bubble" else "FB"
+    for p, m, v in cases(name):
+        expected = Counter(product(kinds, range(m), range(v)))
+        for row in rows(name, p, m, v):
+            assert Counter(map(tuple, row)) == expected, (p, m, v)
+
+
+@every_schedule
+def test_backward_follows_forward_and_gradients_add_up_in_one_order(name):
+    """The micro-batches of a stage go in the same order in every schedule, so gradients have the
+    same bits under all of them."""
+    for p, m, v in cases(name):
+        for row in rows(name, p, m, v):
+            place = {action: i for i, action in enumerate(row)}
+            for kind, micro, chunk in row:
+                before = {"B": "F", "I": "F", "W": "I"}.get(kind)
+                if before:
+                    earlier = stage.Action(before, micro, chunk)
+                    assert place[earlier] < place[stage.Action(kind, micro, chunk)]
+            for kind, chunk in product("FBIW", range(v)):
+                order = [a.micro for a in row if (a.kind, a.chunk) == (kind, chunk)]
+                assert order == sorted(order)
+
+
+def most_in_flight(row: list) -> int:
+    """Forwards whose backward, or weights' part of it, is not done."""
+    now = most = 0
+    for action in row:
+        now += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
+        most = max(most, now)
+    return most
+
+
+@every_schedule
+def test_in_flight(name):
+    for p, m, v in cases(name):
+        for rank, row in enumerate(rows(name, p, m, v)):
+            bound = {
+                "gpipe": m,
+                "1f1b": min(m, p - rank),
+                "zero-bubble": min(m, p),
+                # Narayanan et al.: chunks, each a v-th of a stage
+                "interleaved": min(v * m, (v - 1) * p + 2 * (p - rank - 1) + 1),
+            }[name if v > 1 or name != "interleaved" else "1f1b"]
+            assert most_in_flight(row) == bound, (p, m, v, rank)
+
+
+def claimed_length(name: str, p: int, m: int, v: int) -> float:
+    """In forwards of a whole stage: 3 of work a micro-batch, and the time that a rank idles."""
+    if name == "interleaved":
+        return 3 * m + 3 * (p - 1) / v
+    if name == "zero-bubble":
+        # With few micro-batches no order is shorter than the way of the last one: p - 1 forwards
+        # until the last rank begins, m forwards and m inputs' parts there, p - 1 more of these on
+        # the way back, and a weights' part at the end.
+        return max(3 * m + p - 1, 2 * m + 2 * p - 1)
+    return 3 * (m + p - 1)
+
+
+@every_schedule
+def test_idle_share_with_unit_costs(name):
+    for p, m, v in cases(name):
+        spans = timeline.simulate(stage, stage.SCHEDULES[name], p, m, v)
+        expected = 1 - 3 * m / claimed_length(name, p, m, v)
+        assert timeline.idle_share(spans) == pytest.approx(expected, abs=1e-9), (p, m, v)
+        if name in ("gpipe", "1f1b"):
+            assert expected == pytest.approx((p - 1) / (m + p - 1))
+        if name == "interleaved":
+            assert expected == pytest.approx((p - 1) / (v * m + p - 1))
+        if name == "zero-bubble" and m >= p:
+            assert expected == pytest.approx((p - 1) / (3 * m + p - 1))
+
+
+def shortest(p: int, m: int) -> int:
+    """The least time of any order of F, I and W on p ranks, found by looking at all of them."""
+    state = ((0, 0, 0),) * p  # forwards, inputs' parts and weights' parts done by each rank
+    seen, time = {state}, 0
+    while ((m, m, m),) * p not in seen:
+        time += 1
+        seen = {after for before in seen for after in _one_unit_later(before, p, m)}
+        assert time < 100
+    return time
+
+
+def _one_unit_later(state: tuple, p: int, m: int) -> Iterator[tuple]:
+    choices = []
+    for rank, (f, i, w) in enumerate(state):
+        possible = []
+        if f < m and (rank == 0 or state[rank - 1][0] > f):
+            possible.append((f + 1, i, w))
+        if i < f and (rank == p - 1 or state[rank + 1][1] > i):
+            possible.append((f, i + 1, w))
+        if w < i:
+            possible.append((f, i, w + 1))
+        # idling where something can be done is never better: what is done first is kept
+        choices.append(possible or [(f, i, w)])
+    yield from product(*choices)
+
+
+@pytest.mark.parametrize("p, m", [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3), (4, 2)])
+def test_no_order_of_the_zero_bubble_actions_is_shorter(p, m):
+    assert shortest(p, m) == claimed_length("zero-bubble", p, m, 1)
+
+
+# ---- what is sent ----
+
+
+def transport(name: str, p: int, m: int, v: int) -> None:
+    """Run the plans of all ranks over channels that hold nothing and match by order alone.
+
+    A message passes when both ends have posted it and all before it in its channel have passed;
+    the executor waits for what it needs, for its oldest send when more than p are under way, and
+    at the end for all of them.
+    """
+    schedule = stage.SCHEDULES.get(name, stage.forward_only)
+    plans = [deque(stage.plan(schedule, p, m, v, rank)) for rank in range(p)]
+    sent, posted = defaultdict(list), defaultdict(list)  # by (source, target)
+    passed: set = set()
+    under_way = [deque() for _ in range(p)]  # sends
+    state = ["post"] * p
+
+    def advance(rank: int) -> bool:
+        posts, action = plans[rank][0]
+        needed, made = stage.messages(action, p, v, rank)
+        if state[rank] == "post":
+            for message in posts:
+                posted[message.sender(p), rank].append(message)
+            state[rank] = "receive"
+        elif state[rank] == "receive":
+            if needed and needed not in passed:
+                return False
+            if made:
+                sent[rank, made.stage % p].append(made)
+                under_way[rank].append(made)
+            state[rank] = "sent"
+        else:
+            if len(under_way[rank]) > p:
+                if under_way[rank][0] not in passed:
+                    return False
+                under_way[rank].popleft()
+            plans[rank].popleft()
+            state[rank] = "post"
+        return True
+
+    progress = True
+    while progress:
+        progress = False
+        for rank in range(p):
+            while plans[rank] and advance(rank):
+                progress = True
+        for channel, messages in sent.items():
+            both = list(zip(messages, posted[channel], strict=False))
+            assert all(a == b for a, b in both), f"{channel}: {both}"
+            progress |= not passed.issuperset(a for a, _ in both)
+            passed.update(a for a, _ in both)
+    assert not any(plans), f"{name} {p, m, v}: the ranks wait for one another"
+    assert sum(map(len, sent.values())) == len(passed) == sum(map(len, posted.values()))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "evaluation"])
+def test_no_rank_waits_for_ever_without_buffers(name):
+    for p, m, v in cases("interleaved" if name == "evaluation" else name):
+        transport(name, p, m, v)
+    if name == "evaluation":  # takes any number of batches, interleaved or not
+        for p, m, v in product(range(2, 6), range(1, 12), range(1, 4)):
+            transport(name, p, m, v)
+
+
+@every_schedule
+def test_receives_are_posted_early_and_once(name):
+    for p, m, v in cases(name)[::7]:
+        for rank in range(p):
+            plan = stage.plan(stage.SCHEDULES[name], p, m, v, rank)
+            needed = [stage.messages(action, p, v, rank)[0] for _, action in plan]
+            posted: dict = {}
+            for i, (posts, _) in enumerate(plan):
+                for message in posts:
+                    assert posted.setdefault(message, i) == i
+            assert posted.keys() == {message for message in needed if message}
+            for i, message in enumerate(needed):
+                assert not message or posted[message] <= max(0, i - 2)
+
+
+class Channels:
+    """Sends and receives between threads, matched by order; with `buffered` a send is complete at
+    once, without it when its receive is posted. Says so when all wait for one another."""
+
+    def __init__(self, ranks: int, buffered: bool):
+        self.buffered, self.alive = buffered, ranks
+        self.changed = threading.Condition()
+        self.sent, self.posted = defaultdict(list), defaultdict(list)
+        self.waiting: dict = {}
+        self.me = threading.local()
+
+    def isend(self, tensor, group, group_dst):
+        tensor = tensor.clone() if self.buffered else tensor
+        return self._add(self.sent, (group, self.me.rank, group_dst), tensor, self.buffered)
+
+    def irecv(self, tensor, group, group_src):
+        return self._add(self.posted, (group, group_src, self.me.rank), tensor, False)
+
+    def _add(self, side, channel, tensor, done):
+        work = SimpleNamespace(done=done, tensor=tensor)
+        work.wait = lambda: self._wait(work)
+        with self.changed:
+            side[channel].append(work)
+            k = len(side[channel]) - 1
+            if min(len(self.sent[channel]), len(self.posted[channel])) > k:
+                send, receive = self.sent[channel][k], self.posted[channel][k]
+                receive.tensor.copy_(send.tensor)
+                send.done = receive.done = True
+                self.changed.notify_all()
+        return work
+
+    def _wait(self, work):
+        with self.changed:
+            self.waiting[self.me.rank] = work
+            self._look_for_deadlock()
+            while not work.done:
+                assert self.changed.wait(20), "waited too long"
+                self._look_for_deadlock()
+            del self.waiting[self.me.rank]
+
+    def _look_for_deadlock(self):
+        stuck = [w for w in self.waiting.values() if not w.done]
+        if len(stuck) == self.alive:
+            self.changed.notify_all()
+            raise RuntimeError("all ranks wait for one another")
+
+    def end(self):
+        with self.changed:
+            self.alive -= 1
+            self.changed.notify_all()
+
+
+def run_the_executor(name: str, p: int, m: int, v: int, buffered: bool, monkeypatch) -> None:
+    """`Pipeline.run` itself, with a thread a rank; a message is its own name."""
+    channels, failures = Channels(p, buffered), []
+    monkeypatch.setattr(stage, "isend", channels.isend)
+    monkeypatch.setattr(stage, "irecv", channels.irecv)
+
+    def code(message) -> torch.Tensor:
+        return torch.tensor([["FB".index(message.kind), message.micro, message.stage]]).float()
+
+    def rank_runs(rank: int) -> None:
+        channels.me.rank = rank
+        pipeline = object.__new__(stage.Pipeline)
+        pipeline.schedule, pipeline.groups = stage.SCHEDULES[name], ("to lower", "to higher")
+        pipeline.p, pipeline.v, pipeline.rank = p, v, rank
+        pipeline.device, pipeline.d_model = torch.device("cpu"), 3
+        pipeline.receives, pipeline.sends = {}, deque()
+
+        def do(action, received, micro_batches, losses):
+            needed, made = stage.messages(action, p, v, rank)
+            if needed:
+                assert torch.equal(received, code(needed)), (needed, received)
+            assert len(pipeline.sends) <= p and len(pipeline.receives) <= 2 * p + 3
+            return code(made) if made else None
+
+        pipeline.do = do
+        try:
+            pipeline.run([(torch.zeros(1), None, None)] * m)
+            assert not pipeline.sends and not pipeline.receives
+            with torch.no_grad():
+                pipeline.run([(torch.zeros(1), None, None)] * m)
+        except BaseException as failure:
+            failures.append(failure)
+        finally:
+            channels.end()
+
+    threads = [threading.Thread(target=rank_runs, args=(rank,)) for rank in range(p)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+@pytest.mark.parametrize("buffered", [False, True], ids=["rendezvous", "buffered"])
+@every_schedule
+def test_the_executor_needs_no_buffers(name, buffered, monkeypatch):
+    sizes = [(2, 2, 2), (2, 4, 2), (2, 8, 3), (3, 6, 2), (4, 8, 2)]
+    for p, m, v in sizes:
+        run_the_executor(name, p, m, v if name == "interleaved" else 1, buffered, monkeypatch)
+    for p, m in [] if name == "interleaved" else [(1, 3), (3, 1), (4, 2), (4, 7), (5, 6)]:
+        run_the_executor(name, p, m, 1, buffered, monkeypatch)
+
+
+# ---- who has which units ----
+
+
+def test_units_cover_the_model_once_and_evenly():
+    for n_stages, n_layers in product(range(1, 9), range(1, 25)):
+        if n_layers < n_stages:
+            continue
+        runs = [stage.units_of(s, n_stages, n_layers) for s in range(n_stages)]
+        assert [unit for run in runs for unit in run] == list(range(n_layers + 2))
+        layers = [len(set(run) - {0, n_layers + 1}) for run in runs]
+        assert max(layers) - min(layers) <= 1
+        assert layers == sorted(layers, reverse=True), "the last stage has the head as well"
+
+
+# ---- the picture ----
+
+
+@every_schedule
+def test_the_time_line_shows_every_action(name):
+    spans = timeline.simulate(stage, stage.SCHEDULES[name], 2, 4, 2 if name == "interleaved" else 1)
+    actions = sum(map(len, spans))
+    root = ElementTree.fromstring(timeline.svg(spans, "a title", "units"))
+    boxes = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if "stroke" in e.attrib]
+    assert len(boxes) == actions
+    plain = timeline.terminal(spans, 120, coloured=False)
+    assert len(plain.splitlines()) == 2 and "F3" in plain
+    assert timeline.terminal(spans, 120, coloured=True).count("\033[0m") == actions

@@ -1,0 +1,564 @@
+"""Stage 05: every slice right, every byte accounted for, the whole logits nowhere."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import (
+    PeakMemory,
+    WorkerExit,
+    assert_ledger_is_true,
+    assert_same_curve,
+    count_collectives,
+    live_bytes,
+    load_stage,
+    whole_ledger,
+)
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common.model import IGNORED, Transformer, TransformerConfig, init_weights
+from common.random import sample_keys
+
+SIZE = "--d-model 64 --n-layers 2 --n-heads 4 --seq-len 32 --global-batch-size 6".split()
+RUN = [*SIZE, *"--steps 50 --log-every 1 --eval-every 25 --resume never".split()]
+EVERYTHING = "--activation-checkpointing --dropout 0.1 --grad-clip 0.3".split()
+ACCUMULATED = [*EVERYTHING, "--micro-batch-size", "3"]
+CONFIG = TransformerConfig(vocab_size=200, d_model=64, n_layers=2, n_heads=4, seq_len=32)
+BATCH, TOKENS = 3, 3 * 32
+
+
+def config(**changes) -> TransformerConfig:
+    return TransformerConfig(**{**vars(CONFIG), **changes})
+
+
+def batch(ignored: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(200, (BATCH, 33), generator=torch.Generator().manual_seed(5))
+    targets = tokens[:, 1:].clone()
+    targets[0, :ignored] = IGNORED
+    return tokens[:, :-1], targets, sample_keys(1, 0, torch.arange(BATCH))
+
+
+def plain_model(config: TransformerConfig, seed: int = 1) -> Transformer:
+    model = Transformer(config)
+    init_weights(model, seed)
+    return model
+
+
+def parallel_model(config: TransformerConfig, sequence_parallel: bool, seed: int = 1):
+    stage, group = load_stage("05"), dist.group.WORLD
+    with torch.device("meta"):
+        model = Transformer(config)
+    stage.tensor_parallel(model, group, sequence_parallel)
+    stage.init_slices(model, seed, group, torch.device("cpu"))
+    return model
+
+
+def gathered(piece: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """The whole from the ranks' slices; of what is replicated, that all ranks have the same."""
+    pieces = [torch.empty_like(piece) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, piece.contiguous())
+    if dim is None:
+        assert all(torch.equal(piece, p) for p in pieces), "a replica differs"
+        return piece
+    return torch.cat(pieces, dim)
+
+
+# ---- the curve ----
+
+
+@pytest.mark.parametrize("own", [[], ["--sequence-parallel"]], ids=["tp", "sp"])
+@pytest.mark.parametrize(
+    ("size", "extra"),
+    [(1, []), (2, []), (2, ACCUMULATED), (4, EVERYTHING)],
+    ids=["1-plain", "2-plain", "2-everything", "4-everything"],
+)
+def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, extra, own):
+    argv = [*RUN, "--data", str(corpus_dir), *extra]
+    expected = reference(argv)
+    every = pools(size).train("05", [*argv, *own])
+    for metrics in every:
+        assert_same_curve(metrics, expected)
+
+
+def test_bfloat16_stays_near_stage_01s(pools, reference, corpus_dir):
+    argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16", "--steps", "20"]
+    expected = reference(argv)
+    for own in ([], ["--sequence-parallel"]):
+        metrics = pools(2).train("05", [*argv, *own])[0]
+        assert_same_curve(metrics, expected, loss=0.02, norm=0.1)
+
+
+def gradients_of_one_batch(sequence_parallel: bool, changes: dict) -> float:
+    """The largest difference of any gradient, gathered, from the plain model's."""
+    inputs, targets, keys = batch()
+    plain = plain_model(config(**changes))
+    expected = plain(inputs, targets, keys)
+    expected.backward()
+    stage, model = load_stage("05"), parallel_model(config(**changes), sequence_parallel)
+    loss = model(inputs, targets, keys)
+    loss.backward()
+    if sequence_parallel:
+        stage.sum_replicated_gradients(model, dist.group.WORLD)
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
+    cut = stage.cut_dimensions(model)
+    worst = 0.0
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(gathered(ours.detach(), cut.get(name)), theirs), name
+        difference = gathered(ours.grad, cut.get(name)) - theirs.grad
+        assert difference.abs().max() <= 1e-6, (name, difference.abs().max())
+        worst = max(worst, difference.abs().max().item())
+
+    expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    norm = stage.clip_grad_norm_(model, 0.1, dist.group.WORLD)
+    torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        whole = gathered(ours.grad, cut.get(name))
+        torch.testing.assert_close(whole, theirs.grad, atol=1e-6, rtol=0, msg=name)
+    return worst
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"dropout": 0.2}, {"activation_checkpointing": True, "dropout": 0.2}],
+    ids=["plain", "dropout", "checkpointing"],
+)
+def test_every_gradient_is_the_plain_models(pools, size, sequence_parallel, changes):
+    assert max(pools(size).run(gradients_of_one_batch, sequence_parallel, changes)) <= 1e-6
+
+
+# ---- each class alone ----
+
+
+def linear_alone(kind: str, sequence_parallel: bool) -> None:
+    stage, rank, size = load_stage("05"), dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    plain = nn.Linear(24, 40)
+    x = torch.randn(3, 8, 24, requires_grad=True)
+    grad = torch.randn(3, 8, 40)
+    y = plain(x)
+    y.backward(grad)
+
+    def mine(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor.detach().chunk(size, dim)[rank].clone()
+
+    module = getattr(stage, f"{kind}ParallelLinear")(plain, dist.group.WORLD, sequence_parallel)
+    # across a column-parallel map the features of y are cut, across a row-parallel one those of x
+    x_dim, y_dim = (None, 2) if kind == "Column" else (2, None)
+    if sequence_parallel:
+        x_dim, y_dim = (1, 2) if kind == "Column" else (2, 1)
+    my_x = (x.detach().clone() if x_dim is None else mine(x, x_dim)).requires_grad_()
+    kept = my_x.detach().clone()
+    my_y = module(my_x)
+    my_y.backward(grad if y_dim is None else mine(grad, y_dim))
+
+    assert torch.equal(my_x.detach(), kept), "a collective has overwritten the input"
+    close = {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(gathered(my_y.detach(), y_dim), y.detach(), **close)
+    torch.testing.assert_close(gathered(my_x.grad, x_dim), x.grad, **close)
+    dim = module.cut["weight"]
+    torch.testing.assert_close(gathered(module.weight.grad, dim), plain.weight.grad, **close)
+    bias_grad = module.bias.grad
+    if kind == "Column":
+        bias_grad = gathered(bias_grad, 0)
+    elif sequence_parallel:  # replicated, and each rank has seen a slice of the sequence
+        stage.sum_replicated_gradients(module, dist.group.WORLD)
+        bias_grad = gathered(module.bias.grad, None)
+    torch.testing.assert_close(bias_grad, plain.bias.grad, **close)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["Column", "Row"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_a_linear_alone_is_the_plain_one(pools, size, kind, sequence_parallel):
+    pools(size).run(linear_alone, kind, sequence_parallel)
+
+
+def embedding_alone(sequence_parallel: bool) -> None:
+    stage, rank, size = load_stage("05"), dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    plain = nn.Embedding(24, 16)
+    tokens = torch.randint(24, (3, 8))
+    grad = torch.randn(3, 8, 16)
+    y = plain(tokens)
+    y.backward(grad)
+    module = stage.VocabParallelEmbedding(plain, dist.group.WORLD, sequence_parallel)
+    my_y = module(tokens)
+    my_y.backward(grad.chunk(size, 1)[rank] if sequence_parallel else grad)
+    assert torch.equal(gathered(my_y.detach(), 1 if sequence_parallel else None), y)
+    assert torch.equal(gathered(module.weight.grad, 0), plain.weight.grad)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_the_embedding_alone_is_the_plain_one_to_the_bit(pools, size, sequence_parallel):
+    pools(size).run(embedding_alone, sequence_parallel)
+
+
+def cross_entropy_alone(scale: float, n_ignored: int, dtype: torch.dtype) -> None:
+    stage, rank, size = load_stage("05"), dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    logits = (torch.randn(20, 32) * scale).to(dtype).requires_grad_()
+    targets = torch.randint(32, (20,))
+    targets[:n_ignored] = IGNORED
+    mine = logits.detach().chunk(size, 1)[rank].clone().requires_grad_()
+    loss = stage.vocab_parallel_cross_entropy(mine * 1.0, targets, dist.group.WORLD)
+    (3.0 * loss).backward()
+    if n_ignored == 20:
+        assert loss == 0.0 and not mine.grad.any()
+        return
+    expected = F.cross_entropy(logits.float(), targets)
+    (3.0 * expected).backward()
+    assert loss.dtype == torch.float32 and gathered(loss.detach(), None).isfinite()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    close = {"rtol": 0.01, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 0, "atol": 1e-6}
+    torch.testing.assert_close(gathered(mine.grad, 1), logits.grad, **close)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("n_ignored", [0, 7, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_loss_alone_is_the_plain_one(pools, scale, n_ignored, dtype):
+    for size in (2, 4):
+        pools(size).run(cross_entropy_alone, scale, n_ignored, dtype)
+
+
+def second_backward() -> None:
+    stage = load_stage("05")
+    logits = torch.randn(4, 8, requires_grad=True)
+    loss = stage.vocab_parallel_cross_entropy(logits * 1.0, torch.arange(4), dist.group.WORLD)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()
+
+
+def test_a_second_backward_is_refused_and_not_wrong(pools):
+    pools(2).run(second_backward)
+
+
+def dropped() -> None:
+    """Ones through the embedding unit's dropout: where they are gone."""
+    inputs, _, keys = batch()
+    changes = config(dropout=0.5)
+    plain = plain_model(changes)
+    for sequence_parallel in (False, True):
+        model = parallel_model(changes, sequence_parallel)
+        sites = [m for m in model.modules() if type(m).__name__ == "CounterDropout"]
+        twins = [m for m in plain.modules() if type(m).__name__ == "CounterDropout"]
+        assert len(sites) == 1 + 2 * changes.n_layers
+        size = dist.get_world_size() if sequence_parallel else 1
+        for ours, theirs in zip(sites, twins, strict=True):
+            mine = ours(torch.ones(BATCH, 32 // size, 64), keys)
+            whole = gathered(mine, 1 if sequence_parallel else None)
+            assert torch.equal(whole, theirs(torch.ones(BATCH, 32, 64), keys))
+
+
+def test_dropout_is_the_plain_models_to_the_bit(pools):
+    pools(2).run(dropped)
+    pools(4).run(dropped)
+
+
+# ---- traffic ----
+
+
+def traffic(sequence_parallel: bool, changes: dict, dtype: str = "float32") -> dict:
+    """Calls and shapes of one micro-batch, and what the ledger says of it."""
+    inputs, targets, keys = batch()
+    model = parallel_model(config(**changes), sequence_parallel)
+    with whole_ledger() as ledger, count_collectives() as counted:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = model(inputs, targets, keys)
+        loss.backward()
+        if sequence_parallel:
+            load_stage("05").sum_replicated_gradients(model, dist.group.WORLD)
+    assert_ledger_is_true(ledger, counted)
+    elements = [(r.op, r.nbytes // r.dtype.itemsize) for r in counted.records]
+    return {
+        "large": sum(n == TOKENS * 64 for op, n in elements if op == "all_reduce"),
+        "small": sum(n == TOKENS for op, n in elements if op == "all_reduce"),
+        "norms": sum(n == 5 * 64 for op, n in elements if op == "all_reduce"),
+        "gathers": sum(n == TOKENS * 64 for op, n in elements if op == "all_gather_single"),
+        "scatters": sum(n == TOKENS * 64 for op, n in elements if op == "reduce_scatter_single"),
+        "calls": len(elements),
+        "ring": ledger.total_ring_bytes,
+        "dtypes": sorted({str(r.dtype) for r in counted.records}),
+    }
+
+
+L = CONFIG.n_layers
+NORMS = 2 * L + 1
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_micro_batch_sends_what_the_table_says(pools, size):
+    for got in pools(size).run(traffic, False, {}):
+        assert (got["large"], got["small"]) == (4 * L + 2, 3)
+        assert got["calls"] == 4 * L + 2 + 3
+        ring = 2 * (size - 1) / size
+        assert got["ring"] == pytest.approx(ring * 4 * TOKENS * ((4 * L + 2) * 64 + 3))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sequence_parallelism_sends_the_same_bytes_in_other_words(pools, size):
+    for got in pools(size).run(traffic, True, {}):
+        assert (got["gathers"], got["scatters"]) == (4 * L + 2, 4 * L + 2)
+        assert (got["large"], got["small"], got["norms"]) == (0, 3, 1)
+        assert got["calls"] == 2 * (4 * L + 2) + 3 + 1
+        ring = 2 * (size - 1) / size
+        large = ring * 4 * TOKENS * ((4 * L + 2) * 64 + 3)
+        assert got["ring"] == pytest.approx(large + ring * 4 * NORMS * 64)
+
+
+def test_activation_checkpointing_repeats_what_a_layers_backward_needs(pools):
+    """The sum behind the MLP is not among it: only a dropout behind it makes it run again."""
+    for dropout, again in ((0.0, 1), (0.1, 2)):
+        changes = {"activation_checkpointing": True, "dropout": dropout}
+        for got in pools(2).run(traffic, False, changes):
+            assert got["large"] == 4 * L + 2 + again * L
+        for got in pools(2).run(traffic, True, changes):
+            assert got["gathers"] == 4 * L + 2 + 2 * L
+            assert got["scatters"] == 4 * L + 2 + again * L
+
+
+def test_bfloat16_halves_the_traffic_of_the_layers(pools):
+    whole, half = (pools(2).run(traffic, True, {}, dtype)[0] for dtype in ("float32", "bfloat16"))
+    assert (half["gathers"], half["scatters"]) == (whole["gathers"], whole["scatters"])
+    # the embedding's sum, the loss and the norms stay in float32
+    float32 = 4 * (2 * TOKENS * 64 / 2 + 3 * TOKENS + NORMS * 64)
+    assert half["ring"] == pytest.approx(float32 + (whole["ring"] - float32) / 2)
+
+
+def test_what_a_training_step_sends(pools, corpus_dir):
+    """Clipping adds one control call a step, accumulation repeats, evaluation sends forwards."""
+    argv = [*SIZE, "--steps", "3", "--log-every", "1", "--micro-batch-size", "2"]
+    metrics = pools(2).train("05", [*argv, "--data", str(corpus_dir)])[0]
+    a_micro_batch = 4 * 2 * 32 * ((4 * L + 2) * 64 + 3)
+    assert metrics[0]["comm_mb"] == pytest.approx(3 * a_micro_batch / 1e6)
+
+
+# ---- memory ----
+
+
+class LargestTensor(TorchDispatchMode):
+    """The largest floating-point tensor that any operator has made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.is_floating_point():
+                self.elements = max(self.elements, t.numel())
+        return out
+
+
+def largest(sequence_parallel: bool) -> tuple[int, int]:
+    inputs, targets, _ = batch()
+    changes = config(vocab_size=5000)
+    model = parallel_model(changes, sequence_parallel)
+    with LargestTensor() as seen:
+        model(inputs, targets).backward()
+    with LargestTensor() as seen_in_evaluation, torch.no_grad():
+        model(inputs, targets)
+        assert model(inputs).shape[-1] == changes.padded_vocab // dist.get_world_size()
+    return seen.elements, seen_in_evaluation.elements
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_no_rank_ever_has_all_the_logits(pools, sequence_parallel):
+    for elements in pools(4).run(largest, sequence_parallel):
+        assert elements == (TOKENS * 5120 // 4, TOKENS * 5120 // 4)
+
+
+def start_up() -> tuple[int, int, int]:
+    """Bytes of the slices, the most there was while they were made, the largest parameter."""
+    before = live_bytes()
+    with PeakMemory() as peak:
+        model = parallel_model(config(n_layers=6), False)
+    mine = sum(p.numel() for p in model.parameters()) * 4
+    assert live_bytes() - before == mine == peak.left
+    return mine, peak.above, 256 * 64 * 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_model_is_whole_nowhere_while_it_is_built(pools, size):
+    whole, norms = config(n_layers=6).num_parameters() * 4, 13 * 64 * 4
+    for mine, peak, largest in pools(size).run(start_up):
+        assert mine == (whole - norms) // size + norms
+        # one parameter as it is drawn, and the same scaled
+        assert peak <= mine + 2 * largest < whole
+
+
+def test_states_are_shared_out(fresh_pool, corpus_dir):
+    argv = [*SIZE, "--steps", "2", "--log-every", "1", "--data", str(corpus_dir)]
+    whole, norms = CONFIG.num_parameters() * 16, NORMS * 64 * 16
+    for size in (2, 4):
+        for metrics in fresh_pool(size).train("05", argv):
+            share = (whole - norms) / size + norms
+            assert metrics[-1]["model_state_mb"] * 1e6 == pytest.approx(share, rel=0.02)
+
+
+def kept_between_layers(sequence_parallel: bool) -> int:
+    """Bytes that a forward leaves behind for backward when layers are recomputed."""
+    inputs, _, _ = batch()
+    changes = config(activation_checkpointing=True)
+    model = Transformer(changes, units=range(L + 1))  # all but the output unit
+    stage = load_stage("05")
+    stage.tensor_parallel(model, dist.group.WORLD, sequence_parallel)
+    init = torch.ones(())
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02)
+    with PeakMemory() as peak:
+        y = model(inputs)
+    del init
+    assert y.requires_grad
+    return peak.left
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_is_kept_between_layers_is_divided_by_the_degree(pools, size):
+    whole = pools(size).run(kept_between_layers, False)[0]
+    assert whole == (L + 1) * TOKENS * 64 * 4
+    assert pools(size).run(kept_between_layers, True) == [whole // size] * size
+
+
+def saved_shapes(sequence_parallel: bool) -> list[tuple[int, ...]]:
+    """Shapes of the activations that one layer saves for backward, each storage once."""
+    model = parallel_model(CONFIG, sequence_parallel)
+    parameters = {p.data_ptr() for p in model.parameters()}
+    seq = 32 // dist.get_world_size() if sequence_parallel else 32
+    x = torch.randn(BATCH, seq, 64, requires_grad=True)
+    saved = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.is_floating_point() and t.data_ptr() not in parameters:
+            saved[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        y = model.layers["0"](x)
+    assert y.requires_grad
+    return [tuple(t.shape) for t in saved.values()]
+
+
+def test_the_norms_inputs_are_slices_and_a_pairs_input_is_whole(pools):
+    """A pair keeps its input as it was gathered: to gather again would cost traffic."""
+    whole = pools(2).run(saved_shapes, False)[0].count((BATCH, 32, 64))
+    assert whole >= 4  # each norm's input and each pair's, and what a norm makes on the way
+    for shapes in pools(2).run(saved_shapes, True):
+        assert shapes.count((BATCH, 32, 64)) == 2
+        assert shapes.count((BATCH, 16, 64)) == whole - 2
+
+
+# ---- overlap ----
+
+
+def sum_and_product(sequence_parallel: bool) -> tuple[float, float] | None:
+    """When the weight gradient's product ended, when the sum did, with rank 1 half a second late.
+
+    In microseconds of rank 0's trace.
+    """
+    stage, rank, size = load_stage("05"), dist.get_rank(), dist.get_world_size()
+    linear = stage.ColumnParallelLinear(nn.Linear(64, 96, bias=False), None, sequence_parallel)
+    x = torch.randn(4, 16 // (size if sequence_parallel else 1), 64, requires_grad=True)
+    y = linear(x)
+    grad = torch.randn_like(y)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.5)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        y.backward(grad)
+    events = trace.events()
+    products = sorted(e.time_range.end for e in events if e.name == "aten::mm")
+    sums = [e.time_range.end for e in events if e.name.startswith("gloo:")]
+    assert len(products) == 2 and len(sums) == 1
+    return None if rank else (products[1], sums[0])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_backward_multiplies_while_the_sum_is_on_its_way(pools, sequence_parallel):
+    product, total = pools(2).run(sum_and_product, sequence_parallel)[0]
+    assert total - product > 200e3, "the product has waited for the sum"
+
+
+# ---- checkpoints ----
+
+
+@pytest.mark.parametrize("target", [("05", 4), ("01", 1), ("02", 2)], ids=lambda t: t[0])
+def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(
+    pools, reference, corpus_dir, tmp_path, target
+):
+    argv = [*SIZE, "--log-every", "1", "--data", str(corpus_dir), "--steps", "12"]
+    expected = reference(argv)
+    save = ["--checkpoint-every", "6", "--keep-checkpoints", "9", "--run-dir", str(tmp_path)]
+    pools(2).train("05", [*argv, *save])
+    stage, size = target
+    resume = [*argv, "--resume", str(tmp_path / "checkpoints" / "step-00000006")]
+    metrics = pools(size, group=stage != "01").train(stage, resume)[0]
+    assert [x["step"] for x in metrics] == list(range(6, 12))
+    assert_same_curve(metrics, expected[6:])
+
+
+def test_stage_01s_checkpoint_goes_on_here_and_a_resumed_run_has_the_same_bits(
+    pools, reference, corpus_dir, tmp_path
+):
+    argv = [*SIZE, "--log-every", "1", "--data", str(corpus_dir), "--steps", "12"]
+    expected = reference(argv)
+    save = ["--checkpoint-every", "6", "--keep-checkpoints", "9", "--run-dir"]
+    pools(1, group=False).train("01", [*argv, *save, str(tmp_path / "one")])
+    half = "checkpoints/step-00000006"
+    for own in ([], ["--sequence-parallel"]):
+        resumed = [*argv, *own, "--resume", str(tmp_path / "one" / half)]
+        assert_same_curve(pools(4).train("05", resumed)[0], expected[6:])
+
+    through = pools(2).train("05", [*argv, *save, str(tmp_path / "two")])[0]
+    resumed = pools(2).train("05", [*argv, "--resume", str(tmp_path / "two" / half)])[0]
+    for a, b in zip(through[6:], resumed, strict=True):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+    assert through[-1]["test_loss"] == resumed[-1]["test_loss"]
+
+
+# ---- what does not fit ----
+
+
+@pytest.mark.parametrize(
+    ("size", "flags", "said"),
+    [
+        (4, "--n-heads 2", "--n-heads 2 does not divide by 4 ranks (--nproc-per-node): 1, 2 do"),
+        (4, "--seq-len 30 --sequence-parallel", "--seq-len 30 under --sequence-parallel does not"),
+        (3, "--n-heads 6 --d-model 48", "the vocabulary of --data, padded to 256, does not divide"),
+    ],
+    ids=["heads", "sequence", "vocabulary"],
+)
+def test_sizes_that_do_not_divide_are_refused_in_one_line(pools, corpus_dir, size, flags, said):
+    argv = [*SIZE, "--data", str(corpus_dir), "--steps", "1", *flags.split()]
+    with pytest.raises(WorkerExit) as error:
+        pools(size).train("05", argv)
+    assert error.value.statuses == [2] * size
+    assert said in error.value.stderr[0] and error.value.stderr[0].count("\n") == 1
+    assert not any(error.value.stderr[1:])
+
+
+def odd_width() -> None:
+    stage = load_stage("05")
+    for module, plain in itertools.product(
+        (stage.ColumnParallelLinear, stage.RowParallelLinear), [nn.Linear(6, 6)]
+    ):
+        with pytest.raises(ValueError, match=r"of \(6, 6\) does not divide by 4 ranks"):
+            module(plain, dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"dimension 0 of \(6, 8\) does not divide by 4 ranks"):
+        stage.VocabParallelEmbedding(nn.Embedding(6, 8), dist.group.WORLD)
+
+
+def test_widths_that_do_not_divide_are_refused(pools):
+    pools(4).run(odd_width)

@@ -1,0 +1,511 @@
+"""Stage 01 as a run: the curve, its flags, its files, and how it ends and begins again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import REPO, assert_same_curve, load_stage, stage_path
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from common.arguments import PRESETS
+from common.checkpoint import checkpoints
+from common.data import eval_batches, load_corpus, train_batches
+from common.model import IGNORED, Transformer, TransformerConfig, init_weights
+from common.optimization import adamw_settings, learning_rate
+from common.run import peak_flops
+
+SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
+TIMINGS = {"tokens_per_s", "step_ms", "memory_mb", "model_state_mb", "mfu"}
+
+
+@pytest.fixture
+def train(pools, corpus_dir):
+    """`train("--steps", ...)`: stage 01 on the small corpus; its metrics."""
+
+    def run(*flags, timeout: float | None = None) -> list[dict]:
+        argv = [*SMALL, "--data", str(corpus_dir), *map(str, flags)]
+        return pools(1, group=False).train("01", argv, timeout)[0]
+
+    return run
+
+
+def numbers(metrics: list[dict]) -> list[dict]:
+    """The lines without what a clock or the machine says."""
+    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in metrics]
+
+
+def lines_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
+    plain = checkpoint.parent / f"{checkpoint.name}.pt"
+    dcp_to_torch_save(checkpoint, plain)
+    return torch.load(plain, weights_only=True)
+
+
+def assert_same_bits(a: Path, b: Path) -> None:
+    ours, theirs = tensors_of(a), tensors_of(b)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+# ---- the curve ----
+
+
+def arguments(*flags):
+    return load_stage("01").parse_args([*SMALL, *map(str, flags)])
+
+
+def by_hand(args, tokens: Tensor, vocab_size: int) -> list[dict]:
+    """The same training with nothing but PyTorch's own parts, in the plainest order."""
+    config = TransformerConfig(vocab_size, args.d_model, args.n_layers, args.n_heads, args.seq_len)
+    model = Transformer(config)
+    init_weights(model, args.seed)
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()]
+    lines = []
+    for step, ((inputs, targets, _),) in enumerate(
+        train_batches(tokens, args, torch.device("cpu"))
+    ):
+        model.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        norm = math.sqrt(sum(p.grad.double().pow(2).sum().item() for p in model.parameters()))
+        if step < args.warmup_steps:
+            lr = args.lr * (step + 1) / args.warmup_steps
+        else:
+            done = (step - args.warmup_steps) / (args.steps - args.warmup_steps)
+            low = args.lr * args.min_lr_ratio
+            lr = low + (args.lr - low) * (1 + math.cos(math.pi * done)) / 2
+        with torch.no_grad():
+            for p, (m, v) in zip(model.parameters(), moments, strict=True):
+                grad = p.grad * min(1.0, args.grad_clip / (norm + 1e-6))
+                m.mul_(0.9).add_(0.1 * grad)
+                v.mul_(0.95).add_(0.05 * grad**2)
+                rate = (m / (1 - 0.9 ** (step + 1))) / (
+                    (v / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
+                )
+                p.mul_(1 - lr * args.weight_decay).sub_(lr * rate)
+        lines.append({"step": step, "loss": loss.item(), "grad_norm": norm, "lr": lr})
+    return lines
+
+
+def test_stage_01_draws_the_curve_of_a_training_loop_by_hand(train, corpus_dir):
+    flags = "--steps 12 --log-every 1 --lr 3e-3 --warmup-steps 4 --grad-clip 0.5".split()
+    metrics = train(*flags)
+    corpus = load_corpus(str(corpus_dir))
+    expected = by_hand(arguments(*flags), corpus.train, len(corpus.vocab))
+    assert [x["step"] for x in metrics] == list(range(12))
+    for ours, theirs in zip(metrics, expected, strict=True):
+        assert abs(ours["loss"] - theirs["loss"]) < 1e-5, ours["step"]
+        assert abs(ours["grad_norm"] / theirs["grad_norm"] - 1) < 1e-4, ours["step"]
+        assert ours["lr"] == pytest.approx(theirs["lr"], rel=1e-12)
+    assert max(x["grad_norm"] for x in metrics) > 0.5  # so that clipping had something to do
+
+
+def test_it_learns_the_structure_of_the_corpus(reference, corpus_dir):
+    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "200", "--lr", "1e-2"]
+    metrics = reference(argv)
+    assert metrics[0]["loss"] > 5.0
+    assert metrics[-1]["val_loss"] < 4.0 and metrics[-1]["test_loss"] < 4.0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_accumulation_gives_the_loss_and_the_gradients_of_the_large_batch(train, tmp_path, dropout):
+    """At step 0 AdamW's first moment is a tenth of the gradient."""
+    found = {}
+    for micro in (24, 6, 1):
+        run_dir = tmp_path / str(micro)
+        flags = "--global-batch-size 24 --steps 1 --checkpoint-every 1 --grad-clip 0".split()
+        flags += ["--micro-batch-size", micro, "--run-dir", run_dir, "--dropout", dropout]
+        (line,) = train(*flags)
+        (path,) = checkpoints(run_dir / "checkpoints")
+        tensors = tensors_of(path)
+        gradients = {k: 10 * v for k, v in tensors.items() if k.startswith("optim.exp_avg.")}
+        found[micro] = line, gradients
+    line, gradients = found[24]
+    assert max(g.abs().max() for g in gradients.values()) > 1e-3
+    for micro in (6, 1):
+        other, other_gradients = found[micro]
+        assert abs(line["loss"] - other["loss"]) < 1e-6
+        assert abs(line["grad_norm"] - other["grad_norm"]) < 1e-6
+        for name, gradient in gradients.items():
+            assert (gradient - other_gradients[name]).abs().max() < 1e-6, name
+
+
+def test_the_logged_loss_is_that_of_the_whole_batch_whatever_the_micro_batch(train):
+    flags = "--steps 4 --log-every 1 --dropout 0.1".split()
+    whole = train(*flags)
+    for micro in (1, 4):
+        assert_same_curve(train(*flags, "--micro-batch-size", micro), whole)
+
+
+# ---- flags ----
+
+
+def test_activation_checkpointing_draws_the_same_curve(train):
+    flags = "--steps 4 --log-every 1 --dropout 0.1".split()
+    assert numbers(train(*flags)) == numbers(train(*flags, "--activation-checkpointing"))
+
+
+def test_bfloat16_is_used_and_stays_near_float32(train):
+    flags = "--steps 6 --log-every 1".split()
+    exact, rough = train(*flags), train(*flags, "--dtype", "bfloat16")
+    differences = [abs(a["loss"] - b["loss"]) for a, b in zip(exact, rough, strict=True)]
+    assert 1e-7 < max(differences) < 0.02
+    assert abs(exact[-1]["val_loss"] - rough[-1]["val_loss"]) < 0.02
+
+
+def test_dropout_changes_training_but_not_evaluation(train):
+    flags = "--steps 2 --log-every 1 --lr 1e-30".split()  # the weights stay as they are
+    without, with_dropout = train(*flags), train(*flags, "--dropout", "0.3")
+    assert abs(without[0]["loss"] - with_dropout[0]["loss"]) > 1e-4
+    assert without[-1]["val_loss"] == with_dropout[-1]["val_loss"]
+    assert without[-1]["test_loss"] == with_dropout[-1]["test_loss"]
+    assert numbers(with_dropout) == numbers(train(*flags, "--dropout", "0.3"))
+
+
+def test_clipping_is_by_the_global_norm_and_zero_means_never(train):
+    """By AdamW's second moment: clipping changes the gradients' relative size between steps."""
+    flags = "--steps 4 --log-every 1 --lr 1e-2 --warmup-steps 0".split()
+    never = train(*flags, "--grad-clip", 0)
+    assert numbers(never) == numbers(train(*flags, "--grad-clip", 1e9))
+    clipped = train(*flags, "--grad-clip", 0.1)
+    assert clipped[0]["grad_norm"] == never[0]["grad_norm"] > 0.1  # logged before clipping
+    assert clipped[-1]["loss"] != never[-1]["loss"]
+
+
+def test_every_other_flag_of_the_optimizer_and_the_seed_changes_the_curve(train):
+    flags = "--steps 4 --log-every 1 --warmup-steps 1".split()
+    plain = numbers(train(*flags))
+    for change in (["--weight-decay", 5], ["--lr", 2e-3], ["--min-lr-ratio", 1], ["--seed", 1]):
+        other = numbers(train(*flags, *change))
+        assert other[-1]["loss"] != plain[-1]["loss"], change
+        assert (other[0]["loss"] == plain[0]["loss"]) == (change[0] != "--seed")
+
+
+def test_lines_and_evaluations_come_when_they_are_asked_for(train):
+    metrics = train("--steps", 10, "--log-every", 4, "--eval-every", 3)
+    # the first, every 4th, every 3rd with an evaluation, the last
+    assert [x["step"] for x in metrics] == [0, 2, 3, 5, 7, 8, 9]
+    assert [x["step"] for x in metrics if "val_loss" in x] == [2, 5, 8, 9]
+    assert [x["step"] for x in metrics if "test_loss" in x] == [9]
+    assert all("loss" in x for x in metrics)
+    metrics = train("--steps", 10, "--log-every", 100)
+    assert [x["step"] for x in metrics] == [0, 9]
+    assert [x["step"] for x in metrics if "val_loss" in x] == [9]
+
+
+def test_presets_and_what_overrides_them():
+    parse = load_stage("01").parse_args
+    for name, shape in PRESETS.items():
+        args = parse(["--preset", name])
+        assert (args.d_model, args.n_layers, args.n_heads, args.seq_len) == shape
+    args = parse("--preset gpt2 --n-layers 3 --seq-len 99".split())
+    assert (args.d_model, args.n_layers, args.n_heads, args.seq_len) == (768, 3, 12, 99)
+    assert all(24 % n == 0 for n in (1, 2, 3, 4, 6, 8)) and args.global_batch_size == 24
+    assert args.micro_batch_size == 24 and args.dtype == "float32"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="the compiler's CPU code needs g++")
+def test_compile_draws_the_same_curve(train, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    flags = "--steps 3 --log-every 1 --dropout 0.1".split()
+    assert_same_curve(train(*flags, "--compile", timeout=900), train(*flags))
+
+
+def test_profile_writes_a_trace_of_forward_and_backward(train, tmp_path):
+    train("--steps", 8, "--profile", "--run-dir", tmp_path)
+    (trace,) = (tmp_path / "profile").glob("*.pt.trace.json")  # TensorBoard and Perfetto read it
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {e.get("name", "") for e in events}
+    assert {"aten::mm", "aten::embedding", "Optimizer.step#AdamW.step"} <= names
+    assert any(name.startswith("autograd::engine::evaluate_function") for name in names)
+    assert {f"ProfilerStep#{i}" for i in range(3, 6)} <= names
+
+
+# ---- the schedule and the figures ----
+
+
+def test_the_learning_rate_warms_up_and_falls_by_half_a_cosine():
+    args = arguments("--steps", 110, "--warmup-steps", 10, "--lr", 2.0, "--min-lr-ratio", 0.1)
+    rates = [learning_rate(args, step) for step in range(111)]
+    assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
+    assert rates[10] == 2.0
+    assert rates[60] == pytest.approx((2.0 + 0.2) / 2)  # half way
+    assert rates[110] == pytest.approx(0.2)
+    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert learning_rate(arguments("--warmup-steps", 0), 0) == 1e-3
+    assert learning_rate(arguments("--steps", 5, "--warmup-steps", 5), 4) == 1e-3
+    assert adamw_settings(args)["weight_decay"] == 0.1
+
+
+def test_the_peak_of_a_device_is_known_by_name_or_not_at_all():
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("NVIDIA L4") == 121e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("NVIDIA GeForce GTX 1080") is None
+    assert peak_flops("") is None
+
+
+# ---- a run's folder ----
+
+
+def test_a_runs_folder_tells_what_was_run_and_what_came_of_it(train, tmp_path, corpus_dir):
+    flags = "--steps 4 --log-every 2 --eval-every 2 --checkpoint-every 2 --grad-clip 0".split()
+    metrics = train(*flags, "--run-dir", tmp_path)
+    assert lines_of(tmp_path) == metrics
+    fields = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "memory_mb", "comm_mb"}
+    for line in metrics:
+        assert fields <= set(line)
+        assert line["comm_mb"] == 0.0 and line["memory_mb"] > 50 and line["step_ms"] > 0
+        assert line["tokens_per_s"] == pytest.approx(12 * 16 / line["step_ms"] * 1e3)
+        assert "mfu" not in line  # a CPU has no known peak
+    for name in ("val", "test"):
+        assert metrics[-1][f"{name}_ppl"] == pytest.approx(math.exp(metrics[-1][f"{name}_loss"]))
+
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["stage"] == stage_path("01").parent.name and config["world_size"] == 1
+    assert config["arguments"]["data"] == str(corpus_dir)
+    assert config["arguments"]["micro_batch_size"] == 12 and config["arguments"]["grad_clip"] == 0
+    assert config["versions"]["torch"] == torch.__version__
+    assert config["parameters"] == TransformerConfig(201, 32, 2, 2, 16).num_parameters()
+    if (REPO / ".git").exists():
+        assert len(config["git_commit"]) == 40
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path)).Reload()
+    for name in ("loss", "grad_norm", "lr", "tokens_per_s", "val_loss", "test_ppl"):
+        points = {e.step: e.value for e in board.Scalars(name)}
+        assert points == pytest.approx({x["step"]: x[name] for x in metrics if name in x})
+    assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == [
+        *("step-00000002", "step-00000004"),
+    ]
+
+
+def test_model_state_is_counted_at_sixteen_bytes_a_parameter(pools, corpus_dir):
+    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "1"]
+    pool = pools(1, group=False)
+    pool.close()  # a fresh process, where nothing else lives
+    (line,) = pool.train("01", argv)[0]
+    parameters = TransformerConfig(201, 32, 2, 2, 16).num_parameters()
+    assert 16 * parameters <= line["model_state_mb"] * 1e6 < 16 * parameters * 1.05
+
+
+# ---- resume ----
+
+
+def test_a_resumed_run_goes_on_along_the_same_bits(train, tmp_path):
+    flags = "--steps 9 --log-every 1 --checkpoint-every 3 --keep-checkpoints 9 --dropout 0.1"
+    flags = [*flags.split(), "--micro-batch-size", 4]
+    whole = train(*flags, "--run-dir", tmp_path / "whole")
+    for step in (3, 6):
+        start = tmp_path / "whole" / "checkpoints" / f"step-{step:08d}"
+        rest = train(*flags, "--run-dir", tmp_path / f"from-{step}", "--resume", start)
+        assert numbers(rest) == numbers(whole)[step:]
+        for a, b in zip(
+            checkpoints(tmp_path / f"from-{step}" / "checkpoints"),
+            checkpoints(tmp_path / "whole" / "checkpoints")[step // 3 :],
+            strict=True,
+        ):
+            assert_same_bits(a, b)
+
+
+def test_lines_past_the_checkpoint_are_dropped_and_half_a_line_too(train, tmp_path):
+    flags = "--log-every 1 --checkpoint-every 3 --run-dir".split() + [tmp_path]
+    whole = train("--steps", 6, *flags)
+    (checkpoints(tmp_path / "checkpoints")[-1] / ".metadata").unlink()  # the newest is not whole
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "lo')
+    rest = train("--steps", 6, *flags)
+    assert [x["step"] for x in rest] == [3, 4, 5]
+    assert numbers(lines_of(tmp_path)) == numbers(whole)
+
+
+def test_a_resumed_run_logs_the_lines_of_an_uninterrupted_one(train, tmp_path):
+    flags = "--steps 9 --log-every 4 --checkpoint-every 5".split()
+    whole = train(*flags, "--run-dir", tmp_path / "whole")
+    train(*flags, "--run-dir", tmp_path / "cut")
+    (checkpoints(tmp_path / "cut" / "checkpoints")[-1] / ".metadata").unlink()
+    train(*flags, "--run-dir", tmp_path / "cut")
+    assert numbers(lines_of(tmp_path / "cut")) == numbers(whole)
+
+
+def test_a_finished_run_is_not_run_again(train, tmp_path):
+    flags = ["--steps", 2, "--checkpoint-every", 1, "--run-dir", tmp_path]
+    train(*flags)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    assert train(*flags) == []
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    assert [x["step"] for x in train(*flags, "--resume", "never")] == [0, 1]
+
+
+def start(argv: list[str], cwd: Path) -> subprocess.Popen:
+    command = [sys.executable, str(stage_path("01")), *argv]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def wait_for_checkpoint(process: subprocess.Popen, run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if any(int(p.name[5:]) >= step for p in checkpoints(run_dir / "checkpoints")):
+            return
+        time.sleep(0.002)
+    process.kill()
+    raise AssertionError(process.communicate())
+
+
+def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_one_that_is_not(
+    train, tmp_path, corpus_dir
+):
+    """Real processes, from another folder: SIGTERM, then kill -9, then to the end."""
+    argv = [*SMALL, "--data", str(corpus_dir), "--checkpoint-every", "8", "--steps", "80"]
+    argv += "--log-every 1 --dropout 0.1 --micro-batch-size 6 --eval-every 20".split()
+    run_dir = tmp_path / "cut"
+
+    process = start([*argv, "--run-dir", str(run_dir)], tmp_path)
+    wait_for_checkpoint(process, run_dir, 8)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert b"asked to stop: saving after step" in out and not err
+    stopped = lines_of(run_dir)[-1]["step"] + 1
+    assert 8 <= stopped < 60
+    assert checkpoints(run_dir / "checkpoints")[-1].name == f"step-{stopped:08d}"
+
+    process = start([*argv, "--run-dir", str(run_dir)], tmp_path)
+    wait_for_checkpoint(process, run_dir, stopped + 8)
+    process.kill()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert f"{stopped} steps done".encode() in out
+
+    train(*argv, "--run-dir", run_dir)
+    whole = train(*argv, "--run-dir", tmp_path / "whole")
+    assert numbers(lines_of(run_dir)) == numbers(whole)
+    a, b = (checkpoints(tmp_path / n / "checkpoints")[-1] for n in ("cut", "whole"))
+    assert a.name == b.name == "step-00000080"
+    assert_same_bits(a, b)
+
+
+def train_and_signal(argv: list[str], number: int, step: int) -> tuple[list[dict], bool]:
+    """Train, and get a signal while a step's numbers are logged; are the handlers put back?"""
+    from common.run import Run
+
+    before = signal.getsignal(number)
+    log = Run.log
+
+    def log_and_signal(self, now, *args):
+        log(self, now, *args)
+        if now == step:
+            os.kill(os.getpid(), number)
+
+    Run.log = log_and_signal
+    try:
+        metrics = load_stage("01").main(argv)
+    finally:
+        Run.log = log
+    return metrics, signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
+    pools, train, tmp_path, corpus_dir, name
+):
+    flags = ["--steps", "9", "--log-every", "1"]  # no checkpoints asked for: it saves all the same
+    argv = [*SMALL, "--data", str(corpus_dir), *flags, "--run-dir", str(tmp_path)]
+    number = getattr(signal, name)
+    ((metrics, restored),) = pools(1, group=False).run(train_and_signal, argv, number, 3)
+    assert restored
+    assert [x["step"] for x in metrics] == [0, 1, 2, 3]
+    assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
+    train(*flags, "--run-dir", tmp_path)
+    assert numbers(lines_of(tmp_path)) == numbers(train(*flags))
+
+
+# ---- a loss that is no number ----
+
+
+def assert_stops(pools, argv: list[str], says: str) -> None:
+    (ended,) = pools(1, group=False).attempt_train("01", argv)
+    assert ended.exit_status == 1, ended
+    assert ended.stderr.count("\n") == 1 and says in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize("log_every, step", [(1, 1), (100, 3)])
+def test_a_loss_that_becomes_nan_stops_the_run_with_a_clear_line(
+    pools, tmp_path, corpus_dir, log_every, step
+):
+    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "50", "--run-dir", str(tmp_path)]
+    argv += ["--lr", "1e30", "--warmup-steps", "0", "--log-every", str(log_every)]
+    assert_stops(pools, [*argv, "--checkpoint-every", "4"], f" of step {step} is nan")
+    assert not checkpoints(tmp_path / "checkpoints")  # nothing of it was saved
+    assert all(math.isfinite(x["loss"]) for x in lines_of(tmp_path))
+
+
+def poisoned(argv: list[str], step: int, what: str) -> None:
+    """Train with NaN in a weight from `step` on, or in a gradient."""
+    stage = load_stage("01")
+    original = stage.clip_grad_norm_
+    calls = []
+
+    def poison(parameters, most):
+        parameters = list(parameters)
+        calls.append(1)
+        if len(calls) == step + 1:
+            target = parameters[3].grad if what == "gradient" else parameters[3]
+            target.data[0] = math.nan
+        return original(parameters, most)
+
+    stage.clip_grad_norm_ = poison
+    try:
+        stage.main(argv)
+    finally:
+        stage.clip_grad_norm_ = original
+
+
+@pytest.mark.parametrize("what", ["weight", "gradient"])
+def test_the_last_good_checkpoint_outlives_a_run_that_goes_wrong(
+    pools, train, tmp_path, corpus_dir, what
+):
+    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "12", "--run-dir", str(tmp_path)]
+    argv += "--log-every 100 --checkpoint-every 4 --keep-checkpoints 1".split()
+    step = 7 if what == "gradient" else 6  # the step of a save, or the one before
+    (ended,) = pools(1, group=False).attempt(poisoned, argv, step, what)
+    assert ended.exit_status == 1, ended
+    assert ended.stderr.count("\n") == 1 and "step 7 is nan" in ended.stderr
+    assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
+    metrics = train(*argv[len(SMALL) + 2 :])
+    assert math.isfinite(metrics[-1]["test_loss"]) and metrics[-1]["step"] == 11
+
+
+# ---- what is left out of a batch is left out of the loss ----
+
+
+def test_evaluation_counts_no_padding(train, corpus_dir):
+    corpus = load_corpus(str(corpus_dir))
+    args = arguments("--data", corpus_dir)
+    counted = sum((t != IGNORED).sum().item() for _, t in eval_batches(corpus.valid, args, "cpu"))
+    assert counted == len(corpus.valid) - 1
+    assert (len(corpus.valid) - 1) % (16 * 12), "choose another batch: the last one has no padding"
+    a = train("--steps", 1, "--lr", 1e-30)[0]
+    b = train("--steps", 1, "--lr", 1e-30, "--micro-batch-size", 1)[0]
+    assert abs(a["val_loss"] - b["val_loss"]) < 1e-6
