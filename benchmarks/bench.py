@@ -1,0 +1,270 @@
+"""Head to head: our version of each technique against PyTorch's own, step by step in one job.
+
+    python benchmarks/bench.py --list
+    python benchmarks/bench.py --rows 02-ddp 04-fsdp --ranks 2 --pairs 100 --out table.md
+
+Both contenders live in the same processes and take turns: ours, theirs, then theirs, ours, and so
+on, each step behind a barrier and timed alone; a step's time is its slowest rank's. The table
+shows the median of the paired ratios ours / theirs, with its 95 % interval. Every pair counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import os
+import platform
+import socket
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPO), str(REPO / "tests")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from harness import PeakMemory, live_bytes  # noqa: E402
+from rows import GPU_SHAPES, ROWS, SHAPES, Row, Shape, Step, device  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+# ---- one row, inside the workers ----
+
+
+@dataclass
+class Result:
+    """What a row has shown. Milliseconds and megabytes are the slowest and the largest rank's."""
+
+    row: str
+    shape: str
+    ranks: int
+    ours_ms: list[float]  # a step each
+    theirs_ms: list[float]
+    ours_mb: float
+    theirs_mb: float
+    loss_difference: float
+
+    @property
+    def ratios(self) -> list[float]:
+        return [a / b for a, b in zip(self.ours_ms, self.theirs_ms, strict=True)]
+
+
+def batch(shape: Shape, step: int) -> tuple[Tensor, Tensor]:
+    """This rank's tokens and targets of a step."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    size = (shape.batch, shape.seq_len + 1)
+    tokens = torch.randint(shape.vocab_size, size, generator=generator).to(device())
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(step: Step, tokens: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+    """Milliseconds of one step that all ranks enter together, and its loss."""
+    synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    loss = step(tokens, targets)
+    synchronize()
+    return 1e3 * (time.perf_counter() - start), loss
+
+
+def peak_mb(build, shape: Shape) -> float:
+    """The most that a contender holds on any rank, states included, over three steps alone."""
+    gc.collect()
+    if torch.cuda.is_available():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run_steps(build, shape)
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        before = live_bytes()
+        with PeakMemory() as memory:
+            run_steps(build, shape)
+        peak = memory.bytes
+    return largest([(peak - before) / 1e6])[0]
+
+
+def run_steps(build, shape: Shape) -> None:
+    step = build(shape)
+    for i in range(3):
+        step(*batch(shape, i))
+
+
+def largest(values: list[float]) -> list[float]:
+    """Element by element the largest of any rank."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def measure(name: str, shape_name: str, pairs: int, warmup: int = 3) -> Result:
+    """Run a row on the ranks of the default group."""
+    row, shape = ROWS[name], (GPU_SHAPES if torch.cuda.is_available() else SHAPES)[shape_name]
+    memory = [peak_mb(build, shape) for build in (row.ours, row.theirs)]
+    contenders = [row.ours(shape), row.theirs(shape)]
+    times: list[list[float]] = [[], []]
+    losses = [torch.zeros(())] * 2
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # a collection would fall on one contender's step or the other's
+    for i in range(warmup + pairs):
+        data = batch(shape, i)
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            took, losses[which] = timed(contenders[which], *data)
+            if i >= warmup:
+                times[which].append(took)
+        gc.collect()
+    gc.enable()
+    gc.unfreeze()
+    difference = largest([abs((losses[0] - losses[1]).item())])[0]
+    ours, theirs = largest(times[0]), largest(times[1])
+    return Result(name, shape_name, dist.get_world_size(), ours, theirs, *memory, difference)
+
+
+def worker(rank: int, size: int, port: int, jobs: list[tuple[str, str]], pairs: int, queue) -> None:
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1 if size > 1 else os.cpu_count() or 1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+    )
+    for name, shape_name in jobs:
+        result = measure(name, shape_name, pairs)
+        if rank == 0:
+            print(line_of(result), flush=True)
+            queue.put(result)
+        gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_jobs(size: int, jobs: list[tuple[str, str]], pairs: int) -> list[Result]:
+    """Rows one after another in one set of `size` processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    threads = "1" if size > 1 else str(os.cpu_count())
+    os.environ["OMP_NUM_THREADS"] = threads  # the workers inherit it
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(worker, (size, port, jobs, pairs, queue), nprocs=size)
+    return [queue.get() for _ in jobs]
+
+
+# ---- the table ----
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """95 % interval of the median: order statistics, by the sign test, of any distribution."""
+    values, n = sorted(values), len(values)
+    tail, below = 0.0, 0  # chance that fewer than `below` values lie under the median
+    while tail + comb(n, below) / 2**n <= 0.025:
+        tail += comb(n, below) / 2**n
+        below += 1
+    return values[max(below - 1, 0)], values[n - max(below, 1)]
+
+
+HEAD = (
+    "| row | model | ranks | ratio | 95 % interval | pairs | ours ms | theirs ms "
+    "| ours MB | theirs MB | loss differs by |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+def line_of(r: Result) -> str:
+    low, high = interval(r.ratios)
+    loss = f"{r.loss_difference:.1e}" if ROWS[r.row].same_loss else "(other model)"
+    cells = [
+        r.row,
+        r.shape,
+        str(r.ranks),
+        f"**{statistics.median(r.ratios):.3f}**",
+        f"{low:.3f} ... {high:.3f}",
+        str(len(r.ratios)),
+        f"{statistics.median(r.ours_ms):.1f}",
+        f"{statistics.median(r.theirs_ms):.1f}",
+        f"{r.ours_mb:.1f}",
+        f"{r.theirs_mb:.1f}",
+        loss,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def machine() -> str:
+    """What the figures hold for."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x
+        ]
+        cpu = names[0] if names else cpu
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
+    return (
+        f"{os.cpu_count()} cores ({cpu}){gpu}, {platform.system()} {platform.release()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"{datetime.date.today().isoformat()}"
+    )
+
+
+def shapes_used(names: set[str]) -> list[str]:
+    shapes = GPU_SHAPES if torch.cuda.is_available() else SHAPES
+    return [
+        f"- {n}: width {s.d_model}, {s.n_layers} layers, {s.n_heads} heads, vocabulary "
+        f"{s.vocab_size}, {s.batch} samples of {s.seq_len} tokens a rank, float32"
+        for n, s in shapes.items()
+        if n in names
+    ]
+
+
+def main(argv: list[str] | None = None) -> list[Result]:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--ranks", nargs="+", type=int, help="default: what each row asks for")
+    parser.add_argument("--pairs", type=int, default=100, help="timed steps of each contender")
+    parser.add_argument("--out", help="write the table to this file, too")
+    parser.add_argument("--list", action="store_true", help="name the rows and leave")
+    args = parser.parse_args(argv)
+    if args.list:
+        for name, row in ROWS.items():
+            print(f"{name:20} {row.against}, ranks {' '.join(map(str, row.ranks))}")
+        return []
+
+    jobs: dict[int, list[tuple[str, str]]] = {}
+    for name in args.rows:
+        for size in ranks_of(ROWS[name], args.ranks):
+            jobs.setdefault(size, []).extend(
+                (name, s) for s in args.shapes if s in ROWS[name].shapes
+            )
+    print(f"{machine()}\n\n{HEAD}", flush=True)
+    results = [r for size in sorted(jobs) for r in run_jobs(size, jobs[size], args.pairs)]
+    if args.out:
+        lines = [machine(), "", HEAD, *map(line_of, results), ""]
+        lines += [f"- {n}: against {ROWS[n].against}" for n in args.rows]
+        Path(args.out).write_text("\n".join([*lines, *shapes_used({r.shape for r in results}), ""]))
+    return results
+
+
+def ranks_of(row: Row, wished: list[int] | None) -> list[int]:
+    """The sizes to run a row at: NCCL wants a GPU a rank."""
+    if torch.cuda.is_available():
+        return [min(torch.cuda.device_count(), max(wished or [1]))]
+    return [n for n in row.ranks if not wished or n in wished]
+
+
+if __name__ == "__main__":
+    main()
