@@ -197,7 +197,7 @@ try:
         raise ValueError("a rank's own trouble")
     dist.all_reduce(x)
     # one write: two ranks share the pipe
-    print(f"sum {{x.item()}} {{world.size}}\n", end="", flush=True)
+    print(f"sum {{x.item()}} {{world.size}}\\n", end="", flush=True)
 finally:
     cleanup()
 assert not dist.is_initialized()
