@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work, init_device_mesh
+from torch.distributed import ProcessGroup, Work
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from common.arguments import base_parser, check_arguments, model_config, positive, positive_int
@@ -56,7 +56,7 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import World, cleanup, refuse, setup, world_size
+from common.distributed import World, cleanup, group_along, refuse, setup, world_size
 from common.model import IGNORED, Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
@@ -375,13 +375,13 @@ def opened(module: nn.Module) -> list[nn.Module]:
 
 def sharded_from_meta(model: Transformer, args, world: World) -> FullyShardedDataParallel:
     """Fill a model on the meta device unit by unit: no rank ever holds more than one whole."""
-    shape = (world.size // args.shard_size, args.shard_size)
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    mesh = (world.size // args.shard_size, args.shard_size)
+    replicas = group_along(mesh, 0, "replicate", args.timeout)
     return FullyShardedDataParallel(
         model,
         model.units(),
-        shard_group=mesh["shard"].get_group(),
-        replicate_group=mesh["replicate"].get_group() if shape[0] > 1 else None,
+        shard_group=group_along(mesh, 1, "shard", args.timeout),
+        replicate_group=replicas if mesh[0] > 1 else None,
         param_dtype=getattr(torch, args.param_dtype),
         reduce_dtype=getattr(torch, args.reduce_dtype),
         reshard_after_forward=not args.no_reshard_after_forward,

@@ -296,7 +296,7 @@ def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) ->
     for name, size in sizes.items():
         if size % tp:
             fit = [str(n) for n in range(1, tp) if not any(s % n for s in sizes.values())]
-            refuse(f"{name} does not divide by {tp} ranks (--nproc-per-node): {', '.join(fit)} do")
+            refuse(f"{name} does not divide by {tp} tensor-parallel ranks: {', '.join(fit)} do")
 
 
 def cut_dimensions(model: nn.Module) -> dict[str, int]:

@@ -354,7 +354,7 @@ class Pipeline:
         under `no_grad` forward alone. Returns their losses: [m] on the last rank, zeros elsewhere.
         """
         schedule = self.schedule if torch.is_grad_enabled() else forward_only
-        m, shape = len(micro_batches), (*micro_batches[0][0].shape, self.d_model)
+        m, shape = len(micro_batches), self.shape_sent(micro_batches[0][0])
         losses = torch.zeros(m, device=self.device)
         for posts, action in plan(schedule, self.p, m, self.v, self.rank):
             needed, made = messages(action, self.p, self.v, self.rank)
@@ -368,6 +368,10 @@ class Pipeline:
         while self.sends:
             self.sends.popleft()[0].wait()
         return losses
+
+    def shape_sent(self, tokens: Tensor) -> tuple[int, ...]:
+        """Of what goes from stage to stage: [micro batch, seq, d_model]."""
+        return *tokens.shape, self.d_model
 
     def do(self, action: Action, received: Tensor | None, micro_batches, losses) -> Tensor | None:
         """One action on what was received for it; returns what is to be sent, if anything is."""

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -129,6 +131,20 @@ def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
     # srun may show each task its own GPU alone: then one visible GPU is not a shared one
     shared = launch.local_size > count and not (launch.launcher == "srun" and count == 1)
     return device, "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
+
+
+def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> dist.ProcessGroup:
+    """This rank's group along one axis of a mesh of all ranks, whose last axis is innermost.
+
+    Every rank calls it, in the same order. `init_device_mesh` makes such groups too, but gives
+    them a time-out of its own, ten to thirty minutes, whatever `setup` was told.
+    """
+    ranks = torch.arange(prod(shape)).view(*shape)
+    lines = ranks.movedim(axis, -1).flatten(0, -2).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(
+        lines, timeout=timedelta(seconds=timeout), group_desc=name
+    )
+    return group
 
 
 def cleanup() -> None:

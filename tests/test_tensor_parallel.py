@@ -534,7 +534,7 @@ def test_stage_01s_checkpoint_goes_on_here_and_a_resumed_run_has_the_same_bits(
 @pytest.mark.parametrize(
     ("size", "flags", "said"),
     [
-        (4, "--n-heads 2", "--n-heads 2 does not divide by 4 ranks (--nproc-per-node): 1, 2 do"),
+        (4, "--n-heads 2", "--n-heads 2 does not divide by 4 tensor-parallel ranks: 1, 2 do"),
         (4, "--seq-len 30 --sequence-parallel", "--seq-len 30 under --sequence-parallel does not"),
         (3, "--n-heads 6 --d-model 48", "the vocabulary of --data, padded to 256, does not divide"),
     ],

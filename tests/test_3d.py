@@ -1,0 +1,329 @@
+"""Stage 07: stage 01's curve on every mesh, and the sum of its parts in what is sent and held."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+import pytest
+import torch
+from harness import (
+    assert_ledger_is_true,
+    assert_same_curve,
+    count_collectives,
+    load_stage,
+    stage_path,
+    whole_ledger,
+)
+from torch.profiler import ProfilerActivity, profile
+
+from common.distributed import group_along
+from common.model import Transformer, TransformerConfig, init_weights
+from common.random import sample_keys
+
+SIZE = "--d-model 32 --n-layers 4 --n-heads 4 --seq-len 16 --global-batch-size 24".split()
+RUN = [*SIZE, *"--steps 50 --log-every 1 --eval-every 25 --resume never".split()]
+EVERYTHING = "--activation-checkpointing --dropout 0.1 --grad-clip 0.3".split()
+SEQUENCE = ["--sequence-parallel"]
+ZERO_BUBBLE = ["--schedule", "zero-bubble"]
+
+
+def mesh(pp: int, dp: int, tp: int) -> tuple[int, list[str]]:
+    """How many ranks, and the flags."""
+    return pp * dp * tp, ["--pp", str(pp), "--tp", str(tp)]
+
+
+# ---- the pieces are those of 02, 05 and 06 ----
+
+
+def definitions(stage: str) -> dict[str, str]:
+    """Source of each top-level class, function and constant, decorators included."""
+    text = stage_path(stage).read_text()
+    lines, found = text.splitlines(), {}
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+        elif isinstance(node, ast.Assign):
+            found[node.targets[0].id] = ast.get_source_segment(text, node)
+    return found
+
+
+# what a stage does with its technique, and 07 with three, is each one's own
+OWN = {"parse_args", "evaluate", "main", "clip_grad_norm_"}
+
+
+@pytest.mark.parametrize("stage", ["02", "05", "06"])
+def test_a_piece_that_07_shares_is_the_same_to_the_letter(stage):
+    theirs, ours = definitions(stage), definitions("07")
+    shared = (theirs.keys() & ours.keys()) - OWN
+    missing = theirs.keys() - ours.keys() - OWN - {"check_pipeline"}
+    assert not missing, f"07 lacks {missing} of {stage}"
+    for name in sorted(shared):
+        pairs = zip(theirs[name].splitlines(), ours[name].splitlines(), strict=False)
+        for number, (a, b) in enumerate(pairs, 1):
+            assert a == b, f"{name} drifts in its line {number}\n{stage}: {a}\n07: {b}"
+        assert theirs[name] == ours[name], f"{name} is longer in one of them"
+
+
+# ---- the curve ----
+
+MESHES = [
+    *((pp, dp, tp) for pp in (1, 2) for dp in (1, 2) for tp in (1, 2)),
+    *((4, 1, 2), (1, 2, 4), (2, 1, 4), (3, 1, 2)),
+]
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, degrees):
+    size, flags = mesh(*degrees)
+    argv = [*RUN, "--data", str(corpus_dir)]
+    micro = ["--micro-batch-size", "3" if degrees[1] == 2 else "6"]
+    for metrics in pools(size).train("07", [*argv, *flags, *micro]):
+        assert_same_curve(metrics, reference(argv))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "own", "extra"),
+    [
+        ((2, 2, 1), ["--schedule", "gpipe"], ["--dropout", "0.1"]),
+        ((2, 2, 2), ["--schedule", "interleaved"], EVERYTHING),
+        ((2, 2, 2), [*ZERO_BUBBLE, *SEQUENCE], EVERYTHING),
+        ((2, 2, 1), ZERO_BUBBLE, []),
+        ((2, 1, 2), ZERO_BUBBLE, ["--dropout", "0.1"]),
+        ((1, 2, 2), SEQUENCE, ["--dropout", "0.1"]),
+        ((2, 1, 4), ["--schedule", "interleaved", *SEQUENCE], []),
+        ((2, 1, 1), SEQUENCE, []),  # without tp there is nothing to cut
+    ],
+    ids=str,
+)
+def test_the_curve_is_that_of_stage_01_with(pools, reference, corpus_dir, degrees, own, extra):
+    size, flags = mesh(*degrees)
+    argv = [*RUN, "--steps", "20", "--data", str(corpus_dir), *extra]
+    micro = ["--micro-batch-size", "3"]
+    for metrics in pools(size).train("07", [*argv, *flags, *own, *micro]):
+        assert_same_curve(metrics, reference(argv))
+
+
+def test_bfloat16_stays_near_stage_01s(pools, reference, corpus_dir):
+    argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16", "--steps", "20"]
+    for own in ([], [*ZERO_BUBBLE, *SEQUENCE]):
+        size, flags = mesh(2, 1, 2)
+        metrics = pools(size).train("07", [*argv, *flags, *own, "--micro-batch-size", "6"])[0]
+        assert_same_curve(metrics, reference(argv), loss=0.02, norm=0.1)
+
+
+# ---- gradients ----
+
+CONFIG = TransformerConfig(vocab_size=200, d_model=32, n_layers=4, n_heads=4, seq_len=16)
+M, MICRO = 4, 2  # micro-batches a data-parallel rank, and their size
+
+
+def batches(dp: int) -> list[list[tuple]]:
+    """The micro-batches of each data-parallel rank."""
+    n = dp * M * MICRO
+    tokens = torch.randint(200, (n, 17), generator=torch.Generator().manual_seed(5))
+    keys = sample_keys(1, 0, torch.arange(n))
+    cut = [x.split(MICRO) for x in (tokens[:, :-1], tokens[:, 1:], keys)]
+    every = list(zip(*cut, strict=True))
+    return [every[r * M : (r + 1) * M] for r in range(dp)]
+
+
+def pipeline_on(degrees: tuple[int, int, int], schedule: str, sequence_parallel: bool):
+    stage, axes = load_stage("07"), {"to_lower": 0, "to_higher": 0, "dp": 1, "tp": 2}
+    groups = {name: group_along(degrees, axis, name, 60) for name, axis in axes.items()}
+    pp, tp = groups["to_lower"], groups["tp"]
+    v = 2 if schedule == "interleaved" else 1
+    n_stages = degrees[0] * v
+    runs = [
+        stage.units_of(s, n_stages, CONFIG.n_layers) for s in range(pp.rank(), n_stages, degrees[0])
+    ]
+    with torch.device("meta"):
+        model = Transformer(CONFIG, units=[unit for run in runs for unit in run])
+    if tp.size() > 1:
+        stage.tensor_parallel(model, tp, sequence_parallel)
+    stage.init_slices(model, 1, tp, torch.device("cpu"))
+    pipeline = stage.MeshPipeline(
+        model,
+        runs,
+        stage.SCHEDULES[schedule],
+        [groups["to_lower"], groups["to_higher"]],
+        groups["dp"],
+        slices_of_sequence=tp.size() if sequence_parallel else 1,
+    )
+    return stage, groups, model, pipeline
+
+
+def gradients(degrees: tuple[int, int, int], schedule: str, sequence_parallel: bool) -> None:
+    """Every gradient, gathered, is the plain model's, and so is the norm; clipping scales all."""
+    stage, groups, model, pipeline = pipeline_on(degrees, schedule, sequence_parallel)
+    data = batches(degrees[1])
+    plain = Transformer(CONFIG)
+    init_weights(plain, 1)
+    tokens, targets, keys = map(torch.cat, zip(*[b for share in data for b in share], strict=True))
+    plain(tokens, targets, keys).backward()
+    pipeline.run(data[groups["dp"].rank()])
+    pipeline.finish_gradient_synchronization()
+    if sequence_parallel:
+        stage.sum_replicated_gradients(model, groups["tp"])
+    cut, twins = stage.cut_dimensions(model), dict(plain.named_parameters())
+
+    def hold_against_plain() -> None:
+        for name, p in model.named_parameters():
+            grad = twins[name].grad
+            if name in cut:
+                grad = grad.chunk(degrees[2], cut[name])[groups["tp"].rank()]
+            torch.testing.assert_close(p.grad, grad, atol=1e-6, rtol=0, msg=name)
+
+    hold_against_plain()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    norm = stage.clip_grad_norm_(model, 0.1, groups["tp"], groups["to_lower"])
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    hold_against_plain()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+def test_every_gradient_is_the_plain_models(pools, schedule):
+    for sequence_parallel in (False, True):
+        pools(8).run(gradients, (2, 2, 2), schedule, sequence_parallel)
+
+
+# ---- what is sent ----
+
+
+def sent_by(stage: str, argv: list[str]) -> tuple[Counter, Counter, Counter, Counter]:
+    """Calls, payload and ring bytes of a whole run by (collective, group), and control calls."""
+    with count_collectives() as counted, whole_ledger() as ledger:
+        load_stage(stage).main(argv)
+    assert_ledger_is_true(ledger, counted)
+    return ledger.calls, ledger.payload, ledger.ring, ledger.control
+
+
+def by_collective(counter: Counter) -> dict[str, float]:
+    """Without the names of the groups, nor what goes nowhere."""
+    total: Counter = Counter()
+    for (name, _), value in counter.items():
+        total[name] += value
+    return {name: value for name, value in total.items() if value}
+
+
+@pytest.mark.parametrize(
+    ("twin", "degrees", "own"),
+    [
+        ("02", (1, 2, 1), []),
+        ("05", (1, 1, 2), []),
+        ("05", (1, 1, 2), SEQUENCE),
+        ("06", (2, 1, 1), []),
+        ("06", (2, 1, 1), ZERO_BUBBLE),
+        ("06", (2, 1, 1), ["--schedule", "interleaved"]),
+    ],
+    ids=str,
+)
+def test_with_one_degree_the_traffic_is_that_of_its_stage_to_the_byte(
+    pools, corpus_dir, tmp_path, twin, degrees, own
+):
+    size, flags = mesh(*degrees)
+    micro = ["--micro-batch-size", "3", "--steps", "2", "--data", str(corpus_dir)]
+    argv = [*SIZE, *micro, *own, "--resume", "never", "--run-dir"]
+    ours = pools(size).run(sent_by, "07", [*argv, str(tmp_path / "ours"), *flags])
+    theirs = pools(size).run(sent_by, twin, [*argv, str(tmp_path / "theirs")])
+    for a, b in zip(ours, theirs, strict=True):
+        for mine, its in list(zip(a, b, strict=True))[:3]:
+            assert by_collective(mine) == by_collective(its)
+
+
+def sent_in_a_step(degrees, schedule: str, sequence_parallel: bool):
+    stage, groups, model, pipeline = pipeline_on(degrees, schedule, sequence_parallel)
+    with count_collectives() as counted, whole_ledger() as ledger:
+        pipeline.run(batches(degrees[1])[groups["dp"].rank()])
+        pipeline.finish_gradient_synchronization()
+        if sequence_parallel:
+            stage.sum_replicated_gradients(model, groups["tp"])
+        stage.clip_grad_norm_(model, 1.0, groups["tp"], groups["to_lower"])
+    assert_ledger_is_true(ledger, counted)
+    parameters = sum(p.numel() for p in model.parameters())
+    norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    return ledger.payload, ledger.ring, parameters, norms
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_traffic_is_the_sum_of_its_parts_each_in_its_group(pools, schedule, sequence_parallel):
+    v = 2 if schedule == "interleaved" else 1
+    ranks = pools(8).run(sent_in_a_step, (2, 2, 2), schedule, sequence_parallel)
+    for rank, (payload, ring, parameters, norms) in enumerate(ranks):
+        is_last = rank >= 4  # pp is the outermost axis
+        vectors = 4 * MICRO * 16 * 32  # bytes of a micro-batch's
+        # over pp: each of the 2v - 1 boundaries lies between the two ranks, and carries vectors
+        # one way, gradients the other, m times
+        share = vectors // 2 if sequence_parallel else vectors
+        mine, other = ("to_lower", "to_higher") if is_last else ("to_higher", "to_lower")
+        assert payload["isend", mine] == (2 * v - 1) * M * share
+        assert payload["isend", other] == 0
+        # over dp: this rank's own parameters, once
+        assert payload["all_reduce", "dp"] == 4 * parameters
+        assert ring["all_reduce", "dp"] == 4 * parameters  # 2 (N - 1) / N of two ranks
+        # over tp: four sums a layer, the embedding's or the head's, three small ones of the loss
+        large, small = 4 * 2 + 1, 3 if is_last else 0
+        tokens = 4 * MICRO * 16
+        if sequence_parallel:
+            assert payload["all_gather_single", "tp"] == M * large * vectors
+            assert payload["reduce_scatter_single", "tp"] == M * large * vectors
+            assert payload["all_reduce", "tp"] == M * small * tokens + 4 * norms
+        else:
+            assert payload["all_reduce", "tp"] == M * (large * vectors + small * tokens)
+        names = {group for _, group in payload}
+        assert names <= {"dp", "tp", "to_higher", "to_lower"}
+
+
+# ---- what is held ----
+
+
+def test_states_are_shared_out_over_pp_and_tp(fresh_pool, corpus_dir):
+    flags = mesh(2, 1, 2)[1]
+    argv = [*SIZE, "--steps", "2", "--log-every", "1", "--data", str(corpus_dir)]
+    every = fresh_pool(4).train("07", [*argv, *flags])
+    whole = TransformerConfig(vocab_size=201, d_model=32, n_layers=4, n_heads=4, seq_len=16)
+    norms = 9 * 32
+    total = 16 * (whole.num_parameters() + norms)  # norms are on both ranks of tp
+    held = sum(metrics[-1]["model_state_mb"] for metrics in every) * 1e6
+    assert held == pytest.approx(total, rel=0.02)
+
+
+# ---- overlap ----
+
+
+def first_reduction_and_last_backward(schedule: str) -> tuple[float, float]:
+    """When the first all-reduce over dp was asked for, and when the last action began (in
+    microseconds of this rank's trace)."""
+    _, groups, _, pipeline = pipeline_on((2, 2, 1), schedule, False)
+    data = batches(2)[groups["dp"].rank()]
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        pipeline.run(data)
+        pipeline.finish_gradient_synchronization()
+    events = trace.events()
+    actions = sorted(e.time_range.start for e in events if e.name.split()[0] in "BIW")
+    sums = sorted(e.time_range.start for e in events if e.name == "c10d::allreduce_")
+    return sums[0], actions[-1]
+
+
+def test_gradients_are_reduced_while_the_pipeline_drains(pools):
+    """With two virtual stages the later one is done, and on its way, before the earlier one."""
+    for reduced, last in pools(4).run(first_reduction_and_last_backward, "interleaved"):
+        assert reduced < last
+
+
+# ---- checkpoints ----
+
+
+def test_a_checkpoint_crosses_meshes_and_stages(pools, reference, corpus_dir, tmp_path):
+    argv = [*SIZE, "--log-every", "1", "--data", str(corpus_dir), "--steps", "12"]
+    expected = reference(argv)
+    save = ["--checkpoint-every", "6", "--keep-checkpoints", "9", "--run-dir", str(tmp_path)]
+    size, flags = mesh(2, 2, 2)
+    pools(size).train("07", [*argv, *flags, *SEQUENCE, *save])
+    resume = [*argv, "--resume", str(tmp_path / "checkpoints" / "step-00000006")]
+    for stage, (size, flags) in (("01", (1, [])), ("04", (3, [])), ("07", mesh(1, 2, 1))):
+        metrics = pools(size, group=stage != "01").train(stage, [*resume, *flags])[0]
+        assert [x["step"] for x in metrics] == list(range(6, 12))
+        assert_same_curve(metrics, expected[6:])
