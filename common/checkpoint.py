@@ -14,40 +14,37 @@ A folder is written under another name and renamed when every rank is done: what
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import re
 import shutil
+import time
 import warnings
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
+    SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.staging import AsyncStager
 
-from common.collectives import barrier
-from common.distributed import print0, rank, refuse
+from common.distributed import print0, refuse
+from common.storage import Damaged, LoadPlanner, Misfit, Reader, SavePlanner, Writer
 
 
 class Shard:
@@ -113,6 +110,10 @@ class Shard:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offset, t.size()) for offset, t in self.boxes.items()]
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Shard:
+        """The same cut of what `function` makes of this one's tensors."""
+        return Shard(self.full_shape, [(o, function(t)) for o, t in self.boxes.items()])
+
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return self.boxes[index.offset]
 
@@ -121,105 +122,6 @@ class Shard:
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 State = dict[str, Tensor | Shard]
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        value = self.state_dict[index.fqn]
-        return value.__get_tensor_shard__(index) if isinstance(value, Shard) else value
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, names: set[str]):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.names = names  # of the whole model, of which this rank may hold a part
-
-    def set_up_planner(self, state_dict: State, *args, **kwargs) -> None:
-        super().set_up_planner(dict(state_dict), *args, **kwargs)
-        self.state_dict = state_dict  # in the copy every `Shard` has become None
-
-    def create_local_plan(self) -> LoadPlan:
-        unknown = sorted(self.metadata.state_dict_metadata.keys() - self.names)
-        if unknown:
-            raise ValueError(f"it has {unknown[0]}, which this model has not")
-        return super().create_local_plan()
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        value = self.state_dict[index.fqn]
-        return value.__get_tensor_shard__(index) if isinstance(value, Shard) else value
-
-
-_CHECKPOINT = "torch.distributed.checkpoint"
-_NEEDED = {  # all that the metadata of tensors is made of
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
-    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
-    *((f"{_CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
-    *(
-        (f"{_CHECKPOINT}.metadata", f"{name}")
-        for name in ("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")
-    ),
-    *((f"{_CHECKPOINT}.metadata", f"Tensor{name}") for name in ("Properties", "StorageMetadata")),
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """A checkpoint may come from anybody: build what metadata needs and nothing else."""
-
-    def find_class(self, module: str, name: str):
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in _NEEDED and not dtype:
-            raise pickle.UnpicklingError(f"the metadata asks for {module}.{name}: not loaded")
-        return super().find_class(module, name)
-
-
-class _Writer(dcp.FileSystemWriter):
-    """PyTorch's writer, and a checksum of each item beside its place in the metadata."""
-
-    def write_data(self, *args, **kwargs):
-        written = super().write_data(*args, **kwargs)
-        for result in written.value():
-            info = result.storage_data
-            with open(Path(self.path) / info.relative_path, "rb") as file:
-                info.checksum = zlib.crc32(_item(file, info))
-        return written
-
-
-def _item(file: BinaryIO, info: _StorageInfo) -> bytes:
-    file.seek(info.offset)
-    return file.read(info.length)
-
-
-class _Reader(dcp.FileSystemReader):
-    """PyTorch's reader, but nothing in the folder can run code or leave it.
-
-    The library unpickles `.metadata` and hands byte entries to an unrestricted `torch.load`. Our
-    checkpoints hold tensors alone, and those it loads with `weights_only`.
-    """
-
-    def read_metadata(self, *args, **kwargs):
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, BytesStorageMetadata):
-                raise pickle.UnpicklingError(f"{name} is a byte entry, not a tensor: not loaded")
-        for info in metadata.storage_data.values():
-            if Path(info.relative_path).name != info.relative_path:
-                raise pickle.UnpicklingError(f"{info.relative_path} is outside of the checkpoint")
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-    def _slice_file(self, file: BinaryIO, info: _StorageInfo) -> BinaryIO:
-        item = _item(file, info)
-        # a checkpoint that another program wrote has none
-        if zlib.crc32(item) != getattr(info, "checksum", zlib.crc32(item)):
-            raise ValueError(f"{info.relative_path} is not what was written: its checksum differs")
-        return io.BytesIO(item)
 
 
 def adamw_moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
@@ -260,42 +162,125 @@ def shards_of_flat_slice(
     return state
 
 
-def save_checkpoint(folder: str | os.PathLike, step: int, state: State, keep: int = 2) -> Path:
+class _Commit(Writer):
+    """Writes aside; the folder gets its name when all ranks have written and synced."""
+
+    def __init__(self, folder: Path, step: int, keep: int):
+        super().__init__(folder / f"writing-{step:08d}")
+        self.folder, self.final, self.keep = folder, folder / f"step-{step:08d}", keep
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # PyTorch's makes the folder, on every rank
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, and nobody writes before it is done."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in (*self.folder.glob("writing-*"), *self.folder.glob("deleting-*")):
+            shutil.rmtree(stale)  # of a run that was killed in a save
+        self.path.mkdir()
+        return super().prepare_global_plan(plans)
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        """On rank 0, when everybody has written."""
+        super().finish(metadata, results)
+        if self.final.exists():
+            _delete(self.final)
+        self.path.rename(self.final)
+        _sync_folder(self.folder)
+        found = checkpoints(self.folder)
+        here = found.index(self.final)
+        # those past this step are of a run that went on from an earlier one than this
+        for old in found[: max(0, here + 1 - self.keep)] + found[here + 1 :]:
+            _delete(old)
+
+
+class _HostCopy(AsyncStager):
+    """What is written is a copy, so that training may go on and change the weights."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state: State) -> State:
+        copy = {
+            name: value.map(_to_host) if isinstance(value, Shard) else _to_host(value)
+            for name, value in state.items()
+        }
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copy
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True, non_blocking=True)  # from a GPU: into pinned memory
+
+
+class CheckpointFolder(os.PathLike):
+    """A run's checkpoints: a path, and the save that is under way there.
+
+    timeout: of the collectives of saves, which have a process group of their own: they come when
+    a disk is ready, and on training's group they would get in between training's.
+    """
+
+    def __init__(self, path: str | os.PathLike, timeout: timedelta | None = None):
+        self.path = Path(path)
+        self.group = None
+        if dist.is_initialized():
+            self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+        self.held = 0.0  # seconds that saves have kept training waiting
+        self._saving: tuple[Path, Future] | None = None
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def save(self, step: int, state: State, keep: int) -> None:
+        """Wait for the save before, copy `state` to host memory, and write it in the background."""
+        started = time.perf_counter()
+        self.wait()
+        writer = _Commit(self.path, step, keep)
+        future = dcp.async_save(
+            {**state, "step": torch.tensor(step)},
+            storage_writer=writer,
+            planner=SavePlanner(),
+            process_group=self.group,
+            async_stager=_HostCopy(),
+            no_dist=self.group is None,
+        )
+        self._saving = writer.final, future
+        self.held += time.perf_counter() - started
+
+    def has_failed(self) -> bool:
+        """Has this rank learnt that the save under way has come to nothing?"""
+        saving = self._saving
+        return saving is not None and saving[1].done() and saving[1].exception() is not None
+
+    def wait(self) -> None:
+        """Until the save under way is whole on disk. Refuses to go on if it cannot be."""
+        if self._saving is None:
+            return
+        (path, future), self._saving = self._saving, None
+        try:
+            future.result()
+        except dcp.api.CheckpointException as error:
+            why = _first_cause(error)
+            refuse(f"cannot save {path}: {why}; older ones are untouched", status=1)
+
+    def close(self) -> None:
+        self.wait()
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+
+
+def save_checkpoint(folder: str | os.PathLike, step: int, state: State, keep: int = 2) -> None:
     """Write `state` after `step` steps as `folder/step-...`, then delete all but `keep` of them.
 
-    Every rank calls it. The folder appears under its name when all ranks have written and synced.
+    Every rank calls it. The folder appears under its name when all ranks have written and synced:
+    in the background if `folder` is a `CheckpointFolder`, else before this returns.
     """
-    folder = Path(folder)
-    final = folder / f"step-{step:08d}"
-    aside = folder / f"writing-{step:08d}"
-    try:
-        if rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for stale in (*folder.glob("writing-*"), *folder.glob("deleting-*")):
-                shutil.rmtree(stale)  # of a run that was killed in a save
-        if dist.is_initialized():
-            barrier()
-        dcp.save(
-            {**state, "step": torch.tensor(step)},
-            storage_writer=_Writer(aside),
-            planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=not dist.is_initialized(),
-        )
-    except (dcp.api.CheckpointException, OSError) as error:
-        refuse(f"cannot save {final}: {_first_cause(error)}; older ones are untouched", status=1)
-    if rank() == 0:
-        if final.exists():
-            _delete(final)
-        aside.rename(final)
-        _sync_folder(folder)
-        found = checkpoints(folder)
-        here = found.index(final)
-        # those past this step are of a run that went on from an earlier one than this
-        for old in found[: max(0, here + 1 - keep)] + found[here + 1 :]:
-            _delete(old)
-    if dist.is_initialized():
-        barrier()
-    return final
+    if isinstance(folder, CheckpointFolder):
+        folder.save(step, state, keep)
+        return
+    alone = CheckpointFolder(folder)
+    alone.save(step, state, keep)
+    alone.close()
 
 
 def _delete(path: Path) -> None:
@@ -325,33 +310,66 @@ def load_checkpoint(
 ) -> int:
     """Fill `state` in place from a checkpoint and return the steps done: 0 for a new run.
 
-    resume: `auto` takes the newest whole checkpoint of `folder`, if there is one; `never` none;
-    anything else is a checkpoint's path, or a run's. Refuses what is not one, or of another model.
+    resume: `auto` takes the newest checkpoint of `folder` that is whole, if there is any; `never`
+    none; anything else is a checkpoint's path, or a run's. Refuses what is not one, or of another
+    model. A damaged one is named, and the one before it taken.
     """
     if resume == "never":
         return 0
+    found = _of_all_ranks(_candidates(folder, resume))[0]  # rank 0's: others may see them later
+    if not found and resume == "auto":
+        return 0
+    if not found:
+        refuse(f"--resume {resume}: no checkpoint there (a folder step-..., or a run's folder)")
+    for path, older in zip(found, [*found[1:], None], strict=True):
+        try:
+            step = _fill(state, path)
+            break
+        except Misfit as error:
+            refuse(f"--resume {resume}: {path} does not fit this model: {error}")
+        except Damaged as error:
+            if older is None:
+                refuse(f"--resume {resume}: {path} is damaged, and no older one left: {error}")
+            print0(f"{path} is damaged: {error}; going back to {older.name}")
+    for moments in optimizer.state.values():
+        moments["step"].fill_(step)
+    print0(f"resumed from {path}, {step} steps done")
+    return step
+
+
+def _candidates(folder: str | os.PathLike, resume: str) -> list[Path]:
+    """The checkpoints to try, in this order."""
     path = Path(resume)
-    if resume == "auto" or not (path / ".metadata").is_file():
-        found = checkpoints(folder) if resume == "auto" else checkpoints(path / "checkpoints")
-        if not found and resume == "auto":
-            return 0
-        if not found:
-            refuse(f"--resume {resume}: no checkpoint there (a folder step-..., or a run's folder)")
-        path = found[-1]
+    if resume != "auto" and (path / ".metadata").is_file():
+        return [path]
+    return checkpoints(folder if resume == "auto" else path / "checkpoints")[::-1]
+
+
+def _fill(state: State, path: Path) -> int:
+    """Fill `state` from one checkpoint; the steps done. Every rank raises the same, or none.
+
+    Raises `Damaged` if any rank cannot read what it needs, `Misfit` if it is of another model.
+    """
+    try:
+        reader, problem = Reader(path), None
+    except Damaged as error:
+        reader, problem = None, error
+    told = _of_all_ranks((problem, set(state)))
+    for problem, _ in told:
+        if problem is not None:
+            raise problem
     step = torch.tensor(0)
     try:
         dcp.load(
             {**state, "step": step},
-            storage_reader=_Reader(path),
-            planner=_LoadPlanner({"step"}.union(*_of_all_ranks(set(state)))),
+            storage_reader=reader,
+            planner=LoadPlanner({"step"}.union(*(names for _, names in told))),
             no_dist=not dist.is_initialized(),
         )
-    except (dcp.api.CheckpointException, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        why = str(_first_cause(error)).strip().split("\n")[0]
-        refuse(f"--resume {resume}: {path} does not fit this model, or is damaged: {why}")
-    for moments in optimizer.state.values():
-        moments["step"].fill_(step.item())
-    print0(f"resumed from {path}, {step.item()} steps done")
+    except dcp.api.CheckpointException as error:
+        why = _first_cause(error)
+        kind = Misfit if isinstance(why, Misfit) else Damaged
+        raise kind(str(why).strip().split("\n")[0]) from None
     return int(step.item())
 
 
@@ -363,7 +381,6 @@ def _of_all_ranks(value: object) -> list:
     return values
 
 
-def _first_cause(error: BaseException) -> BaseException:
+def _first_cause(error: dcp.api.CheckpointException) -> BaseException:
     """DCP wraps what each rank met in one exception; name the first of them."""
-    failures = getattr(error, "failures", None)
-    return next(iter(failures.values()))[0] if failures else error
+    return next(iter(error.failures.values()))[0]

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from common.checkpoint import CheckpointFolder
 from common.collectives import all_reduce_control, ledger
 from common.distributed import launch_environment, print0, rank, refuse, world_size
 from common.model import TransformerConfig
@@ -97,9 +99,13 @@ class Run:
             keep_freed_memory()
         self.stage = Path(script).resolve().parent.name
         self.folder = Path(args.run_dir or Path("runs", self.stage, run_id()))
-        self.checkpoints = self.folder / "checkpoints"
         self.history: list[dict] = []
-        self.stop_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.stop_group = timeout = None
+        if dist.is_initialized():
+            timeout = timedelta(seconds=args.timeout)
+            self.stop_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="stop")
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", timeout)
+        self._handlers: dict = {}
         self._asked_to_stop = False
         self._stopping = False
         self._line: dict = {}
@@ -147,10 +153,8 @@ class Run:
         """
         self._drop_lines_from(first)
         ledger.reset()  # what the start has sent belongs to no step
-        handlers = {
-            number: signal.signal(number, self._ask_to_stop)
-            for number in (signal.SIGTERM, signal.SIGUSR1)
-        }
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            self._handlers[number] = signal.signal(number, self._ask_to_stop)
         self._bar = tqdm(
             total=self.args.steps,
             initial=first,
@@ -171,8 +175,6 @@ class Run:
             if profiler:
                 profiler.stop()
             self._bar.close()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
     def _ask_to_stop(self, *_) -> None:
         self._asked_to_stop = True
@@ -198,11 +200,12 @@ class Run:
 
         The ranks agree on it, in a group of their own: a collective that only some enter hangs.
         """
-        wish = torch.tensor(float(self._asked_to_stop))
+        wish = torch.tensor(float(self._asked_to_stop or self.checkpoints.has_failed()))
         if self.stop_group is not None:
             all_reduce_control(wish, group=self.stop_group)
         self._stopping = wish.item() > 0
         if self._stopping:
+            self.checkpoints.wait()  # which ends the run if it was a save that failed
             print0(f"asked to stop: saving after step {step}")
         due = self.args.checkpoint_every > 0 and self._is_due(step, self.args.checkpoint_every)
         if due or self._stopping:
@@ -226,11 +229,11 @@ class Run:
         self._loss, self._grad_norm, args = loss, grad_norm, self.args
         logs = step == 0 or self._is_due(step, args.log_every) or self.evaluates(step)
         self._line = {"step": step}
+        if self._model_state_mb is None:  # before the first save, which makes a copy of it
+            self._model_state_mb = model_state_bytes() / 1e6
         if logs:
             self._line |= {"loss": loss.item(), "grad_norm": float(grad_norm), "lr": lr}
             self._refuse_nan(step)
-            if self._model_state_mb is None:
-                self._model_state_mb = model_state_bytes() / 1e6
         self._busy += time.perf_counter() - self._clock
         self._steps_timed += 1
         if not logs:
@@ -244,6 +247,9 @@ class Run:
             "model_state_mb": self._model_state_mb,
             "comm_mb": ledger.total_ring_bytes / 1e6 / self._steps_timed,
         }
+        if self.checkpoints.held:
+            self._line["save_ms"] = 1e3 * self.checkpoints.held
+            self.checkpoints.held = 0.0
         if self._peak:
             flops = self.config.flops_per_token() * tokens / seconds
             self._line["mfu"] = flops / (self._peak * world_size())
@@ -275,8 +281,14 @@ class Run:
         print0(_readable(line))
 
     def finish(self) -> list[dict]:
-        """Close the files; returns the lines that this process has written, oldest first."""
+        """Wait for the last save and close the files; returns the lines of this process.
+
+        Signals are taken until then, so that a second one does not end the save.
+        """
         self.write()
+        self.checkpoints.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         if rank() == 0:
             self._board.close()
             if self._metrics is not None:
@@ -289,6 +301,7 @@ class Run:
         """Stop at a loss that is no number, or at a gradient that has just made weights so."""
         for name, value in (("loss", self._loss), ("gradient norm", self._grad_norm)):
             if not math.isfinite(float(value)):
+                self.checkpoints.wait()  # of an earlier step, and good
                 refuse(
                     f"the {name} of step {step} is {float(value)}: stopped, nothing saved since; "
                     "try a lower --lr, a lower --grad-clip or more --warmup-steps",
@@ -340,6 +353,8 @@ def _readable(line: dict) -> str:
             f"{line['memory_mb']:,.0f} MB",
             f"sent {line['comm_mb']:.2f} MB",
         ]
+    if "save_ms" in line:
+        parts.append(f"save {line['save_ms']:.1f} ms")
     if "mfu" in line:
         parts.append(f"MFU {100 * line['mfu']:.1f} %")
     parts += [

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from common import checkpoint
+from common import checkpoint, storage
 from common.checkpoint import (
     Shard,
     checkpoints,
@@ -474,7 +474,7 @@ def test_code_in_the_metadata_is_refused_and_does_not_run(tmp_path, capsys, wher
 def test_no_function_is_found_by_the_metadatas_unpickler(module, name):
     text = f"c{module}\n{name}\n.".encode()
     with pytest.raises(pickle.UnpicklingError):
-        checkpoint._MetadataUnpickler(io.BytesIO(text)).load()
+        storage.MetadataUnpickler(io.BytesIO(text)).load()
 
 
 @pytest.mark.parametrize("name", ["model.embed.tokens.weight", "another"])

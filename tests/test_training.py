@@ -27,7 +27,7 @@ from common.optimization import adamw_settings, learning_rate
 from common.run import peak_flops
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
-TIMINGS = {"tokens_per_s", "step_ms", "memory_mb", "model_state_mb", "mfu"}
+TIMINGS = {"tokens_per_s", "step_ms", "save_ms", "memory_mb", "model_state_mb", "mfu"}
 
 
 @pytest.fixture

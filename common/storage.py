@@ -1,0 +1,288 @@
+"""PyTorch's checkpoint storage, safe to load from anybody, every item checked as it is read.
+
+What is written is the format of `torch.distributed.checkpoint` and nothing else: checksums stand
+in the metadata beside each item's place, where PyTorch's own reader does not look.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, WriteItem
+
+
+class Damaged(ValueError):
+    """A file of the checkpoint is not what was written."""
+
+
+class Misfit(ValueError):
+    """The checkpoint is whole, but another model's."""
+
+
+# ---- what of a rank's state goes where ----
+
+
+def _tensor_of(state: dict[str, Any], index: MetadataIndex) -> Tensor:
+    value = state[index.fqn]
+    return value if isinstance(value, Tensor) else value.__get_tensor_shard__(index)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """PyTorch's, for tensors and for what `common.checkpoint.Shard` is."""
+
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return _tensor_of(self.state_dict, index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """names: of the whole model, of which this rank may hold a part."""
+
+    def __init__(self, names: set[str]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.names = names
+
+    def set_up_planner(self, state_dict: dict[str, Any], *args, **kwargs) -> None:
+        super().set_up_planner(dict(state_dict), *args, **kwargs)
+        self.state_dict = state_dict  # in the copy every `Shard` has become None
+
+    def create_local_plan(self) -> LoadPlan:
+        unknown = sorted(self.metadata.state_dict_metadata.keys() - self.names)
+        if unknown:
+            raise Misfit(f"it has {unknown[0]}, which this model has not")
+        try:
+            return super().create_local_plan()
+        except (RuntimeError, ValueError) as error:
+            raise Misfit(str(error)) from None
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return _tensor_of(self.state_dict, index)
+
+
+# ---- checksums ----
+
+
+class Checksum:
+    """CRC-32 of the sums of the sectors, each of 512 bytes as 64 words.
+
+    CRC-32 of the bytes themselves would take as long as reading them does. A bit that flips
+    changes its sector's sum; a sector that is lost, doubled or another's changes the row of sums.
+    """
+
+    SECTOR = 512  # bytes
+
+    def __init__(self):
+        self._crc, self._rest = 0, b""
+
+    def update(self, data) -> Checksum:
+        data = memoryview(data).cast("B")
+        if self._rest:
+            missing = self.SECTOR - len(self._rest)
+            self._rest, data = self._rest + bytes(data[:missing]), data[missing:]
+            if len(self._rest) < self.SECTOR:
+                return self
+            self._add(self._rest)
+        whole = len(data) - len(data) % self.SECTOR
+        self._add(data[:whole])
+        self._rest = bytes(data[whole:])
+        return self
+
+    def _add(self, sectors) -> None:
+        words = np.frombuffer(sectors, np.uint64).reshape(-1, self.SECTOR // 8)
+        self._crc = zlib.crc32(words.sum(axis=1), self._crc)
+
+    def value(self) -> int:
+        return zlib.crc32(self._rest, self._crc)
+
+
+_MARK = b"\nchecksum "  # behind the metadata's pickle, where whoever unpickles it has stopped
+
+
+class _Summed:
+    """A stream to write to, and the checksum of what has passed."""
+
+    def __init__(self, stream: BinaryIO):
+        self.stream, self.checksum = stream, Checksum()
+
+    def write(self, data) -> int:
+        self.checksum.update(data)
+        return self.stream.write(data)
+
+    def flush(self) -> None:
+        pass  # the file is, when it is whole
+
+    close = flush
+
+
+class _SummedItems:
+    """Stands where PyTorch would compress an item on its way into the file."""
+
+    def __init__(self):
+        self.streams: dict[MetadataIndex, _Summed] = {}
+
+    def transform_save_stream(self, item: WriteItem, stream: BinaryIO) -> tuple[_Summed, list]:
+        self.streams[item.index] = _Summed(stream)
+        return self.streams[item.index], []  # no transformation that a reader must undo
+
+
+class Writer(dcp.FileSystemWriter):
+    """PyTorch's writer of tensors in host memory, and a checksum of each item and the metadata."""
+
+    def __init__(self, path: str | os.PathLike):
+        # nothing to copy ahead: it would be in vain, and on GPU 0 of all
+        super().__init__(path, per_thread_copy_ahead=0)
+        self.transforms = _SummedItems()
+
+    def write_data(self, *args, **kwargs):
+        written = super().write_data(*args, **kwargs)
+        for result in written.value():
+            stream = self.transforms.streams[result.index]
+            result.storage_data.checksum = stream.checksum.value()
+        return written
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        super().finish(metadata, results)
+        with open(Path(self.path) / ".metadata", "r+b") as file:
+            checksum = Checksum().update(file.read()).value()
+            file.write(_MARK + b"%d" % checksum)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+# ---- reading what may come from anybody ----
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_NEEDED = {  # all that the metadata of tensors is made of
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    *((f"{_CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *(
+        (f"{_CHECKPOINT}.metadata", f"{name}")
+        for name in ("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")
+    ),
+    *((f"{_CHECKPOINT}.metadata", f"Tensor{name}") for name in ("Properties", "StorageMetadata")),
+}
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """A checkpoint may come from anybody: build what metadata needs and nothing else."""
+
+    def find_class(self, module: str, name: str):
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in _NEEDED and not dtype:
+            raise pickle.UnpicklingError(f"the metadata asks for {module}.{name}: not loaded")
+        return super().find_class(module, name)
+
+
+class _Memory(io.RawIOBase):
+    """A stream that reads from memory without a copy of it, as `io.BytesIO` would make."""
+
+    def __init__(self, memory: memoryview):
+        self.memory, self.position = memory, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: len(self.memory)}
+        self.position = start[whence] + offset
+        return self.position
+
+    def tell(self) -> int:
+        return self.position
+
+    def readinto(self, target) -> int:
+        piece = self.memory[self.position : self.position + len(target)]
+        target[: len(piece)] = piece
+        self.position += len(piece)
+        return len(piece)
+
+
+class Reader(dcp.FileSystemReader):
+    """PyTorch's reader, but nothing in the folder can run code, leave it, or go unchecked.
+
+    The library unpickles `.metadata` and hands byte entries to an unrestricted `torch.load`. Our
+    checkpoints hold tensors alone, and those it loads with `weights_only`. Raises `Damaged`.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        super().__init__(path)
+        self._room = np.empty(0, np.uint8)
+        self._in_room: _StorageInfo | None = None
+        try:
+            self._metadata = self._checked_metadata()
+        except Exception as error:
+            raise Damaged(f".metadata: {error}") from None
+
+    def _checked_metadata(self) -> Metadata:
+        content = (Path(self.path) / ".metadata").read_bytes()
+        body, mark, checksum = content.rpartition(_MARK)
+        # a checkpoint that another program wrote has no checksums
+        if mark and checksum != b"%d" % Checksum().update(body).value():
+            raise Damaged("its checksum differs")
+        metadata = MetadataUnpickler(io.BytesIO(content)).load()
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, BytesStorageMetadata):
+                raise Damaged(f"{name} is a byte entry, not a tensor: not loaded")
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise Damaged(f"{info.relative_path} is outside of the checkpoint")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def read_metadata(self) -> Metadata:
+        return self._metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """In the order of the files, so that an item of which parts are wanted is read once."""
+
+        def place(item) -> tuple[str, int]:
+            info = self.storage_data[item.storage_index]
+            return info.relative_path, info.offset
+
+        plan.items.sort(key=place)
+        return plan
+
+    def _slice_file(self, file: BinaryIO, info: _StorageInfo) -> BinaryIO:
+        if self._in_room is not info:
+            self._in_room = None
+            if len(self._room) < info.length:
+                self._room = np.empty(info.length, np.uint8)
+            item = memoryview(self._room)[: info.length]
+            file.seek(info.offset)
+            whole = file.readinto(item) == info.length
+            expected = getattr(info, "checksum", None)
+            if not whole or expected not in (None, Checksum().update(item).value()):
+                name = next(i.fqn for i, at in self.storage_data.items() if at is info)
+                wrong = "checksum differs" if whole else "file is too short"
+                raise Damaged(
+                    f"{name} in {info.relative_path} is not what was written: its {wrong}"
+                )
+            self._in_room = info
+        return _Memory(memoryview(self._room)[: info.length])
