@@ -1,0 +1,170 @@
+"""Communication runs while backward computes, and a unit's gather before its turn.
+
+Rank 1 holds a collective up until rank 0 says that it has computed what comes after. So on rank 0
+the trace shows that computation while the collective is under way, however slow or noisy the
+machine. With a synchronous collective rank 0 would stand still, say nothing, and rank 1 give up.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from techniques import Trainer
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+WIDTH, N_UNITS = 64, 4
+ONE_UNIT = WIDTH * WIDTH * 4 / 2**20  # megabytes, so that every unit has a bucket
+PATIENCE = timedelta(seconds=3)
+
+
+@dataclass(frozen=True)
+class Span:
+    """When something began and ended in rank 0's trace, in microseconds."""
+
+    start: float
+    end: float
+
+    def holds(self, other: Span) -> bool:
+        return self.start < other.start and other.end < self.end
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Spans by their start. A collective lasts from its call until all ranks have done it."""
+
+    products: list[Span]
+    gathers: list[Span]
+    reductions: list[Span]
+
+
+def trace_of(events) -> Trace:
+    spans: dict[str, list[Span]] = {}
+    for e in sorted(events, key=lambda e: e.time_range.start):
+        spans.setdefault(e.name, []).append(Span(e.time_range.start, e.time_range.end))
+
+    def collectives(call: str, work: str) -> list[Span]:
+        called, done = spans.get(call, []), spans.get(work, [])  # by this thread, by Gloo's
+        return [Span(c.start, d.end) for c, d in zip(called, done, strict=True)]
+
+    scatters = "c10d::_reduce_scatter_base_" in spans  # Gloo makes an all-reduce of it
+    return Trace(
+        products=spans["aten::mm"],
+        gathers=collectives("c10d::_allgather_base_", "gloo:all_gather"),
+        reductions=collectives(
+            "c10d::_reduce_scatter_base_" if scatters else "c10d::allreduce_", "gloo:all_reduce"
+        ),
+    )
+
+
+class Meeting:
+    """Rank 1 waits at one place for rank 0 to have come to another. Both are hooks' functions."""
+
+    def __init__(self, name: str):
+        self.name, self.store = name, dist.distributed_c10d._get_default_store()
+
+    def wait(self, *_) -> None:
+        if dist.get_rank() == 1:
+            try:
+                self.store.wait([self.name], PATIENCE)
+            except dist.DistStoreError:
+                pass  # rank 0 stands still; its trace will show that
+
+    def come(self, *_) -> None:
+        if dist.get_rank() == 0:
+            self.store.set(self.name, "here")
+
+
+def a_row_of_units() -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(N_UNITS)]
+
+
+def trainer_of(way: str, units: list[nn.Linear]) -> Trainer:
+    return Trainer(way, nn.Sequential(*units), torch.optim.SGD, bucket_mb=ONE_UNIT, lr=0.1)
+
+
+# ---- reductions ----
+
+
+def backward(way: str, name: str) -> Trace:
+    """Rank 1 holds up the first reduction until rank 0 has the gradient of a later unit."""
+    meeting, units = Meeting(name), a_row_of_units()
+    trainer = trainer_of(way, units)
+    units[-1].weight.register_hook(meeting.wait)
+    units[0 if way in ("ddp", "zero-1") else -2].weight.register_hook(meeting.come)
+    total = trainer.model(torch.randn(4, WIDTH)).sum()
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        total.backward()
+        trainer.sync.finish_gradient_synchronization()
+    return trace_of(trace.events())
+
+
+# of a unit's backward: the gradient of its weights and that of its input, which the first lacks
+PRODUCTS = 2 * N_UNITS - 1
+
+
+def trace_of_backward(pools, way: str) -> Trace:
+    seen = pools(2).run(backward, way, str(uuid.uuid4()))[0]
+    assert len(seen.products) == PRODUCTS and len(seen.reductions) == N_UNITS
+    return seen
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero-1"])
+def test_all_of_backward_goes_on_while_the_first_bucket_is_reduced(pools, way):
+    seen = trace_of_backward(pools, way)
+    assert all(seen.reductions[0].holds(product) for product in seen.products[2:])
+
+
+@pytest.mark.parametrize("way", ["zero-2", "fsdp", "fsdp-keep"])
+def test_the_next_units_backward_goes_on_while_a_unit_is_reduced(pools, way):
+    """And waits then: at most two units have whole gradients."""
+    seen = trace_of_backward(pools, way)
+    inside = [seen.reductions[0].holds(product) for product in seen.products]
+    assert inside == [False] * 2 + [True] * 2 + [False] * (PRODUCTS - 4)
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero-1", "zero-2", "fsdp", "fsdp-keep"])
+def test_each_reduction_starts_before_the_next_units_backward(pools, way):
+    seen = trace_of_backward(pools, way)
+    for unit, reduction in enumerate(seen.reductions[:-1]):
+        assert seen.products[2 * unit + 1].end < reduction.start
+        assert reduction.start < seen.products[2 * unit + 2].start
+
+
+# ---- gathers ----
+
+
+def forward(way: str, name: str) -> Trace:
+    """Rank 1 holds up the third unit's gather until rank 0 has computed the second unit."""
+    meeting, units = Meeting(name), a_row_of_units()
+    units[1].register_forward_pre_hook(meeting.wait)  # before FSDP's own, which gathers ahead
+    trainer = trainer_of(way, units)
+    units[1].register_forward_hook(meeting.come)
+    x = torch.randn(4, WIDTH)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        trainer.model(x)
+    return trace_of(trace.events())
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
+def test_a_unit_computes_in_forward_while_the_next_is_gathered(pools, way):
+    seen = pools(2).run(forward, way, str(uuid.uuid4()))[0]
+    assert len(seen.gathers) == len(seen.products) == N_UNITS
+    for unit, gather in enumerate(seen.gathers[1:]):
+        assert gather.start < seen.products[unit].start
+    assert seen.gathers[2].holds(seen.products[1])
+
+
+def test_a_unit_computes_in_backward_while_the_one_before_it_is_gathered(pools):
+    """Rank 1, which holds up the last unit's reduction, holds up the gather behind it too."""
+    seen = trace_of_backward(pools, "fsdp")
+    assert len(seen.gathers) == N_UNITS
+    for unit, gather in enumerate(seen.gathers[1:]):
+        assert gather.start < seen.products[2 * unit].start
+    assert all(seen.gathers[2].holds(product) for product in seen.products[2:4])
