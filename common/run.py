@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -81,6 +81,25 @@ def model_state_bytes() -> int:
     return sum(live_storages().values())
 
 
+def gpu_utilisation(device: torch.device) -> Callable[[], int | None]:
+    """A function that tells in which share of the last moments, in percent, the GPU was at work.
+
+    It asks what `nvidia-smi` asks, the library of NVIDIA's driver, which answers at once; None
+    where there is no such GPU.
+    """
+    handle, rates = ctypes.c_void_p(), (ctypes.c_uint * 2)()  # of the GPU, and of its memory
+    if device.type != "cuda":
+        return lambda: None
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
+            return lambda: None
+    except (OSError, AttributeError):
+        return lambda: None
+    return lambda: None if nvml.nvmlDeviceGetUtilizationRates(handle, rates) else rates[0]
+
+
 class Run:
     """One training run, from the flags; see the module's docstring.
 
@@ -114,6 +133,7 @@ class Run:
         self._model_state_mb: float | None = None
         name = torch.cuda.get_device_name() if device.type == "cuda" else ""
         self._peak = peak_flops(name)
+        self._gpu_utilisation = gpu_utilisation(device)
         sys.excepthook = _calm_interrupt
         if rank() == 0:
             self._open(name)
@@ -162,6 +182,7 @@ class Run:
             disable=rank() != 0 or not sys.stderr.isatty(),
         )
         profiler = self._profiler() if self.args.profile else None
+        self._first, self._started = first, time.perf_counter()
         try:
             for step in range(first, self.args.steps):
                 self._clock = time.perf_counter()
@@ -253,6 +274,12 @@ class Run:
         if self._peak:
             flops = self.config.flops_per_token() * tokens / seconds
             self._line["mfu"] = flops / (self._peak * world_size())
+        utilisation = self._gpu_utilisation()
+        if utilisation is not None:
+            self._line["gpu_utilisation"] = utilisation
+        # at the pace so far, with its evaluations and saves
+        pace = (time.perf_counter() - self._started) / (step + 1 - self._first)
+        self._line["seconds_left"] = pace * (args.steps - step - 1)
         self._busy, self._steps_timed = 0.0, 0
         ledger.reset()
 
@@ -355,8 +382,12 @@ def _readable(line: dict) -> str:
         ]
     if "save_ms" in line:
         parts.append(f"save {line['save_ms']:.1f} ms")
+    if "gpu_utilisation" in line:
+        parts.append(f"GPU {line['gpu_utilisation']} %")
     if "mfu" in line:
         parts.append(f"MFU {100 * line['mfu']:.1f} %")
+    if "seconds_left" in line:
+        parts.append(f"left {timedelta(seconds=round(line['seconds_left']))}")
     parts += [
         f"{k.replace('_', ' ')} {v:.4g}" for k, v in line.items() if k[:4] in ("val_", "test")
     ]

@@ -1,0 +1,68 @@
+"""What a run tells while it runs: how long it will take, and how busy its GPU is."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.run import _readable, gpu_utilisation
+
+SMALL = "--d-model 16 --n-layers 1 --n-heads 2 --seq-len 16 --global-batch-size 4".split()
+GPU = torch.device("cuda", 3)
+
+
+class Driver:
+    """In the place of NVIDIA's library: one GPU, by its UUID, that was busy for 87 %."""
+
+    def __init__(self, uuid: str, status: int = 0):
+        self.uuid, self.status = uuid, status
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle) -> int:
+        handle._obj.value = 77
+        return 0 if uuid == b"GPU-" + self.uuid.encode() else 6
+
+    def nvmlDeviceGetUtilizationRates(self, handle, rates) -> int:
+        assert handle.value == 77
+        rates[0], rates[1] = 87, 12
+        return self.status
+
+
+def absent(_: str):
+    raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    "library, told",
+    [
+        (lambda _: Driver("a-b"), 87),
+        (lambda _: Driver("a-b", status=3), None),  # a part of a GPU (MIG) has no such number
+        (lambda _: Driver("c-d"), None),
+        (lambda _: object(), None),
+        (absent, None),
+    ],
+    ids=["told", "not supported", "another GPU", "another library", "no library"],
+)
+def test_the_gpu_is_asked_by_its_own_name_and_whoever_cannot_answer_need_not(
+    monkeypatch, library, told
+):
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a-b"), raising=False
+    )
+    assert gpu_utilisation(GPU)() == told
+    assert gpu_utilisation(torch.device("cpu"))() is None
+
+
+def test_a_line_tells_the_time_to_finish_and_the_last_that_none_is_left(pools, corpus_dir):
+    flags = [*SMALL, "--data", str(corpus_dir), "--steps", "6", "--log-every", "2"]
+    (metrics,) = pools(1, group=False).train("01", flags)
+    left = [line["seconds_left"] for line in metrics]
+    assert all(x > 0 for x in left[:-1]) and left[-1] == 0
+    told = metrics[1] | {"seconds_left": 3723.4, "gpu_utilisation": 87}
+    assert "GPU 87 %  left 1:02:03" in _readable(told)
