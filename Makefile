@@ -21,7 +21,8 @@ from = $(or $(FROM),$(shell printf %02d "$$(expr $1 - 1)"))
 need = $(if $(call script,$1),,$(error Stage $1 does not exist yet; the stages so far: $(found)))
 need_file = $(if $(wildcard $1),,$(error $1 does not exist yet))
 goals = $(filter $1,$(MAKECMDGOALS))
-$(foreach goal,$(call goals,run-% submit-% diff-%),$(call need,$(lastword $(subst -, ,$(goal)))))
+$(foreach goal,$(filter-out submit-all,$(call goals,run-% submit-% logs-% diff-%)),\
+	$(call need,$(lastword $(subst -, ,$(goal)))))
 $(foreach goal,$(call goals,diff-%),$(call need,$(call from,$(goal:diff-%=%))))
 $(if $(call goals,mutants),$(call need_file,tests/mutants.py))
 $(if $(call goals,bench),$(call need_file,benchmarks/bench.py))
@@ -29,7 +30,8 @@ $(if $(call goals,scale),$(call need_file,benchmarks/scale.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup data quickstart schedule-06 test mutants lint bench scale tensorboard clean \
-	$(STAGES:%=run-%) $(STAGES:%=submit-%) $(STAGES:%=diff-%)
+	$(STAGES:%=run-%) $(STAGES:%=submit-%) $(STAGES:%=logs-%) $(STAGES:%=diff-%) \
+	submit-all status cancel cluster cluster-down
 
 help: ## this list
 	@awk -F ': .*## ' '/^[^#\t].*: .*## / { sub(/\$$\(STAGES:%=/, "", $$1); sub(/%\).*/, "NN", $$1); \
@@ -69,15 +71,37 @@ launch = $(if $(filter 01,$1),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) \
 $(STAGES:%=run-%): run-%: $(READY) ## train stage NN (01 ... 07) here
 	$(strip $(call launch,$*) $(call script,$*) $(ARGS))
 
-# the sbatch files ask for GPUs, and a cluster without any would refuse them
-submit-%: GPUS ?= $(shell sinfo -h -o %G | grep -q gpu || echo 0)
-sbatch_flags = $(if $(NODES),--nodes=$(NODES)) $(if $(GPUS),--gpus-per-node=$(GPUS)) \
-	$(if $(PARTITION),--partition=$(PARTITION)) $(if $(ACCOUNT),--account=$(ACCOUNT)) \
-	$(if $(TIME),--time=$(TIME))
+# ---- Slurm ----
+
+# the cluster of `make cluster`, if it is up, in the place of another
+ifneq ($(wildcard slurm/cluster/slurm.conf),)
+export SLURM_CONF := $(CURDIR)/slurm/cluster/slurm.conf
+endif
+export NODES GPUS PARTITION ACCOUNT TIME
+folder = $(patsubst %/,%,$(dir $(call script,$1)))
 
 $(STAGES:%=submit-%): submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
-	@command -v sbatch >/dev/null || { echo "make $@: no sbatch here; use make run-$*" >&2; exit 2; }
-	$(strip sbatch $(sbatch_flags) $(dir $(call script,$*))train.sbatch $(ARGS))
+	@slurm/jobs.sh submit $(call folder,$*) $(ARGS)
+
+submit-all: ## submit all stages, each to start when the one before has ended well
+	@slurm/jobs.sh submit "$(foreach stage,$(found),$(call folder,$(stage)))" $(ARGS)
+
+status: ## the jobs from here: waiting, running, ended lately, and why
+	@slurm/jobs.sh status
+
+$(STAGES:%=logs-%): logs-%: ## follow the log of stage NN's newest job to its end
+	@slurm/jobs.sh logs $(call folder,$*)
+
+cancel: ## end the jobs from here
+	@slurm/jobs.sh cancel
+
+cluster: ## start a Slurm cluster of NODES= nodes on this machine, for trying
+	@slurm/cluster.sh up
+
+cluster-down: ## stop it
+	@slurm/cluster.sh down
+
+# ---- look ----
 
 tensorboard: $(READY) ## show the curves of all runs, in a browser
 	$(BIN)/tensorboard --logdir runs

@@ -1,12 +1,7 @@
 # shellcheck shell=bash
 # The environment of every job; each train.sbatch sources it at the root of the repository.
-# A site's own lines go into slurm/site.env (untracked), which is read first and wins:
-#
-#     module load CUDA Python
-#     VENV=$HOME/venvs/torch                # or VENV= where the modules bring PyTorch
-#     DATA_ROOT=$SCRATCH/wikitext           # prepared corpora, seen by all nodes; default data/
-#     NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
-#
+# A site's own lines go into slurm/site.env (untracked), which is read first and wins: copy
+# site.env.plain.example or site.env.jsc.example and change it.
 if [[ -f slurm/site.env ]]; then
   set -a # what it sets reaches the processes that srun starts
   # shellcheck source=/dev/null
@@ -14,12 +9,34 @@ if [[ -f slurm/site.env ]]; then
   set +a
 fi
 
+# caches, which can fill a home folder's quota
+cache=${CACHE_ROOT:-${XDG_CACHE_HOME:-$HOME/.cache}}
+export HF_HOME=${HF_HOME-$cache/huggingface} TORCH_HOME=${TORCH_HOME-$cache/torch}
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR-$cache/triton}
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR-$cache/inductor}
 # compute nodes have no internet: do not try it, say at once that `make data` was not run
-export HF_HUB_OFFLINE=${HF_HUB_OFFLINE-1}
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE-1} HF_DATASETS_OFFLINE=${HF_DATASETS_OFFLINE-1}
 # srun (22.05 and later) does not inherit --cpus-per-task from sbatch
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 
+# where the processes meet: at the job's first node, under the name that HOST_SUFFIX makes of it, or
+# at the address that Slurm itself uses, which is the name unless the site says otherwise
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+if [[ ${HOST_SUFFIX-} ]]; then
+  MASTER_ADDR+=$HOST_SUFFIX
+else
+  MASTER_ADDR=$(scontrol --oneliner show node "$MASTER_ADDR" | sed 's/.*NodeAddr=\([^ ]*\).*/\1/')
+fi
+# a port of the job's own, for jobs that share a node must not meet
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT
+
 if [[ -n ${VENV=.venv} ]]; then
+  if [[ ! -f $VENV/bin/activate ]]; then
+    echo "no virtual environment in $VENV: run make setup where there is internet, or set" \
+      "VENV= in slurm/site.env" >&2
+    exit 2
+  fi
   # shellcheck source=/dev/null
   source "$VENV/bin/activate"
 fi

@@ -16,10 +16,8 @@ if [[ $launcher == torchrun ]]; then
   # NCCL could not pass data between them through the node's memory
   per_node=${SLURM_GPUS_ON_NODE:-${NPROC:-2}}
   nodes=$SLURM_JOB_NUM_NODES
-  master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-  port=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a node do not meet
   command=(torchrun --nnodes "$nodes" --nproc-per-node "$per_node" --rdzv-backend c10d
-    --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$master:$port")
+    --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT")
 else
   per_node=1
   nodes=1
@@ -29,23 +27,25 @@ fi
 cpus=$((SRUN_CPUS_PER_TASK < $(nproc) ? SRUN_CPUS_PER_TASK : $(nproc)))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > per_node ? cpus / per_node : 1))}
 
-# USR1 (see --signal in train.sbatch) asks the training processes to save and stop. torchrun and
-# a Python that is still importing would die of it: they are started with the signal ignored.
-# shellcheck disable=SC2016 # "$@" is for the inner shell
-srun --nodes="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
-  bash -c 'trap "" USR1; exec "$@"' -- "${command[@]}" "$@" &
+srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+  slurm/node.sh "${command[@]}" "$@" &
 step=$!
 
+# USR1 (see --signal in train.sbatch) asks the training processes to save and stop. One that comes
+# before they listen is lost, so they are asked until they are gone.
 requeue=
-trap 'requeue=1; kill -USR1 "$step"' USR1 # srun hands it on to its tasks
+trap 'requeue=1; while kill -USR1 "$step"; do sleep 5; done 2>/dev/null &' USR1
 status=0
 while true; do
   wait "$step" && status=0 || status=$? # the trap cuts a wait short
   kill -0 "$step" 2>/dev/null || break
 done
 
-if [[ -n $requeue && $status == 0 ]]; then
-  echo "time is nearly up: requeued, to go on from the checkpoint"
+# 138: killed by USR1, so early that there was nothing to save
+if [[ -n $requeue && ($status == 0 || $status == 138) ]]; then
+  echo "time is nearly up: job $SLURM_JOB_ID requeued, to go on from its newest checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
+elif [[ $status != 0 ]]; then
+  echo "job $SLURM_JOB_ID failed with status $status" >&2
 fi
 exit "$status"

@@ -1,0 +1,157 @@
+#!/usr/bin/env bash
+# A Slurm cluster on this one machine: the real daemons, run by you, with pretend GPUs.
+#
+#     slurm/cluster.sh up       start it, with NODES nodes (2)
+#     slurm/cluster.sh down     end its jobs, stop it, remove its folder
+#
+# Everything lives in $CLUSTER (slurm/cluster); SLURM_CONF=slurm/cluster/slurm.conf points Slurm's
+# own commands at it, and `make` does so by itself. All nodes are this machine, so what is wrong
+# between machines stays unseen: NAMESPACES=1 gives each node a network and a host name of its own
+# (as root; see namespaces.sh).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+folder=${CLUSTER:-slurm/cluster}
+nodes=${NODES:-2}
+port=${PORT:-17000}           # slurmctld's; node N listens at the N-th after it
+namespaces=${NAMESPACES:-}
+extra_conf=${EXTRA_CONF:-}    # more lines for slurm.conf
+me=$(id -un)
+PATH=$PATH:/usr/sbin:/sbin # where Debian has the daemons, outside an ordinary user's path
+
+fail() {
+  echo "make cluster: $*" >&2
+  exit 2
+}
+
+write_configuration() { # FOLDER; Slurm wants absolute paths
+  local dir=$1 names="node[1-$nodes]" controller=127.0.0.1 n
+  if [[ $nodes == 1 ]]; then names=node1; fi
+  if [[ $namespaces ]]; then controller=10.77.0.254; fi
+  mkdir -p "$dir"/{log,state,gpus}
+  chmod 700 "$dir" # munged insists on a key that others cannot read
+  head -c 1024 /dev/urandom >"$dir/munge.key"
+  chmod 600 "$dir/munge.key"
+  for n in {0..7}; do ln -s /dev/null "$dir/gpus/nvidia$n"; done
+  echo "AutoDetect=off" >"$dir/gres.conf"
+  echo "Name=gpu File=$dir/gpus/nvidia[0-7]" >>"$dir/gres.conf"
+  # no cgroups; Slurm older than 23.11 has no word for that, and v1 is not looked at
+  local plugin=cgroup/v1 version
+  version=$(slurmctld -V)
+  if [[ ${version##* } != @(1?|20|21|22|23.02).* ]]; then plugin=disabled; fi
+  echo "CgroupPlugin=$plugin" >"$dir/cgroup.conf"
+  cat >"$dir/slurm.conf" <<END
+ClusterName=one-machine
+SlurmctldHost=$(hostname -s)($controller)
+SlurmctldPort=$port
+SlurmUser=$me
+SlurmdUser=$me
+# the daemons listen to whoever has the key, which is in this folder and nowhere else
+AuthType=auth/munge
+# cred_expire: how long a requeued job waits before it starts again (120 s by default)
+AuthInfo=socket=$dir/munge.socket,cred_expire=5
+StateSaveLocation=$dir/state
+SlurmdSpoolDir=$dir/spool-%n
+SlurmctldPidFile=$dir/slurmctld.pid
+SlurmdPidFile=$dir/%n.pid
+SlurmctldLogFile=$dir/log/slurmctld.log
+SlurmdLogFile=$dir/log/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU=1000
+SchedulerParameters=bf_interval=1,batch_sched_delay=0,sched_min_interval=100000
+# more CPUs and memory may be declared below than the machine has: several jobs share it
+SlurmdParameters=config_overrides
+GresTypes=gpu
+ReturnToService=2
+KillWait=5
+MailProg=/bin/true
+PartitionName=all Nodes=$names Default=YES MaxTime=UNLIMITED
+END
+  for ((n = 1; n <= nodes; n++)); do
+    local address=127.0.0.1 host
+    host=$(hostname -s)
+    if [[ $namespaces ]]; then address=10.77.0.$n host=node$n; fi
+    echo "NodeName=node$n NodeAddr=$address NodeHostname=$host Port=$((port + n))" \
+      "CPUs=64 RealMemory=256000 Gres=gpu:8" >>"$dir/slurm.conf"
+  done
+  echo "$extra_conf" >>"$dir/slurm.conf"
+}
+
+wait_for() { # WHAT COMMAND...: until the command succeeds, at most 20 s
+  local what=$1 try
+  shift
+  for ((try = 0; try < 100; try++)); do
+    if "$@" >/dev/null 2>&1; then return; fi
+    sleep 0.2
+  done
+  tail -n 5 "$folder"/log/*.log >&2
+  fail "$what does not start; the ends of the logs are above, all of them in $folder/log"
+}
+
+all_idle() { [[ $(timeout 5 sinfo -h -o %t) == idle ]]; }
+
+up() {
+  local missing=() tool
+  for tool in slurmctld slurmd sbatch munged; do
+    command -v "$tool" >/dev/null || missing+=("$tool")
+  done
+  if ((${#missing[@]})); then
+    fail "no ${missing[*]} here; on Debian and Ubuntu: sudo apt install slurm-wlm munge"
+  fi
+  if [[ -e $folder ]]; then fail "$folder is there already; first: make cluster-down"; fi
+  mkdir -p "$folder"
+  folder=$(realpath "$folder")
+  export SLURM_CONF=$folder/slurm.conf
+  write_configuration "$folder"
+  munged --key-file="$folder/munge.key" --socket="$folder/munge.socket" \
+    --pid-file="$folder/munged.pid" --seed-file="$folder/munge.seed" \
+    --log-file="$folder/log/munged.log" --force 2>/dev/null || fail "munged: see $folder/log"
+  if [[ $namespaces ]]; then slurm/namespaces.sh up "$nodes"; fi
+  slurmctld -c
+  wait_for slurmctld timeout 5 scontrol ping
+  for ((n = 1; n <= nodes; n++)); do
+    if [[ $namespaces ]]; then
+      slurm/namespaces.sh exec "node$n" slurmd -N "node$n"
+    else
+      slurmd -N "node$n"
+    fi
+  done
+  wait_for "a node" all_idle
+  echo "A Slurm cluster of $nodes nodes with 8 pretend GPUs each runs on this machine."
+  echo "Now: make submit-04 NODES=2, make status, make logs-04; at the end make cluster-down"
+}
+
+down() {
+  if [[ ! -e $folder/slurm.conf ]]; then fail "no cluster in $folder"; fi
+  export SLURM_CONF=$folder/slurm.conf
+  # its jobs first: the processes of a job outlive the daemons
+  timeout 5 scancel --user="$me" 2>/dev/null || true
+  for _ in {1..50}; do
+    if [[ -z $(timeout 5 squeue -h 2>/dev/null) ]]; then break; fi
+    sleep 0.2
+  done
+  local pids=() file
+  for file in "$folder"/*.pid; do
+    if [[ -s $file ]]; then pids+=("$(<"$file")"); fi
+  done
+  kill "${pids[@]}" 2>/dev/null || true
+  for _ in {1..25}; do
+    kill -0 "${pids[@]}" 2>/dev/null || break
+    sleep 0.2
+  done
+  kill -KILL "${pids[@]}" 2>/dev/null || true
+  if [[ -n $(ip netns list 2>/dev/null | grep slurm-node || true) ]]; then slurm/namespaces.sh down; fi
+  rm -rf "$folder"
+  echo "The cluster is stopped."
+}
+
+case ${1-} in
+up | down) "$1" ;;
+*) fail "usage: slurm/cluster.sh up|down" ;;
+esac

@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# What `make submit-NN`, `submit-all`, `status`, `logs-NN` and `cancel` do.
+#
+#     slurm/jobs.sh submit 04_fsdp [FLAG...]             flags of train.py
+#     slurm/jobs.sh submit "01_single_gpu 02_ddp" ...    in a row, each after the one before
+#     slurm/jobs.sh status
+#     slurm/jobs.sh logs 04_fsdp
+#     slurm/jobs.sh cancel
+#
+# NODES GPUS PARTITION ACCOUNT TIME: of the jobs, where the header of train.sbatch is not wanted.
+set -euo pipefail
+cd -P "$(dirname "$0")/.."
+shopt -s nullglob
+
+submit() {
+  local stage job before='' flags scripts
+  read -ra scripts <<<"$1"
+  shift
+  # the headers ask for GPUs, and a cluster that has none would refuse them
+  if [[ -z ${GPUS-} ]] && ! sinfo --noheader --format=%G | grep gpu >/dev/null; then GPUS=0; fi
+  for stage in "${scripts[@]}"; do
+    flags=()
+    if [[ ${NODES-} && $stage != 01_* ]]; then flags+=(--nodes="$NODES"); fi # 01 is one process
+    if [[ ${GPUS-} && ($stage != 01_* || $GPUS == 0) ]]; then flags+=(--gpus-per-node="$GPUS"); fi
+    if [[ ${PARTITION-} ]]; then flags+=(--partition="$PARTITION"); fi
+    if [[ ${ACCOUNT-} ]]; then flags+=(--account="$ACCOUNT"); fi
+    if [[ ${TIME-} ]]; then flags+=(--time="$TIME"); fi
+    # without --kill-on-invalid-dep a job whose predecessor failed would wait for ever
+    if [[ $before ]]; then flags+=(--dependency="afterok:$before" --kill-on-invalid-dep=yes); fi
+    flags+=("$stage/train.sbatch" "$@")
+    echo "sbatch ${flags[*]}"
+    job=$(sbatch --parsable "${flags[@]}")
+    before=${job%%;*} # of several clusters, one is named behind it
+    echo "  job $before, log $stage-$before.log: make status, make logs-${stage%%_*}"
+  done
+}
+
+# this folder's jobs, the newest last: id, name, state, and why it waits or ended, or where it runs
+jobs() {
+  squeue --me --states="$1" --noheader --sort=i --format="%i|%j|%T|%Z|%M|%R" |
+    awk -F'|' -v here="$PWD" '$4 == here { print $1 "|" $2 "|" $3 "|" $5 "|" $6 }'
+}
+
+status() {
+  local found
+  found=$(jobs all)
+  if [[ -z $found ]]; then
+    echo "no jobs from here, or all ended some minutes ago; their logs: $(echo ./*-*.log)"
+    return
+  fi
+  awk -F'|' '
+    function row(job, stage, state, time, where, log_) {
+      printf "%-7s %-20s %-11s %-10s %-36s %s\n", job, stage, state, time, log_, where
+    }
+    BEGIN { row("JOB", "STAGE", "STATE", "TIME", "NODES, OR WHY NOT", "LOG") }
+    { row($1, $2, $3, $4, $5, $2 "-" $1 ".log") }' <<<"$found"
+}
+
+logs() {
+  local job log
+  job=$(jobs all | awk -F'|' -v stage="$1" '$2 == stage { print $1 }' | tail -n 1)
+  if [[ $job ]]; then
+    log=$1-$job.log
+  else
+    log=$(find . -maxdepth 1 -name "$1-*.log" -printf '%T@ %f\n' | sort -n | tail -n 1 | cut -d' ' -f2-)
+    if [[ -z $log ]]; then
+      echo "make logs-${1%%_*}: no job of $1 and no log; submit one: make submit-${1%%_*}" >&2
+      exit 2
+    fi
+  fi
+  state() { jobs all | awk -F'|' -v job="$job" '$1 == job { print $3 ", " $5 }'; }
+  echo "== $log${job:+ ($(state))}"
+  if [[ -z $job ]]; then
+    cat "$log"
+    return
+  fi
+  # follow it until the job has ended; it may have to wait, and a requeued one goes on
+  tail --retry -n +1 -f "$log" 2>/dev/null &
+  follower=$!
+  trap 'kill "$follower"' EXIT
+  while jobs pending,running,completing,suspended | grep -q "^$job|"; do sleep 2; done
+  sleep 1 # for the last lines
+  echo "== job $job: $(state)"
+}
+
+cancel() {
+  local found
+  found=$(jobs pending,running,suspended)
+  if [[ -z $found ]]; then
+    echo "no jobs from here wait or run"
+    return
+  fi
+  # the last first: jobs in a row would start when the one before them is gone
+  awk -F'|' '{ print $1 }' <<<"$found" | tac | xargs scancel
+  awk -F'|' '{ print "cancelled job " $1 ": " $2 }' <<<"$found"
+}
+
+if ! command -v sbatch >/dev/null; then
+  case ${1-} in submit | logs) number=${2%%_*} ;; *) number=NN ;; esac
+  echo "there is no Slurm here (no sbatch): make run-$number runs a stage without," \
+    "make cluster starts a Slurm on this machine" >&2
+  exit 2
+fi
+"$@"
