@@ -1,8 +1,10 @@
 """Stages 02, 03 and 04 behind one face, for tests that hold them against the same formulas.
 
-trainer = Trainer("zero-2", model, torch.optim.SGD, lr=0.1)
-loss = trainer.step([loss_of_one_micro_batch, ...])       each a function of the model
-trainer.parameters()                                      whole, by name, on every rank
+    trainer = Trainer("zero-2", model, torch.optim.SGD, lr=0.1)
+    loss = trainer.step([loss_of, loss_of_another])     functions of the model, one a micro-batch
+    trainer.parameters()                                whole, by name, on every rank
+
+The names of the ways are those of WAYS.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from harness import load_stage
 from torch import Tensor, nn
 
@@ -30,6 +33,7 @@ class Trainer:
 
     units: what stage 3 of ZeRO and FSDP gather in one; None for the model's children. bucket_mb:
     the most in a bucket of DDP and of ZeRO's stages 1 and 2. gathered: dtype of gathered weights.
+    groups: FSDP's, for hybrid sharding.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Trainer:
         units: list[nn.Module] | None = None,
         bucket_mb: float = 25,
         gathered: torch.dtype | None = None,
+        groups: dict[str, dist.ProcessGroup] | None = None,
         **defaults,
     ):
         number, options = WAYS[way]
@@ -67,6 +72,7 @@ class Trainer:
                 param_dtype=gathered,
                 reduce_dtype=gathered and torch.float32,
                 **options,
+                **(groups or {}),
             )
             self.optimizer = optimizer_class(self.model.shards(), **defaults)
 

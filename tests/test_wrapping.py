@@ -1,0 +1,518 @@
+"""The classes of 02, 03 and 04 on models that others write, and against PyTorch's own."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import load_stage
+from techniques import WAYS, Trainer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from common.model import Transformer, TransformerConfig, init_weights
+
+WORDS, WIDTH = 11, 6
+SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
+
+
+class Odd(nn.Module):
+    """All that wrapping can stumble over: tied, frozen and unused parameters, a buffer, nested
+    containers, a branch that not every forward takes, sizes that nothing divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.inner = nn.Sequential(
+            nn.Linear(WIDTH, 10), nn.Tanh(), nn.Sequential(nn.Linear(10, WIDTH), nn.ReLU())
+        )
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.branch = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(3, 3)
+        self.rows = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)])
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.rand(WIDTH) + 0.5)
+
+    def forward(self, tokens: Tensor, takes_branch: bool = True) -> Tensor:
+        x = self.embed(tokens)
+        x = self.frozen(x + self.inner(x)) * self.scale.to(x.dtype)
+        if takes_branch:
+            x = x + self.branch(x)
+        for row in self.rows:
+            x = row(x)
+        return self.head(x)
+
+
+def odd(seed: int = 0) -> Odd:
+    torch.manual_seed(seed)
+    return Odd()
+
+
+def transformer(checkpointing: bool = False) -> Transformer:
+    sizes = {"vocab_size": 120, "d_model": 32, "n_layers": 2, "n_heads": 2, "seq_len": 8}
+    model = Transformer(TransformerConfig(**sizes, activation_checkpointing=checkpointing))
+    init_weights(model, seed=3)
+    return model
+
+
+def loss_of_transformer(seed: int) -> Callable[[nn.Module], Tensor]:
+    tokens = torch.randint(120, (4, 9), generator=torch.Generator().manual_seed(seed))
+    return lambda model: model(tokens[:, :-1], tokens[:, 1:])
+
+
+def micro_batches(step: int, a: int, branch: bool, rank: int) -> list[Callable]:
+    """`a` losses for one step of `rank`, each a function of the model."""
+    dice = torch.Generator().manual_seed(1000 * step + rank)
+    return [loss_on(torch.randint(WORDS, (5, 4), generator=dice), branch) for _ in range(a)]
+
+
+def loss_on(tokens: Tensor, branch: bool) -> Callable[[nn.Module], Tensor]:
+    def loss_of(model: nn.Module) -> Tensor:
+        logits = model(tokens, takes_branch=branch)
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+    return loss_of
+
+
+def plain_step(
+    model: nn.Module, optimizer, losses: list[Callable], over_ranks: bool, set_to_none: bool = True
+) -> Tensor:
+    """The step without any technique."""
+    total = average_gradients(model, losses, over_ranks)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    return total
+
+
+def average_gradients(model: nn.Module, losses: list[Callable], over_ranks: bool) -> Tensor:
+    """Forward and backward; a trainable parameter without gradient has one of zeros."""
+    total = torch.zeros(())
+    for loss_of in losses:
+        loss = loss_of(model) / len(losses)
+        loss.backward()
+        total += loss.detach()
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            if over_ranks:
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+    return total
+
+
+def differences(ours: dict[str, Tensor], plain: nn.Module) -> dict[str, float]:
+    """The largest difference in each parameter that has any."""
+    theirs = dict(plain.named_parameters())
+    assert set(ours) == set(theirs), set(ours) ^ set(theirs)
+    found = {name: (ours[name] - p.detach()).abs().max().item() for name, p in theirs.items()}
+    return {name: worst for name, worst in found.items() if worst}
+
+
+# ---- against the plain model ----
+
+OPTIMIZERS = {
+    # a rate of 1/8 times a gradient is exact in half precision too, where PyTorch rounds it or not
+    # according to where in the tensor an element stands
+    "exact": (SGD, {"lr": 0.125}),
+    "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01}),
+}
+
+
+def five_steps(
+    way: str,
+    optimizer: str,
+    a: int = 1,
+    set_to_none: bool = True,
+    same_data: bool = True,
+    branch: str = "sometimes",
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, float]:
+    """How far `way` is from the plain model after five steps of `a` micro-batches.
+
+    same_data: every rank has rank 0's, so that the average is each rank's own gradient to the
+    bit; else the plain model averages over the ranks parameter by parameter. branch: taken in
+    every second step, or by rank 0 alone.
+    """
+    optimizer_class, defaults = OPTIMIZERS[optimizer]
+    plain = odd().to(dtype)
+    plain_optimizer = optimizer_class(plain.parameters(), **defaults)
+    model = copy.deepcopy(plain)
+    units = model.children() if way == "zero-3" else None
+    trainer = Trainer(way, model, optimizer_class, units, **defaults)
+    for step in range(5):
+        rank = 0 if same_data else dist.get_rank()
+        takes = step % 2 == 1 if branch == "sometimes" else dist.get_rank() == 0
+        losses = micro_batches(step, a, takes, rank)
+        ours = trainer.step(losses, set_to_none)
+        theirs = plain_step(plain, plain_optimizer, losses, not same_data, set_to_none)
+        assert not same_data or torch.equal(ours, theirs), step
+    return differences(trainer.parameters(), plain)
+
+
+NOT_ZERO_3 = [way for way in WAYS if way != "zero-3"]
+
+
+@pytest.mark.parametrize("way", NOT_ZERO_3)
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["set-to-none", "zeroed"])
+@pytest.mark.parametrize("a", [1, 3])
+def test_five_steps_end_in_the_bits_of_the_plain_model(pools, way, set_to_none, a):
+    for worst in pools(2).run(five_steps, way, "sgd", a, set_to_none):
+        assert worst == {}
+
+
+@pytest.mark.parametrize("way", NOT_ZERO_3)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_element_wise_optimizer_steps_as_on_the_plain_model(pools, way, optimizer):
+    for worst in pools(2).run(five_steps, way, optimizer, a=2):
+        assert worst == {}
+
+
+@pytest.mark.parametrize("way", NOT_ZERO_3)
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_rank_has_data_of_its_own(pools, way, size):
+    for worst in pools(size).run(five_steps, way, "sgd", a=2, same_data=False):
+        assert max(worst.values(), default=0.0) <= 1e-6, worst
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero-1", "zero-2"])
+@pytest.mark.parametrize("a", [1, 2])
+def test_a_parameter_that_one_rank_alone_uses_counts_as_zero_on_the_others(pools, way, a):
+    for worst in pools(2).run(five_steps, way, "sgd", a, same_data=False, branch="rank 0"):
+        assert max(worst.values(), default=0.0) <= 1e-6, worst
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fsdp_of_a_model_in_half_precision_has_the_plain_models_bits(pools, way, dtype):
+    for worst in pools(2).run(five_steps, way, "exact", dtype=dtype):
+        assert worst == {}
+
+
+def transformer_steps(
+    way: str, optimizer: str, set_to_none: bool, checkpointing: bool
+) -> dict[str, float]:
+    """How far `way` is from the plain transformer after three steps of two micro-batches."""
+    optimizer_class, defaults = OPTIMIZERS[optimizer]
+    plain, model = transformer(), transformer(checkpointing)
+    plain_optimizer = optimizer_class(plain.parameters(), **defaults)
+    trainer = Trainer(way, model, optimizer_class, model.units(), **defaults)
+    for step in range(3):
+        losses = [loss_of_transformer(2 * step + i) for i in range(2)]
+        trainer.step(losses, set_to_none)
+        plain_step(plain, plain_optimizer, losses, over_ranks=False, set_to_none=set_to_none)
+    return differences(trainer.parameters(), plain)
+
+
+@pytest.mark.parametrize("way", ["zero-3", "fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["set-to-none", "zeroed"])
+def test_units_that_are_gathered_have_the_bits_of_the_plain_model(
+    pools, way, optimizer, set_to_none
+):
+    for worst in pools(2).run(transformer_steps, way, optimizer, set_to_none, False):
+        assert worst == {}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_activation_checkpointing_changes_no_bit(pools, way):
+    for worst in pools(2).run(transformer_steps, way, "sgd", True, True):
+        assert worst == {}
+
+
+def clipped(way: str) -> tuple[float, float, float]:
+    """The global norm, the plain model's, and how far the parameters are apart after the step."""
+    torch.use_deterministic_algorithms(True)  # fills memory that nobody wrote to with NaN
+    try:
+        plain, model = odd(), odd()
+        if way == "fsdp-hybrid":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            groups = {f"{name}_group": mesh[name].get_group() for name in mesh.mesh_dim_names}
+            trainer = Trainer("fsdp", model, SGD, groups=groups, lr=1.0)
+        else:
+            trainer = Trainer(way, model, SGD, lr=1.0)
+        losses = micro_batches(0, 2, True, dist.get_rank())
+        trainer.backward(losses)
+        norm = trainer.sync.clip_grad_norm_(0.1)
+        trainer.optimizer.step()
+        average_gradients(plain, losses, over_ranks=True)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        SGD(plain.parameters(), lr=1.0).step()
+        worst = max(differences(trainer.parameters(), plain).values(), default=0.0)
+        return norm.item(), expected.item(), worst
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("way", "size"),
+    [*((way, size) for way in NOT_ZERO_3[1:] for size in (2, 3)), ("fsdp-hybrid", 4)],
+)
+def test_clipping_is_by_the_norm_of_the_whole_gradient(pools, way, size):
+    for norm, expected, worst in pools(size).run(clipped, way):
+        assert norm == pytest.approx(expected, rel=1e-5) and expected > 0.1
+        assert worst <= 1e-6
+
+
+# ---- DistributedDataParallel alone ----
+
+
+def ranks_start_apart() -> None:
+    model = odd(seed=dist.get_rank())
+    first = odd(seed=0)
+    load_stage("02").DistributedDataParallel(model)
+    for ours, theirs in zip(model.state_dict().values(), first.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_ddp_gives_every_rank_the_weights_and_buffers_of_the_first(pools):
+    pools(2).run(ranks_start_apart)
+
+
+def gradients_in_buckets() -> None:
+    stage, model = load_stage("02"), odd()
+    ddp = stage.DistributedDataParallel(model, bucket_cap_mb=0.0002)
+    trained = {p for p in model.parameters() if p.requires_grad}
+    in_buckets = [p for bucket in ddp.buckets for p in bucket.params]
+    assert set(in_buckets) == trained and len(in_buckets) == len(trained)  # tied ones once
+    assert len(ddp.buckets) > 3
+    for step in range(4):
+        for loss_of in micro_batches(step, 1, step % 2 == 1, 0):
+            loss_of(ddp).backward()
+        ddp.finish_gradient_synchronization()
+        for bucket in ddp.buckets:
+            for p in bucket.params:
+                assert (
+                    p.grad.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+                )
+        assert model.frozen.weight.grad is None and not model.never.weight.grad.any()
+        assert model.branch.weight.grad.any() == (step % 2 == 1)
+        for p in trained:
+            p.grad = None  # as zero_grad(set_to_none=True) does
+
+
+def test_ddp_keeps_gradients_in_their_buckets_whatever_cuts_them_loose(pools):
+    pools(2).run(gradients_in_buckets)
+
+
+def backward_twice(way: str) -> None:
+    trainer = Trainer(way, nn.Linear(5, 3), SGD, lr=0.1)
+    trainer.model(torch.ones(2, 5)).sum().backward()
+    try:
+        with pytest.raises(RuntimeError, match="no_sync"):
+            trainer.model(torch.ones(2, 5)).sum().backward()
+    finally:
+        trainer.sync.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero-1"])
+def test_a_second_backward_outside_no_sync_is_refused_and_not_wrong(pools, way):
+    pools(2).run(backward_twice, way)
+
+
+def test_buckets_are_cut_by_size_and_kind_and_the_first_is_small():
+    def params(*mbs: float, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+        itemsize = dtype.itemsize
+        return [nn.Parameter(torch.empty(int(mb * 2**20) // itemsize, dtype=dtype)) for mb in mbs]
+
+    for number in ("02", "03"):
+        split = load_stage(number).split_into_buckets
+
+        def sizes(ps: list[nn.Parameter], cap_mb: float, split=split) -> list[int]:
+            return [len(run) for run in split(ps, cap_mb)]
+
+        assert sizes(params(*[0.5] * 13), 3) == [2, 6, 5]
+        assert sizes(params(2, 0.5, 4, 1), 3) == [1, 1, 1, 1]
+        assert sizes(params(*[0.5] * 4), 0.5) == [1, 1, 1, 1]
+        mixed = [*params(0.1, 0.1), *params(0.1, dtype=torch.bfloat16), *params(0.1)]
+        assert sizes(mixed, 25) == [2, 1, 1]
+        assert sizes([], 25) == []
+
+
+# ---- ZeroRedundancyOptimizer alone ----
+
+
+def groups_of(model: nn.Module, form: str) -> object:
+    """Parameters in the forms that PyTorch's optimizers take; or groups with rates of their own."""
+    if form == "generator":
+        return model.parameters()
+    if form == "list":
+        return list(model.parameters())
+    if form == "names":
+        return model.named_parameters()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = (p for p in model.parameters() if p.dim() == 1)
+    return [{"params": matrices, "lr": 0.02, "weight_decay": 0.0}, {"params": vectors}]
+
+
+def steps_of_groups(zero_stage: int, form: str, optimizer: str) -> dict[str, float]:
+    optimizer_class, defaults = OPTIMIZERS[optimizer]
+    plain, model = odd(), odd()
+    theirs = optimizer_class(groups_of(plain, form), **defaults)
+    ours = load_stage("03").ZeroRedundancyOptimizer(
+        groups_of(model, form), optimizer_class, zero_stage=zero_stage, **defaults
+    )
+    assert [g["lr"] for g in ours.param_groups] == [g["lr"] for g in theirs.param_groups]
+    for step in range(4):
+        for group in [*ours.param_groups, *theirs.param_groups]:
+            group["lr"] *= 0.9  # as a schedule does
+        losses = micro_batches(step, 1, True, 0)
+        losses[0](model).backward()
+        ours.finish_gradient_synchronization()
+        ours.step()
+        ours.zero_grad()
+        plain_step(plain, theirs, losses, over_ranks=False)
+    return differences({n: p.detach() for n, p in model.named_parameters()}, plain)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("form", ["generator", "list", "names", "groups"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_zero_takes_what_an_optimizer_takes(pools, zero_stage, form, optimizer):
+    for worst in pools(2).run(steps_of_groups, zero_stage, form, optimizer):
+        assert worst == {}
+
+
+# ---- FullyShardedDataParallel alone ----
+
+
+class Nest(nn.Module):
+    """Containers in containers, keyword arguments, and outputs in a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleDict(
+            {"a": nn.ModuleList([nn.Linear(5, 7), nn.Sequential(nn.Linear(7, 5), nn.GELU())])}
+        )
+        self.out = nn.Bilinear(5, 5, 3)
+        self.shift = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, object]:
+        hidden = x
+        for block in self.blocks["a"]:
+            hidden = block(hidden)
+        return {"y": self.out(hidden, x) * scale + self.shift, "hidden": [hidden], "n": len(x)}
+
+
+def nested(dtype: torch.dtype, reshard_after_forward: bool) -> dict[str, float]:
+    torch.manual_seed(0)
+    plain = Nest().to(dtype)
+    model = copy.deepcopy(plain)
+    stage = load_stage("04")
+    fsdp = stage.FullyShardedDataParallel(model, reshard_after_forward=reshard_after_forward)
+    assert len({flat.unit for flat in fsdp.flats}) == 4
+    assert differences(fsdp.full_state_dict(), plain) == {}
+    ours, theirs = SGD(fsdp.shards(), lr=0.125), SGD(plain.parameters(), lr=0.125)
+    held = sum(p.numel() for p in fsdp.shards())
+    whole = sum(p.numel() for p in plain.parameters())
+    assert whole / dist.get_world_size() <= held <= whole / dist.get_world_size() + 4
+    for step in range(3):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
+        for each in (fsdp, plain):
+            out = each(x, scale=0.5)
+            assert out["n"] == 4
+            (out["y"].float().square().mean() + out["hidden"][0].float().mean()).backward()
+        fsdp.finish_gradient_synchronization()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    return differences(fsdp.full_state_dict(), plain)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_fsdp_opens_nested_containers_and_gathers_the_same_bits_back(
+    pools, dtype, reshard_after_forward
+):
+    for worst in pools(2).run(nested, dtype, reshard_after_forward):
+        assert worst == {}
+
+
+def warnings_of(kind: str) -> list[str]:
+    stage = load_stage("04")
+    lone = nn.Linear(8, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if kind == "units":
+            stage.FullyShardedDataParallel(nn.Sequential(lone, nn.Linear(8, 8)))
+        elif kind == "no children":
+            stage.FullyShardedDataParallel(lone)
+        elif kind == "one child":
+            stage.FullyShardedDataParallel(nn.Sequential(lone, nn.Tanh()))
+        else:  # units that the rule did not match: all is gathered around the whole
+            stage.FullyShardedDataParallel(nn.Sequential(lone, nn.Linear(8, 8)), units=[])
+    return [str(w.message) for w in caught if "unit" in str(w.message)]
+
+
+@pytest.mark.parametrize("kind", ["no children", "one child", "no match"])
+def test_fsdp_says_so_when_one_unit_has_everything(pools, kind):
+    for said in pools(2).run(warnings_of, kind):
+        assert said == ["one unit has all parameters: they are gathered all at once"]
+
+
+def test_fsdp_says_nothing_of_a_model_in_several_units(pools):
+    assert pools(2).run(warnings_of, "units") == [[], []]
+
+
+# ---- against PyTorch's own ----
+
+
+def pytorchs(way: str, model: Transformer, optimizer_class, **defaults) -> tuple[nn.Module, object]:
+    if not way.startswith("fsdp"):
+        ddp = nn.parallel.DistributedDataParallel(model)
+        if way == "ddp":
+            return ddp, optimizer_class(ddp.parameters(), **defaults)
+        return ddp, ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class, **defaults)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in [*model.units(), model]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=way == "fsdp")
+    return model, optimizer_class(model.parameters(), **defaults)
+
+
+def whole(p: Tensor) -> Tensor:
+    return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+
+def ten_steps(way: str, optimizer_class, **defaults) -> tuple[float, float]:
+    """The largest difference in any loss, and in any parameter at the end."""
+    model, twin = transformer(), transformer()
+    trainer = Trainer(way, model, optimizer_class, model.units(), **defaults)
+    theirs, optimizer = pytorchs(way, twin, optimizer_class, **defaults)
+    apart = 0.0
+    for step in range(10):
+        loss_of = loss_of_transformer(100 * step + dist.get_rank())
+        ours = trainer.step([loss_of])
+        loss = loss_of(theirs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        apart = max(apart, abs((ours - loss).item()))
+    ended = trainer.parameters()
+    worst = max(
+        (ended[name] - whole(p).detach()).abs().max().item() for name, p in twin.named_parameters()
+    )
+    return apart, worst
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ten_steps_of_sgd_end_where_pytorchs_own_classes_end(pools, way, size):
+    for losses, parameters in pools(size).run(ten_steps, way, SGD, lr=0.1):
+        assert losses <= 1e-5 and parameters <= 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ten_steps_of_adamw_have_the_losses_of_pytorchs_own_classes(pools, way, size):
+    for losses, _ in pools(size).run(ten_steps, way, AdamW, lr=1e-3, weight_decay=0.1):
+        assert losses <= 1e-5
