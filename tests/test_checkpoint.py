@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
 import resource
 import shutil
+import time
 import types
+from collections import Counter
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -21,6 +24,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from common import checkpoint, storage
 from common.checkpoint import (
+    CheckpointFolder,
     Shard,
     checkpoints,
     load_checkpoint,
@@ -28,6 +32,7 @@ from common.checkpoint import (
     training_state,
 )
 from common.model import Transformer, TransformerConfig, init_weights
+from common.storage import Checksum
 
 CONFIG = TransformerConfig(vocab_size=100, d_model=32, n_layers=2, n_heads=2, seq_len=8)
 
@@ -380,6 +385,246 @@ def test_every_flipped_byte_of_a_tensor_is_noticed(tmp_path, capsys):
     place = whole.index(needle) + 13
     file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     assert_refused(capsys, loaded, tmp_path, says="checksum")
+
+
+def flip(file: Path) -> None:
+    """One bit in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 8
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "cut short": lambda file, _: os.truncate(file, file.stat().st_size * 2 // 3),
+    "emptied": lambda file, _: os.truncate(file, 0),
+    "a bit flipped": lambda file, _: flip(file),
+    "missing": lambda file, _: file.unlink(),
+    "another checkpoint's": lambda file, other: shutil.copy(other / file.name, file),
+}
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_one_before_a_damaged_checkpoint_is_taken_and_both_are_named(
+    tmp_path, capsys, damage, name
+):
+    for step in (2, 4, 6):
+        expected = saved(tmp_path, step, steps=2 if step == 4 else step, keep=3)
+        if step == 4:
+            good = expected
+    before, older, newest = checkpoints(tmp_path)
+    DAMAGE[damage](newest / name, before)
+    if (damage, name) == ("missing", ".metadata"):  # then it is none at all, as after a kill
+        newest = None
+    found, step, _ = loaded(tmp_path)
+    assert step == 4 and all(torch.equal(found[n], good[n]) for n in good)
+    said = capsys.readouterr()
+    assert said.err == ""
+    lines = said.out.splitlines()
+    assert lines[-1] == f"resumed from {older}, 4 steps done"
+    if newest is not None:
+        (line,) = lines[:-1]
+        assert line.startswith(f"{newest} is damaged: ") and line.endswith(f"back to {older.name}")
+        assert name in line or "__0_0.distcp" in line  # which is not what a strange metadata says
+
+
+def test_when_all_are_damaged_nothing_is_begun_anew(tmp_path, capsys):
+    for step in (2, 4):
+        saved(tmp_path, step)
+        flip(tmp_path / f"step-{step:08d}" / "__0_0.distcp")
+    assert_refused(capsys, loaded, tmp_path, says="no older one left")
+
+
+def test_a_checkpoint_that_is_asked_for_is_not_exchanged_for_an_older_one(tmp_path, capsys):
+    for step in (2, 4):
+        saved(tmp_path, step)
+    flip(tmp_path / "step-00000004" / "__0_0.distcp")
+    assert_refused(
+        capsys, loaded, tmp_path, str(tmp_path / "step-00000004"), says="checksum differs"
+    )
+
+
+def test_another_models_checkpoint_is_no_damaged_one(tmp_path, capsys):
+    for step in (2, 4):
+        saved(tmp_path, step)
+    config = TransformerConfig(**(vars(CONFIG) | {"d_model": 64}))
+    assert_refused(capsys, loaded, tmp_path, "auto", config, says="does not fit")
+
+
+def load_rows(folder: str) -> tuple[int, bool]:
+    state = cut("rows", fill=False)
+    step = load_checkpoint(folder, "auto", state, STUB)
+    expected = cut("rows", fill=True)
+    right = all(
+        torch.equal(state[name].boxes[offset], tensor)
+        for name, shard in expected.items()
+        for offset, tensor in shard.boxes.items()
+    )
+    return step, right
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_all_ranks_go_back_when_one_of_them_meets_the_damage(pools, tmp_path, damage):
+    pools(3).run(save_cuts, str(tmp_path / "of"))
+    for step in (2, 4):
+        shutil.copytree(tmp_path / "of/rows/step-00000001", tmp_path / f"run/step-{step:08d}")
+    other = tmp_path / "of/flat/step-00000000"
+    DAMAGE[damage](tmp_path / "run/step-00000004/__1_0.distcp", other)
+    ended = pools(3).attempt(load_rows, str(tmp_path / "run"))
+    assert [o.value for o in ended] == [(1, True)] * 3, ended[0].traceback
+    assert ended[0].stdout.count("is damaged") == 1 and "__1_0.distcp" in ended[0].stdout
+    assert ended[1].stdout == ended[2].stdout == ""
+
+
+def test_a_checksum_sees_every_bit_and_the_order_of_the_sectors():
+    data = bytes(range(256)) * 5  # two sectors and a half
+    dice = torch.Generator().manual_seed(0)
+    value = Checksum().update(data).value()
+    for at in range(len(data)):
+        for bit in (1, 128):
+            other = bytearray(data)
+            other[at] ^= bit
+            assert Checksum().update(other).value() != value
+    sectors = [bytes([i]) * Checksum.SECTOR for i in range(4)]
+    straight, swapped = b"".join(sectors), b"".join([*sectors[:2], sectors[3], sectors[2]])
+    assert Checksum().update(straight).value() != Checksum().update(swapped).value()
+    for _ in range(50):  # however it comes in
+        pieces, checksum = sorted(torch.randint(1281, (3,), generator=dice).tolist()), Checksum()
+        for a, b in zip([0, *pieces], [*pieces, len(data)], strict=True):
+            checksum.update(data[a:b])
+        assert checksum.value() == value
+
+
+def read_of_each_file(folder: str, kind: str) -> tuple[dict[str, int], int, int]:
+    """Bytes that this rank reads of each file, how many items, and of how many tensors."""
+    read, items = Counter(), Counter()
+    slice_file = storage.Reader._slice_file
+
+    def slice_and_count(self, file, info):
+        new = self._in_room is not info
+        view = slice_file(self, file, info)
+        if new:
+            read[info.relative_path] += info.length
+            items[info.relative_path, info.offset] += 1
+        return view
+
+    storage.Reader._slice_file = slice_and_count
+    try:
+        load_checkpoint(folder, "auto", cut(kind, fill=False), STUB)
+    finally:
+        storage.Reader._slice_file = slice_file
+    return dict(read), len(items), sum(items.values())
+
+
+def test_a_rank_reads_only_the_items_that_it_needs_and_each_once(pools, tmp_path):
+    """As it was saved each rank reads its own file alone; another cut, what it overlaps."""
+    folder = tmp_path / "rows"
+    pools(3).run(save_cuts, str(tmp_path))
+    path = checkpoints(folder)[0]
+    lengths = {
+        (info.relative_path, info.offset): info.length
+        for info in metadata_of(folder).storage_data.values()
+    }
+    assert sum(lengths.values()) == sum(f.stat().st_size for f in path.glob("*.distcp"))
+    steps_item = metadata_of(folder).storage_data[MetadataIndex("step", torch.Size([]))]
+    for rank, (read, different, total) in enumerate(
+        pools(3).run(read_of_each_file, str(folder), "rows")
+    ):
+        own = f"__{rank}_0.distcp"
+        mine = (path / own).stat().st_size if (path / own).exists() else 0
+        others = 0 if steps_item.relative_path == own else steps_item.length
+        assert sum(read.values()) == mine + others and different == total
+    for read, different, total in pools(3).run(read_of_each_file, str(folder), "flat"):
+        assert different == total and sum(read.values()) < sum(lengths.values())
+
+
+def test_on_disk_it_is_twelve_bytes_a_parameter_and_under_a_hundredth_more(tmp_path):
+    config = TransformerConfig(vocab_size=4000, d_model=128, n_layers=4, n_heads=2, seq_len=8)
+    model, optimizer = trained(config, steps=0)
+    save_checkpoint(tmp_path, 0, training_state(model, optimizer))
+    size = sum(f.stat().st_size for f in checkpoints(tmp_path)[0].iterdir())
+    needed = 12 * sum(p.numel() for p in model.parameters())
+    assert needed < size < 1.01 * needed
+
+
+# ---- in the background ----
+
+
+def slowly(function):
+    def slow(*args, **kwargs):
+        time.sleep(0.5)
+        return function(*args, **kwargs)
+
+    return slow
+
+
+def save_while_training(folder: str) -> dict:
+    """Two saves on a slow disk, and collectives of training between them and after."""
+    write = checkpoint.dcp.FileSystemWriter.write_data
+    checkpoint.dcp.FileSystemWriter.write_data = slowly(write)
+    place = CheckpointFolder(folder)
+    state = cut("rows", fill=True)
+    clock, seen = [time.perf_counter()], []
+    for step in (2, 4):
+        save_checkpoint(place, step, state)
+        clock.append(time.perf_counter())
+        for shard in state.values():  # training goes on and changes what was saved
+            for tensor in shard.boxes.values():
+                tensor.add_(1)
+        total = torch.ones(())
+        for _ in range(20):
+            dist.all_reduce(total)
+        seen.append([p.name for p in checkpoints(folder)])
+    held, failed = place.held, place.has_failed()
+    place.close()
+    clock.append(time.perf_counter())
+    checkpoint.dcp.FileSystemWriter.write_data = write
+    seconds = [b - a for a, b in zip(clock, clock[1:], strict=False)]
+    return {"seconds": seconds, "seen": seen, "held": held, "failed": failed}
+
+
+def test_a_save_holds_training_for_the_copy_and_a_second_waits_for_the_first(pools, tmp_path):
+    for told in pools(2).run(save_while_training, str(tmp_path)):
+        first, second, closing = told["seconds"]
+        assert first < 0.4 < second and closing > 0.3
+        assert abs(told["held"] - first - second) < 0.3
+        assert told["seen"] == [[], ["step-00000002"]]
+        assert not told["failed"]
+    for step in (2, 4):  # what was there when it was called, and not what became of it
+        state = cut("replicated", fill=False)
+        path = str(tmp_path / f"step-{step:08d}")
+        assert load_checkpoint(tmp_path, path, state, STUB) == step
+        expected = cut("replicated", fill=True)
+        more = 0 if step == 2 else 1
+        assert all(torch.equal(state[name], expected[name] + more) for name in expected)
+
+
+def fail_in_the_background(folder: str) -> None:
+    place = CheckpointFolder(folder)
+    state = cut("rows", fill=True)
+    save_checkpoint(place, 2, state)
+    place.wait()
+    if dist.get_rank() == 1:
+        checkpoint.dcp.FileSystemWriter.write_data = full
+    save_checkpoint(place, 4, state)
+    deadline = time.monotonic() + 20
+    while not place.has_failed():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    place.wait()
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_save_that_fails_on_one_rank_ends_all_with_one_line(pools, tmp_path):
+    ended = pools(2).attempt(fail_in_the_background, str(tmp_path))
+    pools(2).close()  # it is patched
+    assert [o.exit_status for o in ended] == [1, 1], ended[0].traceback
+    said = "".join(o.stderr for o in ended)
+    assert said.count("\n") == 1 and "No space left" in said and "older ones are" in said
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000002"]
 
 
 def test_a_checkpoint_that_pytorch_wrote_is_read_too(tmp_path):

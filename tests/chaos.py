@@ -1,0 +1,193 @@
+"""Kill runs with `kill -9` at any moment: they must end with the bits of one that nobody touched.
+
+    python tests/chaos.py                       42 kills over all stages, by a seed that is shown
+    python tests/chaos.py --seed 7 --kills 6    the same moments again, as far as a clock repeats
+
+A run is killed, one rank of it or all, some time after its start or a few milliseconds into a
+save; started again by the same command, killed again, and at last left to end. Each time it must
+go on from the newest whole checkpoint; in the end its lines and its last checkpoint must be those
+of the undisturbed run, bit for bit. Exit status 1 if any is not, or if too few kills hit a save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from harness import Pool, stages
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from common.checkpoint import checkpoints
+
+RUN = "--d-model 32 --n-layers 4 --n-heads 2 --seq-len 16 --global-batch-size 12 --dropout 0.1"
+RUN += " --steps 40 --log-every 1 --eval-every 20 --checkpoint-every 2"
+TOPOLOGIES = {  # ranks and flags
+    "01": (1, ""),
+    "02": (2, ""),
+    "03": (2, "--zero-stage 3"),
+    "04": (3, ""),
+    "05": (2, ""),
+    "06": (2, "--micro-batch-size 3"),
+    "07": (4, "--pp 2 --tp 2"),
+}
+EXACT = ("step", "loss", "grad_norm", "lr", "val_loss", "test_loss")
+
+
+@dataclass
+class Kill:
+    """Of which ranks, and when: seconds after the start, or into the `save`-th save of the run."""
+
+    ranks: list[int]
+    seconds: float
+    save: int | None
+
+    def __str__(self) -> str:
+        whom = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        since = "after the start" if self.save is None else f"into save {self.save}"
+        return f"{whom} {1e3 * self.seconds:.0f} ms {since}"
+
+
+def draw_kill(dice: random.Random, ranks: int, in_save: bool, duration: float) -> Kill:
+    everybody = list(range(ranks))
+    victims = everybody if dice.random() < 0.5 else [dice.choice(everybody)]
+    if in_save:
+        return Kill(victims, dice.uniform(0, 0.012), dice.randrange(1, 5))
+    return Kill(victims, dice.uniform(0, 0.6 * duration), None)
+
+
+def unfinished(folder: Path) -> set[str]:
+    """The folders that a save under way has made."""
+    with contextlib.suppress(FileNotFoundError):
+        return {n for n in os.listdir(folder) if n.startswith(("writing-", "deleting-"))}
+    return set()
+
+
+def wait_for(kill: Kill, folder: Path, running) -> None:
+    if kill.save is not None:
+        begun, before = 0, unfinished(folder)  # what the kill before has left does not count
+        while running() and begun < kill.save:
+            now = unfinished(folder)
+            begun += len({n for n in now - before if n.startswith("writing-")})
+            before = now
+            time.sleep(0.0005)
+    time.sleep(kill.seconds)
+
+
+def run_and_kill(pool: Pool, stage: str, argv: list[str], kill: Kill, folder: Path) -> bool:
+    """False if the run had ended before its moment came."""
+    pool.run(os.getpid)  # so that the processes are there
+    ended: list = []
+    thread = threading.Thread(target=lambda: ended.extend(pool.attempt_train(stage, argv)))
+    pids = [pool._processes[r].pid for r in kill.ranks]
+    thread.start()
+    wait_for(kill, folder, thread.is_alive)
+    hit = thread.is_alive()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    thread.join()
+    pool.close()
+    return hit and any(o.traceback for o in ended)
+
+
+def lines_of(run_dir: Path) -> list[dict]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [{k: line[k] for k in EXACT if k in line} for line in lines]
+
+
+def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
+    with tempfile.TemporaryDirectory() as folder:
+        dcp_to_torch_save(checkpoint, f"{folder}/plain.pt")
+        return torch.load(f"{folder}/plain.pt", weights_only=True)
+
+
+def differences(run_dir: Path, undisturbed: Path) -> str:
+    """What a run has in its lines or its last checkpoint that the undisturbed run has not."""
+    if lines_of(run_dir) != lines_of(undisturbed):
+        return "its lines differ"
+    ours, theirs = (checkpoints(r / "checkpoints")[-1] for r in (run_dir, undisturbed))
+    a, b = tensors_of(ours), tensors_of(theirs)
+    if ours.name != theirs.name or a.keys() != b.keys():
+        return "it ends with another checkpoint"
+    return "" if all(torch.equal(a[n], b[n]) for n in a) else "the bits of its checkpoint differ"
+
+
+def endure(
+    pool: Pool, stage: str, kills: list[Kill], argv: list[str], run_dir: Path
+) -> tuple[int, int, str]:
+    """Kill a run again and again, then let it end: kills, those inside a save, what went wrong."""
+    folder = run_dir / "checkpoints"
+    argv = [*argv, "--run-dir", str(run_dir)]
+    done = in_save = 0
+    newest: list[Path] = []
+    for kill in kills:
+        hit = run_and_kill(pool, stage, argv, kill, folder)
+        inside = hit and bool(unfinished(folder))
+        done, in_save = done + hit, in_save + inside
+        newest = checkpoints(folder)[-1:]
+        note = "inside a save" if inside else "" if hit else "the run had ended before"
+        at = newest[0].name if newest else "nothing"
+        print(f"  {stage}  kill -9 of {kill}; whole: {at}  {note}", flush=True)
+    ended = pool.attempt_train(stage, argv)
+    failed = [o for o in ended if o.traceback or o.exit_status]
+    if failed:
+        return done, in_save, f"it does not go on: {failed[0].traceback or failed[0].stderr}"
+    wanted = f"resumed from {newest[0]}," if newest else ""
+    if wanted not in ended[0].stdout or (not newest and "resumed" in ended[0].stdout):
+        return done, in_save, f"it did not go on from {newest}"
+    return done, in_save, ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=42, help="how many at least")
+    parser.add_argument("--seed", type=int, default=None, help="of the moments; else a new one")
+    parser.add_argument("--only", nargs="*", default=stages(), help="stages")
+    args = parser.parse_args()
+    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as root:
+        return kill_runs(args, random.Random(seed), Path(root))
+
+
+def kill_runs(args: argparse.Namespace, dice: random.Random, root: Path) -> int:
+    os.environ["DATA_ROOT"] = str(root / "data")
+    runs = kills = in_saves = wrong = 0
+    durations: dict[str, float] = {}
+    while kills < args.kills:
+        stage = args.only[runs % len(args.only)]
+        ranks, own = TOPOLOGIES[stage]
+        argv = [*RUN.split(), "--data", "sample", *own.split()]
+        undisturbed, run_dir = root / f"undisturbed-{stage}", root / f"run-{runs}"
+        with contextlib.closing(Pool(ranks, group=stage != "01")) as pool:
+            if stage not in durations:
+                pool.run(os.getpid)  # its start does not count
+                started = time.monotonic()
+                pool.train(stage, [*argv, "--run-dir", str(undisturbed)])
+                durations[stage] = time.monotonic() - started
+            drawn = [draw_kill(dice, ranks, k < 2, durations[stage]) for k in range(3)]
+            done, in_save, problem = endure(pool, stage, drawn, argv, run_dir)
+        problem = problem or differences(run_dir, undisturbed)
+        print(f"  {stage}  {problem or 'the same bits'}", flush=True)
+        runs, kills, in_saves = runs + 1, kills + done, in_saves + in_save
+        wrong += bool(problem)
+    print(f"{kills} kills in {runs} runs, {in_saves} inside a save; {wrong} runs went wrong")
+    return 1 if wrong or in_saves * 3 < kills else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The newest checkpoint of a run as one plain file of weights, made on the CPU.
+
+    python tools/export.py runs/04_fsdp/20250101-120000 [--out model.pt]
+
+`torch.load(..., weights_only=True)` reads it: a `state_dict` of `common.model.Transformer`, whole
+whatever stage and topology it was trained on. Without a folder: of the run that saved last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from common.checkpoint import checkpoints
+from common.distributed import refuse, save0
+from common.storage import Damaged, LoadPlanner, Reader
+
+
+def newest_run() -> Path:
+    """The folder under `runs/` with the newest checkpoint in it."""
+    repo = Path(__file__).resolve().parents[1]
+    runs = {p.parent.parent for p in repo.glob("runs/*/*/checkpoints/step-*")}
+    runs = {run for run in runs if checkpoints(run / "checkpoints")}
+    if not runs:
+        refuse("no run here has a checkpoint: name a run's folder, or train --checkpoint-every 100")
+    return max(runs, key=lambda run: checkpoints(run / "checkpoints")[-1].stat().st_mtime)
+
+
+def weights_of(checkpoint: Path) -> dict[str, Tensor]:
+    """The model's tensors by the names of the plain model; the moments are not read."""
+    try:
+        reader = Reader(checkpoint)
+        entries = reader.read_metadata().state_dict_metadata
+        state = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in entries.items()
+            if name.startswith("model.")
+        }
+        dcp.load(state, storage_reader=reader, planner=LoadPlanner(set(entries)), no_dist=True)
+    except (Damaged, dcp.api.CheckpointException) as error:
+        refuse(f"{checkpoint} cannot be read: {str(error).splitlines()[-1]}", status=1)
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def export(run: Path, out: Path) -> None:
+    found = checkpoints(run / "checkpoints")
+    if not found:
+        refuse(f"{run}: no checkpoint there; train with --checkpoint-every")
+    weights = weights_of(found[-1])
+    save0(weights, out)
+    millions = sum(t.numel() for t in weights.values()) / 1e6
+    print(f"{out}: {len(weights)} tensors, {millions:.2f} M parameters, from {found[-1]}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", nargs="?", type=Path, help="a run's folder")
+    parser.add_argument("--out", type=Path, help="default: model.pt in the run's folder")
+    args = parser.parse_args()
+    run = args.run or newest_run()
+    export(run, args.out or run / "model.pt")

@@ -1,0 +1,75 @@
+"""Continue a prompt with the words of the corpus, by what a run has learnt.
+
+    python tools/generate.py runs/04_fsdp/20250101-120000 --prompt "the value of" --words 40
+
+Exports the run's newest checkpoint first (see export.py). Runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from export import export, newest_run
+
+from common.data import UNKNOWN, load_corpus
+from common.distributed import refuse
+from common.model import Transformer, TransformerConfig
+
+
+def load_run(run: Path) -> tuple[Transformer, list[str]]:
+    """The trained model and the corpus's words."""
+    export(run, run / "model.pt")
+    arguments = json.loads((run / "config.json").read_text())["arguments"]
+    vocab = load_corpus(arguments["data"]).vocab
+    shape = {name: arguments[name] for name in ("d_model", "n_layers", "n_heads", "seq_len")}
+    model = Transformer(TransformerConfig(vocab_size=len(vocab), **shape))
+    model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
+    return model.eval(), vocab
+
+
+def tokens_of(prompt: str, vocab: list[str]) -> list[int]:
+    known = {word: token for token, word in enumerate(vocab)}
+    missing = [word for word in prompt.split() if word not in known]
+    if missing and UNKNOWN not in known:
+        refuse(f"--prompt: {missing[0]!r} is not among the {len(vocab)} words of the corpus")
+    return [known.get(word, known.get(UNKNOWN)) for word in prompt.split()]
+
+
+@torch.no_grad()
+def continued(
+    model: Transformer, tokens: list[int], count: int, temperature: float, seed: int
+) -> list[int]:
+    """`count` more tokens, each drawn from what the model expects after those before it."""
+    dice = torch.Generator().manual_seed(seed)
+    tokens = list(tokens)
+    for _ in range(count):
+        seen = torch.tensor([tokens[-model.config.seq_len :]])  # [1, seq]
+        logits = model(seen)[0, -1, : model.config.vocab_size]
+        if temperature == 0:
+            tokens.append(int(logits.argmax()))
+        else:
+            chances = torch.softmax(logits / temperature, dim=0)
+            tokens.append(int(torch.multinomial(chances, 1, generator=dice)))
+    return tokens
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", nargs="?", type=Path, help="a run's folder")
+    parser.add_argument("--prompt", default="the", help="words of the corpus")
+    parser.add_argument("--words", type=int, default=40, help="how many to add")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
+    parser.add_argument("--seed", type=int, default=0, help="of the dice")
+    args = parser.parse_args()
+    model, vocab = load_run(args.run or newest_run())
+    tokens = tokens_of(args.prompt, vocab)
+    if not tokens:
+        refuse("--prompt: give at least one word")
+    words = continued(model, tokens, args.words, args.temperature, args.seed)
+    print(" ".join("\n" if vocab[t] == "<eos>" else vocab[t] for t in words))
