@@ -53,6 +53,7 @@ status() {
       printf "%-7s %-20s %-11s %-10s %-36s %s\n", job, stage, state, time, log_, where
     }
     BEGIN { row("JOB", "STAGE", "STATE", "TIME", "NODES, OR WHY NOT", "LOG") }
+    $3 == "CANCELLED" && $4 == "0:00" { $5 = "(never started)" }
     { row($1, $2, $3, $4, $5, $2 "-" $1 ".log") }' <<<"$found"
 }
 

@@ -1,0 +1,175 @@
+"""A live Slurm for the tests: nodes that differ as machines do, on this one; see slurm/cluster.sh.
+
+The cluster works in a copy of the repository, for jobs write their logs and runs where they were
+submitted, and `slurm/site.env` is the tests' own there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness import REPO
+
+# what an outer `make test ARGS=...` or a user's shell would hand on
+STRAY = re.compile(
+    r"M(AKE|FLAGS)|(ARGS|NODES|GPUS|PARTITION|ACCOUNT|TIME|CLUSTER|PORT)$|S(LURM|BATCH)_"
+)
+SECONDS = 300  # until a test that waits gives up; a loaded machine is slow, not wrong
+
+
+def skip_or_fail(reason: str) -> None:
+    """What a laptop may lack, the continuous integration must have."""
+    if os.environ.get("CI"):
+        pytest.fail(f"in CI nothing is skipped: {reason}")
+    pytest.skip(reason)
+
+
+def need(*tools: str, packages: str) -> None:
+    path = os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))
+    missing = [tool for tool in tools if not shutil.which(tool, path=path)]
+    if missing:
+        skip_or_fail(f"no {', '.join(missing)} here (apt install {packages})")
+
+
+def copy_of_repository(folder: Path, site: str = "") -> Path:
+    """What a job needs of the repository, with a site.env of one's own."""
+    ignored = shutil.ignore_patterns("__pycache__", "cluster", "site.env", "*.log")
+    for path in [*REPO.glob("[0-9][0-9]_*"), REPO / "common", REPO / "slurm", REPO / "tools"]:
+        shutil.copytree(path, folder / path.name, ignore=ignored)
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy(REPO / name, folder)
+    (folder / "slurm/site.env").write_text(environment_of_tests() + site)
+    return folder
+
+
+def environment_of_tests() -> str:
+    """Lines for site.env: the Python that runs the tests."""
+    if (Path(sys.prefix) / "bin/activate").exists():
+        return f"VENV={sys.prefix}\n"
+    return f"VENV=\nPATH={Path(sys.executable).parent}:$PATH\n"
+
+
+@dataclass
+class Cluster:
+    """`folder`: the copy that jobs are submitted from."""
+
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not STRAY.match(k)}
+        return kept | {"SLURM_CONF": str(self.folder / "slurm/cluster/slurm.conf")}
+
+    def call(self, *command: str, fails: bool = False, **variables: str) -> str:
+        """What a command said, run in the copy; it must succeed, or must not."""
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=self.folder,
+            env=self.environment | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert (done.returncode != 0) == fails, f"{command}: {done.returncode}\n{done.stdout}"
+        return done.stdout
+
+    def make(self, *words: str, fails: bool = False) -> str:
+        # `make` finds the cluster of its own folder by itself
+        return self.call("env", "-u", "SLURM_CONF", "make", *words, fails=fails)
+
+    def submit(self, goal: str, *words: str) -> list[Job]:
+        """By `make submit-...`; the jobs that it says it has submitted."""
+        said = self.make(goal, *words)
+        found = re.findall(r"^  job (\d+), log (\S+):", said, re.MULTILINE)
+        assert found, said
+        return [Job(self, number, self.folder / log) for number, log in found]
+
+    def batch(self, *flags: str, script: str) -> Job:
+        """A job of lines of shell."""
+        path = self.folder / "script.sh"
+        path.write_text(f"#!/usr/bin/env bash\nset -e\n{script}\n")
+        flags = ("--cpus-per-task=4", "--output=%x-%j.log", *flags)
+        number = self.call("sbatch", "--parsable", *flags, str(path)).strip()
+        return Job(self, number, self.folder / f"script.sh-{number}.log")
+
+
+@dataclass
+class Job:
+    cluster: Cluster
+    number: str
+    log_path: Path
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text() if self.log_path.exists() else "(no log)"
+
+    def info(self) -> dict[str, str]:
+        """What `scontrol show job` tells: JobState, Restarts, NodeList, StartTime, ..."""
+        said = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number)
+        return dict(word.split("=", 1) for word in said.split() if "=" in word)
+
+    def until(self, what: str, true: Callable[[], bool]) -> None:
+        """Wait for something that the job does."""
+        end = time.monotonic() + SECONDS
+        while not true():
+            state = self.info()["JobState"]
+            over = state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
+            if over and not true() or time.monotonic() > end:
+                pytest.fail(f"no {what}: {state} of job {self.number}\n{self.log}")
+            time.sleep(0.2)
+
+    def ends(self, state: str = "COMPLETED") -> dict[str, str]:
+        """Wait for its end, which must be this one."""
+        end = time.monotonic() + SECONDS
+        while (info := self.info())["JobState"] in (
+            *("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"),
+            *("REQUEUED", "NODE_FAIL"),  # on the way to PENDING
+        ):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.3)
+        assert info["JobState"] == state, f"{info}\n{self.log}"
+        return info
+
+    @property
+    def run_folder(self) -> Path:
+        (folder,) = self.cluster.folder.glob(f"runs/*/{self.number}")
+        return folder
+
+    def metrics(self) -> list[dict]:
+        text = (self.run_folder / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """The nodes' networks have fixed names: another run of the tests waits here."""
+    with open("/tmp/slurm-of-tests.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if subprocess.run(["ip", "link", "show", "slurm0"], capture_output=True).returncode == 0:
+            # left behind by tests that were killed
+            subprocess.run([REPO / "slurm/namespaces.sh", "down"], check=True)
+        yield
+
+
+@contextmanager
+def live_cluster(folder: Path, **variables: str) -> Iterator[Cluster]:
+    cluster = Cluster(copy_of_repository(folder))
+    try:
+        cluster.call("slurm/cluster.sh", "up", **variables)
+        yield cluster
+    finally:
+        cluster.call("slurm/cluster.sh", "down")

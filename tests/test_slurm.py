@@ -1,0 +1,218 @@
+"""The jobs, on a live Slurm: nodes with networks and host names of their own, on this machine."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import subprocess
+
+import pytest
+from harness import assert_same_curve, stage_path, stages
+from slurm_cluster import Job, live_cluster, need, one_at_a_time, skip_or_fail
+
+PACKAGES = "slurm-wlm munge iproute2"
+SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
+MANY = stages()[1:]  # those that use several processes
+
+
+def folder_of(stage: str) -> str:
+    return stage_path(stage).parent.name
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Three nodes with a network each; a node that is cut off is noticed after some seconds."""
+    need("sbatch", "slurmctld", "slurmd", "munged", "ip", packages=PACKAGES)
+    if os.geteuid() != 0:
+        skip_or_fail("a network for each node needs root")
+    extra = "SlurmdTimeout=6\nMinJobAge=3600"
+    with one_at_a_time():
+        folder = tmp_path_factory.mktemp("cluster")
+        with live_cluster(folder, NODES="3", NAMESPACES="1", EXTRA_CONF=extra) as cluster:
+            yield cluster
+
+
+# ---- what is submitted ----
+
+
+def test_consecutive_sbatch_files_differ_in_names_and_numbers_alone():
+    for before, after in zip(stages(), stages()[1:], strict=False):
+        a, b = (stage_path(x).with_name("train.sbatch").read_text() for x in (before, after))
+        changed = [x for x in difflib.ndiff(a.splitlines(), b.splitlines()) if x[0] in "+-"]
+        known = re.compile(r"..(#SBATCH --(job-name|nodes|gpus-per-node)=|exec slurm/launch.sh )")
+        assert all(known.match(x) for x in changed), changed
+        assert b.replace(folder_of(after), "").count(after) == 0
+
+
+def test_slurm_takes_every_header_with_and_without_gpus(cluster):
+    for stage in stages():
+        script = f"{folder_of(stage)}/train.sbatch"
+        assert "to start at" in cluster.call("sbatch", "--test-only", script)
+        cluster.call("sbatch", "--test-only", "--gpus-per-node=0", "--nodes=2", script)
+        header = dict(
+            re.findall(
+                r"^#SBATCH --([\w-]+)=(\S+)$",
+                stage_path(stage).with_name("train.sbatch").read_text(),
+                re.MULTILINE,
+            )
+        )
+        assert header["job-name"] == folder_of(stage)
+        assert "/" not in header["output"]  # a folder that does not exist would swallow the log
+        assert header["signal"].startswith("B:USR1@")
+
+
+@pytest.fixture(scope="module")
+def row(cluster, corpus_dir) -> dict[str, Job]:
+    """All stages by `make submit-all` on two nodes, of a process each."""
+    flags = f"{SMALL} --data {corpus_dir} --steps 6 --log-every 1"
+    jobs = cluster.submit("submit-all", "NODES=2", "GPUS=1", f"ARGS={flags}")
+    assert len(jobs) == len(stages())
+    return dict(zip(stages(), jobs, strict=True))
+
+
+def test_submit_all_runs_the_stages_in_order_each_when_the_one_before_is_done(row):
+    before = ""
+    for job in row.values():
+        info = job.ends()
+        assert info["StartTime"] >= before, f"job {job.number} did not wait"
+        before = info["EndTime"]
+
+
+@pytest.mark.parametrize("stage", stages())
+def test_a_stage_on_two_nodes_has_the_losses_of_stage_01(row, stage):
+    row[stage].ends()
+    config = json.loads((row[stage].run_folder / "config.json").read_text())
+    assert config["stage"] == folder_of(stage)
+    assert config["world_size"] == (1 if stage == "01" else 2)
+    assert row[stage].info()["NodeList"] == ("node1" if stage == "01" else "node[1-2]")
+    assert_same_curve(row[stage].metrics(), row["01"].metrics())
+
+
+def test_a_wrong_partition_is_said_at_once(cluster):
+    said = cluster.make("submit-02", "PARTITION=nowhere", fails=True)
+    assert "invalid partition" in said.lower() and "nowhere" in said
+
+
+def test_a_first_job_that_fails_ends_those_behind_it_and_is_reported(cluster):
+    first, *others = cluster.submit("submit-all", "ARGS=--steps 0")
+    first.ends("FAILED")
+    for job in others:
+        job.ends("CANCELLED")
+    status = cluster.make("status")
+    assert re.search(rf"^{first.number} .* FAILED .*NonZeroExitCode", status, re.MULTILINE)
+    assert re.search(rf"^{others[0].number} .* CANCELLED .*never started", status, re.MULTILINE), (
+        status
+    )
+    assert "--steps: 0 must be at least 1" in cluster.make("logs-01")
+    assert "CANCELLED" in cluster.make("logs-02")
+
+
+def test_cancel_ends_the_jobs_from_here(cluster):
+    job = cluster.submit("submit-02", "NODES=3", "ARGS=--data sample --steps 100000")[0]
+    assert f"cancelled job {job.number}: 02_ddp" in cluster.make("cancel")
+    job.ends("CANCELLED")
+    assert "no jobs" in cluster.make("cancel")
+
+
+# ---- cut and continued ----
+
+LONG = "--steps 200 --log-every 10 --checkpoint-every 100 --keep-checkpoints 9"
+
+
+@pytest.fixture(scope="module")
+def uncut(cluster, corpus_dir):
+    """`uncut("02")`: the run on two nodes that nothing disturbs."""
+    known: dict[str, Job] = {}
+
+    def run(stage: str) -> Job:
+        if stage not in known:
+            flags = f"ARGS={SMALL} --data {corpus_dir} {LONG}"
+            known[stage] = cluster.submit(f"submit-{stage}", "NODES=2", "GPUS=1", flags)[0]
+        return known[stage]
+
+    return run
+
+
+def numbers_of(job: Job) -> list[tuple]:
+    return [(x["step"], x.get("loss"), x.get("test_loss")) for x in job.metrics()]
+
+
+def weights_of(job: Job) -> dict[str, bytes]:
+    folder = job.run_folder / "checkpoints/step-00000200"
+    return {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
+
+
+def has_reached(job: Job, step: int):
+    return lambda: re.search(rf"^step +{step}\b", job.log, re.MULTILINE) is not None
+
+
+def steps_of(job: Job) -> str:
+    """Slurm's own steps, the batch script's sruns."""
+    return job.cluster.call("squeue", "--steps", "--noheader", f"--jobs={job.number}")
+
+
+@pytest.mark.parametrize("stage", ["01", "02"])
+def test_a_job_cut_by_its_signal_goes_on_by_itself_to_the_bits_of_an_uncut_one(
+    cluster, uncut, corpus_dir, stage
+):
+    flags = f"ARGS={SMALL} --data {corpus_dir} {LONG}"
+    job = cluster.submit(f"submit-{stage}", "NODES=2", "GPUS=1", flags)[0]
+
+    def ask(lives: int) -> None:
+        cluster.call("scancel", "--signal=USR1", "--batch", job.number)
+        job.until("requeue", lambda: job.info()["Restarts"] == str(lives))
+
+    # so early that no Python listens yet: it must neither be lost nor kill
+    job.until("step", lambda: f" {job.number}.0 " in steps_of(job))
+    ask(1)
+    job.until("step 60", has_reached(job, 59))
+    ask(2)
+    job.ends()
+    uncut(stage).ends()
+    assert job.log.count("asked to stop: saving after step") == 2
+    assert numbers_of(job) == numbers_of(uncut(stage))
+    assert weights_of(job) == weights_of(uncut(stage)) != {}
+
+
+# ---- a node is lost ----
+
+
+def in_node(node: str, *command: str) -> None:
+    subprocess.run(["ip", "netns", "exec", f"slurm-{node}", *command], check=True)
+
+
+@pytest.fixture
+def lose(cluster):
+    """`lose("node2", how)`: it dies in mid-run ("crash") or its cables are pulled ("cut")."""
+    lost: list[str] = []
+
+    def go(node: str, how: str) -> None:
+        lost.append(node)
+        pids = subprocess.check_output(["ip", "netns", "pids", f"slurm-{node}"], text=True).split()
+        if how == "crash":
+            subprocess.run(["kill", "-KILL", *pids], check=True)
+        else:
+            for wire in ("eth0", "ib0"):
+                subprocess.run(["ip", "link", "set", f"{wire}-{node}", "down"], check=True)
+
+    yield go
+    for node in lost:
+        for wire in ("eth0", "ib0"):
+            subprocess.run(["ip", "link", "set", f"{wire}-{node}", "up"], check=True)
+        cluster.call("slurm/namespaces.sh", "exec", node, "slurmd", "-N", node)
+        cluster.call("scontrol", "update", f"nodename={node}", "state=resume", "reason=back")
+
+
+@pytest.mark.parametrize("how", ["crash", "cut"])
+def test_a_job_that_loses_a_node_in_mid_run_comes_back_and_finishes(
+    cluster, uncut, corpus_dir, lose, how
+):
+    flags = f"ARGS={SMALL} --data {corpus_dir} {LONG}"
+    job = cluster.submit("submit-02", "NODES=2", "GPUS=1", flags)[0]
+    job.until("step 130", has_reached(job, 129))
+    lose("node2", how)
+    info = job.ends()
+    assert info["NodeList"] == "node[1,3]" and info["Restarts"] == "1"
+    assert numbers_of(job) == numbers_of(uncut("02"))
