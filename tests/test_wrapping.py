@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from common.model import Transformer, TransformerConfig, init_weights
 
 WORDS, WIDTH = 11, 6
+SMALL = 0.0002  # megabytes in a bucket, so that there are several
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 
 
@@ -148,8 +150,7 @@ def five_steps(
     plain = odd().to(dtype)
     plain_optimizer = optimizer_class(plain.parameters(), **defaults)
     model = copy.deepcopy(plain)
-    units = model.children() if way == "zero-3" else None
-    trainer = Trainer(way, model, optimizer_class, units, **defaults)
+    trainer = Trainer(way, model, optimizer_class, bucket_mb=SMALL, **defaults)
     for step in range(5):
         rank = 0 if same_data else dist.get_rank()
         takes = step % 2 == 1 if branch == "sometimes" else dist.get_rank() == 0
@@ -224,9 +225,16 @@ def test_units_that_are_gathered_have_the_bits_of_the_plain_model(
         assert worst == {}
 
 
+def checkpointed_steps(way: str, early_stop: bool) -> dict[str, float]:
+    with set_checkpoint_early_stop(early_stop):
+        return transformer_steps(way, "sgd", True, checkpointing=True)
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_activation_checkpointing_changes_no_bit(pools, way):
-    for worst in pools(2).run(transformer_steps, way, "sgd", True, True):
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "whole-layer"])
+def test_activation_checkpointing_changes_no_bit(pools, way, early_stop):
+    """A recomputation that stops at the last tensor it needs never gets to the unit's end."""
+    for worst in pools(2).run(checkpointed_steps, way, early_stop):
         assert worst == {}
 
 
@@ -281,7 +289,7 @@ def test_ddp_gives_every_rank_the_weights_and_buffers_of_the_first(pools):
 
 def gradients_in_buckets() -> None:
     stage, model = load_stage("02"), odd()
-    ddp = stage.DistributedDataParallel(model, bucket_cap_mb=0.0002)
+    ddp = stage.DistributedDataParallel(model, bucket_cap_mb=SMALL)
     trained = {p for p in model.parameters() if p.requires_grad}
     in_buckets = [p for bucket in ddp.buckets for p in bucket.params]
     assert set(in_buckets) == trained and len(in_buckets) == len(trained)  # tied ones once
@@ -486,7 +494,7 @@ def whole(p: Tensor) -> Tensor:
 def ten_steps(way: str, optimizer_class, **defaults) -> tuple[float, float]:
     """The largest difference in any loss, and in any parameter at the end."""
     model, twin = transformer(), transformer()
-    trainer = Trainer(way, model, optimizer_class, model.units(), **defaults)
+    trainer = Trainer(way, model, optimizer_class, model.units(), bucket_mb=0.03, **defaults)
     theirs, optimizer = pytorchs(way, twin, optimizer_class, **defaults)
     apart = 0.0
     for step in range(10):
