@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -112,6 +113,8 @@ def setup(timeout: float = 600.0) -> World:
             where = {"init_method": f"tcp://{host or _host_of_rank_0(launch.launcher)}:{port}"}
             if launch.launcher == "torchrun":
                 where = {"init_method": "env://"}  # reuses the store that torchrun has opened
+            if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+                where = {"store": _store_of_this_attempt(launch, timedelta(seconds=timeout))}
         dist.init_process_group(
             backend,
             rank=launch.rank,
@@ -120,6 +123,30 @@ def setup(timeout: float = 600.0) -> World:
             **where,
         )
     return World(dist.get_rank(), launch.local_rank, dist.get_world_size(), device)
+
+
+def _store_of_this_attempt(launch: Launch, timeout: timedelta) -> dist.Store:
+    """A store of rank 0's own, whose port it tells in torchrun's.
+
+    That one outlives a restart, and the addresses in it are of processes that are gone
+    (https://github.com/pytorch/pytorch/issues/135712). So may be the port: then nobody listens.
+    """
+    host, port = launch.address
+    shared = dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False)
+    if launch.rank == 0:
+        store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        shared.set("port", str(store.port))
+        return store
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        at = int(shared.get("port"))
+        try:
+            with socket.create_connection((host, at), timeout=1):
+                return dist.TCPStore(host, at, timeout=timeout, wait_for_workers=False)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
@@ -139,8 +166,9 @@ def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> d
     Every rank calls it, in the same order. `init_device_mesh` makes such groups too, but gives
     them a time-out of its own, ten to thirty minutes, whatever `setup` was told.
     """
-    ranks = torch.arange(prod(shape)).view(*shape)
-    lines = ranks.movedim(axis, -1).flatten(0, -2).tolist()
+    size, stride = shape[axis], prod(shape[axis + 1 :])
+    firsts = (rank for rank in range(prod(shape)) if rank // stride % size == 0)
+    lines = [[first + i * stride for i in range(size)] for first in firsts]
     group, _ = dist.new_subgroups_by_enumeration(
         lines, timeout=timedelta(seconds=timeout), group_desc=name
     )
@@ -167,6 +195,8 @@ def _report(error: BaseException) -> None:
         print0("interrupted", file=sys.stderr)
         return
     text = "".join(traceback.format_exception(error))
+    if "timed out" in text.lower():
+        text += "No answer within --timeout: another rank hangs, was stopped, or is far behind.\n"
     print(f"[rank {rank()} of {world_size()}] {text}", file=sys.stderr, flush=True)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler

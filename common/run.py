@@ -417,11 +417,6 @@ def run_id() -> str:
         return env["SLURM_JOB_ID"]
     if elastic != "none":
         return elastic
-    if int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-        refuse(
-            "torchrun --max-restarts: pass --run-dir, or to torchrun --rdzv-id or --standalone; "
-            "in a folder called by the time a restarted run finds no checkpoint"
-        )
     told = [time.strftime("%Y%m%d-%H%M%S")]
     if dist.is_initialized():
         dist.broadcast_object_list(told, src=0)

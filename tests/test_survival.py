@@ -1,0 +1,236 @@
+"""Runs that are signalled, stopped, killed and started again: none hangs, none loses its curve."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import chaos
+import pytest
+from harness import assert_same_curve, load_stage, stage_path, stages
+
+from common import checkpoint
+from common.checkpoint import checkpoints
+
+SMALL = "--d-model 32 --n-layers 4 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
+
+
+def argv_of(stage: str, corpus_dir: Path, run_dir: Path, *flags) -> list[str]:
+    own = chaos.TOPOLOGIES[stage][1].split()
+    folders = ["--data", str(corpus_dir), "--run-dir", str(run_dir)]
+    return [*SMALL, *own, *folders, *map(str, flags)]
+
+
+def lines_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+# ---- kill -9 ----
+
+
+@pytest.mark.parametrize("stage", ["02", "06"])
+def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(
+    fresh_pool, corpus_dir, tmp_path, stage
+):
+    """`make chaos` does this to every stage, at more moments."""
+    ranks, own = chaos.TOPOLOGIES[stage]
+    pool = fresh_pool(ranks)
+    argv = [*chaos.RUN.split(), *own.split(), "--data", str(corpus_dir)]
+    pool.train(stage, [*argv, "--run-dir", str(tmp_path / "undisturbed")])
+    dice = random.Random(int(stage))
+    kills = [chaos.draw_kill(dice, ranks, True, 0.0) for _ in range(2)]
+    done, _, problem = chaos.endure(pool, stage, kills, argv, tmp_path / "killed")
+    assert done >= 1 and not problem
+    assert not chaos.differences(tmp_path / "killed", tmp_path / "undisturbed")
+
+
+# ---- signals ----
+
+
+def train_and_signal(stage: str, argv: list[str], number: int, who: int, step: int) -> list[dict]:
+    """Train; one rank gets a signal in the midst of `step`, and again while it saves."""
+    from common.run import Run
+
+    log, write = Run.log, checkpoint.Writer.write_data
+
+    def log_and_signal(self, now, *args):
+        log(self, now, *args)
+        if now == step and checkpoint.dist.get_rank() == who:
+            os.kill(os.getpid(), number)
+
+    def signal_and_write(self, *args, **kwargs):
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)
+        return write(self, *args, **kwargs)
+
+    Run.log, checkpoint.Writer.write_data = log_and_signal, signal_and_write
+    try:
+        return load_stage(stage).main(argv)
+    finally:
+        Run.log, checkpoint.Writer.write_data = log, write
+
+
+@pytest.mark.parametrize("stage", [s for s in stages() if s > "01"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_one_rank_has_all_save_the_same_step_and_end(
+    pools, corpus_dir, tmp_path, stage, name
+):
+    ranks, _ = chaos.TOPOLOGIES[stage]
+    argv = argv_of(stage, corpus_dir, tmp_path, *"--steps 20 --log-every 1".split())
+    who = ranks - 1 if name == "SIGTERM" else 0
+    ended = pools(ranks).attempt(
+        train_and_signal, stage, argv, getattr(signal, name), who, 3, timeout=60
+    )
+    assert all(o.traceback is None and o.exit_status is None for o in ended), ended
+    for outcome in ended:
+        assert [x["step"] for x in outcome.value][:4] == [0, 1, 2, 3]
+        assert len(outcome.value) <= 5  # within two steps
+    (saved,) = checkpoints(tmp_path / "checkpoints")
+    assert saved.name == f"step-{len(ended[0].value):08d}"
+
+
+# ---- real processes ----
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(stage: str, ranks: int, argv: list[str], cwd: Path) -> list[subprocess.Popen]:
+    """The processes of a job, as a launcher would start them that then looks away."""
+    port = str(free_port())
+    started = []
+    for rank in range(ranks):
+        environment = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port)
+        environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(stage_path(stage)), *argv],
+                env=environment,
+                cwd=cwd,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return started
+
+
+def torchrun(
+    arguments: str, stage: str, argv: list[str], cwd: Path, **environment
+) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments.split()]
+    return subprocess.Popen(
+        [*command, str(stage_path(stage)), *argv],
+        env=dict(os.environ, **environment),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_checkpoint(processes: list[subprocess.Popen], run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while all(p.poll() is None for p in processes) and time.monotonic() < deadline:
+        if any(int(p.name[5:]) >= step for p in checkpoints(run_dir / "checkpoints")):
+            return
+        time.sleep(0.01)
+    for process in processes:
+        process.kill()
+    raise AssertionError([p.communicate() for p in processes])
+
+
+def workers_of(launcher: int) -> list[int]:
+    """The ranks that a torchrun has started, by the kernel's list of its children."""
+    found = []
+    for task in Path(f"/proc/{launcher}/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return [pid for pid in found if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_signal_to_a_process_of_a_job_ends_all_with_status_0(corpus_dir, tmp_path):
+    argv = argv_of("02", corpus_dir, tmp_path, "--checkpoint-every", 4, "--log-every", 1)
+    processes = start("02", 2, argv, tmp_path)
+    wait_for_checkpoint(processes, tmp_path, 4)
+    processes[1].send_signal(signal.SIGTERM)
+    said = [p.communicate(timeout=60) for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], said
+    assert said[0][0].count("asked to stop") == 1 and said[0][1] == said[1][1] == ""
+    steps = lines_of(tmp_path)[-1]["step"] + 1
+    assert checkpoints(tmp_path / "checkpoints")[-1].name == f"step-{steps:08d}"
+
+
+def test_a_rank_that_stops_answering_ends_the_job_after_the_time_out(corpus_dir, tmp_path):
+    argv = argv_of("04", corpus_dir, tmp_path, "--checkpoint-every", 4, "--timeout", 4)
+    processes = start("04", 2, argv, tmp_path)
+    wait_for_checkpoint(processes, tmp_path, 4)
+    processes[1].send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    _, said = processes[0].communicate(timeout=60)
+    seconds = time.monotonic() - stopped
+    processes[1].kill()
+    processes[1].communicate()
+    assert processes[0].returncode == 1 and 3 < seconds < 20
+    assert "[rank 0 of 2]" in said
+    assert "\nNo answer within --timeout" in said, said[-3000:]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
+def test_torchrun_brings_a_killed_rank_back_to_the_last_checkpoint(pools, corpus_dir, tmp_path):
+    flags = "--steps 150 --log-every 1 --checkpoint-every 10".split()
+    argv = argv_of("04", corpus_dir, tmp_path / "run", *flags)
+    job = torchrun(
+        "--standalone --nproc-per-node 2 --max-restarts 3",
+        "04",
+        argv,
+        tmp_path,
+        OMP_NUM_THREADS="1",
+    )
+    wait_for_checkpoint([job], tmp_path / "run", 10)
+    os.kill(workers_of(job.pid)[1], signal.SIGKILL)
+    out, err = job.communicate(timeout=120)
+    assert job.returncode == 0, err
+    (step,) = map(int, re.findall(r"resumed from .*, (\d+) steps done", out))
+    assert 10 <= step < 150
+    argv[argv.index("--run-dir") + 1] = str(tmp_path / "undisturbed")
+    pools(2).train("04", argv)
+    assert not chaos.differences(tmp_path / "run", tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
+def test_a_node_that_is_lost_leaves_the_global_batch_what_it_was(reference, corpus_dir, tmp_path):
+    """Two nodes of one rank; one dies with its launcher, the other goes on alone."""
+    curve = [*SMALL, "--data", str(corpus_dir), *"--steps 400 --log-every 1".split()]
+    argv = [*curve, "--checkpoint-every", "5", "--run-dir", str(tmp_path / "run")]
+    nodes = "--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-id x "
+    nodes += f"--rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-conf last_call_timeout=5"
+    first, second = (
+        torchrun(f"{nodes},is_host={host}", "02", argv, tmp_path, OMP_NUM_THREADS="1")
+        for host in (1, 0)
+    )
+    try:
+        wait_for_checkpoint([first, second], tmp_path / "run", 5)
+        for pid in (second.pid, *workers_of(second.pid)):
+            os.kill(pid, signal.SIGKILL)
+        out, err = first.communicate(timeout=240)
+    finally:
+        first.kill()
+        second.kill()
+    said = out + second.communicate()[0]
+    assert first.returncode == 0, err
+    assert "2 x cpu" in said and "1 x cpu" in said and "resumed from" in said
+    assert_same_curve(lines_of(tmp_path / "run"), reference(curve))
