@@ -29,7 +29,7 @@ $(if $(call goals,bench),$(call need_file,benchmarks/bench.py))
 $(if $(call goals,scale),$(call need_file,benchmarks/scale.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data quickstart schedule-06 test mutants lint bench scale tensorboard clean \
+.PHONY: help setup data quickstart schedule-06 test mutants lint bench scale chaos export generate tensorboard clean \
 	$(STAGES:%=run-%) $(STAGES:%=submit-%) $(STAGES:%=logs-%) $(STAGES:%=diff-%) \
 	submit-all status cancel cluster cluster-down
 
@@ -106,6 +106,12 @@ cluster-down: ## stop it
 tensorboard: $(READY) ## show the curves of all runs, in a browser
 	$(BIN)/tensorboard --logdir runs
 
+export: $(READY) ## the newest checkpoint of RUN= (or of the last run) as a plain file of weights
+	@$(BIN)/python tools/export.py $(RUN) $(ARGS)
+
+generate: $(READY) ## continue PROMPT= by what RUN= (or the last run) has learnt
+	@$(BIN)/python tools/generate.py $(RUN) $(if $(PROMPT),--prompt "$(PROMPT)") $(ARGS)
+
 # ---- read ----
 
 $(STAGES:%=diff-%): diff-%: ## what stage NN changes in the one before
@@ -120,6 +126,10 @@ schedule-06: $(READY) ## draw a pipeline's time line; SCHEDULE= PP= MICRO= VIRTU
 
 test: $(READY) ## the tests: parity of the stages, what they send and hold, and all the rest
 	$(BIN)/python -m pytest tests $(ARGS)
+
+chaos: $(READY) ## kill -9 runs of every stage at any moment: they must end with the same bits
+	$(BIN)/python tests/chaos.py $(ARGS)
+	$(BIN)/python -m pytest tests/test_survival.py -m slow
 
 mutants: $(READY) ## break the code on purpose: the tests must see it
 	$(BIN)/python tests/mutants.py $(ARGS)
