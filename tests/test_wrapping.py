@@ -225,6 +225,38 @@ def test_units_that_are_gathered_have_the_bits_of_the_plain_model(
         assert worst == {}
 
 
+class Reuses(nn.Module):
+    """One unit runs twice, another for an output that no loss uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice, self.idle, self.last = (nn.Linear(7, 7) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.first(x).tanh())
+        self.idle(x)
+        return self.last(self.twice(x.tanh()))
+
+
+def reused(way: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    plain = Reuses()
+    trainer = Trainer(way, copy.deepcopy(plain), SGD, lr=0.1)
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    for step in range(4):
+        x = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+        losses = [lambda model, x=x: model(x).square().mean()] * 2
+        trainer.step(losses)
+        plain_step(plain, optimizer, losses, over_ranks=False)
+    return differences(trainer.parameters(), plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_unit_may_run_twice_or_in_vain(pools, way):
+    for worst in pools(2).run(reused, way):
+        assert worst == {}
+
+
 def checkpointed_steps(way: str, early_stop: bool) -> dict[str, float]:
     with set_checkpoint_early_stop(early_stop):
         return transformer_steps(way, "sgd", True, checkpointing=True)
