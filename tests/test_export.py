@@ -1,0 +1,79 @@
+"""What a run has learnt, as one plain file and in words."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import REPO
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from common.checkpoint import checkpoints
+from common.data import load_corpus
+from common.model import Transformer, TransformerConfig
+
+SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
+
+
+@pytest.fixture(scope="module")
+def run(pools, corpus_dir, tmp_path_factory) -> Path:
+    """Of a stage in which no rank has a whole matrix."""
+    folder = tmp_path_factory.mktemp("run")
+    argv = [*SMALL, "--data", str(corpus_dir), "--run-dir", str(folder)]
+    pools(3).train("04", [*argv, *"--steps 60 --lr 1e-2 --checkpoint-every 30".split()])
+    return folder
+
+
+def call(script: str, *arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(REPO / "tools" / script), *map(str, arguments)]
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_export_makes_one_file_that_the_plain_model_loads(run, tmp_path, corpus_dir):
+    done = call("export.py", run, "--out", tmp_path / "model.pt")
+    assert done.returncode == 0 and "step-00000060" in done.stdout, done.stderr
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    dcp_to_torch_save(checkpoints(run / "checkpoints")[-1], tmp_path / "all.pt")
+    whole = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert {f"model.{name}" for name in weights} == {n for n in whole if n.startswith("model.")}
+    assert all(torch.equal(whole[f"model.{name}"], tensor) for name, tensor in weights.items())
+    config = TransformerConfig(len(load_corpus(str(corpus_dir)).vocab), 32, 2, 2, 16)
+    Transformer(config).load_state_dict(weights)
+
+
+def test_export_says_in_one_line_what_is_wrong(tmp_path):
+    done = call("export.py", tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "no checkpoint" in done.stderr
+
+
+def test_generate_continues_a_prompt_with_words_of_the_corpus(run, corpus_dir):
+    prompt = "word1 word2"
+    done = call("generate.py", run, "--prompt", prompt, "--words", 30)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.split("\n", 1)[1]
+    words = said.replace("\n", " <eos> ").split()[:32]
+    assert len(words) == 32 and words[:2] == prompt.split()
+    assert set(words) <= set(load_corpus(str(corpus_dir)).vocab)
+
+
+def test_each_word_is_drawn_from_what_the_model_expects_after_those_before(
+    run, monkeypatch, tmp_path
+):
+    monkeypatch.syspath_prepend(str(REPO / "tools"))
+    generate = importlib.import_module("generate")
+    model, vocab = generate.load_run(run)
+    tokens = generate.continued(model, [3, 5], 20, temperature=0, seed=0)
+    for i in range(2, len(tokens)):
+        seen = torch.tensor([tokens[max(0, i - 16) : i]])
+        assert tokens[i] == int(model(seen)[0, -1, : len(vocab)].argmax())
+    draw = [generate.continued(model, [3], 20, temperature=1, seed=s) for s in (0, 0, 1)]
+    assert draw[0] == draw[1] != draw[2]
+    with pytest.raises(SystemExit):
+        generate.tokens_of("a_word_that_is_not_there", vocab)
