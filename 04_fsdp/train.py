@@ -267,6 +267,9 @@ class FullyShardedDataParallel(nn.Module):
         if not self.in_backward:
             self.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        for later in self.flats[self.flats.index(flat) + 1 :]:
+            if not later.shard.requires_grad:  # frozen: no gradient says that it is done
+                later.reshard()
         flat.in_backward = True
         if flat.gathers_in_backward:
             self.gather(flat, then=-1)

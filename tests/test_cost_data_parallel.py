@@ -364,6 +364,26 @@ def test_a_rank_holds_what_the_table_says_at_every_point_of_a_step(pools, way, p
     assert 0 <= got["peak"] - peak <= little + copies
 
 
+def peak_with_frozen_units(way: str) -> int:
+    """Bytes above what lies there between steps, all units frozen but the first and the last."""
+    with ranks_without_wires(2):
+        model = stack()
+        for unit in model[1:-1]:
+            unit.requires_grad_(False)
+        trainer = Trainer(way, model, torch.optim.SGD, lr=0.1)
+        x = torch.randn(1, WIDTH)
+        with PeakMemory() as peak:
+            trainer.step([lambda model: model(x).sum()])
+        return peak.above
+
+
+def test_frozen_units_too_are_freed_on_the_way_through_backward(pools):
+    """The peak is the last unit's backward: it and the one before it, and its gradient, which
+    autograd has made and the buffer takes over."""
+    most = pools(1, group=False).run(peak_with_frozen_units, "fsdp")[0]
+    assert 0 <= most - 4 * 4 * UNIT <= 8 * ACTIVATION
+
+
 def test_the_states_in_bytes_a_parameter_are_those_of_the_papers():
     """Of float32 and a parameter of one unit on n ranks: 16, 8 + 8/n, 4 + 12/n, 16/n."""
     n, whole = 4, 4 * UNIT
