@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ def assert_sends(pool, corpus_dir, way: str, a: int, flags: str, gathered: int, 
     argv = [*RUN, *f"--steps {STEPS} --micro-batch-size {micro} {flags} {FLAGS[way]}".split()]
     argv += ["--data", str(corpus_dir)]
     expected = table(way, pool.size, a, gathered, reduced)
-    with_run_dir = [*argv, "--run-dir", str(corpus_dir / "runs")]
+    with_run_dir = [*argv, "--run-dir", os.path.join(os.environ["RUNS_ROOT"], "cost")]
     for by_ledger, by_dispatcher in pool.run(sent_by, stage, with_run_dir):
         at_start = by_ledger.pop("broadcast", (0, 0, 0))[1]
         assert at_start == by_dispatcher.pop("broadcast", (0, 0))[1] == start(way, pool.size)
