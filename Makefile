@@ -29,7 +29,7 @@ $(if $(call goals,bench),$(call need_file,benchmarks/bench.py))
 $(if $(call goals,scale),$(call need_file,benchmarks/scale.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data quickstart schedule-06 test mutants lint bench scale chaos export generate tensorboard clean \
+.PHONY: help setup data quickstart schedule-06 test mutants lint bench scale chaos export generate tensorboard plan clean \
 	$(STAGES:%=run-%) $(STAGES:%=submit-%) $(STAGES:%=logs-%) $(STAGES:%=diff-%) \
 	submit-all status cancel cluster cluster-down
 
@@ -121,6 +121,12 @@ schedule-06: $(READY) ## draw a pipeline's time line; SCHEDULE= PP= MICRO= VIRTU
 	@$(BIN)/python tools/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) \
 		$(if $(PP),--pp $(PP)) $(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
 		$(if $(RUN),--run $(RUN)) --svg $(or $(SVG),schedule.svg)
+
+$(STAGES:%=dry-run-%): dry-run-%: $(READY) ## what stage NN would hold and send on RANKS= ranks, as RANK=
+	@$(BIN)/python -m common.dry_run $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) $(ARGS)
+
+plan: $(READY) ## the same for every stage on 8 to 4096 ranks, in one table
+	@$(BIN)/python -m common.dry_run plan
 
 # ---- check ----
 

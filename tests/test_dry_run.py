@@ -1,0 +1,114 @@
+"""A dry run says what a real one does, and follows the formulas to 4096 ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from unittest.mock import patch
+
+import pytest
+from harness import REPO, PeakMemory, load_stage
+
+from common.dry_run import STAND_INS, Report, dry_run
+
+SIZE = "--d-model 64 --n-layers 8 --n-heads 8 --seq-len 16 --global-batch-size 32".split()
+VOCABULARY = 201  # of the tests' corpus with its line ends
+WAYS = [
+    ("02", []),
+    ("03", ["--zero-stage", "1"]),
+    ("03", ["--zero-stage", "2", "--micro-batch-size", "2"]),
+    ("03", ["--zero-stage", "3"]),
+    ("04", ["--micro-batch-size", "2"]),
+    ("04", ["--shard-size", "4", "--dtype", "bfloat16"]),
+    ("05", ["--sequence-parallel", "--activation-checkpointing"]),
+    ("06", ["--schedule", "zero-bubble"]),
+    ("07", ["--pp", "2", "--tp", "2", "--schedule", "interleaved"]),
+]
+
+
+def real(stage: str, argv: list[str]) -> Report:
+    """The same step in real memory and by real messages."""
+    module = load_stage(stage)
+    with patch.multiple(module, **STAND_INS), PeakMemory() as memory:
+        report = module.main(argv)
+    report.peak = memory.above
+    return report
+
+
+@pytest.mark.parametrize("stage, own", WAYS, ids=str)
+def test_a_dry_run_has_the_figures_of_a_real_one_on_eight_ranks(pools, corpus_dir, stage, own):
+    argv = [*SIZE, *own]
+    every = pools(8).run(real, stage, [*argv, "--data", str(corpus_dir)])
+    for rank in (0, 7):
+        (dry,) = pools(1, group=False).run(dry_run, stage, 8, rank, argv, VOCABULARY)
+        ours = every[rank]
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert getattr(dry, kind) == getattr(ours, kind), kind
+        assert dry.sent == ours.sent
+        assert dry.peak == pytest.approx(ours.peak, rel=0.02)
+
+
+TINY = "--d-model 64 --n-layers 2 --n-heads 2 --seq-len 16".split()
+PARAMETERS = 2 * 256 * 64 + 2 * (12 * 64 * 64 + 2 * 64) + 64
+
+
+@pytest.mark.parametrize("ranks", [8, 512, 4096])
+def test_states_and_traffic_follow_the_formulas_to_4096_ranks(pools, ranks):
+    argv = [*TINY, "--global-batch-size", str(ranks)]
+    around, p = (ranks - 1) / ranks, 4 * PARAMETERS  # bytes
+    expected = {  # states, ring bytes; what padding may add: one number a rank and buffer
+        ("02",): (4 * p, 2 * around * p),
+        ("03", "--zero-stage", "1"): (2 * p + 2 * p / ranks, 2 * around * p),
+        ("03", "--zero-stage", "2"): (p + 3 * p / ranks, 2 * around * p),
+        ("03", "--zero-stage", "3"): (4 * p / ranks, around * (3 * p - 4 * 256 * 64)),
+        ("04",): (4 * p / ranks, around * (3 * p - 4 * 256 * 64)),
+    }
+    for (stage, *own), (states, sent) in expected.items():
+        (got,) = pools(1, group=False).run(dry_run, stage, ranks, 3, [*argv, *own], VOCABULARY)
+        padding = 4 * 4 * ranks * 4  # bytes in four buffers, each of the four kinds of state
+        assert states <= got.states <= states + padding, (stage, own)
+        assert sent <= got.sent.total_ring_bytes <= sent + padding, (stage, own)
+
+
+def test_a_mesh_of_4096_ranks_shares_out_by_pp_and_tp(pools):
+    argv = "--d-model 64 --n-layers 8 --n-heads 8 --seq-len 16 --global-batch-size 512".split()
+    mesh = [*argv, "--pp", "4", "--tp", "8"]  # 128 replicas
+    one, last = (
+        pools(1, group=False).run(dry_run, "07", 4096, rank, mesh, VOCABULARY)[0]
+        for rank in (0, 4095)
+    )
+    layers = 2 * (12 * 64 * 64 // 8 + 2 * 64)
+    assert one.parameters == 4 * (256 * 64 // 8 + layers)
+    assert last.parameters == 4 * (256 * 64 // 8 + 64 + layers)
+    for got in (one, last):
+        assert got.states == 4 * got.parameters
+        over_dp = got.sent.ring["all_reduce", "dp"]
+        assert over_dp == pytest.approx(2 * 127 / 128 * got.parameters)
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "common.dry_run", *words], cwd=REPO, capture_output=True, text=True
+    )
+
+
+def test_what_a_real_run_refuses_a_dry_run_refuses_by_the_same_line():
+    done = command(*"07 --ranks 1024 --pp 8 --tp 8 --preset gpt2-xl".split())
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "--global-batch-size 24" in done.stderr
+    for words in (["09", "--ranks", "2"], ["02", "--ranks", "2", "--rank", "2"]):
+        done = command(*words)
+        assert done.returncode == 2 and words[-1] in done.stderr or "09" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_large_model_on_a_thousand_ranks_takes_less_than_a_minute():
+    start = time.monotonic()
+    done = command(
+        *"07 --ranks 1024 --pp 8 --tp 8 --preset gpt2-xl --n-heads 32 --n-layers 16".split(),
+        *"--global-batch-size 128".split(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "all_reduce over tp" in done.stdout and "isend over to_higher" in done.stdout
+    assert time.monotonic() - start < 60
