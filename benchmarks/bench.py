@@ -53,9 +53,10 @@ class Result:
         return [a / b for a, b in zip(self.ours_ms, self.theirs_ms, strict=True)]
 
 
-def batch(shape: Shape, step: int) -> tuple[Tensor, Tensor]:
+def batch(row: Row, shape: Shape, step: int) -> tuple[Tensor, Tensor]:
     """This rank's tokens and targets of a step."""
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    rank = dist.get_rank() if row.shares_batch else 0
+    generator = torch.Generator().manual_seed(1000 * step + rank)
     size = (shape.batch, shape.seq_len + 1)
     tokens = torch.randint(shape.vocab_size, size, generator=generator).to(device())
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -76,26 +77,26 @@ def timed(step: Step, tokens: Tensor, targets: Tensor) -> tuple[float, Tensor]:
     return 1e3 * (time.perf_counter() - start), loss
 
 
-def peak_mb(build, shape: Shape) -> float:
+def peak_mb(row: Row, build, shape: Shape) -> float:
     """The most that a contender holds on any rank, states included, over three steps alone."""
     gc.collect()
     if torch.cuda.is_available():
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        run_steps(build, shape)
+        run_steps(row, build, shape)
         peak = torch.cuda.max_memory_allocated()
     else:
         before = live_bytes()
         with PeakMemory() as memory:
-            run_steps(build, shape)
+            run_steps(row, build, shape)
         peak = memory.bytes
     return largest([(peak - before) / 1e6])[0]
 
 
-def run_steps(build, shape: Shape) -> None:
+def run_steps(row: Row, build, shape: Shape) -> None:
     step = build(shape)
     for i in range(3):
-        step(*batch(shape, i))
+        step(*batch(row, shape, i))
 
 
 def largest(values: list[float]) -> list[float]:
@@ -108,7 +109,7 @@ def largest(values: list[float]) -> list[float]:
 def measure(name: str, shape_name: str, pairs: int, warmup: int = 3) -> Result:
     """Run a row on the ranks of the default group."""
     row, shape = ROWS[name], (GPU_SHAPES if torch.cuda.is_available() else SHAPES)[shape_name]
-    memory = [peak_mb(build, shape) for build in (row.ours, row.theirs)]
+    memory = [peak_mb(row, build, shape) for build in (row.ours, row.theirs)]
     contenders = [row.ours(shape), row.theirs(shape)]
     times: list[list[float]] = [[], []]
     losses = [torch.zeros(())] * 2
@@ -116,7 +117,7 @@ def measure(name: str, shape_name: str, pairs: int, warmup: int = 3) -> Result:
     gc.freeze()
     gc.disable()  # a collection would fall on one contender's step or the other's
     for i in range(warmup + pairs):
-        data = batch(shape, i)
+        data = batch(row, shape, i)
         for which in (0, 1) if i % 2 == 0 else (1, 0):
             took, losses[which] = timed(contenders[which], *data)
             if i >= warmup:
@@ -222,7 +223,7 @@ def shapes_used(names: set[str]) -> list[str]:
     shapes = GPU_SHAPES if torch.cuda.is_available() else SHAPES
     return [
         f"- {n}: width {s.d_model}, {s.n_layers} layers, {s.n_heads} heads, vocabulary "
-        f"{s.vocab_size}, {s.batch} samples of {s.seq_len} tokens a rank, float32"
+        f"{s.vocab_size}, {s.batch} samples of {s.seq_len} tokens (01 to 04: a rank), float32"
         for n, s in shapes.items()
         if n in names
     ]
@@ -233,7 +234,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
     parser.add_argument("--ranks", nargs="+", type=int, help="default: what each row asks for")
     parser.add_argument("--pairs", type=int, default=100, help="timed steps of each contender")
     parser.add_argument("--out", help="write the table to this file, too")

@@ -9,18 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import load_stage
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from common.model import Transformer, TransformerConfig, init_weights, linear_cross_entropy
+from common.model import Linear, Transformer, TransformerConfig, init_weights, linear_cross_entropy
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
@@ -48,10 +59,14 @@ class Shape:
 SHAPES = {
     "small": Shape(vocab_size=2048, n_layers=4),
     "large-vocabulary": Shape(vocab_size=33_280),
+    "deep": Shape(vocab_size=2048, n_layers=8, batch=16),
+    "deep-large-vocabulary": Shape(vocab_size=33_280, n_layers=8, batch=16),
 }
 GPU_SHAPES = {
     "small": Shape(2048, d_model=512, n_layers=8, n_heads=8, seq_len=512),
     "large-vocabulary": Shape(33_280, d_model=512, n_layers=4, n_heads=8, seq_len=512),
+    "deep": Shape(2048, d_model=512, n_layers=16, n_heads=8, seq_len=512, batch=32),
+    "deep-large-vocabulary": Shape(33_280, 512, n_layers=16, n_heads=8, seq_len=512, batch=32),
 }
 
 
@@ -223,6 +238,181 @@ def torch_fsdp(reshard_after_forward: bool) -> Callable[[Shape], Step]:
     return build
 
 
+# ---- 05: parallelize_module ----
+
+
+def our_tensor_parallel(sequence_parallel: bool) -> Callable[[Shape], Step]:
+    def build(shape: Shape) -> Step:
+        stage, group = load_stage("05"), dist.group.WORLD
+        model = stage.tensor_parallel(transformer(shape), group, sequence_parallel)
+        finish = None
+        if sequence_parallel:
+            finish = partial(stage.sum_replicated_gradients, model, group)
+        return plain_step(model, torch.optim.AdamW(model.parameters(), **ADAMW), finish)
+
+    return build
+
+
+def with_torchs_linears(model: nn.Module) -> nn.Module:
+    """`parallelize_module` knows `nn.Linear` alone."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Linear):
+                rows, columns = child.weight.shape
+                linear = nn.Linear(columns, rows, bias=False, device="meta")
+                linear.weight = child.weight
+                setattr(module, name, linear)
+    return model
+
+
+def parallel_plan(sequence_parallel: bool) -> dict:
+    """PyTorch's tutorial of tensor parallelism, on the names of our model."""
+    between = Shard(1) if sequence_parallel else Replicate()  # what lies between two pairs
+    plan = {
+        "embed.tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "output.head": ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    for column, row in (("attn.wqkv", "attn.wo"), ("mlp.w1", "mlp.w2")):
+        plan[f"layers.*.{column}"] = ColwiseParallel()
+        plan[f"layers.*.{row}"] = RowwiseParallel(output_layouts=between)
+    if sequence_parallel:
+        for norm in ("layers.*.attn_norm", "layers.*.mlp_norm", "output.norm"):
+            plan[norm] = SequenceParallel()
+        for pair in ("layers.*.attn", "layers.*.mlp"):
+            plan[pair] = PrepareModuleInput(
+                input_layouts=(between,), desired_input_layouts=(Replicate(),)
+            )
+    return plan
+
+
+def torch_tensor_parallel(sequence_parallel: bool) -> Callable[[Shape], Step]:
+    def build(shape: Shape) -> Step:
+        mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+        model = with_torchs_linears(transformer(shape))
+        model = parallelize_module(model, mesh, parallel_plan(sequence_parallel))
+        # fused AdamW takes no group that mixes DTensors with the plain weights of the norms
+        kinds: dict[type, list[nn.Parameter]] = {}
+        for p in model.parameters():
+            kinds.setdefault(type(p.data), []).append(p)
+        optimizer = torch.optim.AdamW([{"params": ps} for ps in kinds.values()], **ADAMW)
+
+        def step(tokens: Tensor, targets: Tensor) -> Tensor:
+            with loss_parallel():
+                loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss.detach().full_tensor()
+
+        return step
+
+    return build
+
+
+# ---- 06: torch.distributed.pipelining ----
+
+MICRO_BATCHES = 8
+
+
+def stages_of(shape: Shape, virtual_stages: int) -> tuple[list[range], Transformer]:
+    """The units of each of this rank's stages, and the model that holds them."""
+    p, units_of = dist.get_world_size(), load_stage("06").units_of
+    n_stages = p * virtual_stages
+    mine = range(dist.get_rank(), n_stages, p)
+    runs = [units_of(stage, n_stages, shape.n_layers) for stage in mine]
+    model = Transformer(shape.config, units=[unit for run in runs for unit in run])
+    init_weights(model, seed=1)
+    return runs, model.to(device())
+
+
+def on_all_ranks(losses: Tensor) -> Tensor:
+    """The mean of the last rank's losses; zeros elsewhere."""
+    loss = losses.mean()
+    dist.all_reduce(loss)
+    return loss
+
+
+def our_pipeline(schedule: str, virtual_stages: int = 1) -> Callable[[Shape], Step]:
+    def build(shape: Shape) -> Step:
+        stage = load_stage("06")
+        runs, model = stages_of(shape, virtual_stages)
+        groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
+        pipeline = stage.Pipeline(model, runs, stage.SCHEDULES[schedule], groups)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+
+        def step(tokens: Tensor, targets: Tensor) -> Tensor:
+            pairs = zip(tokens.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True)
+            losses = pipeline.run([(x, y, None) for x, y in pairs])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return on_all_ranks(losses)
+
+        return step
+
+    return build
+
+
+class Part(nn.Module):
+    """A stage for PyTorch's schedules. The last one leaves the head to the loss, so that both
+    contenders make the loss in pieces."""
+
+    def __init__(self, model: Transformer, units: range):
+        super().__init__()
+        self.embed = model.embed if 0 in units else None
+        mine = (str(unit - 1) for unit in units)
+        self.layers = nn.ModuleList(model.layers[name] for name in mine if name in model.layers)
+        self.output = model.output if model.config.n_units - 1 in units else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.output is None else self.output.norm(x)
+
+
+def torch_pipeline(schedule: type, virtual_stages: int = 1) -> Callable[[Shape], Step]:
+    def build(shape: Shape) -> Step:
+        p, rank = dist.get_world_size(), dist.get_rank()
+        runs, model = stages_of(shape, virtual_stages)
+        stages = [
+            pipelining.PipelineStage(
+                Part(model, units), rank + chunk * p, p * virtual_stages, device()
+            )
+            for chunk, units in enumerate(runs)
+        ]
+
+        def loss_of(x: Tensor, targets: Tensor) -> Tensor:
+            weight = model.output.head.weight
+            return linear_cross_entropy(x.flatten(0, -2), weight, targets.flatten())
+
+        own = (
+            stages[0]
+            if issubclass(schedule, pipelining.schedules.PipelineScheduleSingle)
+            else (stages)
+        )
+        runner = schedule(own, MICRO_BATCHES, loss_fn=loss_of)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+
+        def step(tokens: Tensor, targets: Tensor) -> Tensor:
+            losses: list[Tensor] = []
+            inputs = (tokens,) if rank == 0 else ()
+            if rank == p - 1:
+                runner.step(*inputs, target=targets, losses=losses)
+            else:
+                runner.step(*inputs)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            last = rank == p - 1
+            return on_all_ranks(torch.stack(losses) if last else torch.zeros(1, device=device()))
+
+        return step
+
+    return build
+
+
 # ---- the table ----
 
 
@@ -235,7 +425,23 @@ class Row:
     against: str
     ranks: tuple[int, ...] = (2, 4)
     same_loss: bool = True  # both contenders compute the same function
-    shapes: tuple[str, ...] = tuple(SHAPES)
+    shapes: tuple[str, ...] = ("small", "large-vocabulary")
+    shares_batch: bool = True  # each rank has samples of its own
+
+
+def tensor_parallel_row(sequence_parallel: bool, against: str) -> Row:
+    ours, theirs = our_tensor_parallel(sequence_parallel), torch_tensor_parallel(sequence_parallel)
+    return Row(ours, theirs, against, shares_batch=False)
+
+
+def pipeline_row(schedule: str, v: int, theirs: type, their_v: int) -> Row:
+    return Row(
+        our_pipeline(schedule, v),
+        torch_pipeline(theirs, their_v),
+        f"pipelining.{theirs.__name__}, {their_v} stage{'s' * (their_v > 1)} a rank",
+        shapes=("deep", "deep-large-vocabulary"),
+        shares_batch=False,
+    )
 
 
 ROWS = {
@@ -256,4 +462,10 @@ ROWS = {
     "04-fsdp-no-reshard": Row(
         our_fsdp(False), torch_fsdp(False), "fully_shard(reshard_after_forward=False)"
     ),
+    "05-tensor": tensor_parallel_row(False, "parallelize_module, loss_parallel"),
+    "05-sequence": tensor_parallel_row(True, "the same with SequenceParallel"),
+    "06-gpipe": pipeline_row("gpipe", 1, pipelining.ScheduleGPipe, 1),
+    "06-1f1b": pipeline_row("1f1b", 1, pipelining.Schedule1F1B, 1),
+    "06-interleaved": pipeline_row("interleaved", 2, pipelining.ScheduleInterleaved1F1B, 2),
+    "06-zero-bubble": pipeline_row("zero-bubble", 1, pipelining.ScheduleInterleavedZeroBubble, 2),
 }
