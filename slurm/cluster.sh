@@ -24,8 +24,8 @@ fail() {
   exit 2
 }
 
-write_configuration() { # FOLDER; Slurm wants absolute paths
-  local dir=$1 names="node[1-$nodes]" controller=127.0.0.1 n
+write_configuration() { # FOLDER SOCKETS; Slurm wants absolute paths
+  local dir=$1 sockets=$2 names="node[1-$nodes]" controller=127.0.0.1 n
   if [[ $nodes == 1 ]]; then names=node1; fi
   if [[ $namespaces ]]; then controller=10.77.0.254; fi
   mkdir -p "$dir"/{log,state,gpus}
@@ -49,9 +49,9 @@ SlurmdUser=$me
 # the daemons listen to whoever has the key, which is in this folder and nowhere else
 AuthType=auth/munge
 # cred_expire: how long a requeued job waits before it starts again (120 s by default)
-AuthInfo=socket=$dir/munge.socket,cred_expire=5
+AuthInfo=socket=$sockets/munge,cred_expire=5
 StateSaveLocation=$dir/state
-SlurmdSpoolDir=$dir/spool-%n
+SlurmdSpoolDir=$sockets/%n
 SlurmctldPidFile=$dir/slurmctld.pid
 SlurmdPidFile=$dir/%n.pid
 SlurmctldLogFile=$dir/log/slurmctld.log
@@ -97,7 +97,7 @@ wait_for() { # WHAT COMMAND...: until the command succeeds, at most 20 s
 all_idle() { [[ $(timeout 5 sinfo -h -o %t) == idle ]]; }
 
 up() {
-  local missing=() tool
+  local missing=() tool sockets
   for tool in slurmctld slurmd sbatch munged; do
     command -v "$tool" >/dev/null || missing+=("$tool")
   done
@@ -108,8 +108,11 @@ up() {
   mkdir -p "$folder"
   folder=$(realpath "$folder")
   export SLURM_CONF=$folder/slurm.conf
-  write_configuration "$folder"
-  munged --key-file="$folder/munge.key" --socket="$folder/munge.socket" \
+  # a socket's path must not be longer than 107 characters, which this folder's may be
+  sockets=$(mktemp -d /tmp/slurm-XXXXXX)
+  ln -s "$sockets" "$folder/sockets"
+  write_configuration "$folder" "$sockets"
+  munged --key-file="$folder/munge.key" --socket="$sockets/munge" \
     --pid-file="$folder/munged.pid" --seed-file="$folder/munge.seed" \
     --log-file="$folder/log/munged.log" --force 2>/dev/null || fail "munged: see $folder/log"
   if [[ $namespaces ]]; then slurm/namespaces.sh up "$nodes"; fi
@@ -147,7 +150,7 @@ down() {
   done
   kill -KILL "${pids[@]}" 2>/dev/null || true
   if [[ -n $(ip netns list 2>/dev/null | grep slurm-node || true) ]]; then slurm/namespaces.sh down; fi
-  rm -rf "$folder"
+  rm -rf "$(realpath "$folder/sockets")" "$folder"
   echo "The cluster is stopped."
 }
 

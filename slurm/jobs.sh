@@ -58,7 +58,7 @@ status() {
 }
 
 logs() {
-  local job log
+  local job log before now
   job=$(jobs all | awk -F'|' -v stage="$1" '$2 == stage { print $1 }' | tail -n 1)
   if [[ $job ]]; then
     log=$1-$job.log
@@ -70,16 +70,20 @@ logs() {
     fi
   fi
   state() { jobs all | awk -F'|' -v job="$job" '$1 == job { print $3 ", " $5 }'; }
-  echo "== $log${job:+ ($(state))}"
+  echo "== $log"
   if [[ -z $job ]]; then
     cat "$log"
     return
   fi
   # follow it until the job has ended; it may have to wait, and a requeued one goes on
   tail --retry -n +1 -f "$log" 2>/dev/null &
-  follower=$!
+  follower=$! before=
   trap 'kill "$follower"' EXIT
-  while jobs pending,running,completing,suspended | grep -q "^$job|"; do sleep 2; done
+  while now=$(state) && [[ $now =~ ^(PENDING|CONFIGURING|RUNNING|COMPLETING|SUSPENDED|REQUEUED) ]]; do
+    if [[ $now != "$before" && $now == PENDING* ]]; then echo "== job $job: $now"; fi
+    before=$now
+    sleep 2
+  done
   sleep 1 # for the last lines
   echo "== job $job: $(state)"
 }
@@ -97,7 +101,8 @@ cancel() {
 }
 
 if ! command -v sbatch >/dev/null; then
-  case ${1-} in submit | logs) number=${2%%_*} ;; *) number=NN ;; esac
+  number=NN
+  if [[ ${2-} == [0-9][0-9]_* && $2 != *" "* ]]; then number=${2%%_*}; fi
   echo "there is no Slurm here (no sbatch): make run-$number runs a stage without," \
     "make cluster starts a Slurm on this machine" >&2
   exit 2

@@ -5,12 +5,24 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import pwd
 import re
+import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
-from harness import assert_same_curve, stage_path, stages
-from slurm_cluster import Job, live_cluster, need, one_at_a_time, skip_or_fail
+from harness import REPO, assert_same_curve, stage_path, stages
+from slurm_cluster import (
+    Cluster,
+    Job,
+    copy_of_repository,
+    live_cluster,
+    need,
+    one_at_a_time,
+    skip_or_fail,
+)
 
 PACKAGES = "slurm-wlm munge iproute2"
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
@@ -116,6 +128,118 @@ def test_cancel_ends_the_jobs_from_here(cluster):
     assert "no jobs" in cluster.make("cancel")
 
 
+# ---- other launchers ----
+
+SRUN = "srun --ntasks-per-node 1 python 04_fsdp/train.py"
+MPIRUN = "mpirun -n 2 -x MASTER_ADDR -x MASTER_PORT python 04_fsdp/train.py"
+TORCHRUN = (
+    "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id run1 "
+    "--rdzv-endpoint node1:29500 04_fsdp/train.py"
+)
+
+
+@pytest.fixture(scope="module")
+def launched(cluster, corpus_dir) -> Job:
+    """All stages under srun, one under mpirun and one under torchrun, by the README's commands."""
+    need("mpirun", packages="openmpi-bin")
+    flags = f"{SMALL} --data {corpus_dir} --steps 6 --log-every 1 --run-dir runs"
+
+    def line(command: str, stage: str, before: str = "") -> str:
+        assert f"    {command}" in (REPO / "README.md").read_text(), command
+        script = command.replace("04_fsdp", folder_of(stage))
+        return f"{before}{script} {flags}/{command.split()[0]}/{stage}"
+
+    lines = ["source slurm/env.sh", "export OMP_NUM_THREADS=1"]
+    lines += [line(SRUN, stage) for stage in MANY]
+    lines += ["export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
+    lines += [line(MPIRUN, "02"), line(TORCHRUN, "03", before="srun --ntasks-per-node 1 ")]
+    return cluster.batch("--nodes=2", "--ntasks-per-node=1", script="\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    "launcher, stage", [*(("srun", x) for x in MANY), ("mpirun", "02"), ("torchrun", "03")]
+)
+def test_a_stage_starts_on_two_nodes_by_the_readmes_command(row, launched, launcher, stage):
+    launched.ends()
+    folder = launched.cluster.folder / "runs" / launcher / stage
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["launcher"], config["world_size"]) == (launcher, 2)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    row["01"].ends()
+    assert_same_curve([json.loads(x) for x in lines], row["01"].metrics())
+
+
+# ---- the environment of a job ----
+
+PROBE = """\
+import json, os, socket, sys
+sys.path.insert(0, os.getcwd())
+import torch
+from common.collectives import all_reduce
+from common.distributed import cleanup, setup
+world = setup(60)
+x = torch.ones(())
+all_reduce(x)
+told = dict(os.environ, host=socket.gethostname(), sum=x.item())
+open(f"probe-{os.environ['SLURM_JOB_ID']}-{world.rank}.json", "w").write(json.dumps(told))
+cleanup()
+"""
+
+
+def probe(cluster, site: str, *flags: str) -> list[dict]:
+    """The environment of a process on either node, with these lines in site.env."""
+    path = cluster.folder / "slurm/site.env"
+    kept = path.read_text()
+    path.write_text(f"{site}\n{kept}")
+    (cluster.folder / "probe.py").write_text(PROBE)
+    script = "source slurm/env.sh\nexec slurm/launch.sh torchrun probe.py"
+    try:
+        job = cluster.batch("--nodes=2", "--ntasks-per-node=1", *flags, script=script)
+        job.ends()
+    finally:
+        path.write_text(kept)
+    files = cluster.folder.glob(f"probe-{job.number}-*.json")
+    found = [json.loads(x.read_text()) for x in files]
+    assert all(x["sum"] == len(found) for x in found)
+    return found
+
+
+def test_a_plain_site_meets_at_the_first_node_and_reads_its_data_from_memory(cluster, tmp_path):
+    (tmp_path / "corpora/wikitext2").mkdir(parents=True)
+    site = (cluster.folder / "slurm/site.env.plain.example").read_text()
+    site += f"STAGE_DATA=1\nDATA_ROOT={tmp_path}/corpora\nunset OMP_NUM_THREADS"
+    found = probe(cluster, site)  # without GPUs: two processes a node
+    assert sorted(x["host"] for x in found) == ["node1", "node1", "node2", "node2"]
+    for env in found:
+        assert env["SRUN_CPUS_PER_TASK"] == env["SLURM_CPUS_PER_TASK"] == "4"
+        assert env["OMP_NUM_THREADS"] == "1"  # of two cores
+        assert env["HF_HUB_OFFLINE"] == env["HF_DATASETS_OFFLINE"] == "1"
+        node = env["SLURM_NODEID"]
+        assert env["DATA_ROOT"] == f"/dev/shm/corpora-{env['SLURM_JOB_ID']}-{node}"
+        assert not Path(env["DATA_ROOT"]).exists()  # the job has taken it away
+    assert len({env["SLURM_NODEID"] for env in found}) == 2
+
+
+def test_a_site_like_jsc_meets_over_infiniband_by_the_name_with_an_i(cluster):
+    site = "module() { :; }\nSCRATCH=/tmp/scratch\n"
+    site += (cluster.folder / "slurm/site.env.jsc.example").read_text()
+    found = probe(cluster, site, "--gpus-per-node=1")
+    assert sorted(x["host"] for x in found) == ["node1", "node2"]
+    for env in found:
+        assert env["MASTER_ADDR"] in ("node1i", "node2i")  # torchrun's, of the node with rank 0
+        assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "ib0"
+        assert env["HF_HOME"] == "/tmp/scratch/cache/huggingface"
+
+
+def test_a_wrong_master_address_fails_here_as_it_would_on_a_cluster(cluster):
+    script = "source slurm/env.sh\nexport MASTER_ADDR=localhost\n"
+    script += "timeout 20 srun --kill-on-bad-exit=1 --ntasks-per-node=1 python probe.py"
+    (cluster.folder / "probe.py").write_text(PROBE.replace("setup(60)", "setup(5)"))
+    job = cluster.batch("--nodes=2", "--ntasks-per-node=1", script=script)
+    job.ends("FAILED")
+    assert "rank 0" not in job.log and "DistNetworkError" in job.log
+
+
 # ---- cut and continued ----
 
 LONG = "--steps 200 --log-every 10 --checkpoint-every 100 --keep-checkpoints 9"
@@ -167,6 +291,7 @@ def test_a_job_cut_by_its_signal_goes_on_by_itself_to_the_bits_of_an_uncut_one(
     # so early that no Python listens yet: it must neither be lost nor kill
     job.until("step", lambda: f" {job.number}.0 " in steps_of(job))
     ask(1)
+    uncut(stage)  # may run while the other waits
     job.until("step 60", has_reached(job, 59))
     ask(2)
     job.ends()
@@ -177,10 +302,6 @@ def test_a_job_cut_by_its_signal_goes_on_by_itself_to_the_bits_of_an_uncut_one(
 
 
 # ---- a node is lost ----
-
-
-def in_node(node: str, *command: str) -> None:
-    subprocess.run(["ip", "netns", "exec", f"slurm-{node}", *command], check=True)
 
 
 @pytest.fixture
@@ -216,3 +337,54 @@ def test_a_job_that_loses_a_node_in_mid_run_comes_back_and_finishes(
     info = job.ends()
     assert info["NodeList"] == "node[1,3]" and info["Restarts"] == "1"
     assert numbers_of(job) == numbers_of(uncut("02"))
+
+
+# ---- the cluster of a learner ----
+
+
+def test_a_new_user_goes_from_make_cluster_to_a_trained_model(tmp_path):
+    need("sbatch", "slurmctld", "slurmd", "munged", packages=PACKAGES)
+    laptop = Cluster(copy_of_repository(tmp_path / "copy"))
+    try:
+        assert "2 nodes" in laptop.make("cluster", "PORT=17100")
+        assert "make cluster-down" in laptop.make("cluster", fails=True)
+        laptop.make("submit-04", "NODES=2", f"ARGS={SMALL} --data sample --steps 2")
+        said = laptop.make("logs-04")
+    finally:
+        assert "stopped" in laptop.make("cluster-down")
+    assert "step     1  loss" in said and "COMPLETED" in said
+    assert not (tmp_path / "copy/slurm/cluster").exists()
+
+
+def test_an_ordinary_user_can_start_a_cluster():
+    need("sbatch", "slurmctld", "slurmd", "munged", packages=PACKAGES)
+    nobody = pwd.getpwnam("nobody")
+    with tempfile.TemporaryDirectory() as home:  # not pytest's folder, which is its user's alone
+        shutil.copytree(REPO / "slurm", f"{home}/slurm", ignore=shutil.ignore_patterns("cluster"))
+        if os.geteuid() == 0:
+            for path in [home, *map(str, Path(home).rglob("*"))]:
+                os.chown(path, nobody.pw_uid, nobody.pw_gid)
+
+        def run(*command: str) -> str:
+            variables = {"PATH": "/usr/bin:/bin", "HOME": home, "PORT": "17200"}
+            variables |= {"SLURM_CONF": f"{home}/slurm/cluster/slurm.conf"}
+            user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+            done = subprocess.run(
+                command,
+                cwd=home,
+                env=variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=120,
+                **(user if os.geteuid() == 0 else {}),
+            )
+            assert done.returncode == 0, done.stdout
+            return done.stdout
+
+        run("slurm/cluster.sh", "up")
+        try:
+            name = "nobody" if os.geteuid() == 0 else pwd.getpwuid(os.getuid()).pw_name
+            assert run("srun", "--nodes=2", "--gpus-per-node=4", "id", "-un") == f"{name}\n" * 2
+        finally:
+            run("slurm/cluster.sh", "down")
