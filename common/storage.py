@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import zlib
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,7 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 
 class Damaged(ValueError):
@@ -51,7 +54,7 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return _tensor_of(self.state_dict, index)
+        return _tensor_of(self.state_dict, index).contiguous()
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -114,18 +117,34 @@ class Checksum:
         return zlib.crc32(self._rest, self._crc)
 
 
+_IN_CACHE = 2**18  # bytes: what has just been summed or read is still in the core's cache
 _MARK = b"\nchecksum "  # behind the metadata's pickle, where whoever unpickles it has stopped
 
 
 class _Summed:
-    """A stream to write to, and the checksum of what has passed."""
+    """A stream to write an item to, the checksum of what has passed, and where the tensor began.
 
-    def __init__(self, stream: BinaryIO):
-        self.stream, self.checksum = stream, Checksum()
+    Its elements come in one piece; what else `torch.save` writes is shorter than `LEAST`, below
+    which they are not looked for.
+    """
+
+    LEAST = 4096  # bytes
+
+    def __init__(self, stream: BinaryIO, shape: torch.Size, dtype: torch.dtype):
+        self.stream, self.shape, self.dtype = stream, shape, dtype
+        self.nbytes, self.checksum = shape.numel() * dtype.itemsize, Checksum()
+        self.written, self.tensor_at = 0, None
 
     def write(self, data) -> int:
-        self.checksum.update(data)
-        return self.stream.write(data)
+        data = memoryview(data).cast("B")
+        if len(data) == self.nbytes >= self.LEAST:
+            self.tensor_at = self.written
+        self.written += len(data)
+        for start in range(0, len(data), _IN_CACHE):
+            piece = data[start : start + _IN_CACHE]
+            self.checksum.update(piece)
+            self.stream.write(piece)
+        return len(data)
 
     def flush(self) -> None:
         pass  # the file is, when it is whole
@@ -140,7 +159,8 @@ class _SummedItems:
         self.streams: dict[MetadataIndex, _Summed] = {}
 
     def transform_save_stream(self, item: WriteItem, stream: BinaryIO) -> tuple[_Summed, list]:
-        self.streams[item.index] = _Summed(stream)
+        shape, dtype = item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype
+        self.streams[item.index] = _Summed(stream, shape, dtype)
         return self.streams[item.index], []  # no transformation that a reader must undo
 
 
@@ -152,11 +172,18 @@ class Writer(dcp.FileSystemWriter):
         super().__init__(path, per_thread_copy_ahead=0)
         self.transforms = _SummedItems()
 
-    def write_data(self, *args, **kwargs):
-        written = super().write_data(*args, **kwargs)
+    def write_data(self, plan: SavePlan, planner: SavePlanner):
+        theirs = get_crc32_options()
+        set_crc32_options(False)  # of the zip that holds an item; nobody compares it
+        try:
+            written = super().write_data(plan, planner)
+        finally:
+            set_crc32_options(theirs)
         for result in written.value():
             stream = self.transforms.streams[result.index]
             result.storage_data.checksum = stream.checksum.value()
+            if stream.tensor_at is not None:
+                result.storage_data.raw = (stream.tensor_at, stream.dtype, stream.shape)
         return written
 
     def finish(self, metadata: Metadata, results: list) -> None:
@@ -197,33 +224,6 @@ class MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Memory(io.RawIOBase):
-    """A stream that reads from memory without a copy of it, as `io.BytesIO` would make."""
-
-    def __init__(self, memory: memoryview):
-        self.memory, self.position = memory, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: len(self.memory)}
-        self.position = start[whence] + offset
-        return self.position
-
-    def tell(self) -> int:
-        return self.position
-
-    def readinto(self, target) -> int:
-        piece = self.memory[self.position : self.position + len(target)]
-        target[: len(piece)] = piece
-        self.position += len(piece)
-        return len(piece)
-
-
 class Reader(dcp.FileSystemReader):
     """PyTorch's reader, but nothing in the folder can run code, leave it, or go unchecked.
 
@@ -233,8 +233,7 @@ class Reader(dcp.FileSystemReader):
 
     def __init__(self, path: str | os.PathLike):
         super().__init__(path)
-        self._room = np.empty(0, np.uint8)
-        self._in_room: _StorageInfo | None = None
+        self._room = np.empty(0, np.uint8)  # for one item; new memory each time would cost more
         try:
             self._metadata = self._checked_metadata()
         except Exception as error:
@@ -259,30 +258,51 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self) -> Metadata:
         return self._metadata
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """In the order of the files, so that an item of which parts are wanted is read once."""
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """In the order of the files, so that an item of which several parts are wanted is read
+        once."""
 
-        def place(item) -> tuple[str, int]:
-            info = self.storage_data[item.storage_index]
+        def place(wanted: ReadItem) -> tuple[str, int]:
+            info = self.storage_data[wanted.storage_index]
             return info.relative_path, info.offset
 
-        plan.items.sort(key=place)
-        return plan
+        in_order = sorted(plan.items, key=place)
+        for (name, _), parts in groupby(in_order, key=place):
+            parts = list(parts)
+            with open(Path(self.path) / name, "rb") as file:
+                tensor = self._tensor(file, self.storage_data[parts[0].storage_index])
+            for part in parts:
+                target = planner.resolve_tensor(part).detach()
+                box = zip(part.storage_offsets, part.lengths, strict=True)
+                source = tensor[tuple(slice(at, at + n) for at, n in box)]
+                if source.size() != target.size():
+                    raise Damaged(f"{part.storage_index.fqn} in {name} has another shape")
+                target.copy_(source)
+                planner.commit_tensor(part, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-    def _slice_file(self, file: BinaryIO, info: _StorageInfo) -> BinaryIO:
-        if self._in_room is not info:
-            self._in_room = None
-            if len(self._room) < info.length:
-                self._room = np.empty(info.length, np.uint8)
-            item = memoryview(self._room)[: info.length]
-            file.seek(info.offset)
-            whole = file.readinto(item) == info.length
-            expected = getattr(info, "checksum", None)
-            if not whole or expected not in (None, Checksum().update(item).value()):
-                name = next(i.fqn for i, at in self.storage_data.items() if at is info)
-                wrong = "checksum differs" if whole else "file is too short"
-                raise Damaged(
-                    f"{name} in {info.relative_path} is not what was written: its {wrong}"
-                )
-            self._in_room = info
-        return _Memory(memoryview(self._room)[: info.length])
+    def _tensor(self, file: BinaryIO, info: _StorageInfo) -> Tensor:
+        """An item, until the next one is read."""
+        item = self._checked_item(file, info)
+        if getattr(info, "raw", None) is None:
+            return torch.load(io.BytesIO(item), map_location="cpu", weights_only=True)
+        at, dtype, shape = info.raw
+        return torch.frombuffer(item, dtype=dtype, count=shape.numel(), offset=at).view(shape)
+
+    def _checked_item(self, file: BinaryIO, info: _StorageInfo) -> memoryview:
+        if len(self._room) < info.length:
+            self._room = np.empty(info.length, np.uint8)
+        item = memoryview(self._room)[: info.length]
+        file.seek(info.offset)
+        read, checksum = 0, Checksum()
+        while piece := file.readinto(item[read : read + _IN_CACHE]):
+            checksum.update(item[read : read + piece])
+            read += piece
+        whole, expected = read == info.length, getattr(info, "checksum", None)
+        if not whole or expected not in (None, checksum.value()):
+            name = next(i.fqn for i, at in self.storage_data.items() if at is info)
+            wrong = "checksum differs" if whole else "file is too short"
+            raise Damaged(f"{name} in {info.relative_path} is not what was written: its {wrong}")
+        return item
