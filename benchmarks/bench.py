@@ -18,6 +18,7 @@ import platform
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from math import comb
@@ -130,7 +131,9 @@ def measure(name: str, shape_name: str, pairs: int, warmup: int = 3) -> Result:
     return Result(name, shape_name, dist.get_world_size(), ours, theirs, *memory, difference)
 
 
-def worker(rank: int, size: int, port: int, jobs: list[tuple[str, str]], pairs: int, queue) -> None:
+def worker(
+    rank: int, size: int, port: int, jobs: list[tuple[str, str]], pairs: int, out: str
+) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1 if size > 1 else os.cpu_count() or 1)
     if torch.cuda.is_available():
@@ -141,12 +144,14 @@ def worker(rank: int, size: int, port: int, jobs: list[tuple[str, str]], pairs: 
         rank=rank,
         world_size=size,
     )
+    results = []
     for name, shape_name in jobs:
-        result = measure(name, shape_name, pairs)
+        results.append(measure(name, shape_name, pairs))
         if rank == 0:
-            print(line_of(result), flush=True)
-            queue.put(result)
+            print(line_of(results[-1]), flush=True)
         gc.collect()
+    if rank == 0:
+        torch.save(results, out)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -158,9 +163,9 @@ def run_jobs(size: int, jobs: list[tuple[str, str]], pairs: int) -> list[Result]
         port = probe.getsockname()[1]
     threads = "1" if size > 1 else str(os.cpu_count())
     os.environ["OMP_NUM_THREADS"] = threads  # the workers inherit it
-    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(worker, (size, port, jobs, pairs, queue), nprocs=size)
-    return [queue.get() for _ in jobs]
+    with tempfile.NamedTemporaryFile() as out:
+        torch.multiprocessing.spawn(worker, (size, port, jobs, pairs, out.name), nprocs=size)
+        return torch.load(out.name, weights_only=False)
 
 
 # ---- the table ----
