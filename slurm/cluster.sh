@@ -13,9 +13,9 @@ cd "$(dirname "$0")/.."
 
 folder=${CLUSTER:-slurm/cluster}
 nodes=${NODES:-2}
-port=${PORT:-17000}           # slurmctld's; node N listens at the N-th after it
+port=${PORT:-17000} # slurmctld's; node N listens at the N-th after it
 namespaces=${NAMESPACES:-}
-extra_conf=${EXTRA_CONF:-}    # more lines for slurm.conf
+extra_conf=${EXTRA_CONF:-} # more lines for slurm.conf
 me=$(id -un)
 PATH=$PATH:/usr/sbin:/sbin # where Debian has the daemons, outside an ordinary user's path
 
@@ -115,7 +115,10 @@ up() {
   munged --key-file="$folder/munge.key" --socket="$sockets/munge" \
     --pid-file="$folder/munged.pid" --seed-file="$folder/munge.seed" \
     --log-file="$folder/log/munged.log" --force 2>/dev/null || fail "munged: see $folder/log"
-  if [[ $namespaces ]]; then slurm/namespaces.sh up "$nodes"; fi
+  if [[ $namespaces ]]; then
+    touch "$folder/namespaces"
+    slurm/namespaces.sh up "$nodes"
+  fi
   slurmctld -c
   wait_for slurmctld timeout 5 scontrol ping
   for ((n = 1; n <= nodes; n++)); do
@@ -149,7 +152,7 @@ down() {
     sleep 0.2
   done
   kill -KILL "${pids[@]}" 2>/dev/null || true
-  if [[ -n $(ip netns list 2>/dev/null | grep slurm-node || true) ]]; then slurm/namespaces.sh down; fi
+  if [[ -e $folder/namespaces ]]; then slurm/namespaces.sh down; fi
   rm -rf "$(realpath "$folder/sockets")" "$folder"
   echo "The cluster is stopped."
 }

@@ -41,17 +41,16 @@ while true; do
   kill -0 "$step" 2>/dev/null || break
 done
 
-# Slurm takes minutes to see that a node is lost (SlurmdTimeout), the processes that it leaves
-# behind may fail in a second: is every node still there?
-all_nodes_answer() {
-  timeout 60 srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" true
-}
+# Slurm takes minutes to see that a node is lost (SlurmdTimeout), but the processes on the others
+# may fail in a second: then a step still starts on this node and not on all
+step_starts_on() { timeout 60 srun --overlap --nodes="$1" --ntasks="$1" true; }
+node_is_lost() { step_starts_on 1 && ! step_starts_on "$SLURM_JOB_NUM_NODES"; }
 
 # 138: killed by USR1, so early that there was nothing to save
 if [[ $requeue && ($status == 0 || $status == 138) ]]; then
   echo "time is nearly up: job $SLURM_JOB_ID requeued, to go on from its newest checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
-elif [[ $status != 0 ]] && ! all_nodes_answer; then
+elif [[ $status != 0 ]] && node_is_lost; then
   echo "a node is lost: job $SLURM_JOB_ID requeued, to go on from its newest checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
 elif [[ $status != 0 ]]; then
