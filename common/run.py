@@ -135,10 +135,14 @@ class Run:
         self._peak = peak_flops(name)
         self._gpu_utilisation = gpu_utilisation(device)
         sys.excepthook = _calm_interrupt
-        if rank() == 0:
-            self._open(name)
+        trouble = [self._open(name) if rank() == 0 else None]
+        if dist.is_initialized():
+            dist.broadcast_object_list(trouble, src=0)
+        if trouble[0] is not None:
+            refuse(trouble[0])
 
-    def _open(self, device_name: str) -> None:
+    def _open(self, device_name: str) -> str | None:
+        """Make the folder and begin its files; returns what has gone wrong."""
         from torch.utils.tensorboard import SummaryWriter
 
         try:
@@ -156,12 +160,13 @@ class Run:
             (self.folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
             self._board = SummaryWriter(self.folder)
         except OSError as error:
-            refuse(f"--run-dir {self.folder}: cannot write there: {error}")
+            return f"--run-dir {self.folder}: cannot write there: {error}"
         millions = described["parameters"] / 1e6
         print0(
             f"{self.stage}: {millions:.2f} M parameters, {world_size()} x {self.device.type}, "
             f"data {self.args.data}, run folder {self.folder}"
         )
+        return None
 
     # ---- steps ----
 

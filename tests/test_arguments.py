@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import shlex
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from harness import count_collectives, load_stage, stage_path, stages
+from jobs import end_as_a_launcher_would, start, torchrun
 
 TABLE = Path(__file__).with_name("bad_arguments.txt")
 BASE = "--d-model 32 --n-layers 4 --n-heads 2 --seq-len 16 --global-batch-size 12 --steps 1"
@@ -91,22 +91,56 @@ def test_wrong_arguments_are_refused_with_one_line_and_status_2(
 COMMANDS = [row for row in rows() if row.as_command]
 
 
-@pytest.mark.parametrize("row", COMMANDS, ids=[row.argv for row in COMMANDS])
-def test_a_command_with_wrong_arguments_says_one_line_and_ends_with_status_2(places, tmp_path, row):
+@pytest.mark.parametrize("row", COMMANDS, ids=[f"{row.ranks}-{row.argv}" for row in COMMANDS])
+def test_a_job_with_wrong_arguments_says_one_line_and_every_process_ends_with_status_2(
+    places, tmp_path, row
+):
     argv = argv_of(row, places, tmp_path / "run")
-    done = subprocess.run(
-        [sys.executable, str(stage_path("01")), *argv],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=dict(os.environ),
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("train.py: ") and done.stderr.count("\n") == 1, done.stderr
-    assert all(word in done.stderr for word in row.words)
+    # rank 0 speaks, and comes last
+    processes = start(row.stages[0], row.ranks, argv, tmp_path, slow=0 if row.ranks > 1 else None)
+    said = end_as_a_launcher_would(processes)
+    assert [p.returncode for p in processes] == [2] * row.ranks, said
+    assert said[0].startswith("train.py: ") and said[0].count("\n") == 1, said
+    assert not any(said[1:]) and all(word in said[0] for word in row.words)
+
+
+SLOW = """
+import os, runpy, sys, time
+if os.environ["RANK"] == {rank!r}:
+    time.sleep(2)
+sys.argv = [{script!r}, *sys.argv[1:]]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_torchrun_shows_the_line_once_though_a_rank_is_slow_to_start(places, tmp_path, rank):
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW.format(rank=rank, script=str(stage_path("04"))))
+    argv = f"{BASE} --data {places['corpus']} --shard-size 3 --run-dir {tmp_path}/run".split()
+    started = time.monotonic()
+    job = torchrun("--standalone --nproc-per-node 2", script, argv, tmp_path, OMP_NUM_THREADS="1")
+    _, said = job.communicate(timeout=60)
+    assert time.monotonic() - started < 25  # ten, and the load of a machine that runs tests
+    assert job.returncode == 1
+    assert [x for x in said.splitlines() if x.startswith("train.py: ")] == [
+        "train.py: --shard-size 3 does not divide the 2 ranks"
+    ]
+    assert "Traceback" not in said.split("train.py: ")[0]
+    assert not left_of(tmp_path)
+
+
+def left_of(folder: Path) -> list[str]:
+    """Command lines of processes that know this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_bytes().replace(b"\0", b" ").decode())
+    return [line for line in found if str(folder) in line]
 
 
 def test_the_table_has_enough_rows_for_every_stage():
+    assert len(rows()) >= 60
     for stage in stages():
         assert sum(stage in row.stages for row in rows()) >= 20
 

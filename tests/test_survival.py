@@ -7,15 +7,14 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import chaos
 import pytest
-from harness import assert_same_curve, load_stage, stage_path, stages
+from harness import assert_same_curve, load_stage, stages
+from jobs import free_port, start, torchrun, workers_of
 
 from common import checkpoint
 from common.checkpoint import checkpoints
@@ -100,48 +99,6 @@ def test_a_signal_to_one_rank_has_all_save_the_same_step_and_end(
 # ---- real processes ----
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def start(stage: str, ranks: int, argv: list[str], cwd: Path) -> list[subprocess.Popen]:
-    """The processes of a job, as a launcher would start them that then looks away."""
-    port = str(free_port())
-    started = []
-    for rank in range(ranks):
-        environment = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port)
-        environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, str(stage_path(stage)), *argv],
-                env=environment,
-                cwd=cwd,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    return started
-
-
-def torchrun(
-    arguments: str, stage: str, argv: list[str], cwd: Path, **environment
-) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments.split()]
-    return subprocess.Popen(
-        [*command, str(stage_path(stage)), *argv],
-        env=dict(os.environ, **environment),
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def wait_for_checkpoint(processes: list[subprocess.Popen], run_dir: Path, step: int) -> None:
     deadline = time.monotonic() + 120
     while all(p.poll() is None for p in processes) and time.monotonic() < deadline:
@@ -151,14 +108,6 @@ def wait_for_checkpoint(processes: list[subprocess.Popen], run_dir: Path, step: 
     for process in processes:
         process.kill()
     raise AssertionError([p.communicate() for p in processes])
-
-
-def workers_of(launcher: int) -> list[int]:
-    """The ranks that a torchrun has started, by the kernel's list of its children."""
-    found = []
-    for task in Path(f"/proc/{launcher}/task").iterdir():
-        found += map(int, (task / "children").read_text().split())
-    return [pid for pid in found if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_a_signal_to_a_process_of_a_job_ends_all_with_status_0(corpus_dir, tmp_path):

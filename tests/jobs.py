@@ -1,0 +1,82 @@
+"""Jobs of real processes, to look at from outside: how each ends, what is left of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from harness import stage_path
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(
+    stage: str, ranks: int, argv: list[str], cwd: Path, slow: int | None = None
+) -> list[subprocess.Popen]:
+    """The processes of a job, as a launcher would start them that then looks away.
+
+    slow: a rank that comes two seconds after the others.
+    """
+    port = str(free_port())
+    started = []
+    for rank in sorted(range(ranks), key=lambda r: r == slow):
+        if rank == slow:
+            time.sleep(2)
+        environment = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port)
+        environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(stage_path(stage)), *argv],
+                env=environment,
+                cwd=cwd,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return started if slow is None else [*started[:slow], started[-1], *started[slow:-1]]
+
+
+def torchrun(
+    arguments: str, script: str | Path, argv: list[str], cwd: Path, **environment
+) -> subprocess.Popen:
+    """script: its path, or a stage's number."""
+    if isinstance(script, str):
+        script = stage_path(script)
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments.split()]
+    return subprocess.Popen(
+        [*command, str(script), *argv],
+        env=dict(os.environ, **environment),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end_as_a_launcher_would(processes: list[subprocess.Popen], timeout: float = 60) -> list[str]:
+    """Wait for the first to end, then ask the others to; what each has said on stderr."""
+    deadline = time.monotonic() + timeout
+    while all(p.poll() is None for p in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in processes:
+        process.terminate()
+    return [p.communicate(timeout=timeout)[1] for p in processes]
+
+
+def workers_of(launcher: int) -> list[int]:
+    """The ranks that a torchrun has started, by the kernel's list of its children."""
+    found = []
+    for task in Path(f"/proc/{launcher}/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return [pid for pid in found if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
