@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import shutil
+import subprocess
 import time
 import types
 from collections import Counter
@@ -669,6 +670,36 @@ def test_a_full_disk_ends_the_run_with_one_line_and_leaves_the_older_checkpoint(
     assert ended.exit_status == 1, ended.traceback
     assert ended.stderr.count("\n") == 1 and "cannot save" in ended.stderr
     assert loaded(tmp_path)[1] == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk for one checkpoint and a half, where this process may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a disk")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_disk_that_is_full_or_read_only_keeps_what_it_has(small_disk, capsys):
+    expected = saved(small_disk, step=2)
+    state = training_state(*trained(steps=1))
+    assert_refused(
+        capsys, save_checkpoint, small_disk, 4, state, status=1, says="No space left on device"
+    )
+    assert [p.name for p in checkpoints(small_disk)] == ["step-00000002"]
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert_refused(
+        capsys, save_checkpoint, small_disk, 4, state, status=1, says="Read-only file system"
+    )
+    found, step, _ = loaded(small_disk)
+    assert step == 2 and all(torch.equal(found[name], expected[name]) for name in expected)
+    subprocess.run(["mount", "-o", "remount,rw,size=4m", str(small_disk)], check=True)
+    save_checkpoint(small_disk, 6, state)  # what was half written is gone
+    assert sorted(p.name for p in small_disk.iterdir()) == ["step-00000002", "step-00000006"]
 
 
 def test_a_folder_that_cannot_be_made_ends_the_run_with_one_line(tmp_path, capsys):
