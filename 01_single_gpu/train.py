@@ -20,13 +20,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
 from common.arguments import base_parser, check_arguments, model_config
 from common.checkpoint import load_checkpoint, save_checkpoint, training_state
 from common.data import eval_batches, load_corpus, train_batches
 from common.model import IGNORED, Transformer, init_weights
-from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.optimization import (
+    adamw_settings,
+    clip_grad_norm_,
+    learning_rate,
+    set_learning_rate,
+)
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup, Work
-from torch.nn.utils import clip_grad_norm_
 
 from common.arguments import base_parser, check_arguments, model_config, positive
 from common.checkpoint import load_checkpoint, save_checkpoint, training_state
@@ -37,7 +36,12 @@ from common.collectives import all_reduce, all_reduce_control, broadcast
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
 from common.model import IGNORED, Transformer, init_weights
-from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.optimization import (
+    adamw_settings,
+    clip_grad_norm_,
+    learning_rate,
+    set_learning_rate,
+)
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------

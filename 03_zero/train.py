@@ -55,7 +55,7 @@ from common.collectives import (
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
 from common.model import IGNORED, Transformer, init_weights
-from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
@@ -234,8 +234,7 @@ class ZeroRedundancyOptimizer:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to at most this global norm; returns the norm before."""
         grads = [bucket.shard.grad for bucket in self.buckets]
-        squares = torch.stack([grad.float().square().sum() for grad in grads]).sum()
-        norm = all_reduce_control(squares, group=self.group).sqrt()
+        norm = all_reduce_control(global_norm(grads).square(), group=self.group).sqrt()
         for grad in grads:
             grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm

@@ -58,7 +58,7 @@ from common.collectives import (
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, group_along, refuse, setup, world_size
 from common.model import IGNORED, Transformer, init_weights
-from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
@@ -331,8 +331,7 @@ class FullyShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to at most this global norm; returns the norm before."""
         grads = [flat.shard.grad for flat in self.trained]
-        squares = torch.stack([grad.float().square().sum() for grad in grads]).sum()
-        norm = all_reduce_control(squares, group=self.shard_group).sqrt()
+        norm = all_reduce_control(global_norm(grads).square(), group=self.shard_group).sqrt()
         for grad in grads:
             grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm

@@ -38,7 +38,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from common.arguments import base_parser, check_arguments, model_config, positive
 from common.checkpoint import Shard, State, load_checkpoint, save_checkpoint, training_state
@@ -58,7 +58,7 @@ from common.model import (
     in_autocast_dtype,
     initial_value,
 )
-from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.random import CounterDropout
 from common.run import Run
 
@@ -348,8 +348,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> T
     cut = cut_dimensions(model)
     sliced = [p.grad for name, p in model.named_parameters() if name in cut]
     whole = [p.grad for name, p in model.named_parameters() if name not in cut]
-    squares = all_reduce_control(get_total_norm(sliced).square(), group=group)
-    total_norm = (squares + get_total_norm(whole).square()).sqrt()
+    squares = all_reduce_control(global_norm(sliced).square(), group=group)
+    total_norm = (squares + global_norm(whole).square()).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
 

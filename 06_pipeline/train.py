@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, Work
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.profiler import record_function
 
 from common.arguments import base_parser, check_arguments, model_config, positive, positive_int
@@ -50,7 +50,7 @@ from common.collectives import all_reduce_control, irecv, isend
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import cleanup, refuse, setup, world_size
 from common.model import IGNORED, Linear, Transformer, in_autocast_dtype, init_weights
-from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup | Non
 
     The squares add up over the stages.
     """
-    squares = get_total_norm([p.grad for p in model.parameters()]).square()
+    squares = global_norm(p.grad for p in model.parameters()).square()
     norm = all_reduce_control(squares, group=group).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm

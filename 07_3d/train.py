@@ -47,7 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, ReduceOp, Work
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.profiler import record_function
 
 from common.arguments import base_parser, check_arguments, model_config, positive, positive_int
@@ -72,7 +72,7 @@ from common.model import (
     in_autocast_dtype,
     initial_value,
 )
-from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.random import CounterDropout
 from common.run import Run
 
@@ -978,9 +978,10 @@ def clip_grad_norm_(
     cut = cut_dimensions(model)
     sliced = [p.grad for name, p in model.named_parameters() if name in cut]
     whole = [p.grad for name, p in model.named_parameters() if name not in cut]
-    squares = all_reduce_control(get_total_norm(sliced).square(), group=tp)
-    squares = all_reduce_control(squares + get_total_norm(whole).square(), group=pp)
-    total_norm = squares.sqrt()
+    squares = global_norm(whole).square()
+    if sliced:
+        squares += all_reduce_control(global_norm(sliced).square(), group=tp)
+    total_norm = all_reduce_control(squares, group=pp).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
 

@@ -67,13 +67,17 @@ class CounterDropout(nn.Module):
         """x: [batch, seq, features]; keys: int32 [batch], or None to drop nothing."""
         if not self.training or self.p == 0.0 or keys is None:
             return x
+        return x * self.keep(x, keys) / (1.0 - self.p)
+
+    @torch.compiler.disable  # 2.13 compiles the integers of a whole layer wrongly for AVX-512
+    def keep(self, x: Tensor, keys: Tensor) -> Tensor:
+        """Where x stays: bool [batch, seq, features]."""
         seq, features = x.shape[-2:]
         position = torch.arange(seq, dtype=torch.int32, device=x.device) + self.first_position
         feature = torch.arange(features, dtype=torch.int32, device=x.device)
         key = mix(mix(keys, self.site)[:, None], position)  # [batch, seq]
         threshold = round(self.p * 2**31)
-        keep = (mix(key[..., None], feature) & 0x7FFFFFFF) >= threshold  # [batch, seq, features]
-        return x * keep / (1.0 - self.p)
+        return (mix(key[..., None], feature) & 0x7FFFFFFF) >= threshold
 
     def extra_repr(self) -> str:
         return f"p={self.p}, site={self.site}"

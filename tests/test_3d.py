@@ -188,6 +188,30 @@ def test_every_gradient_is_the_plain_models(pools, schedule):
         pools(8).run(gradients, (2, 2, 2), schedule, sequence_parallel)
 
 
+def weight_gradients_by_hand(sequence_parallel: bool) -> tuple[list[int], bool]:
+    """Products that each W makes, and whether data parallelism has heard of all of them."""
+    _, groups, _, pipeline = pipeline_on((2, 2, 2), "zero-bubble", sequence_parallel)
+    (stage,), products = pipeline.stages, []
+    original = stage.weight_gradients
+
+    def count(micro: int) -> None:
+        products.append(len(stage.put_off[micro]))
+        original(micro)
+
+    stage.weight_gradients = count
+    pipeline.run(batches(2)[groups["dp"].rank()])
+    heard = all(replica.launched == len(replica.buckets) for replica in pipeline.replicas)
+    pipeline.finish_gradient_synchronization()
+    return products, heard
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_zero_bubble_splits_cut_layers_and_tells_data_parallelism(pools, sequence_parallel):
+    for products, heard in pools(8).run(weight_gradients_by_hand, sequence_parallel):
+        assert products == [4 * 2] * M  # four matrices in each of a rank's two layers
+        assert heard
+
+
 # ---- what is sent ----
 
 

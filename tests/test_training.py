@@ -221,7 +221,6 @@ def test_presets_and_what_overrides_them():
     assert args.micro_batch_size == 24 and args.dtype == "float32"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="the compiler's CPU code needs g++")
 def test_compile_draws_the_same_curve(train, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
