@@ -121,6 +121,10 @@ class Job:
         said = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number)
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
+    def nodes(self) -> list[str]:
+        nodes = self.info()["NodeList"]
+        return self.cluster.call("scontrol", "show", "hostnames", nodes).split()
+
     def until(self, what: str, true: Callable[[], bool]) -> None:
         """Wait for something that the job does."""
         end = time.monotonic() + SECONDS
@@ -129,7 +133,7 @@ class Job:
             over = state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
             if over and not true() or time.monotonic() > end:
                 pytest.fail(f"no {what}: {state} of job {self.number}\n{self.log}")
-            time.sleep(0.2)
+            time.sleep(0.1)
 
     def ends(self, state: str = "COMPLETED") -> dict[str, str]:
         """Wait for its end, which must be this one."""
@@ -155,14 +159,19 @@ class Job:
 
 
 @contextmanager
-def one_at_a_time() -> Iterator[None]:
+def one_at_a_time(folder: Path) -> Iterator[None]:
     """The nodes' networks have fixed names: another run of the tests waits here."""
-    with open("/tmp/slurm-of-tests.lock", "w") as file:
+    with open("/tmp/slurm-of-tests.lock", "a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if subprocess.run(["ip", "link", "show", "slurm0"], capture_output=True).returncode == 0:
-            # left behind by tests that were killed
-            subprocess.run([REPO / "slurm/namespaces.sh", "down"], check=True)
+        file.seek(0)
+        left = file.read().strip()  # by tests that were killed
+        if left and Path(left).exists():
+            subprocess.run([REPO / "slurm/cluster.sh", "down"], env=os.environ | {"CLUSTER": left})
+        file.truncate(0)
+        file.write(str(folder / "slurm/cluster"))
+        file.flush()
         yield
+        file.truncate(0)
 
 
 @contextmanager
