@@ -32,6 +32,7 @@ from bench import interval, machine  # noqa: E402
 from harness import Pool  # noqa: E402
 
 from common.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint  # noqa: E402
+from common.run import keep_freed_memory  # noqa: E402
 
 STUB = types.SimpleNamespace(state={})  # no optimizer whose step could be set
 
@@ -54,6 +55,7 @@ def timed(act: Callable[[], object]) -> float:
 
 def measure(folder: str, megabytes: int, pairs: int) -> dict[str, list[tuple[float, float]]]:
     """Seconds of ours and theirs, pair by pair, for `save`, `load` and `held`."""
+    keep_freed_memory()  # as every run does
     state, path = tensors(megabytes), Path(folder)
     place = CheckpointFolder(path / "held")
     found: dict[str, list[tuple[float, float]]] = {"save": [], "load": [], "held": []}

@@ -447,6 +447,15 @@ def test_the_one_before_a_damaged_checkpoint_is_taken_and_both_are_named(
         assert name in line or "__0_0.distcp" in line  # which is not what a strange metadata says
 
 
+def test_metadata_that_can_be_read_and_says_another_thing_is_damage(tmp_path, capsys):
+    for step in (2, 4):
+        saved(tmp_path, step)
+    path = tmp_path / "step-00000004" / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"model.embed.tokens", b"model.embed.tokenz"))
+    assert loaded(tmp_path)[1] == 2
+    assert ".metadata: its checksum differs; going back" in capsys.readouterr().out
+
+
 def test_when_all_are_damaged_nothing_is_begun_anew(tmp_path, capsys):
     for step in (2, 4):
         saved(tmp_path, step)

@@ -159,7 +159,7 @@ def test_torchrun_brings_a_killed_rank_back_to_the_last_checkpoint(pools, corpus
     assert not chaos.differences(tmp_path / "run", tmp_path / "undisturbed")
 
 
-@pytest.mark.slow
+@pytest.mark.skipif("CHAOS" not in os.environ, reason="takes a minute: make chaos runs it")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_a_node_that_is_lost_leaves_the_global_batch_what_it_was(reference, corpus_dir, tmp_path):
     """Two nodes of one rank; one dies with its launcher, the other goes on alone."""
