@@ -56,8 +56,7 @@ class Result:
 
 def batch(row: Row, shape: Shape, step: int) -> tuple[Tensor, Tensor]:
     """This rank's tokens and targets of a step."""
-    rank = dist.get_rank() if row.shares_batch else 0
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+    generator = torch.Generator().manual_seed(1000 * step + row.share_of(dist.get_rank()))
     size = (shape.batch, shape.seq_len + 1)
     tokens = torch.randint(shape.vocab_size, size, generator=generator).to(device())
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -29,8 +29,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
+from common.distributed import group_along
 from common.model import Linear, Transformer, TransformerConfig, init_weights, linear_cross_entropy
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -358,8 +360,9 @@ class Part(nn.Module):
     """A stage for PyTorch's schedules. The last one leaves the head to the loss, so that both
     contenders make the loss in pieces."""
 
-    def __init__(self, model: Transformer, units: range):
+    def __init__(self, model: Transformer, units: range, logits: bool = False):
         super().__init__()
+        self.logits = logits
         self.embed = model.embed if 0 in units else None
         mine = (str(unit - 1) for unit in units)
         self.layers = nn.ModuleList(model.layers[name] for name in mine if name in model.layers)
@@ -370,7 +373,9 @@ class Part(nn.Module):
             x = self.embed(x)
         for layer in self.layers:
             x = layer(x)
-        return x if self.output is None else self.output.norm(x)
+        if self.output is None:
+            return x
+        return self.output(x) if self.logits else self.output.norm(x)
 
 
 def torch_pipeline(schedule: type, virtual_stages: int = 1) -> Callable[[Shape], Step]:
@@ -413,6 +418,72 @@ def torch_pipeline(schedule: type, virtual_stages: int = 1) -> Callable[[Shape],
     return build
 
 
+# ---- 07: PyTorch's own three together ----
+
+
+def our_mesh(shape: Shape) -> Step:
+    """pp, dp and tp of two each."""
+    stage, degrees = load_stage("07"), (2, 2, 2)
+    axes = {"to_lower": 0, "to_higher": 0, "dp": 1, "tp": 2}
+    groups = {name: group_along(degrees, axis, name, 600) for name, axis in axes.items()}
+    units = stage.units_of(groups["to_lower"].rank(), 2, shape.n_layers)
+    model = Transformer(shape.config, units=units)
+    init_weights(model, seed=1)
+    stage.tensor_parallel(model.to(device()), groups["tp"])
+    directions = [groups["to_lower"], groups["to_higher"]]
+    pipeline = stage.MeshPipeline(model, [units], stage.one_f_one_b, directions, groups["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        pairs = zip(tokens.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True)
+        losses = pipeline.run([(x, y, None) for x, y in pairs])
+        pipeline.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return on_all_ranks(losses) / 4
+
+    return step
+
+
+def torch_mesh(shape: Shape) -> Step:
+    mesh = init_device_mesh(device().type, (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    rank = mesh["pp"].get_local_rank()
+    units = load_stage("06").units_of(rank, 2, shape.n_layers)
+    model = Transformer(shape.config, units=units)
+    init_weights(model, seed=1)
+    part = Part(with_torchs_linears(model.to(device())), units, logits=True)
+    plan = {
+        k: v for k, v in parallel_plan(False).items() if rank == int("output" in k) or "layers" in k
+    }
+    parallelize_module(part, mesh["tp"], plan)
+    _pre_dp_module_transform(part)
+    replica = DistributedDataParallel(
+        part, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True
+    )
+    group = mesh["pp"].get_group()
+    own = pipelining.PipelineStage(replica, rank, 2, device(), group=group)
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    runner = pipelining.Schedule1F1B(own, MICRO_BATCHES, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(part.parameters(), **ADAMW)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        with loss_parallel():
+            if rank == 1:
+                runner.step(target=targets, losses=losses)
+            else:
+                runner.step(tokens)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        mine = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in losses]
+        return on_all_ranks(torch.stack(mine) if mine else torch.zeros(1, device=device())) / 4
+
+    return step
+
+
 # ---- the table ----
 
 
@@ -426,12 +497,12 @@ class Row:
     ranks: tuple[int, ...] = (2, 4)
     same_loss: bool = True  # both contenders compute the same function
     shapes: tuple[str, ...] = ("small", "large-vocabulary")
-    shares_batch: bool = True  # each rank has samples of its own
+    share_of: Callable[[int], int] = lambda rank: rank  # which share of the batch a rank has
 
 
 def tensor_parallel_row(sequence_parallel: bool, against: str) -> Row:
     ours, theirs = our_tensor_parallel(sequence_parallel), torch_tensor_parallel(sequence_parallel)
-    return Row(ours, theirs, against, shares_batch=False)
+    return Row(ours, theirs, against, share_of=lambda rank: 0)
 
 
 def pipeline_row(schedule: str, v: int, theirs: type, their_v: int) -> Row:
@@ -440,7 +511,7 @@ def pipeline_row(schedule: str, v: int, theirs: type, their_v: int) -> Row:
         torch_pipeline(theirs, their_v),
         f"pipelining.{theirs.__name__}, {their_v} stage{'s' * (their_v > 1)} a rank",
         shapes=("deep", "deep-large-vocabulary"),
-        shares_batch=False,
+        share_of=lambda rank: 0,
     )
 
 
@@ -468,4 +539,12 @@ ROWS = {
     "06-1f1b": pipeline_row("1f1b", 1, pipelining.Schedule1F1B, 1),
     "06-interleaved": pipeline_row("interleaved", 2, pipelining.ScheduleInterleaved1F1B, 2),
     "06-zero-bubble": pipeline_row("zero-bubble", 1, pipelining.ScheduleInterleavedZeroBubble, 2),
+    "07-mesh": Row(
+        our_mesh,
+        torch_mesh,
+        "parallelize_module + DistributedDataParallel + Schedule1F1B, 2 x 2 x 2",
+        (8,),
+        shapes=("deep",),
+        share_of=lambda rank: rank // 2 % 2,
+    ),
 }
