@@ -135,11 +135,9 @@ class Run:
         self._peak = peak_flops(name)
         self._gpu_utilisation = gpu_utilisation(device)
         sys.excepthook = _calm_interrupt
-        trouble = [self._open(name) if rank() == 0 else None]
-        if dist.is_initialized():
-            dist.broadcast_object_list(trouble, src=0)
-        if trouble[0] is not None:
-            refuse(trouble[0])
+        trouble = self._open(name) if rank() == 0 else None
+        if self._any_rank(trouble is not None):
+            refuse(str(trouble))
 
     def _open(self, device_name: str) -> str | None:
         """Make the folder and begin its files; returns what has gone wrong."""
@@ -226,10 +224,7 @@ class Run:
 
         The ranks agree on it, in a group of their own: a collective that only some enter hangs.
         """
-        wish = torch.tensor(float(self._asked_to_stop or self.checkpoints.has_failed()))
-        if self.stop_group is not None:
-            all_reduce_control(wish, group=self.stop_group)
-        self._stopping = wish.item() > 0
+        self._stopping = self._any_rank(self._asked_to_stop or self.checkpoints.has_failed())
         if self._stopping:
             self.checkpoints.wait()  # which ends the run if it was a save that failed
             print0(f"asked to stop: saving after step {step}")
@@ -237,6 +232,12 @@ class Run:
         if due or self._stopping:
             self._refuse_nan(step)
         return due or self._stopping
+
+    def _any_rank(self, mine: bool) -> bool:
+        wish = torch.tensor(float(mine))
+        if self.stop_group is not None:
+            all_reduce_control(wish, group=self.stop_group)
+        return wish.item() > 0
 
     def _is_due(self, step: int, every: int) -> bool:
         return self.is_last(step) or (every > 0 and (step + 1) % every == 0)

@@ -303,8 +303,8 @@ def test_no_more_is_held_than_what_is_in_flight(pools, checkpointing):
             assert got["bytes"] <= bound * got["one"] + boundaries, (schedule, rank, got)
             assert got["left"] <= BOUNDARY
             if checkpointing and schedule != "zero-bubble" and 0 < rank < p - 1:
-                # one layer a stage, recomputed: the vectors that came in, not those that went out
-                assert got["one"] == BOUNDARY
+                # two layers a stage, recomputed: the vectors that came into each, and no more
+                assert got["one"] == 2 * BOUNDARY
             if not checkpointing and schedule != "zero-bubble":  # less is held between I and W
                 assert got["bytes"] >= bound * got["one"] * 0.9, (schedule, rank, got)
 
