@@ -29,7 +29,8 @@ $(if $(call goals,bench),$(call need_file,benchmarks/bench.py))
 $(if $(call goals,scale),$(call need_file,benchmarks/scale.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data quickstart schedule-06 test mutants lint bench scale chaos export generate tensorboard plan clean \
+.PHONY: help setup data quickstart schedule-06 test mutants lint bench scale chaos export \
+	generate tensorboard plan clean \
 	$(STAGES:%=run-%) $(STAGES:%=submit-%) $(STAGES:%=logs-%) $(STAGES:%=diff-%) \
 	submit-all status cancel cluster cluster-down
 
