@@ -75,8 +75,10 @@ class Bucket:
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None, zero_stage: int):
         self.params, self.group, self.zero_stage = params, group, zero_stage
         self.n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        length = -(-sum(p.numel() for p in params) // self.n_ranks)
+        total = sum(p.numel() for p in params)
+        length = -(-total // self.n_ranks)
         self.mine = slice(rank * length, (rank + 1) * length)
+        self.padding = self.n_ranks * length - total
         self.weights = params[0].new_zeros(self.n_ranks * length)
         for param, view in self.views_into(self.weights).items():
             view.copy_(param.detach())
@@ -99,7 +101,8 @@ class Bucket:
             raise RuntimeError("all micro-batches but the last of a step belong into no_sync()")
         self.finish_reducing()  # of the backward before
         if self.grads is None:
-            self.grads = torch.zeros(len(self.weights), dtype=self.shard.dtype, device=param.device)
+            self.grads = torch.empty(len(self.weights), dtype=self.shard.dtype, device=param.device)
+            self.grads[len(self.grads) - self.padding :].zero_()
             self.grad_views = self.views_into(self.grads)
         view = self.grad_views[param]
         if param.grad is None:
