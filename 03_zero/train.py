@@ -177,7 +177,7 @@ class ZeroRedundancyOptimizer:
         inner_groups, self.buckets = [], []
         for group in groups[::-1]:  # backward finishes the last layer first
             params = list(dict.fromkeys(p for p in group["params"] if p.requires_grad))[::-1]
-            runs = [params] if zero_stage == 3 else split_into_buckets(params, 25)
+            runs = [params] if zero_stage == 3 and params else split_into_buckets(params, 25)
             buckets = [Bucket(run, process_group, zero_stage) for run in runs]
             inner_groups.insert(0, {**group, "params": [bucket.shard for bucket in buckets]})
             self.buckets += buckets
@@ -300,7 +300,8 @@ def partition_parameters(
     The optimizer must have a group a unit, in their order. dtype: of the gathered weights; the
     shards stay as they are. The plain version: backward waits for each gather.
     """
-    for unit, bucket in zip(units, optimizer.buckets[::-1], strict=True):
+    trained = [unit for unit in units if any(p.requires_grad for p in unit.parameters())]
+    for unit, bucket in zip(trained, optimizer.buckets[::-1], strict=True):
         bucket.shard.data = bucket.shard.data.clone()  # out of the buffer that is freed
         bucket.weights = bucket.weights.to(dtype)
         for param, view in bucket.views_into(bucket.weights).items():

@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.arguments import base_parser, check_arguments, model_config, positive
-from common.checkpoint import Shard, State, load_checkpoint, save_checkpoint, training_state
+from common.arguments import base_parser, check_arguments, check_degree, model_config, positive
+from common.checkpoint import load_checkpoint, save_checkpoint, training_state
 from common.collectives import (
     all_gather_single,
     all_reduce,
@@ -49,12 +49,11 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import cleanup, refuse, setup
+from common.distributed import cleanup, setup
 from common.model import (
     IGNORED,
     Output,
     Transformer,
-    TransformerConfig,
     in_autocast_dtype,
     initial_value,
 )
@@ -285,20 +284,6 @@ def tensor_parallel(
     return model
 
 
-def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) -> None:
-    """Refuse a number of ranks that does not divide what is cut; heads make the widths divide."""
-    sizes = {
-        f"--n-heads {config.n_heads}": config.n_heads,
-        f"the vocabulary of --data, padded to {config.padded_vocab},": config.padded_vocab,
-    }
-    if sequence_parallel:
-        sizes[f"--seq-len {config.seq_len} under --sequence-parallel"] = config.seq_len
-    for name, size in sizes.items():
-        if size % tp:
-            fit = [str(n) for n in range(1, tp) if not any(s % n for s in sizes.values())]
-            refuse(f"{name} does not divide by {tp} tensor-parallel ranks: {', '.join(fit)} do")
-
-
 def cut_dimensions(model: nn.Module) -> dict[str, int]:
     """Along which dimension each sliced parameter is cut, by its name; replicated ones are out."""
     return {
@@ -307,11 +292,6 @@ def cut_dimensions(model: nn.Module) -> dict[str, int]:
         for name, dim in getattr(module, "cut", {}).items()
         if getattr(module, name) is not None
     }
-
-
-def full_shape(piece: Tensor, dim: int | None, group: ProcessGroup) -> list[int]:
-    """The shape of the parameter of which `piece` is a slice along `dim` (None: all of it)."""
-    return [n * dist.get_world_size(group) if i == dim else n for i, n in enumerate(piece.shape)]
 
 
 @torch.no_grad()
@@ -323,8 +303,9 @@ def init_slices(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
     model.to_empty(device=device)
     cut = cut_dimensions(model)
     for name, parameter in model.named_parameters():
-        dim = cut.get(name)
-        shape = full_shape(parameter, dim, group)
+        shape, dim = list(parameter.shape), cut.get(name)
+        if dim is not None:
+            shape[dim] *= dist.get_world_size(group)
         parameter.copy_(my_slice(initial_value(name, shape, seed), dim, group))
 
 
@@ -352,17 +333,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> T
     total_norm = (squares + global_norm(whole).square()).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
-
-
-def sliced_state(state: State, model: nn.Module, group: ProcessGroup) -> State:
-    """A checkpoint's tensors with those that are slices described as such."""
-    rank = dist.get_rank(group)
-    for name, dim in cut_dimensions(model).items():
-        for kind in ("model", "optim.exp_avg", "optim.exp_avg_sq"):
-            piece = state[f"{kind}.{name}"]
-            shape, start = full_shape(piece, dim, group), rank * piece.shape[dim]
-            state[f"{kind}.{name}"] = Shard.of_slice(shape, dim, start, piece)
-    return state
 
 
 # ------------------------------------------------------------------------------------------------
@@ -407,8 +377,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
 
     run = Run(args, __file__, config, device)
-    state = training_state(model, optimizer)
-    state = sliced_state(state, model, group)
+    state = training_state(model, optimizer, cut_dimensions(model), group)
     first_step = load_checkpoint(run.checkpoints, args.resume, state, optimizer)
     batches = train_batches(corpus.train, args, device, first_step)
 

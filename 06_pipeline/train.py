@@ -44,11 +44,11 @@ from torch.distributed import ProcessGroup, Work
 from torch.nn.utils import clip_grads_with_norm_
 from torch.profiler import record_function
 
-from common.arguments import base_parser, check_arguments, model_config, positive, positive_int
+from common.arguments import base_parser, check_pipeline, model_config, positive, positive_int
 from common.checkpoint import load_checkpoint, save_checkpoint, training_state
 from common.collectives import all_reduce_control, irecv, isend
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import cleanup, refuse, setup, world_size
+from common.distributed import cleanup, setup, world_size
 from common.model import IGNORED, Linear, Transformer, in_autocast_dtype, init_weights
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.run import Run
@@ -178,22 +178,15 @@ def plan(
     """A rank's actions, each with the messages for which to post a receive before it starts.
 
     Posted `ahead` actions before they are needed, so that data flows while the rank computes. A
-    transport may match by order alone (NCCL ignores tags), so of one sender's messages the
-    receives are posted in the order in which that sender's own actions make them.
+    transport may match by order alone (NCCL ignores tags): under every schedule here a rank makes
+    its messages to another in the order in which that one needs them.
     """
-    arriving = {}
-    for peer in {(rank - 1) % p, (rank + 1) % p}:
-        made = [messages(action, p, v, peer)[1] for action in schedule(p, m, v, peer)]
-        arriving[peer] = deque(x for x in made if x and x.stage % p == rank)
-    actions, posted, steps = schedule(p, m, v, rank), set(), []
+    actions = schedule(p, m, v, rank)
+    needed = [messages(action, p, v, rank)[0] for action in actions]
+    steps = []
     for i, action in enumerate(actions):
-        posts = []
-        for soon in actions[i : i + 1 + ahead]:
-            needed, _ = messages(soon, p, v, rank)
-            while needed and needed not in posted:
-                posts.append(arriving[needed.sender(p)].popleft())
-                posted.add(posts[-1])
-        steps.append((posts, action))
+        posts = needed[i + ahead if i else 0 : i + ahead + 1]
+        steps.append(([message for message in posts if message], action))
     return steps
 
 
@@ -407,34 +400,6 @@ class Pipeline:
             self.sends.popleft()[0].wait()
 
 
-def check_pipeline(args, p: int):
-    """Fill in the virtual stages and the size of a micro-batch; refuse what p ranks cannot run."""
-    interleaves = args.schedule == "interleaved"
-    if interleaves and p == 1:
-        refuse("--schedule interleaved needs 2 ranks (--nproc-per-node) or more: pass another one")
-    v = args.virtual_stages = args.virtual_stages or (2 if interleaves else 1)
-    if v > 1 and not interleaves:
-        refuse(f"--virtual-stages {v} goes with --schedule interleaved, not with {args.schedule}")
-    size, multiple = args.global_batch_size, p if interleaves else 1
-    counts = [m for m in range(multiple, size + 1, multiple) if size % m == 0]
-    if args.micro_batch_size is None and counts:  # enough of them to keep the ranks busy
-        args.micro_batch_size = size // max(m for m in counts if m <= max(4 * p, counts[0]))
-    check_arguments(args)
-    if size // args.micro_batch_size not in counts:
-        fit = " or ".join(f"--micro-batch-size {size // m} ({m})" for m in counts)
-        refuse(
-            f"--schedule interleaved sends micro-batches round by {p}, the number of ranks, and "
-            f"{size // args.micro_batch_size} are not a multiple of that: pass "
-            + (fit or f"--global-batch-size {size - size % p + p}")
-        )
-    if args.n_layers < p * v:
-        refuse(
-            f"--n-layers {args.n_layers} do not fill {p * v} stages ({p} ranks, --virtual-stages "
-            f"{v}): pass --n-layers {p * v} or more, or take fewer ranks"
-        )
-    return args
-
-
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup | None = None) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before.
@@ -459,7 +424,7 @@ def parse_args(argv: list[str] | None = None):
         "--virtual-stages", type=positive_int, help="a rank's (default: interleaved 2, or 1)"
     )
     parser.add_argument("--timeout", type=positive, default=600, help="seconds until a hang ends")
-    return check_pipeline(parser.parse_args(argv), world_size())
+    return check_pipeline(parser.parse_args(argv), world_size(), "--nproc-per-node")
 
 
 @torch.no_grad()

@@ -50,8 +50,15 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
 from torch.profiler import record_function
 
-from common.arguments import base_parser, check_arguments, model_config, positive, positive_int
-from common.checkpoint import Shard, State, load_checkpoint, save_checkpoint, training_state
+from common.arguments import (
+    base_parser,
+    check_degree,
+    check_pipeline,
+    model_config,
+    positive,
+    positive_int,
+)
+from common.checkpoint import load_checkpoint, save_checkpoint, training_state
 from common.collectives import (
     all_gather_single,
     all_reduce,
@@ -68,7 +75,6 @@ from common.model import (
     Linear,
     Output,
     Transformer,
-    TransformerConfig,
     in_autocast_dtype,
     initial_value,
 )
@@ -429,20 +435,6 @@ def tensor_parallel(
     return model
 
 
-def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) -> None:
-    """Refuse a number of ranks that does not divide what is cut; heads make the widths divide."""
-    sizes = {
-        f"--n-heads {config.n_heads}": config.n_heads,
-        f"the vocabulary of --data, padded to {config.padded_vocab},": config.padded_vocab,
-    }
-    if sequence_parallel:
-        sizes[f"--seq-len {config.seq_len} under --sequence-parallel"] = config.seq_len
-    for name, size in sizes.items():
-        if size % tp:
-            fit = [str(n) for n in range(1, tp) if not any(s % n for s in sizes.values())]
-            refuse(f"{name} does not divide by {tp} tensor-parallel ranks: {', '.join(fit)} do")
-
-
 def cut_dimensions(model: nn.Module) -> dict[str, int]:
     """Along which dimension each sliced parameter is cut, by its name; replicated ones are out."""
     return {
@@ -451,11 +443,6 @@ def cut_dimensions(model: nn.Module) -> dict[str, int]:
         for name, dim in getattr(module, "cut", {}).items()
         if getattr(module, name) is not None
     }
-
-
-def full_shape(piece: Tensor, dim: int | None, group: ProcessGroup) -> list[int]:
-    """The shape of the parameter of which `piece` is a slice along `dim` (None: all of it)."""
-    return [n * dist.get_world_size(group) if i == dim else n for i, n in enumerate(piece.shape)]
 
 
 @torch.no_grad()
@@ -467,8 +454,9 @@ def init_slices(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
     model.to_empty(device=device)
     cut = cut_dimensions(model)
     for name, parameter in model.named_parameters():
-        dim = cut.get(name)
-        shape = full_shape(parameter, dim, group)
+        shape, dim = list(parameter.shape), cut.get(name)
+        if dim is not None:
+            shape[dim] *= dist.get_world_size(group)
         parameter.copy_(my_slice(initial_value(name, shape, seed), dim, group))
 
 
@@ -481,17 +469,6 @@ def sum_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
     all_reduce(flat, group=group)
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))
-
-
-def sliced_state(state: State, model: nn.Module, group: ProcessGroup) -> State:
-    """A checkpoint's tensors with those that are slices described as such."""
-    rank = dist.get_rank(group)
-    for name, dim in cut_dimensions(model).items():
-        for kind in ("model", "optim.exp_avg", "optim.exp_avg_sq"):
-            piece = state[f"{kind}.{name}"]
-            shape, start = full_shape(piece, dim, group), rank * piece.shape[dim]
-            state[f"{kind}.{name}"] = Shard.of_slice(shape, dim, start, piece)
-    return state
 
 
 # ---- the pipeline: those of 06 ----
@@ -617,22 +594,15 @@ def plan(
     """A rank's actions, each with the messages for which to post a receive before it starts.
 
     Posted `ahead` actions before they are needed, so that data flows while the rank computes. A
-    transport may match by order alone (NCCL ignores tags), so of one sender's messages the
-    receives are posted in the order in which that sender's own actions make them.
+    transport may match by order alone (NCCL ignores tags): under every schedule here a rank makes
+    its messages to another in the order in which that one needs them.
     """
-    arriving = {}
-    for peer in {(rank - 1) % p, (rank + 1) % p}:
-        made = [messages(action, p, v, peer)[1] for action in schedule(p, m, v, peer)]
-        arriving[peer] = deque(x for x in made if x and x.stage % p == rank)
-    actions, posted, steps = schedule(p, m, v, rank), set(), []
+    actions = schedule(p, m, v, rank)
+    needed = [messages(action, p, v, rank)[0] for action in actions]
+    steps = []
     for i, action in enumerate(actions):
-        posts = []
-        for soon in actions[i : i + 1 + ahead]:
-            needed, _ = messages(soon, p, v, rank)
-            while needed and needed not in posted:
-                posts.append(arriving[needed.sender(p)].popleft())
-                posted.add(posts[-1])
-        steps.append((posts, action))
+        posts = needed[i + ahead if i else 0 : i + ahead + 1]
+        steps.append(([message for message in posts if message], action))
     return steps
 
 
@@ -931,41 +901,6 @@ class MeshPipeline(Pipeline):
             replica.finish_gradient_synchronization()
 
 
-def check_mesh(args, n_ranks: int):
-    """Fill in the degree of data parallelism, the virtual stages and the size of a micro-batch;
-    refuse what does not fit on the ranks."""
-    args.dp, rest = divmod(n_ranks, args.pp * args.tp)
-    if rest:
-        refuse(
-            f"--pp {args.pp} times --tp {args.tp} does not divide the {n_ranks} ranks "
-            "(--nproc-per-node); data parallelism takes what is left over"
-        )
-    interleaves, p = args.schedule == "interleaved", args.pp
-    if interleaves and p == 1:
-        refuse("--schedule interleaved needs --pp 2 or more: pass another one")
-    v = args.virtual_stages = args.virtual_stages or (2 if interleaves else 1)
-    if v > 1 and not interleaves:
-        refuse(f"--virtual-stages {v} goes with --schedule interleaved, not with {args.schedule}")
-    size, multiple = args.global_batch_size // args.dp, p if interleaves else 1
-    counts = [m for m in range(multiple, size + 1, multiple) if size % m == 0]
-    if args.micro_batch_size is None and counts:  # enough of them to keep the ranks busy
-        args.micro_batch_size = size // max(m for m in counts if m <= max(4 * p, counts[0]))
-    check_arguments(args, data_parallel_size=args.dp)
-    if size // args.micro_batch_size not in counts:
-        fit = " or ".join(f"--micro-batch-size {size // m} ({m})" for m in counts)
-        refuse(
-            f"--schedule interleaved sends micro-batches round by --pp {p}, and "
-            f"{size // args.micro_batch_size} are not a multiple of that: pass "
-            + (fit or f"--global-batch-size {args.dp * (size - size % p + p)}")
-        )
-    if args.n_layers < p * v:
-        refuse(
-            f"--n-layers {args.n_layers} do not fill {p * v} stages (--pp {p}, --virtual-stages "
-            f"{v}): pass --n-layers {p * v} or more, or a smaller --pp"
-        )
-    return args
-
-
 @torch.no_grad()
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, tp: ProcessGroup, pp: ProcessGroup
@@ -1001,7 +936,14 @@ def parse_args(argv: list[str] | None = None):
         "--virtual-stages", type=positive_int, help="a rank's (default: interleaved 2, or 1)"
     )
     parser.add_argument("--timeout", type=positive, default=600, help="seconds until a hang ends")
-    return check_mesh(parser.parse_args(argv), world_size())
+    args = parser.parse_args(argv)
+    args.dp, rest = divmod(world_size(), args.pp * args.tp)
+    if rest:
+        refuse(
+            f"--pp {args.pp} times --tp {args.tp} does not divide the {world_size()} ranks "
+            "(--nproc-per-node); data parallelism takes what is left over"
+        )
+    return check_pipeline(args, args.pp, "--pp", data_parallel_size=args.dp)
 
 
 @torch.no_grad()
@@ -1050,8 +992,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
 
     run = Run(args, __file__, config, device)
-    state = training_state(model, optimizer)
-    state = sliced_state(state, model, tp)
+    state = training_state(model, optimizer, cut_dimensions(model), tp)
     first_step = load_checkpoint(run.checkpoints, args.resume, state, optimizer)
     batches = train_batches(corpus.train, args, device, first_step, dp.rank(), dp.size())
 

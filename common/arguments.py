@@ -145,6 +145,53 @@ def check_arguments(args: argparse.Namespace, data_parallel_size: int = 1) -> ar
     return args
 
 
+def check_pipeline(
+    args: argparse.Namespace, p: int, flag: str, data_parallel_size: int = 1
+) -> argparse.Namespace:
+    """Fill in the virtual stages and the size of a micro-batch; refuse what p ranks cannot run.
+
+    flag: the one that sets p. Includes `check_arguments`.
+    """
+    interleaves = args.schedule == "interleaved"
+    if interleaves and p == 1:
+        refuse(f"--schedule interleaved needs {flag} 2 or more: pass another schedule")
+    v = args.virtual_stages = args.virtual_stages or (2 if interleaves else 1)
+    if v > 1 and not interleaves:
+        refuse(f"--virtual-stages {v} goes with --schedule interleaved, not with {args.schedule}")
+    size, multiple = args.global_batch_size // data_parallel_size, p if interleaves else 1
+    counts = [m for m in range(multiple, size + 1, multiple) if size % m == 0]
+    if args.micro_batch_size is None and counts:  # enough of them to keep the ranks busy
+        args.micro_batch_size = size // max(m for m in counts if m <= max(4 * p, counts[0]))
+    check_arguments(args, data_parallel_size)
+    if size // args.micro_batch_size not in counts:
+        fit = " or ".join(f"--micro-batch-size {size // m} ({m})" for m in counts)
+        refuse(
+            f"--schedule interleaved sends micro-batches round by {p} ({flag}), and "
+            f"{size // args.micro_batch_size} are not a multiple of that: pass "
+            + (fit or f"--global-batch-size {data_parallel_size * (size - size % p + p)}")
+        )
+    if args.n_layers < p * v:
+        refuse(
+            f"--n-layers {args.n_layers} do not fill {p * v} stages ({flag} {p}, --virtual-stages "
+            f"{v}): pass --n-layers {p * v} or more, or a smaller {flag}"
+        )
+    return args
+
+
+def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) -> None:
+    """Refuse a number of ranks that does not divide what is cut; heads make the widths divide."""
+    sizes = {
+        f"--n-heads {config.n_heads}": config.n_heads,
+        f"the vocabulary of --data, padded to {config.padded_vocab},": config.padded_vocab,
+    }
+    if sequence_parallel:
+        sizes[f"--seq-len {config.seq_len} under --sequence-parallel"] = config.seq_len
+    for name, size in sizes.items():
+        if size % tp:
+            fit = [str(n) for n in range(1, tp) if not any(s % n for s in sizes.values())]
+            refuse(f"{name} does not divide by {tp} tensor-parallel ranks: {', '.join(fit)} do")
+
+
 def model_config(args: argparse.Namespace, vocab: list[str]) -> TransformerConfig:
     """The model that the flags ask for, on this vocabulary."""
     return TransformerConfig(

@@ -135,13 +135,26 @@ def adamw_moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[s
     return {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
 
-def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """The tensors of a plain model and its AdamW by their names in a checkpoint."""
+def training_state(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    cut: dict[str, int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> State:
+    """The tensors of a plain model and its AdamW by their names in a checkpoint.
+
+    cut: along which dimension a parameter of this name is a slice, equal on all ranks of `group`.
+    """
     state: State = {}
     for name, parameter in model.named_parameters():
-        state[f"model.{name}"] = parameter.detach()
-        for moment, tensor in adamw_moments(optimizer, parameter).items():
-            state[f"optim.{moment}.{name}"] = tensor
+        tensors = {"model": parameter.detach()}
+        tensors |= {f"optim.{k}": t for k, t in adamw_moments(optimizer, parameter).items()}
+        if cut and name in cut:
+            dim, shape = cut[name], list(parameter.shape)
+            start = dist.get_rank(group) * shape[dim]
+            shape[dim] *= dist.get_world_size(group)
+            tensors = {k: Shard.of_slice(shape, dim, start, t) for k, t in tensors.items()}
+        state |= {f"{kind}.{name}": t for kind, t in tensors.items()}
     return state
 
 

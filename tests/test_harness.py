@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import (
+    REPO,
     PeakMemory,
     Pool,
     WorkerError,
@@ -21,6 +22,7 @@ from harness import (
     load_stage,
     whole_ledger,
 )
+from mutants import read_table
 
 from common import collectives
 
@@ -211,3 +213,12 @@ def test_peak_memory_of_a_backward_is_what_arithmetic_says():
     # forward keeps the inner product; backward has two gradients of it and two of w, then their sum
     assert peak.left == 40000
     assert 20000 + 2 * 40000 <= peak.above <= 20000 * 3 + 3 * 40000
+
+
+def test_every_mutant_changes_one_place_of_the_code_as_it_stands():
+    stale = {
+        m.name: count
+        for m in read_table()
+        if (count := (REPO / m.file).read_text().count(m.old)) != 1 or not m.tests
+    }
+    assert not stale, stale

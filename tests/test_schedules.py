@@ -306,12 +306,16 @@ def run_the_executor(name: str, p: int, m: int, v: int, buffered: bool, monkeypa
             if needed:
                 assert torch.equal(received, code(needed)), (needed, received)
             assert len(pipeline.sends) <= p and len(pipeline.receives) <= 2 * p + 3
+            under_way.append(len(pipeline.sends))
             return code(made) if made else None
 
-        pipeline.do = do
+        pipeline.do, under_way = do, []
+        made = [stage.messages(a, p, v, rank)[1] for a in pipeline.schedule(p, m, v, rank)]
         try:
             pipeline.run([(torch.zeros(1), None, None)] * m)
             assert not pipeline.sends and not pipeline.receives
+            # a send is waited for when more than p are under way, no sooner
+            assert max(under_way) == min(p, sum(map(bool, made[:-1])))
             with torch.no_grad():
                 pipeline.run([(torch.zeros(1), None, None)] * m)
         except BaseException as failure:

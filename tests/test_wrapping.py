@@ -201,11 +201,17 @@ def test_fsdp_of_a_model_in_half_precision_has_the_plain_models_bits(pools, way,
 
 
 def transformer_steps(
-    way: str, optimizer: str, set_to_none: bool, checkpointing: bool
+    way: str, optimizer: str, set_to_none: bool, checkpointing: bool, frozen: int | None = None
 ) -> dict[str, float]:
-    """How far `way` is from the plain transformer after three steps of two micro-batches."""
+    """How far `way` is from the plain transformer after three steps of two micro-batches.
+
+    frozen: a unit that does not train.
+    """
     optimizer_class, defaults = OPTIMIZERS[optimizer]
     plain, model = transformer(), transformer(checkpointing)
+    if frozen is not None:
+        plain.units()[frozen].requires_grad_(False)
+        model.units()[frozen].requires_grad_(False)
     plain_optimizer = optimizer_class(plain.parameters(), **defaults)
     trainer = Trainer(way, model, optimizer_class, model.units(), **defaults)
     for step in range(3):
@@ -222,6 +228,13 @@ def test_units_that_are_gathered_have_the_bits_of_the_plain_model(
     pools, way, optimizer, set_to_none
 ):
     for worst in pools(2).run(transformer_steps, way, optimizer, set_to_none, False):
+        assert worst == {}
+
+
+@pytest.mark.parametrize("way", ["zero-3", "fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("frozen", [0, 1, 3])
+def test_a_unit_may_be_frozen_as_a_whole(pools, way, frozen):
+    for worst in pools(2).run(transformer_steps, way, "adamw", True, False, frozen):
         assert worst == {}
 
 
