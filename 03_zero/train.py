@@ -135,17 +135,17 @@ class Bucket:
             self.shard.grad = mine.clone() if grad is None else grad.add_(mine)
             self.grads = self.grad_views = None
 
-    def gather_weights(self) -> None:
+    def gather_weights(self, async_op: bool = False) -> Work | None:
         """Fill `weights` from the ranks' shards.
 
         Under autograd the buffer keeps its storage, freed and filled, and is written through
         `.data`: what backward has saved points into it, and its version must not change.
         """
         if self.zero_stage == 3 and self.weights.untyped_storage().nbytes():
-            return  # they are there: activation checkpointing runs a forward in backward
+            return None  # they are there: activation checkpointing runs a forward in backward
         self.weights.untyped_storage().resize_(self.weights.numel() * self.weights.element_size())
         mine = self.shard.detach().to(self.weights.dtype)
-        all_gather_single(self.weights.data, mine, group=self.group)
+        return all_gather_single(self.weights.data, mine, group=self.group, async_op=async_op)
 
     def free_weights(self) -> None:
         self.in_backward = False
@@ -246,8 +246,9 @@ class ZeroRedundancyOptimizer:
         """Update this rank's slices, then gather the new weights from all ranks."""
         self.inner.step()
         if self.zero_stage < 3:
-            for bucket in self.buckets:
-                bucket.gather_weights()
+            works = [bucket.gather_weights(async_op=True) for bucket in self.buckets]
+            for work in works:
+                work.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for bucket in self.buckets:

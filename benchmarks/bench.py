@@ -134,7 +134,7 @@ def worker(
     rank: int, size: int, port: int, jobs: list[tuple[str, str]], pairs: int, out: str
 ) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1 if size > 1 else os.cpu_count() or 1)
+    torch.set_num_threads(1 if size > 1 else len(os.sched_getaffinity(0)))
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -160,7 +160,7 @@ def run_jobs(size: int, jobs: list[tuple[str, str]], pairs: int) -> list[Result]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    threads = "1" if size > 1 else str(os.cpu_count())
+    threads = "1" if size > 1 else str(len(os.sched_getaffinity(0)))
     os.environ["OMP_NUM_THREADS"] = threads  # the workers inherit it
     with tempfile.NamedTemporaryFile() as out:
         torch.multiprocessing.spawn(worker, (size, port, jobs, pairs, out.name), nprocs=size)
@@ -217,7 +217,8 @@ def machine() -> str:
         cpu = names[0] if names else cpu
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
     return (
-        f"{os.cpu_count()} cores ({cpu}){gpu}, {platform.system()} {platform.release()}, "
+        f"{len(os.sched_getaffinity(0))} cores ({cpu}){gpu}, "
+        f"{platform.system()} {platform.release()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"{datetime.date.today().isoformat()}"
     )

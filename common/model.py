@@ -84,36 +84,6 @@ class Linear(nn.Module):
         return F.linear(x, self.weight)
 
 
-class RMSNorm(nn.RMSNorm):
-    """x over its root mean square, times a weight. x: [..., d_model].
-
-    PyTorch has a fused kernel of it for GPUs alone.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.is_cuda else _RMSNorm.apply(x, self.weight, self.eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """On a CPU in a third of the passes over x that autograd would take."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = x.float().square().mean(-1, keepdim=True).add_(eps).rsqrt_()  # [..., 1]
-        normal = (x * scale).to(x.dtype)
-        ctx.save_for_backward(normal, scale, weight)
-        return normal * weight
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        saved = ctx.saved_tensors
-        grad32, normal, scale, weight = (t.float() for t in (grad, *saved))
-        product = (grad32 * normal).flatten(0, -2)
-        along = (product @ weight).view_as(scale) / -len(weight)  # share of the gradient along x
-        grad_x = (grad32 * weight).addcmul_(normal, along).mul_(scale)
-        return grad_x.to(grad.dtype), product.sum(0).to(saved[2].dtype), None
-
-
 @lru_cache(maxsize=8)
 def rotary_table(seq_len: int, head_dim: int, device: torch.device) -> Tensor:
     """exp(i * position * frequency), complex64 [seq_len, 1, 1, head_dim / 2]."""
@@ -145,9 +115,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
         qkv = self.wqkv(x).unflatten(-1, (-1, 3, self.head_dim))  # [batch, seq, heads, 3, head_dim]
-        q, k = rotate(qkv[..., :2, :]).transpose(1, 2).unbind(-2)  # [batch, heads, seq, head_dim]
-        v = qkv[..., 2, :].transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        qk, v = qkv.split((2, 1), dim=-2)
+        q, k, v = (t.transpose(1, 2) for t in (*rotate(qk).unbind(-2), v.squeeze(-2)))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [batch, heads, seq, head_dim]
         return self.wo(y.transpose(1, 2).flatten(-2))
 
 
@@ -180,10 +150,10 @@ class Layer(nn.Module):
 
     def __init__(self, config: TransformerConfig, index: int):
         super().__init__()
-        self.attn_norm = RMSNorm(config.d_model, eps=1e-6)
+        self.attn_norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.attn = Attention(config)
         self.attn_dropout = CounterDropout(config.dropout, site=2 * index + 1)
-        self.mlp_norm = RMSNorm(config.d_model, eps=1e-6)
+        self.mlp_norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.mlp = MLP(config)
         self.mlp_dropout = CounterDropout(config.dropout, site=2 * index + 2)
 
@@ -197,7 +167,7 @@ class Output(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.norm = RMSNorm(config.d_model, eps=1e-6)
+        self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.head = Linear(config.d_model, config.padded_vocab)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -263,23 +233,23 @@ def _loss_of_piece(
     grad_weight: Tensor | None,
 ) -> Tensor:
     """Summed loss of some rows over `count`; writes `grad_x`, adds to `grad_weight`."""
-    log_p = torch.log_softmax((x @ weight.t()).float(), dim=-1)  # [rows, vocab]
+    logits = (x @ weight.t()).float()  # [rows, vocab]
     index = targets.clamp(min=0)[:, None]
     scale = (targets != IGNORED)[:, None] / count  # [rows, 1], 0 where there is no target
-    loss = -(log_p.gather(-1, index) * scale).sum()
+    highest, target_logit = logits.amax(-1, keepdim=True), logits.gather(-1, index)
+    exp = logits.sub_(highest).exp_()  # in place from here on: there is one piece of logits
+    total = exp.sum(-1, keepdim=True)
+    loss = ((total.log() + highest - target_logit) * scale).sum()
     if grad_x is None and grad_weight is None:
         return loss
-    # softmax less one at the target; the rows' scale is applied to the narrow factors
-    grad = log_p.exp_().scatter_add_(-1, index, log_p.new_full((), -1.0).expand_as(index))
-    grad = grad.to(x.dtype)
+    # softmax less one at the target
+    grad = exp.mul_(scale / total).scatter_add_(-1, index, -scale).to(x.dtype)
     if grad_x is not None:
-        grad_x.copy_((grad @ weight) * scale)
-    if grad_weight is not None:
-        scaled = (x * scale).to(x.dtype)
-        if grad_weight.dtype == grad.dtype:
-            grad_weight.addmm_(grad.t(), scaled)
-        else:
-            grad_weight += grad.t() @ scaled
+        grad_x.copy_(grad @ weight)
+    if grad_weight is not None and grad_weight.dtype == grad.dtype:
+        grad_weight.addmm_(grad.t(), x)
+    elif grad_weight is not None:
+        grad_weight += grad.t() @ x
     return loss
 
 
