@@ -86,10 +86,10 @@ class Linear(nn.Module):
 
 @lru_cache(maxsize=8)
 def rotary_table(seq_len: int, head_dim: int, device: torch.device) -> Tensor:
-    """exp(i * position * frequency), complex64 [seq_len, 1, 1, head_dim / 2]."""
+    """cos and sin of position times frequency, float32 [seq_len, 1, 1, head_dim / 2, 2]."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     angle = torch.arange(seq_len, device=device)[:, None] * 10000.0**-exponent
-    return torch.polar(torch.ones_like(angle), angle)[:, None, None]
+    return torch.stack((angle.cos(), angle.sin()), dim=-1)[:, None, None]
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -97,9 +97,15 @@ def rotate(x: Tensor) -> Tensor:
 
     Each two neighbouring features are a complex number, turned by its position's angle.
     """
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    turned = pairs * rotary_table(x.shape[1], x.shape[-1], x.device)
-    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+    of = x.shape[1], x.shape[-1], x.device
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # 2.13 compiles no complex numbers, and no cache
+        (a, b), (cos, sin) = pairs.unbind(-1), rotary_table.__wrapped__(*of).unbind(-1)
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    else:
+        table = torch.view_as_complex(rotary_table(*of))
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * table)
+    return turned.flatten(-2).to(x.dtype)
 
 
 class Attention(nn.Module):
