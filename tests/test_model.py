@@ -251,8 +251,8 @@ def test_the_logits_never_exist_whole_and_evaluation_makes_no_gradient():
     with PeakMemory() as evaluation, torch.no_grad():
         linear_cross_entropy(x, weight, targets, rows=32)
     assert whole.above >= logits
-    assert pieces.above < gradients + 4 * logits / 16
-    assert evaluation.above < 3 * logits / 16
+    assert pieces.above < gradients + 1.25 * logits / 16
+    assert evaluation.above < 1.25 * logits / 16
 
 
 def test_the_models_loss_is_the_cross_entropy_of_its_logits():
