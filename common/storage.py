@@ -20,12 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
@@ -206,11 +201,8 @@ _NEEDED = {  # all that the metadata of tensors is made of
     ("torch.serialization", "_get_layout"),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
     *((f"{_CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
-    *(
-        (f"{_CHECKPOINT}.metadata", f"{name}")
-        for name in ("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")
-    ),
-    *((f"{_CHECKPOINT}.metadata", f"Tensor{name}") for name in ("Properties", "StorageMetadata")),
+    *((f"{_CHECKPOINT}.metadata", name) for name in ("TensorProperties", "TensorStorageMetadata")),
+    *((f"{_CHECKPOINT}.metadata", n) for n in ("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
 }
 
 
@@ -228,7 +220,8 @@ class Reader(dcp.FileSystemReader):
     """PyTorch's reader, but nothing in the folder can run code, leave it, or go unchecked.
 
     The library unpickles `.metadata` and hands byte entries to an unrestricted `torch.load`. Our
-    checkpoints hold tensors alone, and those it loads with `weights_only`. Raises `Damaged`.
+    checkpoints hold tensors alone, loaded with `weights_only`; a byte entry is among what the
+    metadata may not ask for. Raises `Damaged`.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -246,9 +239,6 @@ class Reader(dcp.FileSystemReader):
         if mark and checksum != b"%d" % Checksum().update(body).value():
             raise Damaged("its checksum differs")
         metadata = MetadataUnpickler(io.BytesIO(content)).load()
-        for name, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, BytesStorageMetadata):
-                raise Damaged(f"{name} is a byte entry, not a tensor: not loaded")
         for info in metadata.storage_data.values():
             if Path(info.relative_path).name != info.relative_path:
                 raise Damaged(f"{info.relative_path} is outside of the checkpoint")

@@ -293,6 +293,8 @@ def test_a_kill_at_the_worst_moment_of_a_save_leaves_only_whole_checkpoints(
     (ended,) = pools(1, group=False).attempt(save_and_die, str(tmp_path), moment)
     assert "exit code 9" in ended.traceback, ended
     expected = training_state(*trained())
+    # what has a checkpoint's name is whole
+    assert checkpoints(tmp_path) == sorted(tmp_path.glob("step-*"))
     found, step, _ = loaded(tmp_path)
     assert step == newest
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -323,6 +325,7 @@ def test_the_newest_whole_one_wins_and_unfinished_ones_do_not_count(tmp_path):
     (tmp_path / "step-00000100" / ".metadata").unlink()
     shutil.copytree(tmp_path / "step-00000020", tmp_path / "writing-00000200")
     shutil.copytree(tmp_path / "step-00000020", tmp_path / "step-00000300.bak")
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003", "step-00000020"]
     assert loaded(tmp_path)[1] == 20
 
 
@@ -788,6 +791,8 @@ def test_a_byte_entry_is_refused_and_what_it_holds_does_not_run(tmp_path, capsys
     length = len(torch_save(Touch(bait)))
     metadata.storage_data[MetadataIndex(name)] = type(info)("bait.distcp", 0, length)
     write_metadata(folder, metadata)
+    with pytest.raises(storage.Damaged, match="BytesStorageMetadata"):  # before anything is read
+        storage.Reader(checkpoints(folder)[0])
     assert_harmless(capsys, folder, bait)
 
 
