@@ -122,8 +122,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
         qkv = self.wqkv(x).unflatten(-1, (-1, 3, self.head_dim))  # [batch, seq, heads, 3, head_dim]
         qk, v = qkv.split((2, 1), dim=-2)
-        q, k, v = (t.transpose(1, 2) for t in (*rotate(qk).unbind(-2), v.squeeze(-2)))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [batch, heads, seq, head_dim]
+        q, k = rotate(qk).transpose(1, 2).unbind(-2)  # [batch, heads, seq, head_dim]
+        v = v.squeeze(-2).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(y.transpose(1, 2).flatten(-2))
 
 

@@ -237,16 +237,7 @@ class Pool:
                     )
         if any(o.traceback for o in outcomes) or len({o.exit_status for o in outcomes}) > 1:
             self.close()  # who knows what is left of the group
-        elif max(map(self._threads, self._processes)) > 100:
-            self.close()
         return outcomes
-
-    @staticmethod
-    def _threads(process) -> int:
-        """Each group that a job leaves behind, as a refused run does, keeps threads that poll: by
-        the hundred they take the cores from other tests."""
-        tasks = Path(f"/proc/{process.pid}/task")
-        return len(list(tasks.iterdir())) if tasks.exists() else 0
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         for rank in ranks:

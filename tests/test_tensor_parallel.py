@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from statistics import mode
 
 import pytest
 import torch
@@ -415,14 +416,15 @@ def kept_between_layers(sequence_parallel: bool) -> int:
     model = Transformer(changes, units=range(L + 1))  # all but the output unit
     stage = load_stage("05")
     stage.tensor_parallel(model, dist.group.WORLD, sequence_parallel)
-    init = torch.ones(())
     for p in model.parameters():
         nn.init.normal_(p, std=0.02)
-    with PeakMemory() as peak:
-        y = model(inputs)
-    del init
-    assert y.requires_grad
-    return peak.left
+    left, outputs = [], []
+    for _ in range(7):  # a thread of Gloo holds what it has sent last: now and then one is off
+        with PeakMemory() as peak:
+            outputs.append(model(inputs))
+        left.append(peak.left)
+    assert all(y.requires_grad for y in outputs)
+    return mode(left)
 
 
 @pytest.mark.parametrize("size", [2, 4])
