@@ -191,7 +191,7 @@ class FullyShardedDataParallel(nn.Module):
         self.flat_settings = (shard_group, param_dtype, reduce_dtype, device, home)
         self.flats: list[FlatParameter] = []
         self.shard_units(module, opened(module) if units is None else units, materialize)
-        self.launched = 0  # flats whose gradients are being reduced in this backward
+        self.launched = 0  # reduce-scatters that have started in this backward
         self.synchronizes, self.in_backward = True, False
 
     def shard_units(self, module: nn.Module, units: list[nn.Module], materialize) -> None:
@@ -235,6 +235,15 @@ class FullyShardedDataParallel(nn.Module):
         for flat in self.flats:  # a forward without backward has left it, the shards have moved on
             flat.reshard()
         return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward in here reduces to the shards, but not yet over the replicas."""
+        self.synchronizes = False
+        try:
+            yield
+        finally:
+            self.synchronizes = True
 
     def gather(self, flat: FlatParameter, then: int) -> None:
         """Have `flat` whole, and the one after it (`then` = 1) or before it (-1) on its way."""
@@ -307,15 +316,6 @@ class FullyShardedDataParallel(nn.Module):
         for flat in self.flats:
             flat.reshard()
             flat.in_backward = False
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward in here reduces to the shards, but not yet over the replicas."""
-        self.synchronizes = False
-        try:
-            yield
-        finally:
-            self.synchronizes = True
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every shard's gradient is the average over the ranks. Once a step."""
