@@ -74,6 +74,11 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _is_gloo(tensor: Tensor, group: ProcessGroup | None) -> bool:
+    """Whether Gloo serves this group: on CPUs, and on a GPU that ranks share (`setup`)."""
+    return f"{tensor.device.type}:gloo" in dist.get_backend_config(group)
+
+
 def _ring(group: ProcessGroup | None) -> float:
     size = dist.get_world_size(group)
     return (size - 1) / size
@@ -104,7 +109,29 @@ def reduce_scatter_single(
     async_op: bool = False,
 ) -> Work | None:
     ledger.record("reduce_scatter_single", _bytes(input), _ring(group), group)
+    if op == ReduceOp.SUM and _is_gloo(input, group):
+        pieces = torch.empty_like(input)
+        work = dist.all_to_all_single(pieces, input, group=group, async_op=True)
+        summed = _SumOfPieces(work, pieces.view(-1, *output.shape), output)
+        return summed if async_op else summed.wait()
     return _reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
+
+
+@dataclass
+class _SumOfPieces:
+    """The reduce-scatter of Gloo, which has none: each rank gets its slice of all and sums them.
+
+    PyTorch would all-reduce a copy of the whole and keep a slice, which sends twice as much
+    (pytorch/pytorch#118911).
+    """
+
+    work: Work
+    pieces: Tensor
+    output: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        torch.sum(self.pieces, 0, out=self.output)
 
 
 def broadcast(
@@ -126,7 +153,7 @@ def isend(
     group_dst: int | None = None,
 ) -> Work | None:
     ledger.record("isend", _bytes(tensor), 1.0, group)
-    if _goes_through_host(tensor, group):
+    if tensor.is_cuda and _is_gloo(tensor, group):
         tensor = tensor.cpu()
     return dist.isend(tensor, dst, group=group, tag=tag, group_dst=group_dst)
 
@@ -139,21 +166,16 @@ def irecv(
     group_src: int | None = None,
 ) -> Work | None:
     # the sender has counted these bytes
-    if _goes_through_host(tensor, group):
+    if tensor.is_cuda and _is_gloo(tensor, group):
         host = torch.empty_like(tensor, device="cpu")
         work = dist.irecv(host, src, group=group, tag=tag, group_src=group_src)
         return _HostReceive(work, host, tensor)
     return dist.irecv(tensor, src, group=group, tag=tag, group_src=group_src)
 
 
-def _goes_through_host(tensor: Tensor, group: ProcessGroup | None) -> bool:
-    """Gloo sends no GPU memory point to point, and serves GPUs where ranks share one (`setup`)."""
-    return tensor.is_cuda and "cuda:gloo" in dist.get_backend_config(group)
-
-
 @dataclass
 class _HostReceive:
-    """A receive into host memory, for a tensor on a GPU."""
+    """A receive for a tensor on a GPU: Gloo sends no GPU memory point to point."""
 
     work: Work
     host: Tensor

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from harness import (
     PeakMemory,
     assert_ledger_is_true,
+    bytes_written,
     count_collectives,
     live_bytes,
     load_stage,
@@ -189,6 +190,26 @@ def test_zero_1_and_full_replication_send_the_ring_bytes_of_02():
     ddp = table("ddp", 2, 3, 4, 4)["all_reduce"].ring("all_reduce")
     for way in ("zero-1", "fsdp-replicated"):
         assert sum(sent.ring(op) for op, sent in table(way, 2, 3, 4, 4).items()) == ddp
+
+
+def step_on_the_wire(way: str) -> tuple[int, float]:
+    """Bytes that this rank's process has written in a step, and those of the ledger."""
+    trainer = Trainer(way, stack(), fused=True)
+    loss_of = [lambda model: model(torch.randn(1, WIDTH)).sum()] * 2
+    trainer.step(loss_of)
+    with whole_ledger() as ledger:
+        before = bytes_written()
+        trainer.step(loss_of)
+        after = bytes_written()
+    return after - before, ledger.total_ring_bytes
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_kernel_is_given_as_many_bytes_as_the_ledger_says(pools, way, ranks):
+    """In sum over the ranks: only on a ring does each of them send the same."""
+    written, said = zip(*pools(ranks).run(step_on_the_wire, way), strict=True)
+    assert sum(written) == pytest.approx(sum(said), rel=0.01)
 
 
 def forward_alone(way: str) -> tuple[dict, int]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from harness import REPO
 
+from common import collectives
 from common.distributed import (
     launch_environment,
     print0,
@@ -148,6 +149,28 @@ def join() -> tuple:
 
 def test_setup_joins_the_group_that_exists(pools):
     assert pools(2).run(join) == [(r, r, 2, torch.device("cpu")) for r in range(2)]
+
+
+def reduce_scatter(dtype: torch.dtype, in_place: bool) -> tuple[list, list]:
+    """This rank's slice, summed over the ranks by us, and of an all-reduce."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = torch.arange(size * 10, dtype=dtype).view(size * 2, 5) * (rank + 1)
+    expected = whole.clone()
+    dist.all_reduce(expected)
+    output = whole[2 * rank : 2 * rank + 2] if in_place else torch.empty(2, 5, dtype=dtype)
+    work = collectives.reduce_scatter_single(output, whole, async_op=in_place)
+    if in_place:
+        work.wait()
+        work.wait()  # as with PyTorch's, nothing happens
+    return output.tolist(), expected[2 * rank : 2 * rank + 2].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_reduce_scatter_is_a_slice_of_an_all_reduce(pools, ranks, in_place, dtype):
+    for ours, expected in pools(ranks).run(reduce_scatter, dtype, in_place):
+        assert ours == expected
 
 
 def speak(path: str) -> None:

@@ -52,13 +52,11 @@ def trace_of(events) -> Trace:
         called, done = spans.get(call, []), spans.get(work, [])  # by this thread, by Gloo's
         return [Span(c.start, d.end) for c, d in zip(called, done, strict=True)]
 
-    scatters = "c10d::_reduce_scatter_base_" in spans  # Gloo makes an all-reduce of it
     return Trace(
         products=spans["aten::mm"],
         gathers=collectives("c10d::_allgather_base_", "gloo:all_gather"),
-        reductions=collectives(
-            "c10d::_reduce_scatter_base_" if scatters else "c10d::allreduce_", "gloo:all_reduce"
-        ),
+        reductions=collectives("c10d::allreduce_", "gloo:all_reduce")
+        or collectives("c10d::alltoall_base_", "gloo:all_to_all"),  # Gloo's reduce-scatter
     )
 
 
