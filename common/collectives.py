@@ -153,7 +153,7 @@ def isend(
     group_dst: int | None = None,
 ) -> Work | None:
     ledger.record("isend", _bytes(tensor), 1.0, group)
-    if tensor.is_cuda and _is_gloo(tensor, group):
+    if _goes_through_host(tensor, group):
         tensor = tensor.cpu()
     return dist.isend(tensor, dst, group=group, tag=tag, group_dst=group_dst)
 
@@ -166,16 +166,21 @@ def irecv(
     group_src: int | None = None,
 ) -> Work | None:
     # the sender has counted these bytes
-    if tensor.is_cuda and _is_gloo(tensor, group):
+    if _goes_through_host(tensor, group):
         host = torch.empty_like(tensor, device="cpu")
         work = dist.irecv(host, src, group=group, tag=tag, group_src=group_src)
         return _HostReceive(work, host, tensor)
     return dist.irecv(tensor, src, group=group, tag=tag, group_src=group_src)
 
 
+def _goes_through_host(tensor: Tensor, group: ProcessGroup | None) -> bool:
+    """Gloo sends no GPU memory point to point."""
+    return tensor.is_cuda and _is_gloo(tensor, group)
+
+
 @dataclass
 class _HostReceive:
-    """A receive for a tensor on a GPU: Gloo sends no GPU memory point to point."""
+    """A receive into host memory, for a tensor on a GPU."""
 
     work: Work
     host: Tensor

@@ -230,11 +230,11 @@ def refuse(message: str, status: int = 2) -> NoReturn:
     if rank() == 0:
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
         if dist.is_initialized() and world_size() > 1:
-            time.sleep(1.0)  # past `setup` the others are near, and come to their own end
+            time.sleep(2.0)  # past `setup` the others are near, and come to their own end
     elif world_size() > 1:
         try:
             signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         except ValueError:
             pass  # not the main thread
-        time.sleep(2.0 if dist.is_initialized() else 10.0)
+        time.sleep(4.0 if dist.is_initialized() else 10.0)
     raise SystemExit(status)

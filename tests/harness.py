@@ -139,7 +139,7 @@ def _worker(rank: int, size: int, port: int | None, connection, environment, fol
         if port is not None and not dist.is_initialized():
             outcome.traceback = outcome.traceback or "the job destroyed the pool's process group"
         if port is not None and outcome.traceback is None:
-            _destroy_groups_left_behind()
+            _tidy_up()
         gc.collect()
         try:
             answer = pickle.dumps(outcome)
@@ -150,11 +150,18 @@ def _worker(rank: int, size: int, port: int | None, connection, environment, fol
         connection.send_bytes(answer)
 
 
-def _destroy_groups_left_behind() -> None:
-    """End the groups of a run that ended early: the threads of each would wake for ever."""
+def _tidy_up() -> None:
+    """End what a job leaves behind: the threads of each Gloo group wake a hundred times a second.
+
+    A refused run has ended none of its groups, and a model whose parameters have hooks of its own
+    is a cycle through C++, which the garbage collector cannot see; it holds groups too.
+    """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    for obj in gc.get_objects():
+        if type(obj) is torch.nn.Parameter and obj._post_accumulate_grad_hooks:
+            obj._post_accumulate_grad_hooks.clear()
 
 
 def _do(job: bytes) -> Outcome:
