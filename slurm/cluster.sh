@@ -64,7 +64,7 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 DefMemPerCPU=1000
-SchedulerParameters=bf_interval=1,batch_sched_delay=0,sched_min_interval=100000
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=100000
 # more CPUs and memory may be declared below than the machine has: several jobs share it
 SlurmdParameters=config_overrides
 GresTypes=gpu

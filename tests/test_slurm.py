@@ -281,7 +281,13 @@ def weights_of(job: Job) -> dict[str, bytes]:
 
 
 def has_reached(job: Job, step: int):
-    return lambda: re.search(rf"^step +{step}\b", job.log, re.MULTILINE) is not None
+    """Whether it has logged this step or a later one since it was last requeued."""
+
+    def reached() -> bool:
+        this_life = job.log.split("requeued, to go on")[-1]
+        return any(int(x) >= step for x in re.findall(r"^step +(\d+)", this_life, re.MULTILINE))
+
+    return reached
 
 
 def steps_of(job: Job) -> str:
