@@ -13,6 +13,9 @@ algorithms for clusters of workstations", 2009).
 | broadcast                 | the tensor          | (N-1)/N payload    |
 | isend, send               | the tensor          | payload            |
 
+The tests hold these figures against what PyTorch's dispatcher is asked for, and against the bytes
+that the kernel is given to write.
+
 PyTorch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single`; this is
 the one place that knows both names.
 """

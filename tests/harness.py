@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
+
+import common.distributed
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -113,6 +115,8 @@ def _worker(rank: int, size: int, port: int | None, connection, environment, fol
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # else it leaves a semaphore behind when we are killed
+    # no launcher looks on, for whose sake `refuse` would let its rank wait
+    common.distributed.time = SimpleNamespace(sleep=lambda _: None, monotonic=time.monotonic)
     jobs: queue.Queue = queue.Queue()
 
     def listen() -> None:
