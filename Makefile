@@ -42,7 +42,7 @@ help: ## this list
 	@echo
 	@echo "  The stages so far: $(foreach stage,$(found),$(patsubst %/,%,$(dir $(call script,$(stage)))))"
 
-# NPROC=4     processes of run-02 and later; by default one a GPU, on a CPU 2
+# NPROC=4     processes of run-02 and later; by default one a GPU; with one GPU or none, 2
 # ARGS="..."  flags for the script: make run-01 ARGS="--data sample --steps 100"
 # NODES= GPUS= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 TIME=02:00:00
 # FROM=01     what diff-NN compares with; by default the stage before
@@ -121,7 +121,7 @@ $(STAGES:%=diff-%): diff-%: ## what stage NN changes in the one before
 schedule-06: $(READY) ## draw a pipeline's time line; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
 	@$(BIN)/python tools/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) \
 		$(if $(PP),--pp $(PP)) $(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
-		$(if $(RUN),--run $(RUN)) --svg $(or $(SVG),schedule.svg)
+		$(if $(RUN),--run $(RUN)) $(if $(SVG),--svg $(SVG))
 
 $(STAGES:%=dry-run-%): dry-run-%: $(READY) ## what stage NN would hold and send on RANKS= ranks, as RANK=
 	@$(BIN)/python -m common.dry_run $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) $(ARGS)

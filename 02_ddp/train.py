@@ -68,7 +68,7 @@ class Bucket:
         the next micro-batch then adds to the view in place. No gradient counts as zero.
         """
         if self.work is not None:
-            raise RuntimeError("all micro-batches but the last of a step belong into no_sync()")
+            raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
         view = self.views[param]
         if param.grad is None:
             view.zero_()

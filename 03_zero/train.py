@@ -98,7 +98,7 @@ class Bucket:
     def attach(self, param: nn.Parameter) -> None:
         """Move a gradient into `grads`; none is zero. In stage 1 `param.grad` stays there."""
         if self.zero_stage == 1 and self.work is not None:
-            raise RuntimeError("all micro-batches but the last of a step belong into no_sync()")
+            raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
         self.finish_reducing()  # of the backward before
         if self.grads is None:
             self.grads = torch.empty(len(self.weights), dtype=self.shard.dtype, device=param.device)
@@ -161,7 +161,8 @@ class ZeroRedundancyOptimizer:
 
     Call `finish_gradient_synchronization` after the last backward of a step. `param_groups` and
     `state` are the inner optimizer's, over `Bucket.shard`s. Gradients count as zero where a
-    parameter was not used. Stage 1 reduces once between two `zero_grad`.
+    parameter was not used, which holds up the buckets behind it until backward ends. Stage 1
+    reduces once between two `zero_grad`.
     """
 
     def __init__(
@@ -245,10 +246,13 @@ class ZeroRedundancyOptimizer:
     def step(self) -> None:
         """Update this rank's slices, then gather the new weights from all ranks."""
         self.inner.step()
-        if self.zero_stage < 3:
-            works = [bucket.gather_weights(async_op=True) for bucket in self.buckets]
-            for work in works:
-                work.wait()
+        if self.zero_stage == 3:
+            for bucket in self.buckets:
+                bucket.free_weights()  # what is still gathered is of before the step
+            return
+        works = [bucket.gather_weights(async_op=True) for bucket in self.buckets]
+        for work in works:
+            work.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for bucket in self.buckets:
@@ -299,7 +303,8 @@ def partition_parameters(
     """ZeRO stage 3: gather each unit's weights before it is used, free them after.
 
     The optimizer must have a group a unit, in their order. dtype: of the gathered weights; the
-    shards stay as they are. The plain version: backward waits for each gather.
+    shards stay as they are. All ranks must use the same parameters, for gathers and reductions
+    match by their order. The plain version: backward waits for each gather.
     """
     trained = [unit for unit in units if any(p.requires_grad for p in unit.parameters())]
     for unit, bucket in zip(trained, optimizer.buckets[::-1], strict=True):

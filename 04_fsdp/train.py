@@ -75,11 +75,14 @@ class FlatParameter:
     """
 
     def __init__(
-        self, params: dict[str, nn.Parameter], group, param_dtype, reduce_dtype, device, home
+        self, params: dict[str, nn.Parameter], groups, param_dtype, reduce_dtype, device, home
     ):
-        self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
+        self.params, (self.group, self.replicas) = params, groups
+        self.n_ranks = dist.get_world_size(self.group)
+        n_replicas = 1 if self.replicas is None else dist.get_world_size(self.replicas)
+        self.averages_over = self.n_ranks * n_replicas
         values = torch.cat([p.detach().flatten() for p in params.values()])
-        length, rank = -(-len(values) // self.n_ranks), dist.get_rank(group)
+        length, rank = -(-len(values) // self.n_ranks), dist.get_rank(self.group)
         self.mine = slice(rank * length, (rank + 1) * length)
         self.padding = self.n_ranks * length - len(values)
         mine = F.pad(values, (0, self.padding))[self.mine].to(home, copy=True)
@@ -127,6 +130,8 @@ class FlatParameter:
 
     def collect(self, param: nn.Parameter) -> None:
         """Move a gradient into `grads`; none is zero."""
+        if self.replicating is not None:
+            raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
         self.finish_reducing()  # of the backward before
         if self.grads is None:
             self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
@@ -144,15 +149,20 @@ class FlatParameter:
         mine = self.grads[self.mine]
         self.reducing = reduce_scatter_single(mine, self.grads, group=self.group, async_op=True)
 
-    def finish_reducing(self, replicas: ProcessGroup | None = None) -> None:
-        """Wait for it, add the sum to `shard.grad`, drop the rest; start to sum over replicas."""
+    def finish_reducing(self) -> None:
+        """Wait for it, add the average to `shard.grad` and drop the rest."""
         if self.reducing is not None:
             self.reducing.wait()
             mine = self.grads[self.mine].to(self.shard, copy=True)
+            mine /= self.averages_over
             self.shard.grad = mine if self.shard.grad is None else self.shard.grad.add_(mine)
             self.grads = self.grad_views = self.reducing = None
-            if replicas is not None:
-                self.replicating = all_reduce(self.shard.grad, group=replicas, async_op=True)
+
+    def start_replicating(self) -> None:
+        """Sum `shard.grad` over the replicas, once a step."""
+        if self.replicas is not None and self.replicating is None:
+            grad = self.shard.grad
+            self.replicating = all_reduce(grad, group=self.replicas, async_op=True)
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -167,7 +177,9 @@ class FullyShardedDataParallel(nn.Module):
     parameters' own, and for `param_dtype`. cpu_offload: the shards live on the CPU.
 
     Step an optimizer on `shards()`, and call `finish_gradient_synchronization` after the last
-    backward of a step. Raises ValueError where `materialize` leaves a parameter without values.
+    backward of a step. All ranks must use the same parameters: gathers and reductions match by
+    their order. An unused one counts as zero, and holds up the units before it until backward
+    ends. Raises ValueError where `materialize` leaves a parameter without values.
     """
 
     def __init__(
@@ -184,11 +196,12 @@ class FullyShardedDataParallel(nn.Module):
         cpu_offload: bool = False,
     ):
         super().__init__()
-        self.module, self.shard_group, self.replicas = module, shard_group, replicate_group
+        self.module, self.shard_group = module, shard_group
         self.param_dtype, self.reshard_after_forward = param_dtype, reshard_after_forward
         device = device or next(module.parameters()).device
         home = torch.device("cpu") if cpu_offload else device
-        self.flat_settings = (shard_group, param_dtype, reduce_dtype, device, home)
+        groups = (shard_group, replicate_group)
+        self.flat_settings = (groups, param_dtype, reduce_dtype, device, home)
         self.flats: list[FlatParameter] = []
         self.shard_units(module, opened(module) if units is None else units, materialize)
         self.launched = 0  # reduce-scatters that have started in this backward
@@ -277,7 +290,8 @@ class FullyShardedDataParallel(nn.Module):
             self.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         for later in self.flats[self.flats.index(flat) + 1 :]:
-            if not later.shard.requires_grad:  # frozen: no gradient says that it is done
+            # frozen: no gradient says that it is done. What surrounds all units begins before them
+            if not later.shard.requires_grad and flat.unit is not self.module:
                 later.reshard()
         flat.in_backward = True
         if flat.gathers_in_backward:
@@ -299,14 +313,16 @@ class FullyShardedDataParallel(nn.Module):
 
     def launch_ready(self, all_of_them: bool = False) -> None:
         """Reduce what is full while backward goes on, in order; at most two are whole at a time."""
-        replicas = self.replicas if self.synchronizes else None
         trained = self.trained
         while self.launched < len(trained):
             if trained[self.launched].waiting_for and not all_of_them:
                 return
             trained[self.launched].start_reducing()
             if self.launched > 0:
-                trained[self.launched - 1].finish_reducing(replicas)
+                before = trained[self.launched - 1]
+                before.finish_reducing()
+                if self.synchronizes:
+                    before.start_replicating()
             self.launched += 1
 
     def end_backward(self) -> None:
@@ -319,13 +335,13 @@ class FullyShardedDataParallel(nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every shard's gradient is the average over the ranks. Once a step."""
-        n_replicas = dist.get_world_size(self.replicas) if self.replicas is not None else 1
         for flat in self.trained:
-            flat.finish_reducing(self.replicas)
+            flat.finish_reducing()
+            flat.start_replicating()
+        for flat in self.trained:
             if flat.replicating is not None:
                 flat.replicating.wait()
                 flat.replicating = None
-            flat.shard.grad /= flat.n_ranks * n_replicas
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -342,14 +358,13 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole parameters by name on the CPU of every rank, gathered unit by unit."""
+        """The whole parameters by name, in their own dtype, on the CPU of every rank."""
         state = {}
         for flat in self.flats:
-            flat.reshard()  # of before a step
-            flat.unshard()
-            flat.wait()
-            state |= {name: p.detach().cpu().clone() for name, p in flat.params.items()}
-            flat.reshard()
+            whole = torch.empty_like(flat.full, dtype=flat.shard.dtype)
+            all_gather_single(whole, flat.shard.to(whole.device), group=self.shard_group)
+            views = flat.views_into(whole.cpu())
+            state |= {name: views[p].clone() for name, p in flat.params.items()}
         return state
 
     def training_state(self, optimizer: torch.optim.Optimizer) -> State:

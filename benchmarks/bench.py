@@ -221,8 +221,7 @@ def machine() -> str:
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
     return (
         f"{len(os.sched_getaffinity(0))} cores ({cpu}){gpu}, "
-        f"{platform.system()} {platform.release()}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}, "
         f"{datetime.date.today().isoformat()}"
     )
 

@@ -63,7 +63,7 @@ class Shard:
     def of_flat_slice(cls, full_shape: Sequence[int], start: int, piece: Tensor) -> Shard:
         """The elements [start, start + len(piece)) of the tensor, flattened row by row.
 
-        Of a matrix they are at most three boxes: the end of a row, whole rows, the begin of one.
+        Of a matrix they are at most three boxes: the end of a row, whole rows, a row's beginning.
         """
         if len(full_shape) < 2:
             return cls(full_shape, [((start,) * len(full_shape), piece)] if len(piece) else [])

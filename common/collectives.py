@@ -11,7 +11,7 @@ algorithms for clusters of workstations", 2009).
 | all_gather_single         | the gathered output | (N-1)/N payload    |
 | reduce_scatter_single     | the whole input     | (N-1)/N payload    |
 | broadcast                 | the tensor          | (N-1)/N payload    |
-| isend, send               | the tensor          | payload            |
+| isend                     | the tensor          | payload            |
 
 The tests hold these figures against what PyTorch's dispatcher is asked for, and against the bytes
 that the kernel is given to write.
@@ -115,7 +115,8 @@ def reduce_scatter_single(
     if op == ReduceOp.SUM and _is_gloo(input, group):
         pieces = torch.empty_like(input)
         work = dist.all_to_all_single(pieces, input, group=group, async_op=True)
-        summed = _SumOfPieces(work, pieces.view(-1, *output.shape), output)
+        by_rank = pieces.view(dist.get_world_size(group), *output.shape)
+        summed = _SumOfPieces(work, by_rank, output)
         return summed if async_op else summed.wait()
     return _reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
 
@@ -129,12 +130,14 @@ class _SumOfPieces:
     """
 
     work: Work
-    pieces: Tensor
+    pieces: Tensor | None
     output: Tensor
 
     def wait(self) -> None:
-        self.work.wait()
-        torch.sum(self.pieces, 0, out=self.output)
+        if self.pieces is not None:
+            self.work.wait()
+            torch.sum(self.pieces, 0, out=self.output)
+            self.pieces = None
 
 
 def broadcast(
@@ -194,21 +197,11 @@ class _HostReceive:
         self.tensor.copy_(self.host)
 
 
-def all_reduce_control(
-    tensor: Tensor, op: ReduceOp = ReduceOp.SUM, group: ProcessGroup | None = None
-) -> Tensor:
-    """All-reduce a scalar that steers the run (loss to log, norm to clip by, wish to stop).
+def all_reduce_control(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Sum over the ranks a scalar that steers the run: loss to log, norm to clip by, wish to stop.
 
     Returns the tensor, reduced in place. Counted apart from the technique's traffic.
     """
     ledger.control[("all_reduce", group_name(group))] += 1
-    dist.all_reduce(tensor, op=op, group=group)
+    dist.all_reduce(tensor, group=group)
     return tensor
-
-
-def barrier(group: ProcessGroup | None = None) -> None:
-    ledger.control[("barrier", group_name(group))] += 1
-    if group is None and torch.cuda.is_available():
-        dist.barrier(device_ids=[torch.cuda.current_device()])
-    else:
-        dist.barrier(group=group)

@@ -176,7 +176,7 @@ def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> d
 
 
 def cleanup() -> None:
-    """End the process group. In flight of an error: report it with its rank first.
+    """End the process group. When an error is on its way: report it with its rank first.
 
     Call it in a `finally`. The others learn of a failure by the closing of connections, or by
     their launcher; they must not be waited for, so after an error nothing is synchronised.

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from common.checkpoint import CheckpointFolder
+from common.checkpoint import CheckpointFolder, checkpoints
 from common.collectives import all_reduce_control, ledger
 from common.distributed import launch_environment, print0, rank, refuse, world_size
 from common.model import TransformerConfig
@@ -138,6 +138,10 @@ class Run:
         trouble = self._open(name) if rank() == 0 else None
         if self._any_rank(trouble is not None):
             refuse(str(trouble))
+        # the flag says how a run begins; in a later life it goes on from what it has saved itself
+        later_life = has_restarted() and bool(checkpoints(self.checkpoints))
+        if args.resume != "auto" and self._any_rank(later_life):
+            args.resume = "auto"
 
     def _open(self, device_name: str) -> str | None:
         """Make the folder and begin its files; returns what has gone wrong."""
@@ -427,6 +431,12 @@ def run_id() -> str:
     if dist.is_initialized():
         dist.broadcast_object_list(told, src=0)
     return told[0]
+
+
+def has_restarted() -> bool:
+    """Whether Slurm has requeued this job, or torchrun has started its processes again."""
+    counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    return any(int(os.environ.get(count, 0)) > 0 for count in counts)
 
 
 def git_commit() -> str | None:

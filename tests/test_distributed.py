@@ -159,10 +159,13 @@ def reduce_scatter(dtype: torch.dtype, in_place: bool) -> tuple[list, list]:
     dist.all_reduce(expected)
     output = whole[2 * rank : 2 * rank + 2] if in_place else torch.empty(2, 5, dtype=dtype)
     work = collectives.reduce_scatter_single(output, whole, async_op=in_place)
+    expected = expected[2 * rank : 2 * rank + 2]
     if in_place:
         work.wait()
+        output *= 2
         work.wait()  # as with PyTorch's, nothing happens
-    return output.tolist(), expected[2 * rank : 2 * rank + 2].tolist()
+        expected *= 2
+    return output.tolist(), expected.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

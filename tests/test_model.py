@@ -334,7 +334,7 @@ def test_initial_matrices_have_the_width_that_the_text_says():
 # ---- activation checkpointing ----
 
 
-def trained(config: TransformerConfig, part: range | None = None):
+def trained(config: TransformerConfig):
     model = built(config)
     with PeakMemory() as peak:
         loss = model(tokens_of(), tokens_of(seed=1), sample_keys(1, 5, torch.arange(3)))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -347,6 +348,31 @@ def test_a_resumed_run_logs_the_lines_of_an_uninterrupted_one(train, tmp_path):
     (checkpoints(tmp_path / "cut" / "checkpoints")[-1] / ".metadata").unlink()
     train(*flags, "--run-dir", tmp_path / "cut")
     assert numbers(lines_of(tmp_path / "cut")) == numbers(whole)
+
+
+def in_a_later_life(variable: str, argv: list[str]) -> list[dict]:
+    with patch.dict(os.environ, {variable: "1"}):
+        return load_stage("01").main(argv)
+
+
+@pytest.mark.parametrize("variable", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize("how", ["never", "path"])
+def test_resume_says_how_a_run_begins_and_not_how_it_goes_on(
+    pools, train, corpus_dir, tmp_path, variable, how
+):
+    flags = ["--log-every", 1, "--checkpoint-every", 2]
+    train(*flags, "--steps", 2, "--run-dir", tmp_path / "other")
+    resume = how if how == "never" else tmp_path / "other"
+    flags += ["--run-dir", tmp_path / "run", "--resume", resume]
+    argv = [*SMALL, "--data", str(corpus_dir), *map(str, flags)]
+
+    def life(steps: str) -> list[int]:
+        (lines,) = pools(1, group=False).run(in_a_later_life, variable, [*argv, "--steps", steps])
+        return [line["step"] for line in lines]
+
+    first = 0 if how == "never" else 2
+    assert life("4") == list(range(first, 4))  # cut before it had saved: the flag counts
+    assert life("6") == [4, 5]
 
 
 def test_a_finished_run_is_not_run_again(train, tmp_path):

@@ -283,15 +283,19 @@ def test_activation_checkpointing_changes_no_bit(pools, way, early_stop):
         assert worst == {}
 
 
+def hybrid(model: nn.Module, shards: int = 2, **defaults) -> Trainer:
+    mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
+    groups = {f"{name}_group": mesh[name].get_group() for name in mesh.mesh_dim_names}
+    return Trainer("fsdp", model, SGD, groups=groups, **defaults)
+
+
 def clipped(way: str) -> tuple[float, float, float]:
     """The global norm, the plain model's, and how far the parameters are apart after the step."""
     torch.use_deterministic_algorithms(True)  # fills memory that nobody wrote to with NaN
     try:
         plain, model = odd(), odd()
         if way == "fsdp-hybrid":
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            groups = {f"{name}_group": mesh[name].get_group() for name in mesh.mesh_dim_names}
-            trainer = Trainer("fsdp", model, SGD, groups=groups, lr=1.0)
+            trainer = hybrid(model, lr=1.0)
         else:
             trainer = Trainer(way, model, SGD, lr=1.0)
         losses = micro_batches(0, 2, True, dist.get_rank())
@@ -359,7 +363,10 @@ def test_ddp_keeps_gradients_in_their_buckets_whatever_cuts_them_loose(pools):
 
 
 def backward_twice(way: str) -> None:
-    trainer = Trainer(way, nn.Linear(5, 3), SGD, lr=0.1)
+    if way == "fsdp-hybrid":
+        trainer = hybrid(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), shards=1, lr=0.1)
+    else:
+        trainer = Trainer(way, nn.Linear(5, 3), SGD, lr=0.1)
     trainer.model(torch.ones(2, 5)).sum().backward()
     try:
         with pytest.raises(RuntimeError, match="no_sync"):
@@ -368,7 +375,7 @@ def backward_twice(way: str) -> None:
         trainer.sync.finish_gradient_synchronization()
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero-1"])
+@pytest.mark.parametrize("way", ["ddp", "zero-1", "fsdp-hybrid"])
 def test_a_second_backward_outside_no_sync_is_refused_and_not_wrong(pools, way):
     pools(2).run(backward_twice, way)
 
@@ -515,6 +522,99 @@ def test_fsdp_says_so_when_one_unit_has_everything(pools, kind):
 
 def test_fsdp_says_nothing_of_a_model_in_several_units(pools):
     assert pools(2).run(warnings_of, "units") == [[], []]
+
+
+def backward_under_no_sync() -> float:
+    """How far gradients over replicas are from the average, if no backward was the last."""
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    nn.init.constant_(plain[0].weight, 0.1)
+    trainer = hybrid(copy.deepcopy(plain), shards=1, lr=1.0)
+    with trainer.sync.no_sync():
+        trainer.model(torch.full((2, 5), 1.0 + dist.get_rank())).sum().backward()
+    trainer.sync.finish_gradient_synchronization()
+    grads = torch.cat([flat.shard.grad for flat in trainer.sync.flats])
+    highest, lowest = grads.clone(), grads.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    assert grads.any()
+    return (highest - lowest).abs().max().item()
+
+
+def test_finishing_sums_over_the_replicas_though_every_backward_was_under_no_sync(pools):
+    assert pools(2).run(backward_under_no_sync) == [0.0, 0.0]
+
+
+class Prompt(nn.Module):
+    """A trained prompt at the root, around units that are frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompt = nn.Parameter(torch.ones(6))
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x + self.prompt)))
+
+
+def tune_a_prompt(reshard_after_forward: bool) -> dict[str, float]:
+    torch.manual_seed(0)
+    plain = Prompt()
+    for unit in (plain.body, plain.head):
+        unit.requires_grad_(False)
+    way = "fsdp" if reshard_after_forward else "fsdp-keep"
+    trainer = Trainer(way, copy.deepcopy(plain), SGD, lr=0.5)
+    optimizer = SGD([plain.prompt], lr=0.5)
+    for step in range(2):
+        x = torch.full((2, 6), 1.0 + step)
+        trainer.step([lambda model, x=x: model(x).square().sum()])
+        plain(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return differences(trainer.parameters(), plain)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_fsdp_tunes_a_prompt_at_the_root_before_a_frozen_head(pools, reshard_after_forward):
+    assert pools(2).run(tune_a_prompt, reshard_after_forward) == [{}, {}]
+
+
+def gathered_back() -> tuple[dict[str, float], set[torch.dtype]]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    state = Trainer("fsdp", copy.deepcopy(plain), SGD, gathered=torch.bfloat16, lr=0.1).parameters()
+    return differences(state, plain), {tensor.dtype for tensor in state.values()}
+
+
+def test_fsdp_gathers_back_the_float32_masters_of_what_it_uses_in_bf16(pools):
+    assert pools(2).run(gathered_back) == [({}, {torch.float32})] * 2
+
+
+# ---- stale weights ----
+
+
+def gradient_of_the_input_before_a_step(way: str) -> dict[str, float]:
+    """Asking autograd for an input's gradient gathers units that no parameter's gradient frees."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = copy.deepcopy(plain)
+    trainer = Trainer(way, model, SGD, [model[0], model[2]], lr=0.5)
+    optimizer = SGD(plain.parameters(), lr=0.5)
+    x = torch.ones(2, 5, requires_grad=True)
+    for _ in range(2):
+        trainer.backward([lambda model: model(x.detach()).square().sum()])
+        torch.autograd.grad(trainer.model(x).sum(), x)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        plain(x.detach()).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return differences(trainer.parameters(), plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_leaves_no_weights_of_before_it(pools, way):
+    for worst in pools(2).run(gradient_of_the_input_before_a_step, way):
+        assert worst == {}
 
 
 # ---- against PyTorch's own ----

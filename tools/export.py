@@ -26,7 +26,7 @@ from common.storage import Damaged, LoadPlanner, Reader
 def newest_run() -> Path:
     """The folder under `runs/` with the newest checkpoint in it."""
     repo = Path(__file__).resolve().parents[1]
-    runs = {p.parent.parent for p in repo.glob("runs/*/*/checkpoints/step-*")}
+    runs = {p.parent.parent for p in repo.glob("runs/**/checkpoints/step-*")}
     runs = {run for run in runs if checkpoints(run / "checkpoints")}
     if not runs:
         refuse("no run here has a checkpoint: name a run's folder, or train --checkpoint-every 100")

@@ -9,9 +9,9 @@ fail() {
 }
 
 command -v "$python" >/dev/null ||
-  fail "no $python here; install Python 3.10 or newer, or name one: make setup PYTHON=/path/to/python3"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-  fail "$python is $("$python" --version 2>&1), too old; name a newer one: make setup PYTHON=python3.11"
+  fail "no $python here; install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  fail "$python is $("$python" --version 2>&1), too old; name a newer one: make setup PYTHON=python3.12"
 "$python" -c 'import venv, ensurepip' 2>/dev/null ||
   fail "$python has no venv module; on Debian and Ubuntu: apt install python3-venv"
 
