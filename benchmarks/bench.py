@@ -33,8 +33,6 @@ from harness import PeakMemory, live_bytes  # noqa: E402
 from rows import GPU_SHAPES, ROWS, SHAPES, Row, Shape, Step, device  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from common.run import keep_freed_memory  # noqa: E402
-
 # ---- one row, inside the workers ----
 
 
@@ -137,7 +135,6 @@ def worker(
 ) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1 if size > 1 else len(os.sched_getaffinity(0)))
-    keep_freed_memory()  # as every run does
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     dist.init_process_group(

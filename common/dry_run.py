@@ -275,13 +275,13 @@ def figures(number: str, ranks: int, argv: list[str]) -> str:
     return " | ".join(gigabytes(max(values)) for values in zip(*each, strict=True))
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("stage", help="02 ... 07, or plan: a table of all of them")
     parser.add_argument("--ranks", type=int, default=8, help="how many to pretend")
     parser.add_argument("--rank", type=int, default=0, help="which of them to be")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="words")
-    args, argv = parser.parse_known_args()
+    args, own = parser.parse_known_args(argv)
     if not 0 <= args.rank < args.ranks:
         refuse(f"--rank {args.rank} is none of the {args.ranks} ranks: 0 to {args.ranks - 1}")
     if args.stage not in PLANS and args.stage != "plan":
@@ -291,7 +291,7 @@ def main() -> None:
     if args.stage == "plan":
         plan()
     else:
-        show(args.stage, args.ranks, args.rank, argv, args.vocabulary)
+        show(args.stage, args.ranks, args.rank, own, args.vocabulary)
 
 
 if __name__ == "__main__":
