@@ -87,7 +87,7 @@ class Bucket:
         self.shard = nn.Parameter(self.weights[self.mine])
         self.grads: Tensor | None = None
         self.waiting_for = set(params)  # whose gradients backward has not finished yet
-        self.work: Work | None = None  # the reduce-scatter under way
+        self.work: Work | None = None  # the reduction under way
         self.in_backward = False
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
@@ -185,7 +185,7 @@ class ZeroRedundancyOptimizer:
         self.inner = optimizer_class(inner_groups, **defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.launched = 0  # reduce-scatters that have started in this backward
+        self.launched = 0  # reductions that have started
         self.synchronizes, self.in_backward = True, False
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(self.mark_ready)

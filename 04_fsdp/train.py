@@ -72,6 +72,7 @@ class FlatParameter:
     shard: [slice], this rank's, in the parameters' own dtype; what the optimizer steps on.
     full: [N * slice] in `param_dtype`, with memory only while gathered; the parameters are views
     into it, so that nothing is copied. grads: [N * slice] in `reduce_dtype`, during backward.
+    groups: the N ranks that share out, and those that hold the same slice (None: no others).
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class FullyShardedDataParallel(nn.Module):
         self.flat_settings = (groups, param_dtype, reduce_dtype, device, home)
         self.flats: list[FlatParameter] = []
         self.shard_units(module, opened(module) if units is None else units, materialize)
-        self.launched = 0  # reduce-scatters that have started in this backward
+        self.launched = 0  # reductions that have started
         self.synchronizes, self.in_backward = True, False
 
     def shard_units(self, module: nn.Module, units: list[nn.Module], materialize) -> None:

@@ -100,7 +100,7 @@ class Bucket:
         pieces = self.flat.split([p.numel() for p in params])
         self.views = {p: piece.view_as(p) for p, piece in zip(params, pieces, strict=True)}
         self.waiting_for = set(params)  # whose gradients backward has not finished yet
-        self.work: Work | None = None  # the all-reduce under way
+        self.work: Work | None = None  # the reduction under way
 
     def attach(self, param: nn.Parameter) -> None:
         """Make `param.grad` the view into the buffer, with the value that it has.
@@ -143,7 +143,7 @@ class DistributedDataParallel(nn.Module):
         # in reverse order, since backward finishes the last layer first
         self.buckets = [Bucket(ps) for ps in split_into_buckets(params[::-1], bucket_cap_mb)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.launched = 0  # buckets whose all-reduce has started in this step
+        self.launched = 0  # reductions that have started
         self.synchronizes = True
         for param in params:
             param.register_post_accumulate_grad_hook(self.mark_ready)
