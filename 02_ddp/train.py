@@ -61,19 +61,17 @@ class Bucket:
         self.waiting_for = set(params)  # whose gradients backward has not finished yet
         self.work: Work | None = None  # the reduction under way
 
-    def attach(self, param: nn.Parameter) -> None:
-        """Make `param.grad` the view into the buffer, with the value that it has.
+    def attach(self, param: nn.Parameter, over: int = 1) -> None:
+        """Make `param.grad` the view into the buffer, with the value that it has, divided.
 
         Backward makes a new gradient after `zero_grad(set_to_none=True)`, loose from the buffer;
         the next micro-batch then adds to the view in place. No gradient counts as zero.
         """
-        if self.work is not None:
-            raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
         view = self.views[param]
         if param.grad is None:
             view.zero_()
-        elif param.grad is not view:
-            view.copy_(param.grad)
+        elif param.grad is not view or over > 1:
+            torch.div(param.grad, over, out=view)  # it is copied and divided in one pass
         param.grad = view
 
 
@@ -95,6 +93,7 @@ class DistributedDataParallel(nn.Module):
     ):
         super().__init__()
         self.module, self.group = module, process_group
+        self.n_ranks = dist.get_world_size(process_group)
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.detach(), group=process_group, group_src=0)
         # a tied parameter stands in `parameters()` once; a frozen one has no gradient to send
@@ -122,9 +121,11 @@ class DistributedDataParallel(nn.Module):
     def mark_ready(self, param: nn.Parameter) -> None:
         """Note that the gradient of `param` is final for this backward; autograd calls it."""
         bucket = self.bucket_of[param]
-        bucket.attach(param)
+        if param not in bucket.waiting_for:
+            raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
+        bucket.attach(param, over=self.n_ranks if self.synchronizes else 1)
         if self.synchronizes:
-            bucket.waiting_for.discard(param)
+            bucket.waiting_for.remove(param)
             self.launch_ready_buckets()
 
     def launch_ready_buckets(self) -> None:
@@ -141,13 +142,12 @@ class DistributedDataParallel(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the average over the ranks. Once a step."""
         for bucket in self.buckets:
-            for param in bucket.waiting_for:  # unused in this step, or used by other ranks alone
-                bucket.attach(param)
+            for param in bucket.waiting_for:  # unused in this backward, or by this rank
+                bucket.attach(param, over=self.n_ranks)
             bucket.waiting_for = set()
         self.launch_ready_buckets()
         for bucket in self.buckets:
             bucket.work.wait()
-            bucket.flat /= dist.get_world_size(self.group)
             bucket.waiting_for, bucket.work = set(bucket.params), None
         self.launched = 0
 

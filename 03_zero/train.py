@@ -95,8 +95,8 @@ class Bucket:
         pieces = flat[: sum(sizes)].split(sizes)
         return {p: piece.view(p.shape) for p, piece in zip(self.params, pieces, strict=True)}
 
-    def attach(self, param: nn.Parameter) -> None:
-        """Move a gradient into `grads`; none is zero. In stage 1 `param.grad` stays there."""
+    def attach(self, param: nn.Parameter, over: int = 1) -> None:
+        """Move a gradient into `grads`, divided; none is zero. In stage 1 it stays `param.grad`."""
         if self.zero_stage == 1 and self.work is not None:
             raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
         self.finish_reducing()  # of the backward before
@@ -107,15 +107,15 @@ class Bucket:
         view = self.grad_views[param]
         if param.grad is None:
             view.zero_()
-        elif param.grad is not view:
-            view.copy_(param.grad)
+        elif param.grad is not view or over > 1:
+            torch.div(param.grad, over, out=view)  # it is copied and divided in one pass
         param.grad = view if self.zero_stage == 1 else None
 
     def start_reducing(self) -> None:
         """Send each slice of the gradients to its owner, who sums them, in place."""
         for param in self.waiting_for:  # unused in this backward
-            self.attach(param)
-        self.waiting_for = set(self.params)
+            self.attach(param, over=self.n_ranks)
+        self.waiting_for = set()
         if self.zero_stage == 3:  # all gradients are there, so backward is done with the weights
             self.free_weights()
         mine = self.grads[self.mine]
@@ -127,7 +127,7 @@ class Bucket:
             return
         self.work.wait()
         self.work = None
-        mine = self.grads[self.mine].div_(self.n_ranks)
+        mine = self.grads[self.mine]
         if self.zero_stage == 1:
             self.shard.grad = mine
         else:
@@ -205,13 +205,15 @@ class ZeroRedundancyOptimizer:
     def mark_ready(self, param: nn.Parameter) -> None:
         """Note that the gradient of `param` is final for this backward; autograd calls it."""
         bucket = self.bucket_of[param]
-        bucket.attach(param)
+        if param not in bucket.waiting_for:
+            raise RuntimeError("checkpoint with use_reentrant=False: a gradient is final once")
+        bucket.attach(param, over=bucket.n_ranks if self.synchronizes else 1)
         if not self.synchronizes:
             return
         if not self.in_backward:
             self.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-        bucket.waiting_for.discard(param)
+        bucket.waiting_for.remove(param)
         # strictly in order: collectives match by it, and ranks may differ in what is full first
         while self.launched < len(self.buckets) and not self.buckets[self.launched].waiting_for:
             self.launch_next()
@@ -228,6 +230,8 @@ class ZeroRedundancyOptimizer:
         while self.launched < len(self.buckets):
             self.launch_next()
         self.launched, self.in_backward = 0, False
+        for bucket in self.buckets:
+            bucket.waiting_for = set(bucket.params)
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every shard's gradient is the average over the ranks. Once a step."""

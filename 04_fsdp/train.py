@@ -146,7 +146,7 @@ class FlatParameter:
         """Send each slice of the gradients to its owner, who sums them, in place."""
         for param in self.waiting_for:  # unused in this backward
             self.collect(param)
-        self.waiting_for = set(self.params.values())
+        self.waiting_for = set()
         mine = self.grads[self.mine]
         self.reducing = reduce_scatter_single(mine, self.grads, group=self.group, async_op=True)
 
@@ -300,8 +300,10 @@ class FullyShardedDataParallel(nn.Module):
 
     def mark_ready(self, flat: FlatParameter, param: nn.Parameter) -> None:
         """Note that the gradient of `param` is final for this backward; autograd calls it."""
+        if param not in flat.waiting_for:
+            raise RuntimeError("checkpoint with use_reentrant=False: a gradient is final once")
         flat.collect(param)
-        flat.waiting_for.discard(param)
+        flat.waiting_for.remove(param)
         if not flat.waiting_for:
             flat.reshard()  # all gradients are there: backward is done with these weights
             flat.in_backward = False
@@ -333,6 +335,8 @@ class FullyShardedDataParallel(nn.Module):
         for flat in self.flats:
             flat.reshard()
             flat.in_backward = False
+        for flat in self.trained:
+            flat.waiting_for = set(flat.params.values())
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every shard's gradient is the average over the ranks. Once a step."""

@@ -86,16 +86,18 @@ class Linear(nn.Module):
 
 @lru_cache(maxsize=8)
 def rotary_table(seq_len: int, head_dim: int, device: torch.device) -> Tensor:
-    """cos and sin of position times frequency, float32 [seq_len, 1, 1, head_dim / 2, 2]."""
+    """cos and sin of position times frequency, float32 [seq_len, 1, 3, head_dim / 2, 2]."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    angle = torch.arange(seq_len, device=device)[:, None] * 10000.0**-exponent
-    return torch.stack((angle.cos(), angle.sin()), dim=-1)[:, None, None]
+    turns = torch.tensor([1, 1, 0], device=device)[:, None]  # q and k, but not v
+    angle = torch.arange(seq_len, device=device)[:, None, None, None] * turns * 10000.0**-exponent
+    return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary position embedding of x: [batch, seq, heads, 2, head_dim], in x's dtype.
+    """Rotary position embedding of q and k in x: [batch, seq, heads, q/k/v, head_dim], its dtype.
 
-    Each two neighbouring features are a complex number, turned by its position's angle.
+    Each two neighbouring features are a complex number, turned by its position's angle. v goes
+    through the same product, by one: cheaper than to take it out and put its gradient back.
     """
     of = x.shape[1], x.shape[-1], x.device
     pairs = x.float().unflatten(-1, (-1, 2))
@@ -121,9 +123,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
         qkv = self.wqkv(x).unflatten(-1, (-1, 3, self.head_dim))  # [batch, seq, heads, 3, head_dim]
-        qk, v = qkv.split((2, 1), dim=-2)
-        q, k = rotate(qk).transpose(1, 2).unbind(-2)  # [batch, heads, seq, head_dim]
-        v = v.squeeze(-2).transpose(1, 2)
+        q, k, v = rotate(qkv).transpose(1, 2).unbind(-2)  # [batch, heads, seq, head_dim]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(y.transpose(1, 2).flatten(-2))
 
@@ -244,15 +244,19 @@ def _loss_of_piece(
     index = targets.clamp(min=0)[:, None]
     scale = (targets != IGNORED)[:, None] / count  # [rows, 1], 0 where there is no target
     highest, target_logit = logits.amax(-1, keepdim=True), logits.gather(-1, index)
-    exp = logits.sub_(highest).exp_()  # in place from here on: there is one piece of logits
-    total = exp.sum(-1, keepdim=True)
-    loss = ((total.log() + highest - target_logit) * scale).sum()
+    softmax = logits.softmax(-1)
+    del logits
+    # the highest probability is e^highest over the sum of all: no other pass for the sum's log
+    log_total = highest - softmax.amax(-1, keepdim=True).log()
+    loss = ((log_total - target_logit) * scale).sum()
     if grad_x is None and grad_weight is None:
         return loss
-    # softmax less one at the target
-    grad = exp.mul_(scale / total).scatter_add_(-1, index, -scale).to(x.dtype)
+    # softmax less one at the target; `scale` goes to the narrow factor, not to all of the logits
+    grad = softmax.scatter_add_(-1, index, -torch.ones_like(scale)).to(x.dtype)
     if grad_x is not None:
-        grad_x.copy_(grad @ weight)
+        grad_x.copy_(grad @ weight).mul_(scale)
+    if grad_weight is not None:
+        x = (x * scale).to(x.dtype)
     if grad_weight is not None and grad_weight.dtype == grad.dtype:
         grad_weight.addmm_(grad.t(), x)
     elif grad_weight is not None:
@@ -260,7 +264,7 @@ def _loss_of_piece(
     return loss
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int = 1024) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int = 512) -> Tensor:
     """Mean cross-entropy (float32 scalar) of logits x W^T against targets, in pieces of `rows`.
 
     x: [tokens, d_model], weight: [vocab, d_model], targets: int64 [tokens], IGNORED ones left

@@ -73,9 +73,11 @@ class CounterDropout(nn.Module):
     def keep(self, x: Tensor, keys: Tensor) -> Tensor:
         """Where x stays: bool [batch, seq, features]."""
         seq, features = x.shape[-2:]
-        position = torch.arange(seq, dtype=torch.int32, device=x.device) + self.first_position
+        # site and position in one counter: room for a million positions at each of 4096 sites
+        place = torch.arange(seq, dtype=torch.int32, device=x.device)
+        place += self.first_position + (self.site << 20)
         feature = torch.arange(features, dtype=torch.int32, device=x.device)
-        key = mix(mix(keys, self.site)[:, None], position)  # [batch, seq]
+        key = mix(keys[:, None], place)  # [batch, seq]
         threshold = round(self.p * 2**31)
         return (mix(key[..., None], feature) & 0x7FFFFFFF) >= threshold
 

@@ -34,7 +34,7 @@ step=$!
 # USR1 (see --signal in train.sbatch) asks the training processes to save and stop. One that comes
 # before they listen is lost, so they are asked until they are gone.
 requeue=
-trap 'requeue=1; while kill -USR1 "$step"; do sleep 5; done 2>/dev/null &' USR1
+trap 'requeue=1; while kill -USR1 "$step"; do sleep 2; done 2>/dev/null &' USR1
 status=0
 while true; do
   wait "$step" && status=0 || status=$? # the trap cuts a wait short
@@ -46,8 +46,8 @@ done
 step_starts_on() { timeout 60 srun --overlap --nodes="$1" --ntasks="$1" true; }
 node_is_lost() { step_starts_on 1 && ! step_starts_on "$SLURM_JOB_NUM_NODES"; }
 
-# 138: killed by USR1, so early that there was nothing to save
-if [[ $requeue && ($status == 0 || $status == 138) ]]; then
+# 138: a task was killed by USR1, so early that there was nothing to save; 143: and took others along
+if [[ $requeue && $status =~ ^(0|138|143)$ ]]; then
   echo "time is nearly up: job $SLURM_JOB_ID requeued, to go on from its newest checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
 elif [[ $status != 0 ]] && node_is_lost; then

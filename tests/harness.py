@@ -533,7 +533,7 @@ def live_bytes() -> int:
 class PeakMemory(TorchDispatchMode):
     """The most bytes of floating-point CPU storages that lived at a time during the block.
 
-    Looks at every storage that any operator of this thread touches, before and after it, so it
+    Looks at every storage that any operator of this thread touches, right after it, so it
     sees what autograd holds in C++ and storages that are resized; not a kernel's own scratch
     memory, nor what C++ threads allocate.
 
@@ -562,13 +562,13 @@ class PeakMemory(TorchDispatchMode):
         self._see(args, kwargs)
         result = func(*args, **(kwargs or {}))
         self._see(result)
+        self.bytes = max(self.bytes, self._now())
         return result
 
     def _see(self, *values) -> None:
         for tensor in tree_leaves(values):
             if isinstance(tensor, Tensor) and _counts(tensor):
                 self._watch(tensor.untyped_storage())
-        self.bytes = max(self.bytes, self._now())
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._known:

@@ -72,14 +72,16 @@ MESHES = [
     *((pp, dp, tp) for pp in (1, 2) for dp in (1, 2) for tp in (1, 2)),
     *((4, 1, 2), (1, 2, 4), (2, 1, 4), (3, 1, 2)),
 ]
+# collectives take most of the time, and each layer has its own: no more of both than it needs
+TWO_LAYERS = ["--n-layers", "2"]
 
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
 def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, degrees):
     size, flags = mesh(*degrees)
-    argv = [*RUN, "--data", str(corpus_dir)]
-    # with four ranks along tp collectives take the time: two micro-batches a pipeline, one without
-    micro = ["--micro-batch-size", "12" if degrees[2] == 4 else "3" if degrees[1] == 2 else "6"]
+    argv = [*RUN, "--data", str(corpus_dir), *(TWO_LAYERS if degrees[0] < 3 else [])]
+    # two micro-batches a pipeline, four on longer ones
+    micro = ["--micro-batch-size", str(24 // degrees[1] // (4 if degrees[0] > 2 else 2))]
     for metrics in pools(size).train("07", [*argv, *flags, *micro]):
         assert_same_curve(metrics, reference(argv))
 
@@ -101,13 +103,14 @@ def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, degrees):
 def test_the_curve_is_that_of_stage_01_with(pools, reference, corpus_dir, degrees, own, extra):
     size, flags = mesh(*degrees)
     argv = [*RUN, "--steps", "20", "--data", str(corpus_dir), *extra]
-    micro = ["--micro-batch-size", "6" if degrees[2] == 4 else "3"]
+    argv += [] if "interleaved" in own else TWO_LAYERS
+    micro = ["--micro-batch-size", str(24 // degrees[1] // 4)]
     for metrics in pools(size).train("07", [*argv, *flags, *own, *micro]):
         assert_same_curve(metrics, reference(argv))
 
 
 def test_bfloat16_stays_near_stage_01s(pools, reference, corpus_dir):
-    argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16", "--steps", "20"]
+    argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16", "--steps", "20", *TWO_LAYERS]
     for own in ([], [*ZERO_BUBBLE, *SEQUENCE]):
         size, flags = mesh(2, 1, 2)
         metrics = pools(size).train("07", [*argv, *flags, *own, "--micro-batch-size", "6"])[0]

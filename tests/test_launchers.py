@@ -56,10 +56,16 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "launcher, stage",
-    [(x, stage) for x in COMMANDS for stage in stages() if x == "python" or stage != "01"],
-)
+# every stage starts by torchrun and by srun in test_slurm.py, on two nodes; alone, from a pool of
+# one, all over the tests
+STARTED = [
+    *(("python", stage) for stage in ("01", "04")),
+    *(("torchrun", stage) for stage in ("04", "07")),
+    *(("mpirun", stage) for stage in stages()[1:]),
+]
+
+
+@pytest.mark.parametrize("launcher, stage", STARTED)
 def test_a_stage_starts_by_the_readmes_command(launcher, stage, tmp_path, reference, flags):
     if launcher == "mpirun":
         need("mpirun", packages="openmpi-bin")

@@ -66,8 +66,9 @@ def test_a_sample_does_not_depend_on_the_others_of_its_batch():
 
 def test_rotary_scores_depend_on_the_distance_alone():
     q, k = normal(8, seed=1), normal(8, seed=2)
-    both = torch.stack((q, k)).expand(1, 16, 1, 2, 8)  # the same q and k at every position
-    q, k = rotate(both)[0, :, 0].unbind(1)  # [seq, head_dim] each
+    qkv = torch.stack((q, k, q)).expand(1, 16, 1, 3, 8)  # the same at every position
+    q, k, v = rotate(qkv)[0, :, 0].unbind(1)  # [seq, head_dim] each
+    assert torch.equal(v, qkv[0, :, 0, 2])  # stays as it is
     scores = q @ k.t()
     for distance in range(-15, 16):
         diagonal = scores.diagonal(distance)
@@ -247,12 +248,12 @@ def test_the_logits_never_exist_whole_and_evaluation_makes_no_gradient():
     with PeakMemory() as whole:
         linear_cross_entropy(x, weight, targets, rows=512)
     with PeakMemory() as pieces:
-        linear_cross_entropy(x, weight, targets, rows=32)
+        linear_cross_entropy(x, weight, targets, rows=16)
     with PeakMemory() as evaluation, torch.no_grad():
-        linear_cross_entropy(x, weight, targets, rows=32)
-    assert whole.above >= logits
-    assert pieces.above < gradients + 1.25 * logits / 16
-    assert evaluation.above < 1.25 * logits / 16
+        linear_cross_entropy(x, weight, targets, rows=16)
+    assert whole.above >= 2 * logits
+    assert pieces.above < gradients + 2.5 * logits / 32  # a piece's logits and their softmax
+    assert evaluation.above < 2.5 * logits / 32
 
 
 def test_the_models_loss_is_the_cross_entropy_of_its_logits():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from common.model import Transformer, TransformerConfig, init_weights
 
@@ -144,7 +144,7 @@ def five_steps(
 
     same_data: every rank has rank 0's, so that the average is each rank's own gradient to the
     bit; else the plain model averages over the ranks parameter by parameter. branch: taken in
-    every second step, or by rank 0 alone.
+    every second step, by rank 0 alone, or in the first micro-batch alone.
     """
     optimizer_class, defaults = OPTIMIZERS[optimizer]
     plain = odd().to(dtype)
@@ -153,8 +153,10 @@ def five_steps(
     trainer = Trainer(way, model, optimizer_class, bucket_mb=SMALL, **defaults)
     for step in range(5):
         rank = 0 if same_data else dist.get_rank()
-        takes = step % 2 == 1 if branch == "sometimes" else dist.get_rank() == 0
+        takes = step % 2 == 1 if branch == "sometimes" else branch == "rank 0" and rank == 0
         losses = micro_batches(step, a, takes, rank)
+        if branch == "first micro-batch":
+            losses[:1] = micro_batches(step, 1, True, rank)
         ours = trainer.step(losses, set_to_none)
         theirs = plain_step(plain, plain_optimizer, losses, not same_data, set_to_none)
         assert not same_data or torch.equal(ours, theirs), step
@@ -191,6 +193,12 @@ def test_each_rank_has_data_of_its_own(pools, way, size):
 def test_a_parameter_that_one_rank_alone_uses_counts_as_zero_on_the_others(pools, way, a):
     for worst in pools(2).run(five_steps, way, "sgd", a, same_data=False, branch="rank 0"):
         assert max(worst.values(), default=0.0) <= 1e-6, worst
+
+
+@pytest.mark.parametrize("way", NOT_ZERO_3)
+def test_a_parameter_that_the_last_micro_batch_does_not_use_keeps_what_the_first_gave(pools, way):
+    for worst in pools(2).run(five_steps, way, "sgd", a=2, branch="first micro-batch"):
+        assert worst == {}
 
 
 @pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
@@ -669,3 +677,36 @@ def test_ten_steps_of_sgd_end_where_pytorchs_own_classes_end(pools, way, size):
 def test_ten_steps_of_adamw_have_the_losses_of_pytorchs_own_classes(pools, way, size):
     for losses, _ in pools(size).run(ten_steps, way, AdamW, lr=1e-3, weight_decay=0.1):
         assert losses <= 1e-5
+
+
+class Twice(nn.Module):
+    """A layer's gradient is final twice: reentrant checkpointing has a backward for each use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice, self.last = (nn.Linear(7, 7) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.twice, x.tanh(), use_reentrant=True)
+        return self.last(x)
+
+
+def final_twice(way: str) -> dict[str, float] | str:
+    torch.manual_seed(0)
+    plain = Twice()
+    trainer = Trainer(way, copy.deepcopy(plain), SGD, bucket_mb=1, lr=0.1)
+    losses = [lambda model: model(torch.ones(5, 7)).square().mean()]
+    try:
+        trainer.step(losses)
+    except RuntimeError as error:
+        return str(error)
+    plain_step(plain, SGD(plain.parameters(), lr=0.1), losses, over_ranks=False)
+    return differences(trainer.parameters(), plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_that_is_final_twice_in_a_backward_is_refused_and_not_wrong(pools, way):
+    for said in pools(2).run(final_twice, way):
+        assert ("no_sync" if way == "ddp" else "use_reentrant=False") in said
