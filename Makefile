@@ -132,7 +132,7 @@ plan: $(READY) ## the same for every stage on 8 to 4096 ranks, in one table
 # ---- check ----
 
 test: $(READY) ## the tests: parity of the stages, what they send and hold, and all the rest
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest tests -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: $(READY) ## kill -9 runs of every stage at any moment: they must end with the same bits
 	$(BIN)/python tests/chaos.py $(ARGS)
