@@ -95,7 +95,7 @@ class Bucket:
         pieces = flat[: sum(sizes)].split(sizes)
         return {p: piece.view(p.shape) for p, piece in zip(self.params, pieces, strict=True)}
 
-    def attach(self, param: nn.Parameter, over: int = 1) -> None:
+    def attach(self, param: nn.Parameter, divide_by: int = 1) -> None:
         """Move a gradient into `grads`, divided; none is zero. In stage 1 it stays `param.grad`."""
         if self.zero_stage == 1 and self.work is not None:
             raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
@@ -107,14 +107,14 @@ class Bucket:
         view = self.grad_views[param]
         if param.grad is None:
             view.zero_()
-        elif param.grad is not view or over > 1:
-            torch.div(param.grad, over, out=view)  # it is copied and divided in one pass
+        elif param.grad is not view or divide_by > 1:
+            torch.div(param.grad.to(view.dtype), divide_by, out=view)  # copies as it divides
         param.grad = view if self.zero_stage == 1 else None
 
     def start_reducing(self) -> None:
         """Send each slice of the gradients to its owner, who sums them, in place."""
         for param in self.waiting_for:  # unused in this backward
-            self.attach(param, over=self.n_ranks)
+            self.attach(param, divide_by=self.n_ranks)
         self.waiting_for = set()
         if self.zero_stage == 3:  # all gradients are there, so backward is done with the weights
             self.free_weights()
@@ -207,7 +207,7 @@ class ZeroRedundancyOptimizer:
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
             raise RuntimeError("checkpoint with use_reentrant=False: a gradient is final once")
-        bucket.attach(param, over=bucket.n_ranks if self.synchronizes else 1)
+        bucket.attach(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
         if not self.synchronizes:
             return
         if not self.in_backward:

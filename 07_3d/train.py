@@ -102,7 +102,7 @@ class Bucket:
         self.waiting_for = set(params)  # whose gradients backward has not finished yet
         self.work: Work | None = None  # the reduction under way
 
-    def attach(self, param: nn.Parameter, over: int = 1) -> None:
+    def attach(self, param: nn.Parameter, divide_by: int = 1) -> None:
         """Make `param.grad` the view into the buffer, with the value that it has, divided.
 
         Backward makes a new gradient after `zero_grad(set_to_none=True)`, loose from the buffer;
@@ -111,8 +111,8 @@ class Bucket:
         view = self.views[param]
         if param.grad is None:
             view.zero_()
-        elif param.grad is not view or over > 1:
-            torch.div(param.grad, over, out=view)  # it is copied and divided in one pass
+        elif param.grad is not view or divide_by > 1:
+            torch.div(param.grad, divide_by, out=view)  # copies as it divides
         param.grad = view
 
 
@@ -164,7 +164,7 @@ class DistributedDataParallel(nn.Module):
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
             raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
-        bucket.attach(param, over=self.n_ranks if self.synchronizes else 1)
+        bucket.attach(param, divide_by=self.n_ranks if self.synchronizes else 1)
         if self.synchronizes:
             bucket.waiting_for.remove(param)
             self.launch_ready_buckets()
@@ -184,7 +184,7 @@ class DistributedDataParallel(nn.Module):
         """Wait until every gradient is the average over the ranks. Once a step."""
         for bucket in self.buckets:
             for param in bucket.waiting_for:  # unused in this backward, or by this rank
-                bucket.attach(param, over=self.n_ranks)
+                bucket.attach(param, divide_by=self.n_ranks)
             bucket.waiting_for = set()
         self.launch_ready_buckets()
         for bucket in self.buckets:

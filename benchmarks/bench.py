@@ -33,6 +33,8 @@ from harness import PeakMemory, live_bytes  # noqa: E402
 from rows import GPU_SHAPES, ROWS, SHAPES, Row, Shape, Step, device  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from common.run import keep_freed_memory  # noqa: E402
+
 # ---- one row, inside the workers ----
 
 
@@ -134,6 +136,7 @@ def worker(
     rank: int, size: int, port: int, jobs: list[tuple[str, str]], pairs: int, out: str
 ) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    keep_freed_memory()  # as every run does
     torch.set_num_threads(1 if size > 1 else len(os.sched_getaffinity(0)))
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)

@@ -31,6 +31,7 @@ from harness import load_stage
 from rows import ROWS, SHAPES, Shape
 
 from common.collectives import ledger
+from common.run import keep_freed_memory
 
 STAGES = ("02-ddp", "03-zero-1", "03-zero-2", "04-fsdp", "04-fsdp-no-reshard")
 WAYS = ("as it is", "waits", "alone")
@@ -92,6 +93,7 @@ def measure(name: str, shape: Shape, steps: int, warmup: int = 3) -> tuple[dict,
 
 def worker(rank: int, size: int, port: int, names: list[str], shape: str, steps: int, out: str):
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    keep_freed_memory()  # as every run does
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size

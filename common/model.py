@@ -264,7 +264,7 @@ def _loss_of_piece(
     return loss
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int = 512) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int = 256) -> Tensor:
     """Mean cross-entropy (float32 scalar) of logits x W^T against targets, in pieces of `rows`.
 
     x: [tokens, d_model], weight: [vocab, d_model], targets: int64 [tokens], IGNORED ones left

@@ -67,8 +67,8 @@ def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, m, sc
     if schedule == "interleaved" and m % size:
         pytest.skip("refused: see bad_arguments.txt")
     argv = [*RUN, "--data", str(corpus_dir)]
-    if schedule == "interleaved" and size == 4:
-        argv += ["--n-layers", "8"]
+    stages = 2 * size if schedule == "interleaved" else size
+    argv += ["--n-layers", str(stages)]
     for metrics in pools(size).train("06", [*argv, *options(schedule, m, [])]):
         assert_same_curve(metrics, reference(argv))
 

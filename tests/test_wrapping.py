@@ -597,6 +597,31 @@ def test_fsdp_gathers_back_the_float32_masters_of_what_it_uses_in_bf16(pools):
     assert pools(2).run(gathered_back) == [({}, {torch.float32})] * 2
 
 
+def error_of_the_average(way: str) -> float:
+    """Relative, of bf16 gradients that are alike on all ranks: their average is each of them."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    twin, x = copy.deepcopy(plain).bfloat16(), torch.randn(2, 7).bfloat16()
+    twin(x).float().square().sum().backward()
+    trainer = Trainer(way, plain, SGD, gathered=torch.bfloat16, lr=0.1)
+    trainer.backward([lambda model: model(x).float().square().sum()])
+    grads = {p: t.grad for p, t in zip(plain.parameters(), twin.parameters(), strict=True)}
+    owners = trainer.optimizer.buckets if way == "zero-3" else trainer.model.flats
+    worst = 0.0
+    for owner in owners:
+        params = owner.params if way == "zero-3" else owner.params.values()
+        whole = torch.cat([grads[p].flatten() for p in params] + [torch.zeros(owner.padding)])
+        difference = owner.shard.grad - whole[owner.mine]
+        worst = max(worst, (difference.norm() / whole.norm()).item())
+    return worst
+
+
+@pytest.mark.parametrize("way", ["zero-3", "fsdp"])
+def test_gradients_of_bf16_weights_are_averaged_in_float32(pools, way):
+    """Three ranks: a third of a number in bf16 is another."""
+    assert max(pools(3).run(error_of_the_average, way)) < 1e-6
+
+
 # ---- stale weights ----
 
 
