@@ -107,8 +107,10 @@ class Bucket:
         view = self.grad_views[param]
         if param.grad is None:
             view.zero_()
+        elif param.grad.dtype != view.dtype:  # of bf16 weights; they would be divided in bf16
+            view.copy_(param.grad).div_(divide_by)
         elif param.grad is not view or divide_by > 1:
-            torch.div(param.grad.to(view.dtype), divide_by, out=view)  # copies as it divides
+            torch.div(param.grad, divide_by, out=view)  # copies as it divides
         param.grad = view if self.zero_stage == 1 else None
 
     def start_reducing(self) -> None:

@@ -195,7 +195,7 @@ def _report(error: BaseException) -> None:
         print0("interrupted", file=sys.stderr)
         return
     text = "".join(traceback.format_exception(error))
-    if "timed out" in text.lower():
+    if "timed out" in text.lower() or "Application timeout" in text:  # Gloo has both
         text += "No answer within --timeout: another rank hangs, was stopped, or is far behind.\n"
     print(f"[rank {rank()} of {world_size()}] {text}", file=sys.stderr, flush=True)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
