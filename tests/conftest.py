@@ -109,6 +109,6 @@ def corpus_dir(tmp_path_factory) -> Path:
         return "\n".join(rows) + "\n"
 
     (folder / "train.txt").write_text(" ".join(words) + "\n" + text(590))
-    (folder / "valid.txt").write_text(text(27))  # every run evaluates on both at its end
-    (folder / "test.txt").write_text(text(15))
+    (folder / "valid.txt").write_text(text(13))  # every run evaluates on both at its end
+    (folder / "test.txt").write_text(text(9))
     return folder

@@ -133,7 +133,7 @@ class Job:
             over = state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
             if over and not true() or time.monotonic() > end:
                 pytest.fail(f"no {what}: {state} of job {self.number}\n{self.log}")
-            time.sleep(0.2)
+            time.sleep(0.3)
 
     def ends(self, state: str = "COMPLETED") -> dict[str, str]:
         """Wait for its end, which must be this one."""

@@ -22,9 +22,9 @@ WAYS = [
     ("03", ["--zero-stage", "3"]),
     ("04", ["--micro-batch-size", "2"]),
     ("04", ["--shard-size", "4", "--dtype", "bfloat16"]),
-    ("05", ["--sequence-parallel", "--activation-checkpointing"]),
+    ("05", ["--sequence-parallel", "--activation-checkpointing", "--n-layers", "4"]),
     ("06", ["--schedule", "zero-bubble"]),
-    ("07", ["--pp", "2", "--tp", "2", "--schedule", "interleaved"]),
+    ("07", ["--pp", "2", "--tp", "2", "--schedule", "interleaved", "--n-layers", "4"]),
 ]
 
 

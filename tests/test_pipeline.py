@@ -77,7 +77,7 @@ def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, m, sc
 @pytest.mark.parametrize("extra", [["--dropout", "0.1"], EVERYTHING], ids=["dropout", "everything"])
 def test_the_curve_is_that_of_stage_01_with(pools, reference, corpus_dir, schedule, extra):
     argv = [*RUN, "--data", str(corpus_dir), *extra]
-    for metrics in pools(2).train("06", [*argv, *options(schedule, 8, [])]):
+    for metrics in pools(2).train("06", [*argv, *options(schedule, 4, [])]):
         assert_same_curve(metrics, reference(argv))
 
 
