@@ -90,38 +90,12 @@ from common.run import Run
 # ---- data parallelism: the classes of 02 ----
 
 
-class Bucket:
-    """Some parameters' gradients side by side in one flat buffer, so that one call sends many."""
-
-    def __init__(self, params: list[nn.Parameter]):
-        self.params = params
-        total = sum(p.numel() for p in params)
-        self.flat = torch.zeros(total, dtype=params[0].dtype, device=params[0].device)
-        pieces = self.flat.split([p.numel() for p in params])
-        self.views = {p: piece.view_as(p) for p, piece in zip(params, pieces, strict=True)}
-        self.waiting_for = set(params)  # whose gradients backward has not finished yet
-        self.work: Work | None = None  # the reduction under way
-
-    def attach(self, param: nn.Parameter, divide_by: int = 1) -> None:
-        """Make `param.grad` the view into the buffer, with the value that it has, divided.
-
-        Backward makes a new gradient after `zero_grad(set_to_none=True)`, loose from the buffer;
-        the next micro-batch then adds to the view in place. No gradient counts as zero.
-        """
-        view = self.views[param]
-        if param.grad is None:
-            view.zero_()
-        elif param.grad is not view or divide_by > 1:
-            torch.div(param.grad, divide_by, out=view)  # copies as it divides
-        param.grad = view
-
-
 class DistributedDataParallel(nn.Module):
-    """Keeps the replicas of a module alike: same start, same averaged gradients.
+    """Keep the replicas of a module identical: same initial weights, same averaged gradients.
 
-    module: on every rank the same parameters in the same order. process_group: the ranks that
-    average; None for all. bucket_cap_mb: megabytes of gradients a call; the first bucket takes
-    at most one, so that traffic starts early.
+    module: has the same parameters in the same order on every rank. process_group: the ranks
+    whose gradients are averaged; None for all. bucket_cap_mb: the most MB of gradients in one
+    all-reduce; the first bucket holds at most 1 MB, so that communication starts early.
 
     Call `finish_gradient_synchronization` after the last backward of a step.
     """
@@ -133,16 +107,17 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: float = 25,
     ):
         super().__init__()
-        self.module, self.group = module, process_group
+        self.module = module
         self.n_ranks = dist.get_world_size(process_group)
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.detach(), group=process_group, group_src=0)
-        # a tied parameter stands in `parameters()` once; a frozen one has no gradient to send
+        # `parameters()` yields a tied parameter once; a frozen one has no gradient to reduce
         params = [p for p in module.parameters() if p.requires_grad]
-        # in reverse order, since backward finishes the last layer first
-        self.buckets = [Bucket(ps) for ps in split_into_buckets(params[::-1], bucket_cap_mb)]
+        # in reverse order: backward finishes the last layer first
+        split = split_into_buckets(params[::-1], bucket_cap_mb)
+        self.buckets = [Bucket(part, process_group) for part in split]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.launched = 0  # reductions that have started
+        self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
         for param in params:
             param.register_post_accumulate_grad_hook(self.mark_ready)
@@ -152,7 +127,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward in here only adds to the buckets: for all micro-batches but the last."""
+        """Only accumulate gradients: for the backward of every micro-batch but the last."""
         self.synchronizes = False
         try:
             yield
@@ -160,58 +135,100 @@ class DistributedDataParallel(nn.Module):
             self.synchronizes = True
 
     def mark_ready(self, param: nn.Parameter) -> None:
-        """Note that the gradient of `param` is final for this backward; autograd calls it."""
+        """Note that the gradient of `param` is final. Autograd calls this during backward."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
             raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
-        bucket.attach(param, divide_by=self.n_ranks if self.synchronizes else 1)
+        bucket.collect(param, divide_by=self.n_ranks if self.synchronizes else 1)
         if self.synchronizes:
             bucket.waiting_for.remove(param)
             self.launch_ready_buckets()
 
-    def launch_ready_buckets(self) -> None:
-        """All-reduce the buckets that are full, while backward fills the others.
+    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
+        """Reduce every bucket whose gradients are ready, while backward computes the others.
 
-        Strictly in order, for collectives match by order and ranks may differ in which is full
-        first.
+        Buckets are launched strictly in order. Ranks may finish gradients in different orders,
+        but must issue their collectives in the same one.
         """
-        while self.launched < len(self.buckets) and not self.buckets[self.launched].waiting_for:
+        while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
-            bucket.work = all_reduce(bucket.flat, group=self.group, async_op=True)
+            if bucket.waiting_for and not backward_has_ended:
+                return
+            bucket.start_reduction()
             self.launched += 1
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the average over the ranks. Once a step."""
+        """Wait until every gradient is the average over the ranks. Call it once per step."""
+        self.launch_ready_buckets(backward_has_ended=True)
         for bucket in self.buckets:
-            for param in bucket.waiting_for:  # unused in this backward, or by this rank
-                bucket.attach(param, divide_by=self.n_ranks)
-            bucket.waiting_for = set()
-        self.launch_ready_buckets()
-        for bucket in self.buckets:
-            bucket.work.wait()
-            bucket.waiting_for, bucket.work = set(bucket.params), None
+            bucket.finish_reduction()
         self.launched = 0
+
+
+class Bucket:
+    """Parameters whose gradients lie side by side in one flat buffer: one all-reduce sends all.
+
+    grads: [numel of all parameters]; grad_views: each parameter's gradient, a view into `grads`.
+    waiting_for: the parameters whose gradients this backward has not finished yet.
+    """
+
+    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
+        self.params, self.group = params, group
+        self.n_ranks = dist.get_world_size(group)
+        self.grads = params[0].new_zeros(sum(p.numel() for p in params))
+        self.grad_views = self.views_into(self.grads)
+        self.waiting_for = set(params)
+        self.reduction: Work | None = None  # the collective in flight
+
+    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
+        sizes = [p.numel() for p in self.params]
+        chunks = flat[: sum(sizes)].split(sizes)
+        return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
+
+    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+        """Move the gradient of `param` into the buffer. A missing gradient counts as zero.
+
+        After `zero_grad(set_to_none=True)` backward allocates a new gradient outside the buffer;
+        the next micro-batches then add to the view in place. Dividing by the number of ranks
+        here, before the sum, makes the sum the average and costs no extra pass over the memory.
+        """
+        view = self.grad_views[param]
+        if param.grad is None:
+            view.zero_()
+        elif param.grad is not view or divide_by > 1:
+            torch.div(param.grad, divide_by, out=view)  # copies and divides in one pass
+        param.grad = view
+
+    def start_reduction(self) -> None:
+        for param in self.waiting_for:  # unused in this backward, or on this rank
+            self.collect(param, divide_by=self.n_ranks)
+        self.waiting_for = set()
+        self.reduction = all_reduce(self.grads, group=self.group, async_op=True)
+
+    def finish_reduction(self) -> None:
+        self.reduction.wait()
+        self.reduction, self.waiting_for = None, set(self.params)
 
 
 def split_into_buckets(
     params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1
 ) -> list[list[nn.Parameter]]:
-    """Cut a row of parameters into runs of one dtype and device and of at most `cap_mb` each.
+    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
 
-    A parameter that is larger than the cap has a bucket for itself.
+    The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
     """
-    runs: list[list[nn.Parameter]] = []
-    size = 0.0  # megabytes in the last run
+    lists: list[list[nn.Parameter]] = []
+    size = 0.0  # MB in the last list
     for param in params:
         mb = param.numel() * param.element_size() / 2**20
-        cap = min(first_cap_mb, cap_mb) if len(runs) == 1 else cap_mb
-        alike = runs and (param.dtype, param.device) == (runs[-1][0].dtype, runs[-1][0].device)
+        cap = min(first_cap_mb, cap_mb) if len(lists) == 1 else cap_mb
+        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
         if not alike or size + mb > cap:
-            runs.append([])
+            lists.append([])
             size = 0.0
-        runs[-1].append(param)
+        lists[-1].append(param)
         size += mb
-    return runs
+    return lists
 
 
 # ---- tensor parallelism: those of 05 ----

@@ -175,6 +175,14 @@ def test_bfloat16_halves_what_is_gathered_and_reduces_in_float32(pools, corpus_d
     assert_sends(pools(2), corpus_dir, way, 3, BF16, 2, 4)
 
 
+def test_bucket_cap_sets_the_number_of_all_reduces_and_not_the_bytes(pools, corpus_dir):
+    parameters = 1 + 6 * LAYERS + 2
+    argv = [*RUN, "--steps", "1", "--data", str(corpus_dir), "--bucket-cap-mb"]
+    for cap, calls in (("25", len(BUCKETS)), ("0.0001", parameters)):
+        for _, by_dispatcher in pools(2).run(sent_by, "02", [*argv, cap]):
+            assert by_dispatcher["all_reduce"] == (calls, 4 * P, 2)
+
+
 @pytest.mark.parametrize("flags", [BF16, "--dtype float32 --param-dtype bfloat16"])
 def test_the_dtypes_of_gathering_and_reducing_are_flags_of_their_own(pools, corpus_dir, flags):
     assert_sends(pools(2), corpus_dir, "fsdp-reduced-in-bf16", 3, flags, 2, 2)

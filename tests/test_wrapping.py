@@ -358,7 +358,7 @@ def gradients_in_buckets() -> None:
         for bucket in ddp.buckets:
             for p in bucket.params:
                 assert (
-                    p.grad.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+                    p.grad.untyped_storage().data_ptr() == bucket.grads.untyped_storage().data_ptr()
                 )
         assert model.frozen.weight.grad is None and not model.never.weight.grad.any()
         assert model.branch.weight.grad.any() == (step % 2 == 1)
