@@ -2,10 +2,14 @@
 
     python benchmarks/bench.py --list
     python benchmarks/bench.py --rows 02-ddp 04-fsdp --ranks 2 --pairs 100 --out table.md
+    python benchmarks/bench.py --against main~3         # this tree beside another commit
 
 Both contenders live in the same processes and take turns: ours, theirs, then theirs, ours, and so
 on, each step behind a barrier and timed alone; a step's time is its slowest rank's. The table
 shows the median of the paired ratios ours / theirs, with its 95 % interval. Every pair counts.
+
+Exit status 1 if ours is slower: if the lower end of a row's interval exceeds 1.02. A row whose
+contenders train different models is exempt.
 """
 
 from __future__ import annotations
@@ -15,14 +19,20 @@ import datetime
 import gc
 import os
 import platform
+import re
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from math import comb
 from pathlib import Path
+from types import ModuleType
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "tests")]
@@ -34,6 +44,68 @@ from rows import GPU_SHAPES, ROWS, SHAPES, Row, Shape, Step, device  # noqa: E40
 from torch import Tensor  # noqa: E402
 
 from common.run import keep_freed_memory  # noqa: E402
+
+SLOWER = 1.02  # a ratio above this, with 95 % confidence, fails the run
+
+# ---- another commit beside this tree ----
+
+
+@contextmanager
+def checkout(commit: str) -> Iterator[str]:
+    """A temporary folder with the repository's files as of `commit`."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as parent:
+        folder, git = f"{parent}/tree", ["git", "-C", str(REPO), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", folder, commit], check=True)
+        try:
+            yield folder
+        finally:
+            subprocess.run([*git, "remove", "--force", folder], check=True)
+
+
+class OtherTree:
+    """Another checkout in this process, with its own `common`, stages and `rows`."""
+
+    reloaded = re.compile(r"(common|harness|rows|stage_\d+)(\.|$)")  # modules that differ
+
+    def __init__(self, folder: str):
+        self.path = [f"{folder}{sub}" for sub in ("", "/tests", "/benchmarks")]
+        self.modules: dict[str, ModuleType] = {}
+        with self.imported():
+            # a row that is newer than the commit: this tree's row over that commit's stages
+            newer = spec_from_file_location("newer_rows", REPO / "benchmarks/rows.py")
+            rows = sys.modules["newer_rows"] = module_from_spec(newer)
+            newer.loader.exec_module(rows)
+            import rows as own
+
+            self.rows = {name: (rows, row) for name, row in rows.ROWS.items()}
+            self.rows |= {name: (own, row) for name, row in own.ROWS.items()}
+
+    @contextmanager
+    def imported(self) -> Iterator[None]:
+        """Within this context `import` finds the other checkout's modules."""
+        path, ours = sys.path[:], self.swap_modules(self.modules)
+        sys.path[:0] = self.path
+        try:
+            yield
+        finally:
+            self.modules, sys.path[:] = self.swap_modules(ours), path
+
+    def swap_modules(self, new: dict[str, ModuleType]) -> dict[str, ModuleType]:
+        """Put one checkout's modules into `sys.modules`; returns the other's."""
+        old = {name: sys.modules.pop(name) for name in [*sys.modules] if self.reloaded.match(name)}
+        sys.modules.update(new)
+        return old
+
+    def builder(self, name: str) -> Callable[[Shape], Step]:
+        """The other checkout's version of our contender in a row."""
+
+        def build(shape: Shape) -> Step:
+            module, row = self.rows[name]
+            with self.imported():
+                return row.ours(module.Shape(**asdict(shape)))
+
+        return build
+
 
 # ---- one row, inside the workers ----
 
@@ -49,7 +121,7 @@ class Result:
     theirs_ms: list[float]
     ours_mb: float
     theirs_mb: float
-    loss_difference: float
+    loss_difference: float | None  # None: the contenders train different models
 
     @property
     def ratios(self) -> list[float]:
@@ -108,11 +180,14 @@ def largest(values: list[float]) -> list[float]:
     return tensor.tolist()
 
 
-def measure(name: str, shape_name: str, pairs: int, warmup: int = 3) -> Result:
-    """Run a row on the ranks of the default group."""
+def measure(
+    name: str, shape_name: str, pairs: int, other: OtherTree | None = None, warmup: int = 3
+) -> Result:
+    """Run a row on the ranks of the default group, against `other` if given."""
     row, shape = ROWS[name], (GPU_SHAPES if torch.cuda.is_available() else SHAPES)[shape_name]
-    memory = [peak_mb(row, build, shape) for build in (row.ours, row.theirs)]
-    contenders = [row.ours(shape), row.theirs(shape)]
+    builders = [row.ours, other.builder(name) if other else row.theirs]
+    memory = [peak_mb(row, build, shape) for build in builders]
+    contenders = [build(shape) for build in builders]
     times: list[list[float]] = [[], []]
     losses = [torch.zeros(())] * 2
     gc.collect()
@@ -127,13 +202,21 @@ def measure(name: str, shape_name: str, pairs: int, warmup: int = 3) -> Result:
         gc.collect()
     gc.enable()
     gc.unfreeze()
-    difference = largest([abs((losses[0] - losses[1]).item())])[0]
+    difference = None
+    if row.same_loss or other:
+        difference = largest([abs((losses[0] - losses[1]).item())])[0]
     ours, theirs = largest(times[0]), largest(times[1])
     return Result(name, shape_name, dist.get_world_size(), ours, theirs, *memory, difference)
 
 
 def worker(
-    rank: int, size: int, port: int, jobs: list[tuple[str, str]], pairs: int, out: str
+    rank: int,
+    size: int,
+    port: int,
+    jobs: list[tuple[str, str]],
+    pairs: int,
+    folder: str | None,
+    out: str,
 ) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     keep_freed_memory()  # as every run does
@@ -146,9 +229,10 @@ def worker(
         rank=rank,
         world_size=size,
     )
+    other = OtherTree(folder) if folder else None
     results = []
     for name, shape_name in jobs:
-        results.append(measure(name, shape_name, pairs))
+        results.append(measure(name, shape_name, pairs, other))
         if rank == 0:
             print(line_of(results[-1]), flush=True)
         gc.collect()
@@ -158,15 +242,18 @@ def worker(
     dist.destroy_process_group()
 
 
-def run_jobs(size: int, jobs: list[tuple[str, str]], pairs: int) -> list[Result]:
-    """Rows one after another in one set of `size` processes."""
+def run_jobs(
+    size: int, jobs: list[tuple[str, str]], pairs: int, folder: str | None = None
+) -> list[Result]:
+    """Rows one after another in one set of `size` processes; folder: of the other checkout."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     threads = "1" if size > 1 else str(len(os.sched_getaffinity(0)))
     os.environ["OMP_NUM_THREADS"] = threads  # the workers inherit it
     with tempfile.NamedTemporaryFile() as out:
-        torch.multiprocessing.spawn(worker, (size, port, jobs, pairs, out.name), nprocs=size)
+        arguments = (size, port, jobs, pairs, folder, out.name)
+        torch.multiprocessing.spawn(worker, arguments, nprocs=size)
         return torch.load(out.name, weights_only=False)
 
 
@@ -192,7 +279,7 @@ HEAD = (
 
 def line_of(r: Result) -> str:
     low, high = interval(r.ratios)
-    loss = f"{r.loss_difference:.1e}" if ROWS[r.row].same_loss else "(other model)"
+    loss = "(other model)" if r.loss_difference is None else f"{r.loss_difference:.1e}"
     cells = [
         r.row,
         r.shape,
@@ -207,6 +294,15 @@ def line_of(r: Result) -> str:
         loss,
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def slower_rows(results: list[Result]) -> list[str]:
+    """Which rows ours loses, with 95 % confidence."""
+    return [
+        f"{r.row} ({r.shape}, {r.ranks} ranks): {statistics.median(r.ratios):.3f}"
+        for r in results
+        if r.loss_difference is not None and interval(r.ratios)[0] > SLOWER
+    ]
 
 
 def machine() -> str:
@@ -236,7 +332,7 @@ def shapes_used(names: set[str]) -> list[str]:
     ]
 
 
-def main(argv: list[str] | None = None) -> list[Result]:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -244,27 +340,53 @@ def main(argv: list[str] | None = None) -> list[Result]:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
     parser.add_argument("--ranks", nargs="+", type=int, help="default: what each row asks for")
     parser.add_argument("--pairs", type=int, default=100, help="timed steps of each contender")
+    parser.add_argument("--against", metavar="COMMIT", help="compare with this commit of ours")
     parser.add_argument("--out", help="write the table to this file, too")
     parser.add_argument("--list", action="store_true", help="name the rows and leave")
     args = parser.parse_args(argv)
-    if args.list:
-        for name, row in ROWS.items():
-            print(f"{name:20} {row.against}, ranks {' '.join(map(str, row.ranks))}")
-        return []
+    if args.against:
+        named = f"{args.against}^{{commit}}"
+        command = ["git", "-C", str(REPO), "rev-parse", "--verify", "--short", named]
+        found = subprocess.run(command, capture_output=True, text=True)
+        if found.returncode:
+            parser.error(f"--against {args.against}: not a commit of this repository")
+        args.against = found.stdout.strip()
+    return args
 
+
+def run_rows(args: argparse.Namespace, folder: str | None = None) -> list[Result]:
+    """Every row that the arguments name, by number of ranks; folder: of the other checkout."""
     jobs: dict[int, list[tuple[str, str]]] = {}
     for name in args.rows:
         for size in ranks_of(ROWS[name], args.ranks):
             jobs.setdefault(size, []).extend(
                 (name, s) for s in args.shapes if s in ROWS[name].shapes
             )
+    return [r for size in sorted(jobs) for r in run_jobs(size, jobs[size], args.pairs, folder)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print and write the table; the exit status."""
+    args = parse_args(argv)
+    if args.list:
+        for name, row in ROWS.items():
+            print(f"{name:20} {row.against}, ranks {' '.join(map(str, row.ranks))}")
+        return 0
+    against = {n: f"commit {args.against}" if args.against else ROWS[n].against for n in args.rows}
     print(f"{machine()}\n\n{HEAD}", flush=True)
-    results = [r for size in sorted(jobs) for r in run_jobs(size, jobs[size], args.pairs)]
+    if args.against:
+        with checkout(args.against) as folder:
+            results = run_rows(args, folder)
+    else:
+        results = run_rows(args)
+    slower = slower_rows(results)
+    for row in slower:
+        print(f"slower than {against[row.split()[0]]}: {row}")
     if args.out:
         lines = [machine(), "", HEAD, *map(line_of, results), ""]
-        lines += [f"- {n}: against {ROWS[n].against}" for n in args.rows]
+        lines += [f"- {name}: against {theirs}" for name, theirs in against.items()]
         Path(args.out).write_text("\n".join([*lines, *shapes_used({r.shape for r in results}), ""]))
-    return results
+    return 1 if slower else 0
 
 
 def ranks_of(row: Row, wished: list[int] | None) -> list[int]:
@@ -275,4 +397,4 @@ def ranks_of(row: Row, wished: list[int] | None) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

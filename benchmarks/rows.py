@@ -18,7 +18,7 @@ from harness import load_stage
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -206,6 +206,14 @@ def our_zero(zero_stage: int) -> Callable[[Shape], Step]:
     return build
 
 
+def our_zero_3_in_bf16(shape: Shape) -> Step:
+    stage, model = load_stage("03"), transformer(shape)
+    groups = [{"params": list(unit.parameters())} for unit in model.units()]
+    optimizer = stage.ZeroRedundancyOptimizer(groups, torch.optim.AdamW, zero_stage=3, **ADAMW)
+    stage.partition_parameters(model.units(), optimizer, torch.bfloat16)
+    return plain_step(model, optimizer, optimizer.finish_gradient_synchronization)
+
+
 def torch_zero(shape: Shape) -> Step:
     model = DistributedDataParallel(transformer(shape), gradient_as_bucket_view=True)
     return plain_step(
@@ -216,11 +224,17 @@ def torch_zero(shape: Shape) -> Step:
 # ---- 04: fully_shard ----
 
 
-def our_fsdp(reshard_after_forward: bool) -> Callable[[Shape], Step]:
+def our_fsdp(
+    reshard_after_forward: bool, param_dtype: torch.dtype | None = None
+) -> Callable[[Shape], Step]:
     def build(shape: Shape) -> Step:
         module = transformer(shape)
         model = load_stage("04").FullyShardedDataParallel(
-            module, module.units(), reshard_after_forward=reshard_after_forward
+            module,
+            module.units(),
+            param_dtype=param_dtype,
+            reduce_dtype=torch.float32,
+            reshard_after_forward=reshard_after_forward,
         )
         optimizer = torch.optim.AdamW(model.shards(), **ADAMW)
         return plain_step(model, optimizer, model.finish_gradient_synchronization)
@@ -228,13 +242,19 @@ def our_fsdp(reshard_after_forward: bool) -> Callable[[Shape], Step]:
     return build
 
 
-def torch_fsdp(reshard_after_forward: bool) -> Callable[[Shape], Step]:
+def torch_fsdp(
+    reshard_after_forward: bool, param_dtype: torch.dtype | None = None
+) -> Callable[[Shape], Step]:
     def build(shape: Shape) -> Step:
         model = transformer(shape)
-        mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+        settings = {
+            "mesh": init_device_mesh(device().type, (dist.get_world_size(),)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype, torch.float32),
+            "reshard_after_forward": reshard_after_forward,
+        }
         for unit in model.units():
-            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
+            fully_shard(unit, **settings)
+        fully_shard(model, **settings)
         return plain_step(model, torch.optim.AdamW(model.parameters(), **ADAMW))
 
     return build
@@ -529,9 +549,19 @@ ROWS = {
     "02-ddp": Row(our_ddp, torch_ddp, "DistributedDataParallel(gradient_as_bucket_view=True)"),
     "03-zero-1": Row(our_zero(1), torch_zero, "ZeroRedundancyOptimizer under DDP"),
     "03-zero-2": Row(our_zero(2), torch_zero, "ZeroRedundancyOptimizer under DDP"),
+    "03-zero-3-bf16": Row(
+        our_zero_3_in_bf16,
+        torch_fsdp(True, torch.bfloat16),
+        "fully_shard, parameters in bf16, reduced in float32",
+    ),
     "04-fsdp": Row(our_fsdp(True), torch_fsdp(True), "fully_shard each unit and the root"),
     "04-fsdp-no-reshard": Row(
         our_fsdp(False), torch_fsdp(False), "fully_shard(reshard_after_forward=False)"
+    ),
+    "04-fsdp-bf16": Row(
+        our_fsdp(True, torch.bfloat16),
+        torch_fsdp(True, torch.bfloat16),
+        "fully_shard, parameters in bf16, reduced in float32",
     ),
     "05-tensor": tensor_parallel_row(False, "parallelize_module, loss_parallel"),
     "05-sequence": tensor_parallel_row(True, "the same with SequenceParallel"),
