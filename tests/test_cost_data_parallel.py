@@ -177,7 +177,8 @@ def test_bfloat16_halves_what_is_gathered_and_reduces_in_float32(pools, corpus_d
 
 def test_bucket_cap_sets_the_number_of_all_reduces_and_not_the_bytes(pools, corpus_dir):
     parameters = 1 + 6 * LAYERS + 2
-    argv = [*RUN, "--steps", "1", "--data", str(corpus_dir), "--bucket-cap-mb"]
+    argv = [*RUN, "--steps", "1", "--data", str(corpus_dir)]
+    argv += ["--run-dir", os.path.join(os.environ["RUNS_ROOT"], "cost"), "--bucket-cap-mb"]
     for cap, calls in (("25", len(BUCKETS)), ("0.0001", parameters)):
         for _, by_dispatcher in pools(2).run(sent_by, "02", [*argv, cap]):
             assert by_dispatcher["all_reduce"] == (calls, 4 * P, 2)
