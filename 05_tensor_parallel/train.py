@@ -214,13 +214,13 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         highest = logits.amax(dim=-1)
         all_reduce(highest, ReduceOp.MAX, group=group)
         logits.sub_(highest[:, None])
-        target_logit = logits.gather(-1, column)[:, 0] * mine
+        target_logit = logits.gather(-1, column)[:, 0].masked_fill(~mine, 0.0)  # -inf * 0 is NaN
         all_reduce(target_logit, group=group)
         total = logits.exp_().sum(dim=-1)
         all_reduce(total, group=group)
 
         ctx.save_for_backward(logits, column, mine / count, counted / (count * total))
-        return ((total.log() - target_logit) * counted).sum() / count
+        return (total.log() - target_logit).masked_fill(~counted, 0.0).sum() / count
 
     @staticmethod
     def backward(ctx, grad: Tensor):

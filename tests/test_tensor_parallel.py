@@ -234,6 +234,33 @@ def test_the_loss_alone_is_the_plain_one(pools, scale, n_ignored, dtype):
         pools(size).run(cross_entropy_alone, scale, n_ignored, dtype)
 
 
+def cross_entropy_of_masked_logits() -> None:
+    """Minus infinity for some logits, for all of one rank's, and for all of an ignored token."""
+    stage, rank, size = load_stage("05"), dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    logits = torch.randn(6, 32)
+    logits[:, ::2] = logits[1, :16] = logits[2, 16:] = -torch.inf
+    targets = torch.tensor([1, 17, 3, 5, 31, IGNORED])
+    for ignored_is_masked in (False, True):
+        if ignored_is_masked:
+            logits[5] = -torch.inf
+        plain = logits.clone().requires_grad_()
+        mine = logits.chunk(size, 1)[rank].clone().requires_grad_()
+        loss = stage.vocab_parallel_cross_entropy(mine * 1.0, targets, dist.group.WORLD)
+        loss.backward()
+        expected = F.cross_entropy(plain, targets)
+        expected.backward()
+        assert expected.isfinite()
+        torch.testing.assert_close(loss, expected)
+        # of an ignored token without any finite logit PyTorch's gradient is NaN
+        counted = slice(5 if ignored_is_masked else 6)
+        torch.testing.assert_close(gathered(mine.grad, 1)[counted], plain.grad[counted])
+
+
+def test_a_logit_of_minus_infinity_leaves_the_loss_finite(pools):
+    pools(2).run(cross_entropy_of_masked_logits)
+
+
 def second_backward() -> None:
     stage = load_stage("05")
     logits = torch.randn(4, 8, requires_grad=True)
