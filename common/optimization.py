@@ -45,19 +45,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def global_norm(tensors: Iterable[Tensor], width: int = 1024) -> Tensor:
-    """Euclidean norm of all elements of all tensors, a float32 scalar.
+    """Euclidean norm of all elements of all tensors, a scalar in float32 or, if any is, float64.
 
     Of rows of `width` first, then of their norms: on a CPU PyTorch adds up the squares of a whole
     tensor in a few lanes, and of four million float32 numbers the norm is off by 2e-4.
     """
     norms = []
     for tensor in tensors:
-        flat = tensor.flatten()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        flat, dtype = tensor.flatten(), torch.promote_types(tensor.dtype, torch.float32)
         whole = len(flat) // width * width
         rows = flat[:whole].view(-1, width)
-        norms.append(vector_norm(rows, dim=-1, dtype=torch.float32))
-        norms.append(vector_norm(flat[whole:], dtype=torch.float32)[None])
-    return vector_norm(torch.cat(norms))
+        norms.append(vector_norm(rows, dim=-1, dtype=dtype))
+        norms.append(vector_norm(flat[whole:], dtype=dtype)[None])
+    return vector_norm(torch.cat(norms)) if norms else torch.zeros(())
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

@@ -39,6 +39,31 @@ def test_any_shape_and_dtype(dtype):
     assert transposed.item() == pytest.approx(tensors[3].double().norm().item(), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float64, torch.float64),
+        (torch.complex64, torch.float32),
+        (torch.complex128, torch.float64),
+    ],
+    ids=str,
+)
+def test_the_norm_of_wide_and_complex_tensors(dtype, expected):
+    tensors = [torch.randn(5, 700, dtype=dtype), torch.randn(3, dtype=dtype).conj()]
+    exact = torch.linalg.vector_norm(torch.cat([t.resolve_conj().flatten() for t in tensors]))
+    norm = global_norm(tensors)
+    assert norm.dtype == expected
+    rel = 1e-12 if expected == torch.float64 else 1e-6
+    assert norm.item() == pytest.approx(exact.item(), rel=rel)
+    with_float32 = global_norm([*tensors, torch.ones(4)])
+    assert with_float32.item() == pytest.approx((exact.square() + 4).sqrt().item(), rel=1e-6)
+
+
+def test_the_norm_of_nothing_is_zero():
+    assert global_norm([]).item() == 0.0
+    assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
+
+
 @pytest.mark.parametrize("max_norm", [0.1, 1e9, float("inf")])
 def test_clipping_is_pytorchs(max_norm):
     ours, theirs = (
