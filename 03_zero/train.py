@@ -1,23 +1,24 @@
-"""Stage 03: ZeRO, the states of training shared out over the data-parallel ranks.
+"""Stage 03: ZeRO: shard the optimizer state, gradients and parameters across the ranks.
 
-The replicas of stage 02 hold the same moments, gradients and weights N times over. Here all of
-them lie in flat buckets that are cut into N equal slices, and each rank keeps its slice only: of
-AdamW's moments (--zero-stage 1), of the gradients too (2), of the weights too (3).
+The replicas of stage 02 hold the same optimizer state, gradients and parameters N times over. ZeRO
+removes this redundancy in three stages. Parameters lie in flat buckets, and each rank owns an
+equal shard of every bucket: of AdamW's first and second moments (--zero-stage 1), of the gradients
+as well (2), of the parameters as well (3).
 
-New since stage 02: `ZeroRedundancyOptimizer` in the place of DDP and optimizer. A gradient is
-reduced to the rank that owns it (reduce-scatter), which steps on its slice; then the new weights
-are gathered from all. Stage 3 gathers a unit's weights where they are used, and frees them.
+New since stage 02: `ZeroRedundancyOptimizer` in place of DDP and optimizer. A reduce-scatter leaves
+each rank the average gradient of its shard. The rank updates that shard, and an all-gather
+distributes the updated parameters. Stage 3 all-gathers a unit's parameters each time that it
+computes, and frees them afterwards.
 
-    P parameters, N ranks, a micro-batches a step, bytes a rank in float32:
+    P parameters, N ranks, m micro-batches per step, E the embedding; float32
 
-    --zero-stage  memory                         traffic a step
+    --zero-stage  memory per rank, bytes         communication per step, elements
     1             8 P + 8 P / N                  reduce-scatter P + all-gather P
-    2             4 P + 12 P / N                 reduce-scatter a P + all-gather P
-    3             16 P / N + one unit gathered   all-gather 2 a P, less a times the embedding,
-                                                 + reduce-scatter a P
+    2             4 P + 12 P / N                 reduce-scatter m P + all-gather P
+    3             16 P / N + one unit unsharded  reduce-scatter m P + all-gather m (2 P - E)
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
-sections 5 (P_os, P_os+g, P_os+g+p) and 7 (traffic).
+sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
 
 Run it:
 
@@ -29,6 +30,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
+from torch.utils._pytree import tree_leaves
 
 from common.arguments import base_parser, check_arguments, model_config, positive
 from common.checkpoint import (
@@ -59,112 +62,22 @@ from common.optimization import adamw_settings, global_norm, learning_rate, set_
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: flat buckets, of which every rank owns a slice
+# The technique: flat buckets, each rank owns a shard of every one
 # ------------------------------------------------------------------------------------------------
 
 
-class Bucket:
-    """Some parameters side by side in one flat buffer, padded to N slices of equal length.
+class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+    """Shard an element-wise optimizer across the data-parallel ranks: ZeRO stages 1, 2 and 3.
 
-    weights: [N * slice], the parameters are views into it. shard: [slice], the part that this
-    rank owns and its optimizer steps on, a view into `weights` too. grads: [N * slice], the
-    parameters' gradients; with `zero_stage` 2 and 3 it lives from a bucket's first gradient in
-    backward until it is reduced to `shard.grad`.
-    """
-
-    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None, zero_stage: int):
-        self.params, self.group, self.zero_stage = params, group, zero_stage
-        self.n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        total = sum(p.numel() for p in params)
-        length = -(-total // self.n_ranks)
-        self.mine = slice(rank * length, (rank + 1) * length)
-        self.padding = self.n_ranks * length - total
-        self.weights = params[0].new_zeros(self.n_ranks * length)
-        for param, view in self.views_into(self.weights).items():
-            view.copy_(param.detach())
-            param.data = view
-        broadcast(self.weights, group=group, group_src=0)
-        self.shard = nn.Parameter(self.weights[self.mine])
-        self.grads: Tensor | None = None
-        self.waiting_for = set(params)  # whose gradients backward has not finished yet
-        self.work: Work | None = None  # the reduction under way
-        self.in_backward = False
-
-    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
-        sizes = [p.numel() for p in self.params]
-        pieces = flat[: sum(sizes)].split(sizes)
-        return {p: piece.view(p.shape) for p, piece in zip(self.params, pieces, strict=True)}
-
-    def attach(self, param: nn.Parameter, divide_by: int = 1) -> None:
-        """Move a gradient into `grads`, divided; none is zero. In stage 1 it stays `param.grad`."""
-        if self.zero_stage == 1 and self.work is not None:
-            raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
-        self.finish_reducing()  # of the backward before
-        if self.grads is None:
-            self.grads = torch.empty(len(self.weights), dtype=self.shard.dtype, device=param.device)
-            self.grads[len(self.grads) - self.padding :].zero_()
-            self.grad_views = self.views_into(self.grads)
-        view = self.grad_views[param]
-        if param.grad is None:
-            view.zero_()
-        elif param.grad.dtype != view.dtype:  # of bf16 weights; they would be divided in bf16
-            view.copy_(param.grad).div_(divide_by)
-        elif param.grad is not view or divide_by > 1:
-            torch.div(param.grad, divide_by, out=view)  # copies as it divides
-        param.grad = view if self.zero_stage == 1 else None
-
-    def start_reducing(self) -> None:
-        """Send each slice of the gradients to its owner, who sums them, in place."""
-        for param in self.waiting_for:  # unused in this backward
-            self.attach(param, divide_by=self.n_ranks)
-        self.waiting_for = set()
-        if self.zero_stage == 3:  # all gradients are there, so backward is done with the weights
-            self.free_weights()
-        mine = self.grads[self.mine]
-        self.work = reduce_scatter_single(mine, self.grads, group=self.group, async_op=True)
-
-    def finish_reducing(self) -> None:
-        """Wait for it; with stages 2 and 3 add the slice to `shard.grad` and drop the rest."""
-        if self.work is None:
-            return
-        self.work.wait()
-        self.work = None
-        mine = self.grads[self.mine]
-        if self.zero_stage == 1:
-            self.shard.grad = mine
-        else:
-            grad = self.shard.grad
-            self.shard.grad = mine.clone() if grad is None else grad.add_(mine)
-            self.grads = self.grad_views = None
-
-    def gather_weights(self, async_op: bool = False) -> Work | None:
-        """Fill `weights` from the ranks' shards.
-
-        Under autograd the buffer keeps its storage, freed and filled, and is written through
-        `.data`: what backward has saved points into it, and its version must not change.
-        """
-        if self.zero_stage == 3 and self.weights.untyped_storage().nbytes():
-            return None  # they are there: activation checkpointing runs a forward in backward
-        self.weights.untyped_storage().resize_(self.weights.numel() * self.weights.element_size())
-        mine = self.shard.detach().to(self.weights.dtype)
-        return all_gather_single(self.weights.data, mine, group=self.group, async_op=async_op)
-
-    def free_weights(self) -> None:
-        self.in_backward = False
-        self.weights.untyped_storage().resize_(0)
-
-
-class ZeroRedundancyOptimizer:
-    """Any element-wise optimizer, stepping on each rank's slice of flat buckets alone.
-
-    params: parameters or parameter groups, on every rank the same. optimizer_class: such as
-    torch.optim.AdamW; defaults: its keyword arguments. zero_stage 1 shares out the optimizer's
-    states, 2 the gradients too; 3 the weights too, with a bucket a group (`partition_parameters`).
+    params: parameters or parameter groups, the same on every rank. optimizer_class: for instance
+    torch.optim.AdamW; defaults: its keyword arguments. zero_stage: 1 shards the optimizer state,
+    2 the gradients as well, 3 the parameters as well. With stage 3 the parameters of each unit
+    are a group, and `shard_parameters` is called once before training.
 
     Call `finish_gradient_synchronization` after the last backward of a step. `param_groups` and
-    `state` are the inner optimizer's, over `Bucket.shard`s. Gradients count as zero where a
-    parameter was not used, which holds up the buckets behind it until backward ends. Stage 1
-    reduces once between two `zero_grad`.
+    `state` are those of the inner optimizer, which steps on the `shard` of every bucket. A
+    parameter that a backward did not use has a zero gradient, and delays the buckets behind it
+    until backward ends.
     """
 
     def __init__(
@@ -173,92 +86,105 @@ class ZeroRedundancyOptimizer:
         optimizer_class: type[torch.optim.Optimizer],
         zero_stage: int = 1,
         process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float = 25,
         **defaults,
     ):
-        self.zero_stage, self.group = zero_stage, process_group
-        groups = optimizer_class(params, **defaults).param_groups  # as PyTorch reads all forms
-        inner_groups, self.buckets = [], []
-        for group in groups[::-1]:  # backward finishes the last layer first
+        super().__init__(params, defaults)
+        bucket_class = (Bucket, ShardedGradientBucket, ShardedParameterBucket)[zero_stage - 1]
+        self.shards_gradients, self.shards_parameters = zero_stage >= 2, zero_stage == 3
+        self.group, self.n_ranks = process_group, dist.get_world_size(process_group)
+        self.buckets, sharded_groups = [], []
+        for group in self.param_groups:
+            # in reverse order: backward finishes the last layer first
             params = list(dict.fromkeys(p for p in group["params"] if p.requires_grad))[::-1]
-            runs = [params] if zero_stage == 3 and params else split_into_buckets(params, 25)
-            buckets = [Bucket(run, process_group, zero_stage) for run in runs]
-            inner_groups.insert(0, {**group, "params": [bucket.shard for bucket in buckets]})
-            self.buckets += buckets
-        self.inner = optimizer_class(inner_groups, **defaults)
+            split = (
+                [params] if self.shards_parameters else split_into_buckets(params, bucket_cap_mb)
+            )
+            buckets = [bucket_class(part, process_group) for part in split if part]
+            sharded_groups.append({**group, "params": [bucket.shard for bucket in buckets]})
+            self.buckets = buckets + self.buckets
+        self.inner = optimizer_class(sharded_groups, **defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.launched = 0  # reductions that have started
+        self.launched = 0  # how many buckets' reductions have started
         self.synchronizes, self.in_backward = True, False
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(self.mark_ready)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward in here only adds to the gradients: for all micro-batches but the last.
+        """Only accumulate gradients: for the backward of every micro-batch but the last.
 
-        Of use to stage 1. Stages 2 and 3 have no whole gradients to add to and reduce each time.
+        Stages 2 and 3 have no full gradients to accumulate in: they reduce every micro-batch.
         """
-        self.synchronizes = self.zero_stage > 1
+        self.synchronizes = self.shards_gradients
         try:
             yield
         finally:
             self.synchronizes = True
 
     def mark_ready(self, param: nn.Parameter) -> None:
-        """Note that the gradient of `param` is final for this backward; autograd calls it."""
+        """Note that the gradient of `param` is final. Autograd calls this during backward."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
             raise RuntimeError("checkpoint with use_reentrant=False: a gradient is final once")
-        bucket.attach(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
-        if not self.synchronizes:
-            return
+        bucket.collect(param, divide_by=self.n_ranks if self.synchronizes else 1)
+        if self.synchronizes:
+            self.call_at_end_of_backward()
+            bucket.waiting_for.remove(param)
+            self.launch_ready_buckets()
+
+    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
+        """Reduce every bucket whose gradients are ready, while backward computes the others.
+
+        Buckets are launched strictly in order. Ranks may finish gradients in different orders,
+        but must issue their collectives in the same one. In stages 2 and 3 at most two buckets
+        hold full gradients at a time.
+        """
+        while self.launched < len(self.buckets):
+            bucket = self.buckets[self.launched]
+            if bucket.waiting_for and not backward_has_ended:
+                return
+            bucket.start_reduction()
+            if self.shards_gradients and self.launched > 0:
+                self.buckets[self.launched - 1].finish_reduction()
+            self.launched += 1
+
+    def call_at_end_of_backward(self) -> None:
         if not self.in_backward:
             self.in_backward = True
+            # no public hook runs when the whole backward has ended; PyTorch's DDP uses this one
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-        bucket.waiting_for.remove(param)
-        # strictly in order: collectives match by it, and ranks may differ in what is full first
-        while self.launched < len(self.buckets) and not self.buckets[self.launched].waiting_for:
-            self.launch_next()
-
-    def launch_next(self) -> None:
-        """Reduce the next bucket while backward fills others; at most two are whole at a time."""
-        self.buckets[self.launched].start_reducing()
-        if self.launched > 0 and self.zero_stage > 1:
-            self.buckets[self.launched - 1].finish_reducing()
-        self.launched += 1
 
     def end_backward(self) -> None:
-        """Reduce what unused parameters have held up, before another backward adds to it."""
-        while self.launched < len(self.buckets):
-            self.launch_next()
+        """Reduce the buckets that unused parameters have delayed, before the next backward."""
+        self.launch_ready_buckets(backward_has_ended=True)
         self.launched, self.in_backward = 0, False
         for bucket in self.buckets:
             bucket.waiting_for = set(bucket.params)
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every shard's gradient is the average over the ranks. Once a step."""
+        """Wait until each shard's gradient is the average over the ranks. Call it once per step."""
         for bucket in self.buckets:
-            bucket.finish_reducing()
+            bucket.finish_reduction()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to at most this global norm; returns the norm before."""
         grads = [bucket.shard.grad for bucket in self.buckets]
+        # each rank has the squares of its own shards only
         norm = all_reduce_control(global_norm(grads).square(), group=self.group).sqrt()
         for grad in grads:
             grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
-    def step(self) -> None:
-        """Update this rank's slices, then gather the new weights from all ranks."""
+    def step(self, closure=None) -> None:
+        """Update this rank's shards, then all-gather the updated parameters (stages 1 and 2)."""
         self.inner.step()
-        if self.zero_stage == 3:
-            for bucket in self.buckets:
-                bucket.free_weights()  # what is still gathered is of before the step
-            return
-        works = [bucket.gather_weights(async_op=True) for bucket in self.buckets]
-        for work in works:
-            work.wait()
+        for bucket in self.buckets:
+            bucket.shard_was_updated()
+        for bucket in self.buckets:
+            bucket.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for bucket in self.buckets:
@@ -269,79 +195,213 @@ class ZeroRedundancyOptimizer:
                     param.grad.zero_()
 
     def training_state(self, model: nn.Module) -> State:
-        """The tensors of a checkpoint, under the names of the plain model; slices as `Shard`s."""
+        """The tensors of a checkpoint, under the names of the plain model, shards as `Shard`s."""
         names = {p: name for name, p in model.named_parameters()}
         state: State = {f"model.{name}": p.detach() for p, name in names.items()}
         for bucket in self.buckets:
             shapes = {names[p]: p.shape for p in bucket.params}
             tensors = {f"optim.{k}": t for k, t in adamw_moments(self, bucket.shard).items()}
-            if self.zero_stage == 3:
+            if self.shards_parameters:
                 tensors["model"] = bucket.shard.detach()
             for prefix, tensor in tensors.items():
-                state |= shards_of_flat_slice(f"{prefix}.", shapes, bucket.mine.start, tensor)
+                state |= shards_of_flat_slice(f"{prefix}.", shapes, bucket.owned.start, tensor)
         return state
+
+    # ---- stage 3: hooks that unshard a unit's parameters while it computes ----
+
+    def shard_parameters(self, units: list[nn.Module], dtype: torch.dtype) -> None:
+        """Keep only the shards, and unshard each unit's parameters, in `dtype`, where it computes.
+
+        units: in the order of the parameter groups. The simple version: computation waits for
+        every all-gather. All ranks must use the same parameters, because their all-gathers are
+        matched by order.
+        """
+        trained = [unit for unit in units if any(p.requires_grad for p in unit.parameters())]
+        for unit, bucket in zip(trained, self.buckets[::-1], strict=True):
+            bucket.shard_parameters(unit, dtype)
+            unit.register_forward_pre_hook(partial(self.before_forward, bucket))
+            unit.register_forward_hook(partial(self.after_forward, bucket))
+
+    def before_forward(self, bucket: ShardedParameterBucket, module: nn.Module, args) -> None:
+        bucket.unshard()
+        bucket.wait()
+
+    def after_forward(self, bucket, module: nn.Module, args, output) -> None:
+        if bucket.in_backward:
+            return  # activation checkpointing has recomputed forward: backward needs the parameters
+        bucket.reshard()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self.before_backward, bucket))
+
+    def before_backward(self, bucket: ShardedParameterBucket, _: Tensor) -> None:
+        """The gradient of the unit's output has been computed: the unit's backward is next."""
+        bucket.in_backward = True
+        if bucket.unshards_in_backward:
+            bucket.unshard()
+            bucket.wait()
+
+
+class Bucket:
+    """Stage 1: parameters side by side in one flat buffer, each rank owns an equal shard of it.
+
+    weights: [N * shard], padded; the parameters are views into it. shard: [shard], the part that
+    this rank's optimizer updates, itself a view into `weights`. grads: [N * shard], of which a
+    reduce-scatter leaves the average in the owned part.
+    waiting_for: the parameters whose gradients this backward has not finished yet.
+    """
+
+    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
+        self.params, self.group = params, group
+        self.n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        total = sum(p.numel() for p in params)
+        length = -(-total // self.n_ranks)  # of a shard, rounded up
+        self.owned = slice(rank * length, (rank + 1) * length)
+        self.padding = self.n_ranks * length - total
+        self.weights = params[0].new_zeros(self.n_ranks * length)
+        for param, view in self.views_into(self.weights).items():
+            view.copy_(param.detach())
+            param.data = view
+        broadcast(self.weights, group=group, group_src=0)
+        self.shard = nn.Parameter(self.weights[self.owned])
+        self.grads: Tensor | None = None
+        self.waiting_for = set(params)
+        self.reduction: Work | None = None  # the collectives in flight
+        self.gathering: Work | None = None
+        self.in_backward = False
+
+    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
+        sizes = [p.numel() for p in self.params]
+        chunks = flat[: sum(sizes)].split(sizes)
+        return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
+
+    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+        """Move the gradient of `param` into the buffer, where later micro-batches add to it."""
+        if self.reduction is not None:
+            raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
+        self.copy_gradient(param, divide_by)
+        param.grad = self.grad_views[param]
+
+    def copy_gradient(self, param: nn.Parameter, divide_by: int) -> None:
+        """Copy the gradient of `param` into the buffer. A missing gradient counts as zero.
+
+        Dividing by the number of ranks here, before the sum, makes the sum the average and costs
+        no extra pass over the memory.
+        """
+        if self.grads is None:
+            self.grads = torch.empty_like(self.weights, dtype=self.shard.dtype)
+            self.grads[len(self.grads) - self.padding :].zero_()
+            self.grad_views = self.views_into(self.grads)
+        view = self.grad_views[param]
+        if param.grad is None:
+            view.zero_()
+        elif param.grad.dtype != view.dtype:
+            view.copy_(param.grad).div_(divide_by)  # divided in float32, not in bfloat16
+        elif param.grad is not view or divide_by > 1:
+            torch.div(param.grad, divide_by, out=view)  # copies and divides in one pass
+
+    def start_reduction(self) -> None:
+        """Sum each shard of the gradients on the rank that owns it, in place."""
+        for param in self.waiting_for:  # unused in this backward, or on this rank
+            self.collect(param, divide_by=self.n_ranks)
+        self.waiting_for = set()
+        owned = self.grads[self.owned]
+        self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
+
+    def finish_reduction(self) -> None:
+        if self.reduction is not None:
+            self.reduction.wait()
+            self.reduction, self.shard.grad = None, self.grads[self.owned]
+
+    def shard_was_updated(self) -> None:
+        """Start to replace the old parameters: all-gather the updated shards."""
+        self.unshard()
+
+    def unshard(self) -> None:
+        """Start the all-gather that fills `weights` from the shards of all ranks."""
+        owned = self.shard.detach()
+        self.gathering = all_gather_single(self.weights, owned, group=self.group, async_op=True)
+
+    def wait(self) -> None:
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+
+class ShardedGradientBucket(Bucket):
+    """Stage 2: full gradients exist only from a bucket's first gradient until it is reduced."""
+
+    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+        self.finish_reduction()  # of the previous backward
+        self.copy_gradient(param, divide_by)
+        param.grad = None  # the buffer is freed after the reduction
+
+    def finish_reduction(self) -> None:
+        """Add the average to `shard.grad` and free the full gradients."""
+        if self.reduction is not None:
+            self.reduction.wait()
+            average, sum_so_far = self.grads[self.owned], self.shard.grad
+            self.shard.grad = average.clone() if sum_so_far is None else sum_so_far.add_(average)
+            self.reduction = self.grads = self.grad_views = None
+
+
+class ShardedParameterBucket(ShardedGradientBucket):
+    """Stage 3: full parameters exist only while their unit computes. One bucket is one unit."""
+
+    def shard_parameters(self, unit: nn.Module, dtype: torch.dtype) -> None:
+        self.shard.data = self.shard.data.clone()  # out of the buffer that is freed next
+        self.weights = self.weights.to(dtype)
+        for param, view in self.views_into(self.weights).items():
+            param.data = view
+        owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
+        # the gradient of an embedding lookup does not depend on the weights
+        self.unshards_in_backward = not all(isinstance(m, nn.Embedding) for m in owners)
+        self.reshard()
+
+    def unshard(self) -> None:
+        """Start the all-gather that fills `weights`, unless they are there.
+
+        Tensors saved for backward alias this buffer, so its storage is resized in place and
+        written through `.data`, which leaves the version counter unchanged.
+        """
+        storage = self.weights.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.weights.numel() * self.weights.element_size())
+            owned, out = self.shard.detach().to(self.weights.dtype), self.weights.data
+            self.gathering = all_gather_single(out, owned, group=self.group, async_op=True)
+
+    def reshard(self) -> None:
+        """Free the full parameters: the storage shrinks to nothing, its views stay valid."""
+        self.weights.untyped_storage().resize_(0)
+        self.in_backward = False
+
+    def start_reduction(self) -> None:
+        self.reshard()  # all gradients are there: backward is done with these parameters
+        super().start_reduction()
+
+    def shard_was_updated(self) -> None:
+        self.reshard()  # parameters that are still unsharded are older than the shards now
 
 
 def split_into_buckets(
     params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1
 ) -> list[list[nn.Parameter]]:
-    """Cut a row of parameters into runs of one dtype and device and of at most `cap_mb` each.
+    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
 
-    A parameter that is larger than the cap has a bucket for itself.
+    The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
     """
-    runs: list[list[nn.Parameter]] = []
-    size = 0.0  # megabytes in the last run
+    lists: list[list[nn.Parameter]] = []
+    size = 0.0  # MB in the last list
     for param in params:
         mb = param.numel() * param.element_size() / 2**20
-        cap = min(first_cap_mb, cap_mb) if len(runs) == 1 else cap_mb
-        alike = runs and (param.dtype, param.device) == (runs[-1][0].dtype, runs[-1][0].device)
+        cap = min(first_cap_mb, cap_mb) if len(lists) == 1 else cap_mb
+        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
         if not alike or size + mb > cap:
-            runs.append([])
+            lists.append([])
             size = 0.0
-        runs[-1].append(param)
+        lists[-1].append(param)
         size += mb
-    return runs
-
-
-def partition_parameters(
-    units: list[nn.Module], optimizer: ZeroRedundancyOptimizer, dtype: torch.dtype
-) -> None:
-    """ZeRO stage 3: gather each unit's weights before it is used, free them after.
-
-    The optimizer must have a group a unit, in their order. dtype: of the gathered weights; the
-    shards stay as they are. All ranks must use the same parameters, for gathers and reductions
-    match by their order. The plain version: backward waits for each gather.
-    """
-    trained = [unit for unit in units if any(p.requires_grad for p in unit.parameters())]
-    for unit, bucket in zip(trained, optimizer.buckets[::-1], strict=True):
-        bucket.shard.data = bucket.shard.data.clone()  # out of the buffer that is freed
-        bucket.weights = bucket.weights.to(dtype)
-        for param, view in bucket.views_into(bucket.weights).items():
-            param.data = view
-        bucket.free_weights()
-        gather_where_used(unit, bucket)
-
-
-def gather_where_used(unit: nn.Module, bucket: Bucket) -> None:
-    """Hooks that hold the weights of `unit` in forward, and in backward until it is done."""
-    owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
-    # the gradient of a look-up needs no weights
-    needed = not all(isinstance(m, nn.Embedding) for m in owners)
-
-    def before_backward(_: Tensor) -> None:
-        bucket.in_backward = True
-        if needed:
-            bucket.gather_weights()
-
-    def after_forward(_, __, output: Tensor) -> None:
-        if bucket.in_backward:
-            return  # forward ran again for activation checkpointing; backward needs the weights
-        bucket.free_weights()
-        if output.requires_grad:
-            output.register_hook(before_backward)
-
-    unit.register_forward_pre_hook(lambda *_: bucket.gather_weights())
-    unit.register_forward_hook(after_forward)
+    return lists
 
 
 # ------------------------------------------------------------------------------------------------
@@ -351,10 +411,12 @@ def gather_where_used(unit: nn.Module, bucket: Bucket) -> None:
 
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
-    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=1, help="share out")
+    parser.add_argument(
+        "--zero-stage", type=int, choices=(1, 2, 3), default=1, help="what to shard"
+    )
     parser.add_argument("--timeout", type=positive, default=600, help="seconds until a hang ends")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
-    # stage 3 gathers in bf16: autocast would keep a copy of all the weights
+    # stage 3 all-gathers in bf16; autocast would keep a bf16 copy of all the weights
     args.autocast = args.autocast and args.zero_stage < 3
     return args
 
@@ -392,7 +454,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         params, torch.optim.AdamW, args.zero_stage, **adamw_settings(args)
     )
     if args.zero_stage == 3:
-        partition_parameters(model.units(), optimizer, getattr(torch, args.dtype))
+        optimizer.shard_parameters(model.units(), getattr(torch, args.dtype))
 
     run = Run(args, __file__, config, device)
     state = optimizer.training_state(model)

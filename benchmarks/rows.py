@@ -210,7 +210,7 @@ def our_zero_3_in_bf16(shape: Shape) -> Step:
     stage, model = load_stage("03"), transformer(shape)
     groups = [{"params": list(unit.parameters())} for unit in model.units()]
     optimizer = stage.ZeroRedundancyOptimizer(groups, torch.optim.AdamW, zero_stage=3, **ADAMW)
-    stage.partition_parameters(model.units(), optimizer, torch.bfloat16)
+    optimizer.shard_parameters(model.units(), torch.bfloat16)
     return plain_step(model, optimizer, optimizer.finish_gradient_synchronization)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -56,14 +55,12 @@ class Trainer:
             params, units = model.parameters(), units or list(model.children())
             if way == "zero-3":
                 params = [{"params": list(unit.parameters())} for unit in units]
-            split = stage.split_into_buckets
-            with patch.object(stage, "split_into_buckets", lambda ps, _: split(ps, bucket_mb)):
-                self.optimizer = self.sync = stage.ZeroRedundancyOptimizer(
-                    params, optimizer_class, **options, **defaults
-                )
+            self.optimizer = self.sync = stage.ZeroRedundancyOptimizer(
+                params, optimizer_class, **options, bucket_cap_mb=bucket_mb, **defaults
+            )
             if way == "zero-3":
                 dtype = gathered or next(model.parameters()).dtype
-                stage.partition_parameters(units, self.optimizer, dtype)
+                self.optimizer.shard_parameters(units, dtype)
             self.model = model
         else:
             self.model = self.sync = stage.FullyShardedDataParallel(
@@ -99,8 +96,9 @@ class Trainer:
             return self.model.full_state_dict()
         buckets = self.optimizer.buckets if self.way == "zero-3" else []
         for bucket in buckets:
-            bucket.gather_weights()
+            bucket.unshard()
+            bucket.wait()
         state = {name: p.detach().clone() for name, p in self.plain.named_parameters()}
         for bucket in buckets:
-            bucket.free_weights()
+            bucket.reshard()
         return state

@@ -611,7 +611,7 @@ def error_of_the_average(way: str) -> float:
     for owner in owners:
         params = owner.params if way == "zero-3" else owner.params.values()
         whole = torch.cat([grads[p].flatten() for p in params] + [torch.zeros(owner.padding)])
-        difference = owner.shard.grad - whole[owner.mine]
+        difference = owner.shard.grad - whole[owner.owned if way == "zero-3" else owner.mine]
         worst = max(worst, (difference.norm() / whole.norm()).item())
     return worst
 
