@@ -56,6 +56,7 @@ from common.model import (
     Transformer,
     in_autocast_dtype,
     initial_value,
+    linear,
 )
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.random import CounterDropout
@@ -105,17 +106,18 @@ class FThenLinear(torch.autograd.Function):
             x = gather_sequence(x, group)
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        return F.linear(x, weight)  # [batch, seq, out / tp]
+        return F.linear(x, weight.to(x.dtype))  # [batch, seq, out / tp]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         # each rank knows the gradient that came by its own columns: what x gets is the sum
-        grad_x, work = start_sum(grad @ weight, ctx.group, ctx.sequence_parallel)
+        grad_x = grad @ weight.to(grad.dtype)  # cast again: no bf16 copy of W is kept
+        grad_x, work = start_sum(grad_x, ctx.group, ctx.sequence_parallel)
         # the gradient of the weight needs nobody: it is made while the sum is on its way
         grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
         work.wait()
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight.to(weight.dtype), None, None
 
 
 class G(torch.autograd.Function):
@@ -166,8 +168,8 @@ class ColumnParallelLinear(Sliced):
     cut = {"weight": 0, "bias": 0}  # [out / tp, in] and [out / tp]
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight = in_autocast_dtype(x), in_autocast_dtype(self.weight)
-        y = FThenLinear.apply(x, weight, self.group, self.sequence_parallel)
+        x = in_autocast_dtype(x)
+        y = FThenLinear.apply(x, self.weight, self.group, self.sequence_parallel)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -177,7 +179,7 @@ class RowParallelLinear(Sliced):
     cut = {"weight": 1}  # [out, in / tp], and the bias whole
 
     def forward(self, x: Tensor) -> Tensor:
-        y = G.apply(F.linear(x, self.weight), self.group, self.sequence_parallel)
+        y = G.apply(linear(x, self.weight), self.group, self.sequence_parallel)
         # behind the sum, or it would count once a rank
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

@@ -201,25 +201,25 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, linear: Linear, queue: list) -> Tensor:
-        w = linear.weight.to(x.dtype)
-        ctx.save_for_backward(x, w)
+        ctx.save_for_backward(x)
         ctx.weight, ctx.queue = linear.weight, queue
-        return F.linear(x, w)
+        return F.linear(x, linear.weight.to(x.dtype))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, w = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         ctx.queue.append((ctx.weight, x.flatten(0, -2), grad.flatten(0, -2)))
-        return grad @ w, None, None
+        # cast again: no bf16 copy of W is kept
+        return grad @ ctx.weight.to(grad.dtype), None, None
 
 
 def split_backward(module: nn.Module, queue: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
     """From now on backward through the linear maps of `module` makes no gradient of a weight: it
     appends weight, input [tokens, in] and gradient of the output [tokens, out] to `queue`."""
-    for linear in module.modules():
-        if isinstance(linear, Linear):
-            linear.forward = lambda x, linear=linear: SplitLinear.apply(
-                in_autocast_dtype(x), linear, queue
+    for child in module.modules():
+        if isinstance(child, Linear):
+            child.forward = lambda x, child=child: SplitLinear.apply(
+                in_autocast_dtype(x), child, queue
             )
 
 

@@ -77,6 +77,7 @@ from common.model import (
     Transformer,
     in_autocast_dtype,
     initial_value,
+    linear,
 )
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.random import CounterDropout
@@ -273,17 +274,18 @@ class FThenLinear(torch.autograd.Function):
             x = gather_sequence(x, group)
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        return F.linear(x, weight)  # [batch, seq, out / tp]
+        return F.linear(x, weight.to(x.dtype))  # [batch, seq, out / tp]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         # each rank knows the gradient that came by its own columns: what x gets is the sum
-        grad_x, work = start_sum(grad @ weight, ctx.group, ctx.sequence_parallel)
+        grad_x = grad @ weight.to(grad.dtype)  # cast again: no bf16 copy of W is kept
+        grad_x, work = start_sum(grad_x, ctx.group, ctx.sequence_parallel)
         # the gradient of the weight needs nobody: it is made while the sum is on its way
         grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
         work.wait()
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight.to(weight.dtype), None, None
 
 
 class G(torch.autograd.Function):
@@ -334,8 +336,8 @@ class ColumnParallelLinear(Sliced):
     cut = {"weight": 0, "bias": 0}  # [out / tp, in] and [out / tp]
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight = in_autocast_dtype(x), in_autocast_dtype(self.weight)
-        y = FThenLinear.apply(x, weight, self.group, self.sequence_parallel)
+        x = in_autocast_dtype(x)
+        y = FThenLinear.apply(x, self.weight, self.group, self.sequence_parallel)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -345,7 +347,7 @@ class RowParallelLinear(Sliced):
     cut = {"weight": 1}  # [out, in / tp], and the bias whole
 
     def forward(self, x: Tensor) -> Tensor:
-        y = G.apply(F.linear(x, self.weight), self.group, self.sequence_parallel)
+        y = G.apply(linear(x, self.weight), self.group, self.sequence_parallel)
         # behind the sum, or it would count once a rank
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -634,25 +636,25 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, linear: Linear, queue: list) -> Tensor:
-        w = linear.weight.to(x.dtype)
-        ctx.save_for_backward(x, w)
+        ctx.save_for_backward(x)
         ctx.weight, ctx.queue = linear.weight, queue
-        return F.linear(x, w)
+        return F.linear(x, linear.weight.to(x.dtype))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, w = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         ctx.queue.append((ctx.weight, x.flatten(0, -2), grad.flatten(0, -2)))
-        return grad @ w, None, None
+        # cast again: no bf16 copy of W is kept
+        return grad @ ctx.weight.to(grad.dtype), None, None
 
 
 def split_backward(module: nn.Module, queue: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
     """From now on backward through the linear maps of `module` makes no gradient of a weight: it
     appends weight, input [tokens, in] and gradient of the output [tokens, out] to `queue`."""
-    for linear in module.modules():
-        if isinstance(linear, Linear):
-            linear.forward = lambda x, linear=linear: SplitLinear.apply(
-                in_autocast_dtype(x), linear, queue
+    for child in module.modules():
+        if isinstance(child, Linear):
+            child.forward = lambda x, child=child: SplitLinear.apply(
+                in_autocast_dtype(x), child, queue
             )
 
 
@@ -843,32 +845,33 @@ class SplitFThenLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, linear: ColumnParallelLinear, queue: list) -> Tensor:
         if linear.sequence_parallel:
             x = gather_sequence(x, linear.group)
-        w = linear.weight.to(x.dtype)
-        ctx.save_for_backward(x, w)
+        ctx.save_for_backward(x)
         ctx.linear, ctx.queue = linear, queue
-        return F.linear(x, w)  # [batch, seq, out / tp]
+        return F.linear(x, linear.weight.to(x.dtype))  # [batch, seq, out / tp]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, w = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         ctx.queue.append((ctx.linear.weight, x.flatten(0, -2), grad.flatten(0, -2)))
-        grad_x, work = start_sum(grad @ w, ctx.linear.group, ctx.linear.sequence_parallel)
+        grad_x, work = start_sum(
+            grad @ ctx.linear.weight.to(grad.dtype), ctx.linear.group, ctx.linear.sequence_parallel
+        )
         work.wait()
         return grad_x, None, None
 
 
 def split_parallel_backward(module: nn.Module, queue: list) -> None:
     """What `split_backward` does to plain linear maps, for those that are cut."""
-    for linear in module.modules():
-        if isinstance(linear, ColumnParallelLinear):
-            linear.forward = lambda x, linear=linear: SplitFThenLinear.apply(
-                in_autocast_dtype(x), linear, queue
+    for child in module.modules():
+        if isinstance(child, ColumnParallelLinear):
+            child.forward = lambda x, child=child: SplitFThenLinear.apply(
+                in_autocast_dtype(x), child, queue
             )
-        elif isinstance(linear, RowParallelLinear):
-            linear.forward = lambda x, linear=linear: G.apply(
-                SplitLinear.apply(in_autocast_dtype(x), linear, queue),
-                linear.group,
-                linear.sequence_parallel,
+        elif isinstance(child, RowParallelLinear):
+            child.forward = lambda x, child=child: G.apply(
+                SplitLinear.apply(in_autocast_dtype(x), child, queue),
+                child.group,
+                child.sequence_parallel,
             )
 
 

@@ -68,9 +68,36 @@ class TransformerConfig:
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """x as autocast casts it for a matrix product; an autograd function has to ask for that."""
+    """Cast x as autocast does for a matmul: autograd functions have to do that themselves."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class MixedPrecisionLinear(torch.autograd.Function):
+    """y = x W^T in the dtype of x. Saves the float32 weight and casts it again in backward.
+
+    Autocast would save its cast copy of W for backward. Where several micro-batches are in
+    flight, as in a pipeline, that is one copy of all weights per micro-batch.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight.to(grad.dtype)
+        grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        return grad_x, grad_weight.to(weight.dtype)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T, without a cast copy of W kept for backward. x: [..., in], weight: [out, in]."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight)
+    return MixedPrecisionLinear.apply(in_autocast_dtype(x), weight)
 
 
 class Linear(nn.Module):
@@ -81,7 +108,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 @lru_cache(maxsize=8)

@@ -24,7 +24,9 @@ WAYS = [
     ("04", ["--micro-batch-size", "2"]),
     ("04", ["--shard-size", "4", "--dtype", "bfloat16"]),
     ("05", ["--sequence-parallel", "--activation-checkpointing"]),
+    ("05", ["--dtype", "bfloat16"]),
     ("06", ["--schedule", "zero-bubble"]),
+    ("06", ["--schedule", "gpipe", "--micro-batch-size", "2", "--dtype", "bfloat16"]),
     ("07", ["--pp", "2", "--tp", "2", "--schedule", "interleaved", "--n-layers", "4"]),
 ]
 
@@ -56,6 +58,32 @@ def test_a_dry_run_has_the_figures_of_a_real_one_on_eight_ranks(pools, corpus_di
             assert getattr(dry[rank], kind) == getattr(ours, kind), kind
         assert dry[rank].sent == ours.sent
         assert dry[rank].peak == pytest.approx(peak[rank], rel=0.02)
+
+
+MEMORY = "--d-model 128 --n-layers 8 --n-heads 4 --seq-len 64 --micro-batch-size 1".split()
+MESH = "--pp 2 --tp 2 --global-batch-size 8"
+
+
+@pytest.mark.parametrize(
+    "stage, own",
+    [
+        ("05", "--global-batch-size 1"),
+        ("06", "--global-batch-size 8 --schedule gpipe"),
+        ("06", "--global-batch-size 8 --schedule 1f1b"),
+        ("06", "--global-batch-size 8 --schedule zero-bubble"),
+        ("07", f"{MESH} --schedule gpipe"),
+        ("07", f"{MESH} --schedule 1f1b --sequence-parallel"),
+    ],
+)
+def test_bfloat16_activations_take_at_most_0_8_of_float32s(pools, stage, own):
+    """No copy of the weights in bfloat16 is kept for backward, of any micro-batch in flight."""
+    whole, half = (
+        pools(1, group=False).run(
+            dry_run, stage, 4, 0, [*MEMORY, *own.split(), "--dtype", dtype], VOCABULARY
+        )[0]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert half.activations <= 0.8 * whole.activations, (whole.activations, half.activations)
 
 
 TINY = "--d-model 64 --n-layers 2 --n-heads 2 --seq-len 16".split()

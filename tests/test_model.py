@@ -19,6 +19,7 @@ from common.model import (
     IGNORED,
     Attention,
     Layer,
+    Linear,
     Transformer,
     TransformerConfig,
     init_weights,
@@ -224,6 +225,24 @@ def test_a_second_backward_and_a_frozen_side_get_the_same_gradients():
     leaf = x.clone().requires_grad_()
     linear_cross_entropy(leaf, weight, targets).backward()
     torch.testing.assert_close(leaf.grad, grad_x)
+
+
+def test_a_linear_layer_under_autocast_has_the_bits_of_torchs():
+    """It differs only in what it keeps for backward."""
+    torch.manual_seed(0)
+    ours, theirs = Linear(24, 40), torch.nn.Linear(24, 40, bias=False)
+    torch.nn.init.normal_(ours.weight)
+    theirs.weight.data.copy_(ours.weight.data)
+    x, grad = torch.randn(3, 8, 24), torch.randn(3, 8, 40, dtype=torch.bfloat16)
+    results = []
+    for layer in (ours, theirs):
+        own_x = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(own_x)
+        y.backward(grad)
+        results.append((y, own_x.grad, layer.weight.grad))
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 def test_the_loss_under_bf16_autocast_keeps_float32_results_close_to_float32():

@@ -41,7 +41,9 @@ def micro_batches(m: int, vocab: int = 200) -> list[tuple]:
     return [(t[:, :-1], t[:, 1:], k) for t, k in zip(tokens, keys, strict=True)]
 
 
-def pipeline_of(schedule: str, config: TransformerConfig, v: int | None = None):
+def pipeline_of(
+    schedule: str, config: TransformerConfig, v: int | None = None, autocast: bool = False
+):
     """A pipeline over all ranks and the model that this rank has of it."""
     stage, p, rank = load_stage("06"), dist.get_world_size(), dist.get_rank()
     v = v or (2 if schedule == "interleaved" else 1)
@@ -49,7 +51,7 @@ def pipeline_of(schedule: str, config: TransformerConfig, v: int | None = None):
     model = Transformer(config, units=[unit for run in runs for unit in run])
     init_weights(model, 1)
     groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
-    return stage.Pipeline(model, runs, stage.SCHEDULES[schedule], groups), model
+    return stage.Pipeline(model, runs, stage.SCHEDULES[schedule], groups, autocast), model
 
 
 # ---- the curve ----
@@ -182,9 +184,7 @@ class Products(TorchDispatchMode):
 
 
 def gradients_and_products(schedule: str, changes: dict, bf16: bool) -> tuple[dict, Counter, dict]:
-    pipeline, model = pipeline_of(schedule, config(**changes))
-    for stage in pipeline.stages:
-        stage.autocast = bf16
+    pipeline, model = pipeline_of(schedule, config(**changes), autocast=bf16)
     by_kind: dict = {}
     whole = Products()
     do = pipeline.do
@@ -253,10 +253,10 @@ def test_every_gradient_is_announced_once_a_micro_batch(pools):
 # ---- in flight ----
 
 
-def in_flight(schedule: str, m: int, changes: dict) -> dict:
+def in_flight(schedule: str, m: int, changes: dict, bf16: bool = False) -> dict:
     """What a rank holds beyond weights and gradients, action by action, and what one micro-batch
     of its stage takes."""
-    pipeline, _ = pipeline_of(schedule, config(**changes))
+    pipeline, _ = pipeline_of(schedule, config(**changes), autocast=bf16)
     batch = micro_batches(m)
     pipeline.run(batch)  # gradients are there from now on
     (stage,) = pipeline.stages
@@ -307,6 +307,14 @@ def test_no_more_is_held_than_what_is_in_flight(pools, checkpointing):
                 assert got["one"] == 2 * BOUNDARY
             if not checkpointing and schedule != "zero-bubble":  # less is held between I and W
                 assert got["bytes"] >= bound * got["one"] * 0.9, (schedule, rank, got)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_bfloat16_holds_at_most_0_8_of_what_float32_does(pools, schedule):
+    """No copy of the weights in bfloat16 is kept for backward, of any micro-batch in flight."""
+    whole, half = (pools(4).run(in_flight, schedule, 8, {}, bf16) for bf16 in (False, True))
+    for rank in range(3):  # the last rank of 1F1B has only one in flight
+        assert half[rank]["bytes"] <= 0.8 * whole[rank]["bytes"], (half, whole)
 
 
 def test_a_head_in_flight_weighs_no_more_than_its_vectors(pools):
