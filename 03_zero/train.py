@@ -245,8 +245,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 class Bucket:
     """Stage 1: parameters side by side in one flat buffer, each rank owns an equal shard of it.
 
-    weights: [N * shard], padded; the parameters are views into it. shard: [shard], the part that
-    this rank's optimizer updates, itself a view into `weights`. grads: [N * shard], of which a
+    full: [N * shard], padded; the parameters are views into it. shard: [shard], the part that
+    this rank's optimizer updates, itself a view into `full`. grads: [N * shard], of which a
     reduce-scatter leaves the average in the owned part.
     waiting_for: the parameters whose gradients this backward has not finished yet.
     """
@@ -258,12 +258,12 @@ class Bucket:
         length = -(-total // self.n_ranks)  # of a shard, rounded up
         self.owned = slice(rank * length, (rank + 1) * length)
         self.padding = self.n_ranks * length - total
-        self.weights = params[0].new_zeros(self.n_ranks * length)
-        for param, view in self.views_into(self.weights).items():
+        self.full = params[0].new_zeros(self.n_ranks * length)
+        for param, view in self.views_into(self.full).items():
             view.copy_(param.detach())
             param.data = view
-        broadcast(self.weights, group=group, group_src=0)
-        self.shard = nn.Parameter(self.weights[self.owned])
+        broadcast(self.full, group=group, group_src=0)
+        self.shard = nn.Parameter(self.full[self.owned])
         self.grads: Tensor | None = None
         self.waiting_for = set(params)
         self.reduction: Work | None = None  # the collectives in flight
@@ -289,7 +289,7 @@ class Bucket:
         no extra pass over the memory.
         """
         if self.grads is None:
-            self.grads = torch.empty_like(self.weights, dtype=self.shard.dtype)
+            self.grads = torch.empty_like(self.full, dtype=self.shard.dtype)
             self.grads[len(self.grads) - self.padding :].zero_()
             self.grad_views = self.views_into(self.grads)
         view = self.grad_views[param]
@@ -318,14 +318,14 @@ class Bucket:
         self.unshard()
 
     def unshard(self) -> None:
-        """Start the all-gather that fills `weights` from the shards of all ranks."""
-        owned = self.shard.detach()
-        self.gathering = all_gather_single(self.weights, owned, group=self.group, async_op=True)
+        """Start the all-gather that fills `full` from the shards of all ranks."""
+        self.sent = self.shard.detach()
+        self.gathering = all_gather_single(self.full, self.sent, group=self.group, async_op=True)
 
     def wait(self) -> None:
         if self.gathering is not None:
             self.gathering.wait()
-            self.gathering = None
+            self.gathering = self.sent = None
 
 
 class ShardedGradientBucket(Bucket):
@@ -340,8 +340,8 @@ class ShardedGradientBucket(Bucket):
         """Add the average to `shard.grad` and free the full gradients."""
         if self.reduction is not None:
             self.reduction.wait()
-            average, sum_so_far = self.grads[self.owned], self.shard.grad
-            self.shard.grad = average.clone() if sum_so_far is None else sum_so_far.add_(average)
+            average, sum_so_far = self.grads[self.owned].to(self.shard, copy=True), self.shard.grad
+            self.shard.grad = average if sum_so_far is None else sum_so_far.add_(average)
             self.reduction = self.grads = self.grad_views = None
 
 
@@ -350,8 +350,8 @@ class ShardedParameterBucket(ShardedGradientBucket):
 
     def shard_parameters(self, unit: nn.Module, dtype: torch.dtype) -> None:
         self.shard.data = self.shard.data.clone()  # out of the buffer that is freed next
-        self.weights = self.weights.to(dtype)
-        for param, view in self.views_into(self.weights).items():
+        self.full = self.full.to(dtype)
+        for param, view in self.views_into(self.full).items():
             param.data = view
         owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
         # the gradient of an embedding lookup does not depend on the weights
@@ -359,20 +359,21 @@ class ShardedParameterBucket(ShardedGradientBucket):
         self.reshard()
 
     def unshard(self) -> None:
-        """Start the all-gather that fills `weights`, unless they are there.
+        """Start the all-gather that fills `full`, unless it is there or in flight.
 
         Tensors saved for backward alias this buffer, so its storage is resized in place and
         written through `.data`, which leaves the version counter unchanged.
         """
-        storage = self.weights.untyped_storage()
+        storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
-            storage.resize_(self.weights.numel() * self.weights.element_size())
-            owned, out = self.shard.detach().to(self.weights.dtype), self.weights.data
-            self.gathering = all_gather_single(out, owned, group=self.group, async_op=True)
+            storage.resize_(self.full.numel() * self.full.element_size())
+            out, self.sent = self.full.data, self.shard.detach().to(self.full)
+            self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
 
     def reshard(self) -> None:
         """Free the full parameters: the storage shrinks to nothing, its views stay valid."""
-        self.weights.untyped_storage().resize_(0)
+        self.wait()
+        self.full.untyped_storage().resize_(0)
         self.in_backward = False
 
     def start_reduction(self) -> None:

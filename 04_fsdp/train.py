@@ -1,19 +1,21 @@
-"""Stage 04: fully sharded data parallelism (FSDP), ZeRO stage 3 made fast.
+"""Stage 04: fully sharded data parallelism (FSDP): ZeRO stage 3 with prefetching.
 
-Every rank owns a slice of each unit's parameters, gradients and moments. A unit is gathered just
-before it computes, while the unit before it still does, and freed right after; its gradients go
-to their owners while backward is at the next.
+Every rank owns a shard of each unit's parameters, gradients and optimizer state. A unit's
+parameters are all-gathered just before it computes and freed right after. The all-gather of the
+next unit overlaps with the computation of this one (prefetch), and so does the reduce-scatter of
+the gradients of the unit before.
 
-New since stage 03: gathers run ahead (prefetch), the model is built on the meta device and filled
-unit by unit, so that no rank ever holds it whole, gathered weights and gradients have dtypes of
-their own over float32 shards, and the shards may lie in groups of --shard-size ranks, replicated
-across the groups (hybrid sharding), or on the CPU.
+New since stage 03: prefetching; the model is built on the meta device and filled unit by unit, so
+that no rank ever holds all of it; unsharded parameters and gradients have dtypes of their own over
+float32 shards; shards may be split over --shard-size ranks only, with replicas of these groups
+(hybrid sharding), or be kept on the CPU.
 
-    memory      16 P / N bytes a rank for P parameters on N ranks, and one unit gathered, two
-                with prefetch; N is --shard-size under hybrid sharding
-    traffic     all-gather 2 a P a step for a micro-batches, less a times the embedding, whose
-                backward needs no weights, + reduce-scatter a P; without resharding after forward
-                all-gather a P; hybrid sharding adds one all-reduce of P / N
+    P parameters, N ranks that shard, m micro-batches per step, E the embedding; float32
+
+    memory per rank     16 P / N bytes, and two unsharded units
+    communication       reduce-scatter m P + all-gather m (2 P - E) elements per step;
+                        without resharding after forward all-gather m P;
+                        hybrid sharding adds an all-reduce of P / N
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 
@@ -30,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -62,125 +65,26 @@ from common.optimization import adamw_settings, global_norm, learning_rate, set_
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: flat parameters, gathered unit by unit
+# The technique: flat parameters, unsharded unit by unit
 # ------------------------------------------------------------------------------------------------
 
 
-class FlatParameter:
-    """A unit's parameters side by side in one buffer, padded to N slices of equal length.
-
-    shard: [slice], this rank's, in the parameters' own dtype; what the optimizer steps on.
-    full: [N * slice] in `param_dtype`, with memory only while gathered; the parameters are views
-    into it, so that nothing is copied. grads: [N * slice] in `reduce_dtype`, during backward.
-    groups: the N ranks that share out, and those that hold the same slice (None: no others).
-    """
-
-    def __init__(
-        self, params: dict[str, nn.Parameter], groups, param_dtype, reduce_dtype, device, home
-    ):
-        self.params, (self.group, self.replicas) = params, groups
-        self.n_ranks = dist.get_world_size(self.group)
-        n_replicas = 1 if self.replicas is None else dist.get_world_size(self.replicas)
-        self.averages_over = self.n_ranks * n_replicas
-        values = torch.cat([p.detach().flatten() for p in params.values()])
-        length, rank = -(-len(values) // self.n_ranks), dist.get_rank(self.group)
-        self.mine = slice(rank * length, (rank + 1) * length)
-        self.padding = self.n_ranks * length - len(values)
-        mine = F.pad(values, (0, self.padding))[self.mine].to(home, copy=True)
-        trains = next(iter(params.values())).requires_grad
-        self.shard = nn.Parameter(mine, requires_grad=trains)
-        dtype = param_dtype or values.dtype
-        self.full = torch.empty(self.n_ranks * length, dtype=dtype, device=device)
-        self.reduce_dtype = reduce_dtype or dtype
-        for param, view in self.views_into(self.full).items():
-            param.data = view
-        self.grads: Tensor | None = None
-        self.gathering: Work | None = None
-        self.reducing: Work | None = None
-        self.replicating: Work | None = None
-        self.waiting_for = set(params.values()) if trains else set()
-        self.in_backward = False
-        self.reshard()
-
-    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
-        sizes = [p.numel() for p in self.params.values()]
-        pieces = flat[: sum(sizes)].split(sizes)
-        return {p: t.view(p.shape) for p, t in zip(self.params.values(), pieces, strict=True)}
-
-    def unshard(self) -> None:
-        """Start to gather, unless it is done or under way; `wait` before use.
-
-        Under autograd the buffer keeps its storage, freed and filled, and is written through
-        `.data`: what backward has saved points into it, and its version must not change.
-        """
-        storage = self.full.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.full.numel() * self.full.element_size())
-            self.sent = self.shard.detach().to(self.full, non_blocking=True)
-            out = self.full.data
-            self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
-
-    def wait(self) -> None:
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = self.sent = None
-
-    def reshard(self) -> None:
-        self.wait()
-        self.full.untyped_storage().resize_(0)
-
-    def collect(self, param: nn.Parameter) -> None:
-        """Move a gradient into `grads`; none is zero."""
-        if self.replicating is not None:
-            raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
-        self.finish_reducing()  # of the backward before
-        if self.grads is None:
-            self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
-            self.grads[len(self.grads) - self.padding :].zero_()
-            self.grad_views = self.views_into(self.grads)
-        view = self.grad_views[param]
-        view.zero_() if param.grad is None else view.copy_(param.grad)
-        param.grad = None
-
-    def start_reducing(self) -> None:
-        """Send each slice of the gradients to its owner, who sums them, in place."""
-        for param in self.waiting_for:  # unused in this backward
-            self.collect(param)
-        self.waiting_for = set()
-        mine = self.grads[self.mine]
-        self.reducing = reduce_scatter_single(mine, self.grads, group=self.group, async_op=True)
-
-    def finish_reducing(self) -> None:
-        """Wait for it, add the average to `shard.grad` and drop the rest."""
-        if self.reducing is not None:
-            self.reducing.wait()
-            mine = self.grads[self.mine].to(self.shard, copy=True)
-            mine /= self.averages_over
-            self.shard.grad = mine if self.shard.grad is None else self.shard.grad.add_(mine)
-            self.grads = self.grad_views = self.reducing = None
-
-    def start_replicating(self) -> None:
-        """Sum `shard.grad` over the replicas, once a step."""
-        if self.replicas is not None and self.replicating is None:
-            grad = self.shard.grad
-            self.replicating = all_reduce(grad, group=self.replicas, async_op=True)
-
-
 class FullyShardedDataParallel(nn.Module):
-    """Shards parameters, gradients and optimizer states of a module, and gathers unit by unit.
+    """Shard a module's parameters, gradients and optimizer state; unshard them unit by unit.
 
-    module: the same on every rank, or on the meta device with `materialize(unit, name)`, which
-    gives the parameters of one unit memory and values. units: the modules that are gathered in
-    one, in the order of forward; None for the module's children, containers opened up. Parameters
-    of no unit, or of several (tied), are gathered around the whole module.
-    shard_group, replicate_group: the ranks that share out, and those that hold the same shard.
-    param_dtype, reduce_dtype: of what is gathered, and of what is reduced; None for the
-    parameters' own, and for `param_dtype`. cpu_offload: the shards live on the CPU.
+    module: the same on every rank, or on the meta device with a `materialize(unit, name)` that
+    gives the parameters of one unit memory and values. units: the modules that are unsharded one
+    at a time, in the order of forward; None for the module's children, containers opened up.
+    shard_group: the N ranks that shard each unit. replicate_group: the ranks that hold the same
+    shard, for hybrid sharding. param_dtype: of the unsharded parameters, None for their own.
+    reduce_dtype: of the gradients when they are reduced, None for `param_dtype`. cpu_offload:
+    keep the shards on the CPU.
 
     Step an optimizer on `shards()`, and call `finish_gradient_synchronization` after the last
-    backward of a step. All ranks must use the same parameters: gathers and reductions match by
-    their order. An unused one counts as zero, and holds up the units before it until backward
-    ends. Raises ValueError where `materialize` leaves a parameter without values.
+    backward of a step. All ranks must use the same parameters, because their collectives are
+    matched by order. A parameter that a backward did not use has a zero gradient, and delays the
+    units before it until backward ends. Raises ValueError where `materialize` leaves a parameter
+    without values.
     """
 
     def __init__(
@@ -197,20 +101,172 @@ class FullyShardedDataParallel(nn.Module):
         cpu_offload: bool = False,
     ):
         super().__init__()
-        self.module, self.shard_group = module, shard_group
+        self.module, self.group = module, shard_group
         self.param_dtype, self.reshard_after_forward = param_dtype, reshard_after_forward
         device = device or next(module.parameters()).device
-        home = torch.device("cpu") if cpu_offload else device
-        groups = (shard_group, replicate_group)
-        self.flat_settings = (groups, param_dtype, reduce_dtype, device, home)
-        self.flats: list[FlatParameter] = []
+        shard_device = torch.device("cpu") if cpu_offload else device
+        groups, dtypes = (shard_group, replicate_group), (param_dtype, reduce_dtype)
+        self.flat_settings = groups, dtypes, device, shard_device
+        self.flats: list[FlatParameter] = []  # in the order of forward
         self.shard_units(module, opened(module) if units is None else units, materialize)
-        self.launched = 0  # reductions that have started
+        # in reverse order: backward finishes the last layer first
+        self.buckets = [flat for flat in self.flats[::-1] if flat.trains]
+        self.next_in_forward = dict(pairwise(self.flats))
+        self.next_in_backward = {
+            flat: earlier for earlier, flat in pairwise(self.flats) if earlier.unshards_in_backward
+        }
+        self.launched = 0  # how many buckets' reductions have started
         self.synchronizes, self.in_backward = True, False
 
+    def forward(self, *args, **kwargs):
+        for flat in self.flats:
+            flat.reshard()  # left unsharded by a forward without backward, and older than the shard
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For the backward of every micro-batch but the last.
+
+        There are no full gradients to accumulate in: every micro-batch is reduced to the shards.
+        Hybrid sharding averages the shards' gradients over the replicas after the last one only.
+        """
+        self.synchronizes = False
+        try:
+            yield
+        finally:
+            self.synchronizes = True
+
+    def before_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs):
+        self.unshard(flat, None if flat.in_backward else self.next_in_forward.get(flat))
+        if self.param_dtype is not None:
+            return tree_map_only(Tensor, self.cast, (args, kwargs))
+
+    def after_forward(self, flat: FlatParameter, module: nn.Module, args, output) -> None:
+        if flat.in_backward:
+            return  # activation checkpointing has recomputed forward: backward needs the parameters
+        if self.reshard_after_forward or not torch.is_grad_enabled():
+            flat.reshard()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self.before_backward, flat))
+
+    def before_backward(self, flat: FlatParameter, _: Tensor) -> None:
+        """The gradient of the unit's output has been computed: the unit's backward is next."""
+        self.call_at_end_of_backward()
+        self.reshard_frozen_units_behind(flat)
+        flat.in_backward = True
+        if flat.unshards_in_backward:
+            self.unshard(flat, self.next_in_backward.get(flat))
+
+    def unshard(self, flat: FlatParameter, neighbour: FlatParameter | None) -> None:
+        """Unshard `flat` and prefetch its neighbour in the direction of travel."""
+        flat.unshard()
+        if neighbour is not None:
+            neighbour.unshard()  # overlaps with the computation of `flat`
+        flat.wait()
+
+    def mark_ready(self, flat: FlatParameter, param: nn.Parameter) -> None:
+        """Note that the gradient of `param` is final. Autograd calls this during backward."""
+        if param not in flat.waiting_for:
+            raise RuntimeError("checkpoint with use_reentrant=False: a gradient is final once")
+        flat.collect(param, divide_by=flat.n_ranks)
+        flat.waiting_for.remove(param)
+        if not flat.waiting_for:
+            flat.reshard()  # all gradients are there: backward is done with these parameters
+            flat.in_backward = False
+            self.launch_ready_buckets()
+
+    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
+        """Reduce every bucket whose gradients are ready, while backward computes the others.
+
+        Buckets are launched strictly in order. Ranks may finish gradients in different orders,
+        but must issue their collectives in the same one. At most two buckets hold full gradients
+        at a time.
+        """
+        while self.launched < len(self.buckets):
+            bucket = self.buckets[self.launched]
+            if bucket.waiting_for and not backward_has_ended:
+                return
+            bucket.start_reduction()
+            if self.launched > 0:
+                previous = self.buckets[self.launched - 1]
+                previous.finish_reduction()
+                if self.synchronizes:
+                    previous.start_replicating()
+            self.launched += 1
+
+    def call_at_end_of_backward(self) -> None:
+        if not self.in_backward:
+            self.in_backward = True
+            # no public hook runs when the whole backward has ended; PyTorch's DDP uses this one
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def end_backward(self) -> None:
+        """Reduce the buckets that unused parameters have delayed, and reshard every unit."""
+        self.launch_ready_buckets(backward_has_ended=True)
+        self.launched, self.in_backward = 0, False
+        for flat in self.flats:
+            flat.reshard()
+            flat.in_backward = False
+        for bucket in self.buckets:
+            bucket.waiting_for = set(bucket.params)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until each shard's gradient is the average over the ranks. Call it once per step."""
+        for bucket in self.buckets:
+            bucket.finish_reduction()
+            bucket.start_replicating()
+        for bucket in self.buckets:
+            bucket.finish_replicating()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients to at most this global norm; returns the norm before."""
+        grads = [bucket.shard.grad for bucket in self.buckets]
+        # each rank has the squares of its own shards only
+        norm = all_reduce_control(global_norm(grads).square(), group=self.group).sqrt()
+        for grad in grads:
+            grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm
+
+    def shards(self) -> list[nn.Parameter]:
+        """This rank's shards of all parameters that train: what an optimizer steps on."""
+        return [flat.shard for flat in self.flats if flat.trains]
+
+    def training_state(self, optimizer: torch.optim.Optimizer) -> State:
+        """The tensors of a checkpoint, under the names of the plain model, as `Shard`s."""
+        state: State = {}
+        for flat in self.flats:
+            shapes = {name: p.shape for name, p in zip(flat.names, flat.params, strict=True)}
+            tensors = {f"optim.{k}": t for k, t in adamw_moments(optimizer, flat.shard).items()}
+            tensors["model"] = flat.shard.detach()
+            for prefix, tensor in tensors.items():
+                state |= shards_of_flat_slice(f"{prefix}.", shapes, flat.owned.start, tensor)
+        return state
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The full parameters by name, in their own dtype, on the CPU of every rank."""
+        state = {}
+        for flat in self.flats:
+            full = torch.empty_like(flat.full, dtype=flat.shard.dtype)
+            all_gather_single(full, flat.shard.to(full.device), group=self.group)
+            views = flat.views_into(full.cpu())
+            state |= {n: views[p].clone() for n, p in zip(flat.names, flat.params, strict=True)}
+        return state
+
+    # ---- mixed precision: inputs are cast to the parameters' dtype, as autocast would ----
+
+    def cast(self, x: Tensor) -> Tensor:
+        return x.to(self.param_dtype) if x.is_floating_point() else x
+
+    # ---- the meta device: `materialize` fills one unit after the other ----
+
     def shard_units(self, module: nn.Module, units: list[nn.Module], materialize) -> None:
+        """Shard each unit before the next one is filled: no rank ever holds two full units."""
         names = {m: name for name, m in module.named_modules()}
         users = Counter(p for unit in units for p in unit.parameters())
+        # of no unit, or of several (tied): unsharded around the whole module
         shared = {n: p for n, p in module.named_parameters() if users[p] != 1}
         if any(p.is_meta for p in shared.values()):
             raise ValueError(f"{', '.join(shared)}: in no unit, or in several; cannot materialize")
@@ -226,166 +282,154 @@ class FullyShardedDataParallel(nn.Module):
                 raise ValueError(f"{names[unit]}: still on the meta device, without values")
             self.shard_unit(unit, {n: p for n, p in params.items() if users[p] < 2})
         if len({flat.unit for flat in self.flats}) == 1:
-            warnings.warn(
-                "one unit has all parameters: they are gathered all at once", stacklevel=3
-            )
+            warnings.warn("one unit has all parameters: they are all unsharded at once", stacklevel=3)
 
-    def shard_unit(self, module: nn.Module, params: dict[str, nn.Parameter]) -> None:
-        """A flat parameter for each dtype, and for what is frozen, gathered around `module`."""
-        owners = [m for m in module.modules() if list(m.parameters(recurse=False))]
-        # the gradient of a look-up needs no weights
-        in_backward = not all(isinstance(m, nn.Embedding) for m in owners)
+    # ---- arbitrary modules: parameters that are frozen, or of several dtypes ----
+
+    def shard_unit(self, unit: nn.Module, params: dict[str, nn.Parameter]) -> None:
+        """A flat parameter has one dtype and trains as a whole or not at all: `unit` may get
+        several."""
         for kind in sorted({(str(p.dtype), p.requires_grad) for p in params.values()}):
             alike = {n: p for n, p in params.items() if (str(p.dtype), p.requires_grad) == kind}
-            flat = FlatParameter(alike, *self.flat_settings)
-            flat.unit, flat.gathers_in_backward = module, in_backward
+            flat = FlatParameter(unit, alike, *self.flat_settings)
             self.flats.append(flat)
-            module.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
-            module.register_forward_hook(partial(self.after_forward, flat))
+            unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
+            unit.register_forward_hook(partial(self.after_forward, flat))
             for param in flat.waiting_for:
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, flat))
 
-    def forward(self, *args, **kwargs):
-        for flat in self.flats:  # a forward without backward has left it, the shards have moved on
-            flat.reshard()
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward in here reduces to the shards, but not yet over the replicas."""
-        self.synchronizes = False
-        try:
-            yield
-        finally:
-            self.synchronizes = True
-
-    def gather(self, flat: FlatParameter, then: int) -> None:
-        """Have `flat` whole, and the one after it (`then` = 1) or before it (-1) on its way."""
-        flat.unshard()
-        following = self.flats.index(flat) + then
-        if 0 <= following < len(self.flats):
-            if then == 1 or self.flats[following].gathers_in_backward:
-                self.flats[following].unshard()  # while `flat` computes
-        flat.wait()
-
-    def before_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs):
-        self.gather(flat, then=0 if flat.in_backward else 1)
-        if self.param_dtype is not None:
-            return tree_map_only(Tensor, self.cast, (args, kwargs))
-
-    def cast(self, x: Tensor) -> Tensor:
-        return x.to(self.param_dtype) if x.is_floating_point() else x
-
-    def after_forward(self, flat: FlatParameter, module: nn.Module, args, output) -> None:
-        if flat.in_backward:
-            return  # forward ran again for activation checkpointing; backward needs the weights
-        if self.reshard_after_forward or not torch.is_grad_enabled():
-            flat.reshard()
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self.before_backward, flat))
-
-    def before_backward(self, flat: FlatParameter, _: Tensor) -> None:
-        """The gradient of a unit's output is there: autograd enters the unit next."""
-        if not self.in_backward:
-            self.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+    def reshard_frozen_units_behind(self, flat: FlatParameter) -> None:
+        """No gradient says that backward is done with a frozen unit; that it has passed does."""
         for later in self.flats[self.flats.index(flat) + 1 :]:
-            # frozen: no gradient says that it is done. What surrounds all units begins before them
-            if not later.shard.requires_grad and flat.unit is not self.module:
+            # the whole module is no unit that backward passes: it begins before all units
+            if not later.trains and flat.unit is not self.module:
                 later.reshard()
-        flat.in_backward = True
-        if flat.gathers_in_backward:
-            self.gather(flat, then=-1)
 
-    def mark_ready(self, flat: FlatParameter, param: nn.Parameter) -> None:
-        """Note that the gradient of `param` is final for this backward; autograd calls it."""
-        if param not in flat.waiting_for:
-            raise RuntimeError("checkpoint with use_reentrant=False: a gradient is final once")
-        flat.collect(param)
-        flat.waiting_for.remove(param)
-        if not flat.waiting_for:
-            flat.reshard()  # all gradients are there: backward is done with these weights
-            flat.in_backward = False
-            self.launch_ready()
 
-    @property
-    def trained(self) -> list[FlatParameter]:
-        """In reverse order, since backward finishes the last unit first."""
-        return [flat for flat in self.flats[::-1] if flat.shard.requires_grad]
+class FlatParameter:
+    """A unit's parameters side by side in one flat buffer, each rank owns an equal shard of it.
 
-    def launch_ready(self, all_of_them: bool = False) -> None:
-        """Reduce what is full while backward goes on, in order; at most two are whole at a time."""
-        trained = self.trained
-        while self.launched < len(trained):
-            if trained[self.launched].waiting_for and not all_of_them:
-                return
-            trained[self.launched].start_reducing()
-            if self.launched > 0:
-                before = trained[self.launched - 1]
-                before.finish_reducing()
-                if self.synchronizes:
-                    before.start_replicating()
-            self.launched += 1
+    shard: [shard], the part that this rank's optimizer updates, in the parameters' own dtype.
+    full: [N * shard], padded, in `param_dtype`; has memory only while unsharded. The parameters
+    are views into it. grads: [N * shard] in `reduce_dtype`, during backward.
+    waiting_for: the parameters whose gradients this backward has not finished yet.
+    """
 
-    def end_backward(self) -> None:
-        """Reduce what unused parameters have held up, and free what is gathered still."""
-        self.launch_ready(all_of_them=True)
-        self.launched, self.in_backward = 0, False
-        for flat in self.flats:
-            flat.reshard()
-            flat.in_backward = False
-        for flat in self.trained:
-            flat.waiting_for = set(flat.params.values())
+    def __init__(self, unit, params: dict[str, nn.Parameter], groups, dtypes, device, shard_device):
+        self.unit, self.names, self.params = unit, list(params), list(params.values())
+        (self.group, self.replicate_group), (param_dtype, reduce_dtype) = groups, dtypes
+        n_shards, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        n_replicas = (
+            1 if self.replicate_group is None else dist.get_world_size(self.replicate_group)
+        )
+        self.n_ranks = n_shards * n_replicas
+        values = torch.cat([p.detach().flatten() for p in self.params])
+        length = -(-len(values) // n_shards)  # of a shard, rounded up
+        self.owned = slice(rank * length, (rank + 1) * length)
+        self.padding = n_shards * length - len(values)
+        shard = F.pad(values, (0, self.padding))[self.owned].to(shard_device, copy=True)
+        self.trains = self.params[0].requires_grad
+        self.shard = nn.Parameter(shard, requires_grad=self.trains)
+        self.full = torch.empty(n_shards * length, dtype=param_dtype or shard.dtype, device=device)
+        for param, view in self.views_into(self.full).items():
+            param.data = view
+        self.reduce_dtype = reduce_dtype or self.full.dtype
+        self.grads: Tensor | None = None
+        self.waiting_for = set(self.params) if self.trains else set()
+        self.reduction: Work | None = None  # the collectives in flight
+        self.gathering: Work | None = None
+        self.replicating: Work | None = None
+        self.in_backward = False
+        owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
+        # the gradient of an embedding lookup does not depend on the weights
+        self.unshards_in_backward = not all(isinstance(m, nn.Embedding) for m in owners)
+        self.reshard()
 
-    def finish_gradient_synchronization(self) -> None:
-        """Wait until every shard's gradient is the average over the ranks. Once a step."""
-        for flat in self.trained:
-            flat.finish_reducing()
-            flat.start_replicating()
-        for flat in self.trained:
-            if flat.replicating is not None:
-                flat.replicating.wait()
-                flat.replicating = None
+    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
+        sizes = [p.numel() for p in self.params]
+        chunks = flat[: sum(sizes)].split(sizes)
+        return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
 
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients to at most this global norm; returns the norm before."""
-        grads = [flat.shard.grad for flat in self.trained]
-        norm = all_reduce_control(global_norm(grads).square(), group=self.shard_group).sqrt()
-        for grad in grads:
-            grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return norm
+    def unshard(self) -> None:
+        """Start the all-gather that fills `full`, unless it is there or in flight.
 
-    def shards(self) -> list[nn.Parameter]:
-        """What to give to an optimizer: this rank's slices of all that trains."""
-        return [flat.shard for flat in self.flats if flat.shard.requires_grad]
+        Tensors saved for backward alias this buffer, so its storage is resized in place and
+        written through `.data`, which leaves the version counter unchanged.
+        """
+        storage = self.full.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.full.numel() * self.full.element_size())
+            out, self.sent = self.full.data, self.shard.detach().to(self.full, non_blocking=True)
+            self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
 
-    @torch.no_grad()
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole parameters by name, in their own dtype, on the CPU of every rank."""
-        state = {}
-        for flat in self.flats:
-            whole = torch.empty_like(flat.full, dtype=flat.shard.dtype)
-            all_gather_single(whole, flat.shard.to(whole.device), group=self.shard_group)
-            views = flat.views_into(whole.cpu())
-            state |= {name: views[p].clone() for name, p in flat.params.items()}
-        return state
+    def wait(self) -> None:
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = self.sent = None
 
-    def training_state(self, optimizer: torch.optim.Optimizer) -> State:
-        """The tensors of a checkpoint, under the names of the plain model, as `Shard`s."""
-        state: State = {}
-        for flat in self.flats:
-            shapes = {name: p.shape for name, p in flat.params.items()}
-            tensors = {f"optim.{k}": t for k, t in adamw_moments(optimizer, flat.shard).items()}
-            tensors["model"] = flat.shard.detach()
-            for prefix, tensor in tensors.items():
-                state |= shards_of_flat_slice(f"{prefix}.", shapes, flat.mine.start, tensor)
-        return state
+    def reshard(self) -> None:
+        """Free the full parameters: the storage shrinks to nothing, its views stay valid."""
+        self.wait()
+        self.full.untyped_storage().resize_(0)
+
+    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+        """Move the gradient of `param` into the buffer, which is freed after the reduction."""
+        if self.replicating is not None:
+            raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
+        self.finish_reduction()  # of the previous backward
+        self.copy_gradient(param, divide_by)
+        param.grad = None
+
+    def copy_gradient(self, param: nn.Parameter, divide_by: int) -> None:
+        """Copy the gradient of `param` into the buffer. A missing gradient counts as zero.
+
+        Dividing by the number of ranks here, before the sum, makes the sum the average and costs
+        no extra pass over the memory.
+        """
+        if self.grads is None:
+            self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
+            self.grads[len(self.grads) - self.padding :].zero_()
+            self.grad_views = self.views_into(self.grads)
+        view = self.grad_views[param]
+        if param.grad is None:
+            view.zero_()
+        elif param.grad.dtype != view.dtype:
+            view.copy_(param.grad).div_(divide_by)  # divided in float32, not in bfloat16
+        elif param.grad is not view or divide_by > 1:
+            torch.div(param.grad, divide_by, out=view)  # copies and divides in one pass
+
+    def start_reduction(self) -> None:
+        """Sum each shard of the gradients on the rank that owns it, in place."""
+        for param in self.waiting_for:  # unused in this backward, or on this rank
+            self.collect(param, divide_by=self.n_ranks)
+        self.waiting_for = set()
+        owned = self.grads[self.owned]
+        self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
+
+    def finish_reduction(self) -> None:
+        """Add the average to `shard.grad` and free the full gradients."""
+        if self.reduction is not None:
+            self.reduction.wait()
+            average, sum_so_far = self.grads[self.owned].to(self.shard, copy=True), self.shard.grad
+            self.shard.grad = average if sum_so_far is None else sum_so_far.add_(average)
+            self.reduction = self.grads = self.grad_views = None
+
+    # ---- hybrid sharding: all-reduce the shards' gradients over the replicas ----
+
+    def start_replicating(self) -> None:
+        """Once per step, after the last micro-batch."""
+        if self.replicate_group is not None and self.replicating is None:
+            grad = self.shard.grad
+            self.replicating = all_reduce(grad, group=self.replicate_group, async_op=True)
+
+    def finish_replicating(self) -> None:
+        if self.replicating is not None:
+            self.replicating.wait()
+            self.replicating = None
 
 
 def opened(module: nn.Module) -> list[nn.Module]:
-    """A module's children with parameters; a row, or what has no forward, as what it contains."""
+    """A module's children that have parameters, with containers replaced by what they contain."""
     units = []
     for child in module.children():
         if isinstance(child, nn.Sequential) or type(child).forward is nn.Module.forward:
@@ -396,7 +440,7 @@ def opened(module: nn.Module) -> list[nn.Module]:
 
 
 def sharded_from_meta(model: Transformer, args, world: World) -> FullyShardedDataParallel:
-    """Fill a model on the meta device unit by unit: no rank ever holds more than one whole."""
+    """Shard a model that is on the meta device; its units get their initial values one by one."""
     mesh = (world.size // args.shard_size, args.shard_size)
     replicas = group_along(mesh, 0, "replicate", args.timeout)
     return FullyShardedDataParallel(
@@ -421,19 +465,19 @@ def sharded_from_meta(model: Transformer, args, world: World) -> FullyShardedDat
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument(
-        "--shard-size", type=positive_int, help="ranks that share out (default: all)"
+        "--shard-size", type=positive_int, help="ranks that shard a unit (default: all)"
     )
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--no-reshard-after-forward", action="store_true", help="hold the weights")
-    parser.add_argument("--cpu-offload", action="store_true", help="shards and moments on the CPU")
+    parser.add_argument("--no-reshard-after-forward", action="store_true", help="keep it unsharded")
+    parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
     parser.add_argument("--timeout", type=positive, default=600, help="seconds until a hang ends")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     args.shard_size = args.shard_size or world_size()
     if world_size() % args.shard_size:
         refuse(f"--shard-size {args.shard_size} does not divide the {world_size()} ranks")
     args.param_dtype = args.param_dtype or args.dtype
-    args.autocast = False  # units are gathered in --param-dtype, their inputs cast to it
+    args.autocast = False  # units are unsharded in --param-dtype, and their inputs cast to it
     return args
 
 
