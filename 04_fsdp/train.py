@@ -282,7 +282,9 @@ class FullyShardedDataParallel(nn.Module):
                 raise ValueError(f"{names[unit]}: still on the meta device, without values")
             self.shard_unit(unit, {n: p for n, p in params.items() if users[p] < 2})
         if len({flat.unit for flat in self.flats}) == 1:
-            warnings.warn("one unit has all parameters: they are all unsharded at once", stacklevel=3)
+            warnings.warn(
+                "one unit has all parameters: they are all unsharded at once", stacklevel=3
+            )
 
     # ---- arbitrary modules: parameters that are frozen, or of several dtypes ----
 
