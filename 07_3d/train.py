@@ -232,193 +232,155 @@ def split_into_buckets(
     return lists
 
 
-# ---- tensor parallelism: those of 05 ----
+# ---- tensor parallelism: the definitions of 05 ----
 #
 #   x [batch, seq, d] --f--> x W1^T [batch, seq, 4d/tp] --gelu--> h W2^T [batch, seq, d] --g--> y
-#                            W1: my rows of [4d, d]               W2: my columns of [d, 4d]
+#                            W1: this rank's rows of [4d, d]      W2: its columns of [d, 4d]
 #
-#                              forward                           backward
-#   f, into a pair             nothing,  or gather the sequence  sum, or sum and scatter
-#   g, out of it               sum,      or sum and scatter      nothing, or gather the sequence
+#                                  forward      backward
+#   f, where a pair begins         identity     all-reduce
+#   g, where it ends               all-reduce   identity
 #
-# (A "column" of x W^T is a row of W, as PyTorch stores it: Megatron's names are kept.)
+# (PyTorch stores W as [out, in] and computes x W^T: Megatron's "columns" are rows of W.)
 
 
-def start_sum(partial: Tensor, group: ProcessGroup, sequence_parallel: bool) -> tuple[Tensor, Work]:
-    """Begin to add up the ranks' `partial` [batch, seq, d], in place; it is there after `wait()`.
+def tensor_parallel(
+    model: Transformer, group: ProcessGroup, sequence_parallel: bool = False
+) -> Transformer:
+    """Replace the model's matrices, in place, with this rank's shards of them.
 
-    With sequence_parallel each rank gets its slice of the sum, [batch, seq / tp, d].
+    The model may be on the meta device: then the shards are as well, and `init_shards` fills
+    them. With sequence_parallel it only takes sequences of the configuration's length.
     """
-    if not sequence_parallel:
-        return partial, all_reduce(partial, group=group, async_op=True)
-    tp = dist.get_world_size(group)
-    by_rank = partial.unflatten(1, (tp, -1)).transpose(0, 1).flatten(0, 1)
-    mine = torch.empty_like(by_rank[: len(partial)])  # of [tp * batch, seq / tp, d]
-    return mine, reduce_scatter_single(mine, by_rank, group=group, async_op=True)
+    check_degree(model.config, dist.get_world_size(group), sequence_parallel)
+    region = SequenceParallelRegion(group) if sequence_parallel else TensorParallelRegion(group)
+    if model.embed is not None:
+        model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
+    for layer in model.layers.values():
+        layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # n_heads / tp heads
+        layer.attn.wo = RowParallelLinear(layer.attn.wo, region)
+        layer.mlp.w1 = ColumnParallelLinear(layer.mlp.w1, region)
+        layer.mlp.w2 = RowParallelLinear(layer.mlp.w2, region)
+    if model.output is not None:
+        model.output = VocabParallelOutput(model.output, region)
+    if sequence_parallel:
+        shift_dropout(model, region)
+    return model
 
 
-def gather_sequence(mine: Tensor, group: ProcessGroup) -> Tensor:
-    """The whole sequence from the ranks' slices: [batch, seq / tp, d] -> [batch, seq, d]."""
-    tp = dist.get_world_size(group)
-    by_rank = mine.new_empty(tp * mine.shape[0], *mine.shape[1:])
-    all_gather_single(by_rank, mine.contiguous(), group=group)
-    return by_rank.unflatten(0, (tp, -1)).transpose(0, 1).flatten(1, 2)
+class TensorParallelModule(nn.Module):
+    """Holds this rank's shards of the parameters of `plain`. shard_dims: along which dimension."""
+
+    shard_dims: dict[str, int | None] = {}
+
+    def __init__(self, plain: nn.Module, region: TensorParallelRegion):
+        super().__init__()
+        self.region = region
+        for name, full in plain.named_parameters(recurse=False):
+            local_shard = shard_of(full, self.shard_dims[name], region.group)
+            self.register_parameter(name, nn.Parameter(local_shard))
 
 
-class FThenLinear(torch.autograd.Function):
-    """f, then y = x W^T. One function, so that backward can send and multiply at a time."""
+class ColumnParallelLinear(TensorParallelModule):
+    """y = x W^T, of which each rank computes some features. x [batch, seq, in], full."""
+
+    shard_dims = {"weight": 0}  # [out / tp, in]
+
+    def forward(self, x: Tensor) -> Tensor:  # -> [batch, seq, out / tp]
+        return LinearWithAsyncCommunication.apply(in_autocast_dtype(x), self.weight, self.region)
+
+
+class RowParallelLinear(TensorParallelModule):
+    """y = x W^T, where each rank has some features of x: [batch, seq, in / tp]."""
+
+    shard_dims = {"weight": 1}  # [out, in / tp]
+
+    def forward(self, x: Tensor) -> Tensor:  # -> [batch, seq, out], full
+        return ReduceFromRegion.apply(linear(x, self.weight), self.region)
+
+
+class LinearWithAsyncCommunication(torch.autograd.Function):
+    """f, then y = x W^T. One function, so that backward overlaps the all-reduce of dX with dW."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, group: ProcessGroup, sequence_parallel):
-        if sequence_parallel:
-            x = gather_sequence(x, group)
+    def forward(ctx, x: Tensor, weight: Tensor, region: TensorParallelRegion) -> Tensor:
+        x = region.enter(x)
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.region = region
         return F.linear(x, weight.to(x.dtype))  # [batch, seq, out / tp]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        # each rank knows the gradient that came by its own columns: what x gets is the sum
-        grad_x = grad @ weight.to(grad.dtype)  # cast again: no bf16 copy of W is kept
-        grad_x, work = start_sum(grad_x, ctx.group, ctx.sequence_parallel)
-        # the gradient of the weight needs nobody: it is made while the sum is on its way
+        # each rank holds a partial dX, from its own features of y: reduce them
+        partial = grad @ weight.to(grad.dtype)  # cast again: no bf16 copy of W is kept
+        grad_x, work = ctx.region.start_exit(partial)
+        # dW needs no communication: compute it while dX is in flight
         grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
         work.wait()
-        return grad_x, grad_weight.to(weight.dtype), None, None
+        return grad_x, grad_weight.to(weight.dtype), None
 
 
-class G(torch.autograd.Function):
-    """The sum of the ranks' partial outputs. It overwrites them: what made them has not saved
-    them for its backward."""
+class ReduceFromRegion(torch.autograd.Function):
+    """g: the sum of the ranks' partial outputs."""
 
     @staticmethod
-    def forward(ctx, partial: Tensor, group: ProcessGroup, sequence_parallel: bool):
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        total, work = start_sum(partial, group, sequence_parallel)
+    def forward(ctx, partial: Tensor, region: TensorParallelRegion) -> Tensor:
+        ctx.region = region
+        total, work = region.start_exit(partial)
         work.wait()
-        if total is partial:
+        if total is partial:  # reduced in place: the op that computed it does not save its output
             ctx.mark_dirty(partial)
         return total
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        if ctx.sequence_parallel:
-            grad = gather_sequence(grad, ctx.group)
-        return grad, None, None
+        return ctx.region.enter(grad), None
 
 
-def my_slice(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
-    """This rank's slice along `dim` (None: all), as a copy, so that the whole can be freed."""
-    tp = 1 if dim is None else dist.get_world_size(group)
-    if full.shape[dim or 0] % tp:
-        raise ValueError(f"dimension {dim} of {tuple(full.shape)} does not divide by {tp} ranks")
-    return full.detach().chunk(tp, dim or 0)[dist.get_rank(group) % tp].clone()
+class TensorParallelRegion:
+    """Between f and g, ranks compute different features; outside, all hold the full activations.
+
+    f enters the region and g exits it; in backward the gradients pass the other way, so f's
+    backward is an exit and g's backward an enter.
+    """
+
+    def __init__(self, group: ProcessGroup | None):
+        self.group, self.tp = group, dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The full activations, [batch, seq, d], on every rank: they are already."""
+        return x
+
+    def start_exit(self, partial: Tensor) -> tuple[Tensor, Work]:
+        """Start to sum the ranks' `partial` [batch, seq, d], in place."""
+        return partial, all_reduce(partial, group=self.group, async_op=True)
 
 
-class Sliced(nn.Module):
-    """Holds this rank's slices of a plain module's parameters, a copy of those not in `cut`."""
-
-    cut: dict[str, int] = {}  # along which dimension
-
-    def __init__(self, plain: nn.Module, group: ProcessGroup, sequence_parallel: bool = False):
-        super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
-        self.register_parameter("bias", None)
-        for name, whole in plain.named_parameters(recurse=False):
-            mine = nn.Parameter(my_slice(whole, self.cut.get(name), group))
-            self.register_parameter(name, mine)
+# ---- the vocabulary: embedding, head and loss ----
 
 
-class ColumnParallelLinear(Sliced):
-    """Some outputs of a linear map. x, whole or by the sequence -> [batch, seq, out / tp]."""
+class VocabParallelEmbedding(TensorParallelModule):
+    """Looks up the tokens whose rows this rank owns. The others are zeros until the all-reduce."""
 
-    cut = {"weight": 0, "bias": 0}  # [out / tp, in] and [out / tp]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = in_autocast_dtype(x)
-        y = FThenLinear.apply(x, self.weight, self.group, self.sequence_parallel)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-
-class RowParallelLinear(Sliced):
-    """A linear map of some inputs. x [batch, seq, in / tp] -> whole, or cut by the sequence."""
-
-    cut = {"weight": 1}  # [out, in / tp], and the bias whole
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = G.apply(linear(x, self.weight), self.group, self.sequence_parallel)
-        # behind the sum, or it would count once a rank
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-
-class VocabParallelEmbedding(Sliced):
-    """Vectors of the tokens whose rows this rank has, zeros for the others; then the sum."""
-
-    cut = {"weight": 0}  # [vocab / tp, d]
+    shard_dims = {"weight": 0}  # [vocab / tp, d]
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, seq] -> [batch, seq, d]
-        row = tokens - dist.get_rank(self.group) * len(self.weight)
-        others = (row < 0) | (row >= len(self.weight))
-        mine = F.embedding(row.masked_fill(others, 0), self.weight)
-        return G.apply(mine.masked_fill(others[..., None], 0.0), self.group, self.sequence_parallel)
-
-
-class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of logits of which each rank has some columns.
-
-    loss = log(sum exp(logit - highest)) - (target's logit - highest): a maximum and two sums of
-    one number a token are all that the ranks must exchange.
-    """
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
-        # logits: [tokens, vocab / tp], targets: [tokens]
-        ctx.dtype, logits = logits.dtype, logits.float()
-        counted = targets != IGNORED
-        count = counted.sum().clamp(min=1)
-        column = targets - dist.get_rank(group) * logits.shape[-1]
-        mine = (column >= 0) & (column < logits.shape[-1])  # IGNORED is nobody's
-        column = column.masked_fill(~mine, 0)[:, None]
-
-        highest = logits.amax(dim=-1)
-        all_reduce(highest, ReduceOp.MAX, group=group)
-        logits.sub_(highest[:, None])
-        target_logit = logits.gather(-1, column)[:, 0].masked_fill(~mine, 0.0)  # -inf * 0 is NaN
-        all_reduce(target_logit, group=group)
-        total = logits.exp_().sum(dim=-1)
-        all_reduce(total, group=group)
-
-        ctx.save_for_backward(logits, column, mine / count, counted / (count * total))
-        return (total.log() - target_logit).masked_fill(~counted, 0.0).sum() / count
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        exp, column, mine, scale = ctx.saved_tensors
-        # softmax less one at the target. In place: autograd refuses a second backward
-        grad_logits = exp.mul_((scale * grad)[:, None])
-        grad_logits.scatter_add_(-1, column, (-mine * grad)[:, None])
-        return grad_logits.to(ctx.dtype), None, None
-
-
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
-    """Mean cross-entropy, a float32 scalar, the same on every rank of the group.
-
-    logits: [tokens, vocab / tp], this rank's columns; float32 ones are consumed, their memory
-    becomes the gradient's. targets: [tokens], over the whole vocabulary, IGNORED ones left out.
-    With nothing to count the loss is 0.
-    """
-    return VocabParallelCrossEntropy.apply(logits, targets, group)
+        row = tokens - self.region.rank * len(self.weight)
+        remote = (row < 0) | (row >= len(self.weight))
+        partial = F.embedding(row.masked_fill(remote, 0), self.weight)
+        return ReduceFromRegion.apply(partial.masked_fill(remote[..., None], 0.0), self.region)
 
 
 class VocabParallelOutput(nn.Module):
-    """The last unit: norm, head and loss. No rank ever has all the logits of a token."""
+    """The last unit: norm, head and loss. No rank ever holds all logits of a token."""
 
-    def __init__(self, output: Output, group: ProcessGroup, sequence_parallel=False):
+    def __init__(self, output: Output, region: TensorParallelRegion):
         super().__init__()
-        self.group = group
+        self.group = region.group
         self.norm = output.norm
-        self.head = ColumnParallelLinear(output.head, group, sequence_parallel)
+        self.head = ColumnParallelLinear(output.head, region)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """This rank's logits [batch, seq, vocab / tp], or with targets their mean loss."""
@@ -428,62 +390,134 @@ class VocabParallelOutput(nn.Module):
         return vocab_parallel_cross_entropy(logits.flatten(0, -2), targets.flatten(), self.group)
 
 
-def tensor_parallel(
-    model: Transformer, group: ProcessGroup, sequence_parallel: bool = False
-) -> Transformer:
-    """Replace the model's matrices, in place, by this rank's slices of them.
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
+    """Mean cross-entropy, a float32 scalar, the same on every rank of the group.
 
-    The model may be on the meta device: then so are the slices (`init_slices` fills them). With
-    sequence_parallel it takes sequences of the configuration's length alone.
+    logits: [tokens, vocab / tp], this rank's columns. Float32 logits are overwritten: their
+    memory becomes the gradient's. targets: [tokens], over the full vocabulary; IGNORED targets
+    do not count. Without any target the loss is 0.
     """
+    return VocabParallelCrossEntropy.apply(logits, targets, group)
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of logits whose columns are sharded.
+
+    loss = log(sum exp(logit - highest)) - (target's logit - highest): the ranks exchange one
+    maximum and two sums per token.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
+        # logits: [tokens, vocab / tp], targets: [tokens]
+        ctx.dtype, logits = logits.dtype, logits.float()
+        counted = targets != IGNORED
+        scale = counted / counted.sum().clamp(min=1)  # [tokens], of each token in the mean
+        column = targets - dist.get_rank(group) * logits.shape[-1]
+        is_local = (column >= 0) & (column < logits.shape[-1])  # IGNORED is local nowhere
+        column = column.masked_fill(~is_local, 0)[:, None]
+
+        highest = logits.amax(dim=-1)
+        all_reduce(highest, ReduceOp.MAX, group=group)
+        logits.sub_(highest[:, None])
+        target_logit = logits.gather(-1, column)[:, 0].masked_fill(~is_local, 0.0)
+        all_reduce(target_logit, group=group)
+        total = logits.exp_().sum(dim=-1)
+        all_reduce(total, group=group)
+
+        ctx.save_for_backward(logits, column, scale / total, scale * is_local)
+        losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # -inf * 0 is NaN
+        return (losses * scale).sum()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        exp, column, softmax_scale, target_scale = ctx.saved_tensors
+        # scale * (softmax - 1 at the target), in place: autograd raises on a second backward
+        grad_logits = exp.mul_((softmax_scale * grad)[:, None])
+        grad_logits.scatter_add_(-1, column, (-target_scale * grad)[:, None])
+        return grad_logits.to(ctx.dtype), None, None
+
+
+# ---- shards of the weights, and the norm of all ----
+
+
+def shard_of(full: Tensor, dim: int | None, group: ProcessGroup | None) -> Tensor:
+    """A copy of this rank's shard along `dim`, so that `full` can be freed. None: of all of it."""
+    if dim is None:
+        return full.detach().clone()
     tp, rank = dist.get_world_size(group), dist.get_rank(group)
-    check_degree(model.config, tp, sequence_parallel)
-    how = group, sequence_parallel
-    if model.embed is not None:
-        model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, *how)
-    for layer in model.layers.values():
-        layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, *how)  # whole heads
-        layer.attn.wo = RowParallelLinear(layer.attn.wo, *how)
-        layer.mlp.w1 = ColumnParallelLinear(layer.mlp.w1, *how)
-        layer.mlp.w2 = RowParallelLinear(layer.mlp.w2, *how)
-    if model.output is not None:
-        model.output = VocabParallelOutput(model.output, *how)
-    for module in model.modules():
-        if sequence_parallel and isinstance(module, CounterDropout):
-            module.first_position = rank * model.config.seq_len // tp
-    return model
+    if full.shape[dim] % tp:
+        raise ValueError(f"dimension {dim} of {tuple(full.shape)} does not divide by {tp} ranks")
+    return full.detach().chunk(tp, dim)[rank].clone()
 
 
-def cut_dimensions(model: nn.Module) -> dict[str, int]:
-    """Along which dimension each sliced parameter is cut, by its name; replicated ones are out."""
+def shard_dims_of(model: nn.Module) -> dict[str, int]:
+    """Along which dimension each sharded parameter is split, by name; without the replicated."""
     return {
         f"{prefix}.{name}": dim
         for prefix, module in model.named_modules()
-        for name, dim in getattr(module, "cut", {}).items()
-        if getattr(module, name) is not None
+        if isinstance(module, TensorParallelModule)
+        for name, dim in module.shard_dims.items()
+        if dim is not None
     }
 
 
 @torch.no_grad()
-def init_slices(model: nn.Module, seed: int, group: ProcessGroup, device: torch.device) -> None:
-    """Fill a model on the meta device with this rank's slices of the plain model's weights.
+def init_shards(
+    model: nn.Module, seed: int, group: ProcessGroup | None, device: torch.device
+) -> None:
+    """Give a model on the meta device this rank's shards of the plain model's initial weights.
 
-    One parameter at a time is drawn whole and cut: the model is whole nowhere.
+    One parameter at a time is drawn in full: the full model exists nowhere.
     """
     model.to_empty(device=device)
-    cut = cut_dimensions(model)
+    dims = shard_dims_of(model)
     for name, parameter in model.named_parameters():
-        shape, dim = list(parameter.shape), cut.get(name)
+        shape, dim = list(parameter.shape), dims.get(name)
         if dim is not None:
             shape[dim] *= dist.get_world_size(group)
-        parameter.copy_(my_slice(initial_value(name, shape, seed), dim, group))
+        parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
+
+
+# ---- sequence parallelism: outside of the regions, activations are sharded by the sequence ----
+#
+#                                  forward          backward
+#   f, where a pair begins         all-gather       reduce-scatter
+#   g, where it ends               reduce-scatter   all-gather
+
+
+class SequenceParallelRegion(TensorParallelRegion):
+    """Outside of it a rank holds only its part of every sequence: [batch, seq / tp, d].
+
+    An all-reduce is a reduce-scatter and an all-gather. g does the first and the next f the
+    second; norms, dropout and residual additions between them work on seq / tp positions.
+    """
+
+    def enter(self, x: Tensor) -> Tensor:
+        """All-gather along the sequence: [batch, seq / tp, d] -> [batch, seq, d]."""
+        by_rank = x.new_empty(self.tp * x.shape[0], *x.shape[1:])
+        all_gather_single(by_rank, x.contiguous(), group=self.group)
+        return by_rank.unflatten(0, (self.tp, -1)).transpose(0, 1).flatten(1, 2)
+
+    def start_exit(self, partial: Tensor) -> tuple[Tensor, Work]:
+        """Start to reduce-scatter along the sequence: [batch, seq, d] -> [batch, seq / tp, d]."""
+        by_rank = partial.unflatten(1, (self.tp, -1)).transpose(0, 1).flatten(0, 1)
+        total = torch.empty_like(by_rank[: len(partial)])  # of [tp * batch, seq / tp, d]
+        return total, reduce_scatter_single(total, by_rank, group=self.group, async_op=True)
+
+
+def shift_dropout(model: Transformer, region: SequenceParallelRegion) -> None:
+    """Tell each dropout where this rank's part begins: masks depend on the position."""
+    for module in model.modules():
+        if isinstance(module, CounterDropout):
+            module.first_position = region.rank * model.config.seq_len // region.tp
 
 
 @torch.no_grad()
-def sum_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
-    """Under sequence parallelism a norm has seen a slice of each sequence: once a step, the sum."""
-    cut = cut_dimensions(model)
-    grads = [p.grad for name, p in model.named_parameters() if name not in cut]
+def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
+    """Sum the norms' gradients, once per step: each rank's are of its part of the sequence."""
+    dims = shard_dims_of(model)
+    grads = [p.grad for name, p in model.named_parameters() if name not in dims]
     flat = torch.cat([grad.flatten() for grad in grads])
     all_reduce(flat, group=group)
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
@@ -839,12 +873,11 @@ class Pipeline:
 
 
 class SplitFThenLinear(torch.autograd.Function):
-    """`FThenLinear` with the backward of `SplitLinear`: the gradient of the weight is put off."""
+    """`LinearWithAsyncCommunication` with the backward of `SplitLinear`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, linear: ColumnParallelLinear, queue: list) -> Tensor:
-        if linear.sequence_parallel:
-            x = gather_sequence(x, linear.group)
+        x = linear.region.enter(x)
         ctx.save_for_backward(x)
         ctx.linear, ctx.queue = linear, queue
         return F.linear(x, linear.weight.to(x.dtype))  # [batch, seq, out / tp]
@@ -853,9 +886,7 @@ class SplitFThenLinear(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         (x,) = ctx.saved_tensors
         ctx.queue.append((ctx.linear.weight, x.flatten(0, -2), grad.flatten(0, -2)))
-        grad_x, work = start_sum(
-            grad @ ctx.linear.weight.to(grad.dtype), ctx.linear.group, ctx.linear.sequence_parallel
-        )
+        grad_x, work = ctx.linear.region.start_exit(grad @ ctx.linear.weight.to(grad.dtype))
         work.wait()
         return grad_x, None, None
 
@@ -868,10 +899,8 @@ def split_parallel_backward(module: nn.Module, queue: list) -> None:
                 in_autocast_dtype(x), child, queue
             )
         elif isinstance(child, RowParallelLinear):
-            child.forward = lambda x, child=child: G.apply(
-                SplitLinear.apply(in_autocast_dtype(x), child, queue),
-                child.group,
-                child.sequence_parallel,
+            child.forward = lambda x, child=child: ReduceFromRegion.apply(
+                SplitLinear.apply(in_autocast_dtype(x), child, queue), child.region
             )
 
 
@@ -930,7 +959,7 @@ def clip_grad_norm_(
     Every parameter counts once: slices add up over `tp`, where replicated gradients are alike,
     and stages over `pp`. Over `dp` all gradients are alike.
     """
-    cut = cut_dimensions(model)
+    cut = shard_dims_of(model)
     sliced = [p.grad for name, p in model.named_parameters() if name in cut]
     whole = [p.grad for name, p in model.named_parameters() if name not in cut]
     squares = global_norm(whole).square()
@@ -950,7 +979,9 @@ def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--pp", type=positive_int, default=1, help="pipeline-parallel degree")
     parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel degree")
-    parser.add_argument("--sequence-parallel", action="store_true", help="cut the sequence too")
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="shard the sequence as well"
+    )
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="order of the work")
     parser.add_argument(
         "--virtual-stages", type=positive_int, help="a rank's (default: interleaved 2, or 1)"
@@ -999,7 +1030,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model = Transformer(config, units=[unit for run in runs for unit in run])
     if args.tp > 1:
         tensor_parallel(model, tp, args.sequence_parallel)
-    init_slices(model, args.seed, tp, device)
+    init_shards(model, args.seed, tp, device)
     pipeline = MeshPipeline(
         model,
         runs,
@@ -1012,7 +1043,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
 
     run = Run(args, __file__, config, device)
-    state = training_state(model, optimizer, cut_dimensions(model), tp)
+    state = training_state(model, optimizer, shard_dims_of(model), tp)
     first_step = load_checkpoint(run.checkpoints, args.resume, state, optimizer)
     batches = train_batches(corpus.train, args, device, first_step, dp.rank(), dp.size())
 
@@ -1023,7 +1054,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         losses = pipeline.run(micro_batches)
         pipeline.finish_gradient_synchronization()
         if args.sequence_parallel and args.tp > 1:
-            sum_replicated_gradients(model, tp)
+            all_reduce_replicated_gradients(model, tp)
         # every rank of dp has its own losses, every one of tp the same
         loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
         grad_norm = clip_grad_norm_(model, args.grad_clip, tp, pp)

@@ -269,7 +269,7 @@ def our_tensor_parallel(sequence_parallel: bool) -> Callable[[Shape], Step]:
         model = stage.tensor_parallel(transformer(shape), group, sequence_parallel)
         finish = None
         if sequence_parallel:
-            finish = partial(stage.sum_replicated_gradients, model, group)
+            finish = partial(stage.all_reduce_replicated_gradients, model, group)
         return plain_step(model, torch.optim.AdamW(model.parameters(), **ADAMW), finish)
 
     return build

@@ -37,11 +37,19 @@ def mesh(pp: int, dp: int, tp: int) -> tuple[int, list[str]]:
 # ---- the pieces are those of 02, 05 and 06 ----
 
 
+ADDITIONS = "(not in stage 07)"  # in the comment line above what 07 leaves out
+
+
 def definitions(stage: str) -> dict[str, str]:
-    """Source of each top-level class, function and constant, decorators included."""
+    """Source of each top-level class, function and constant, decorators included; of a stage that
+    07 repeats, without the section of additions that 07 leaves out."""
     text = stage_path(stage).read_text()
     lines, found = text.splitlines(), {}
+    loop = lines.index("# The training loop")
+    additions = next((i for i, line in enumerate(lines) if ADDITIONS in line), loop)
     for node in ast.parse(text).body:
+        if additions < node.lineno <= loop:
+            continue
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
@@ -149,7 +157,7 @@ def pipeline_on(
         model = Transformer(CONFIG, units=[unit for run in runs for unit in run])
     if tp.size() > 1:
         stage.tensor_parallel(model, tp, sequence_parallel)
-    stage.init_slices(model, 1, tp, torch.device("cpu"))
+    stage.init_shards(model, 1, tp, torch.device("cpu"))
     pipeline = stage.MeshPipeline(
         model,
         runs,
@@ -173,8 +181,8 @@ def gradients(degrees: tuple[int, int, int], schedule: str, sequence_parallel: b
     pipeline.run(data[groups["dp"].rank()])
     pipeline.finish_gradient_synchronization()
     if sequence_parallel:
-        stage.sum_replicated_gradients(model, groups["tp"])
-    cut, twins = stage.cut_dimensions(model), dict(plain.named_parameters())
+        stage.all_reduce_replicated_gradients(model, groups["tp"])
+    cut, twins = stage.shard_dims_of(model), dict(plain.named_parameters())
 
     def hold_against_plain() -> None:
         for name, p in model.named_parameters():
@@ -270,7 +278,7 @@ def sent_in_a_step(degrees, schedule: str, sequence_parallel: bool):
         pipeline.run(batches(degrees[1])[groups["dp"].rank()])
         pipeline.finish_gradient_synchronization()
         if sequence_parallel:
-            stage.sum_replicated_gradients(model, groups["tp"])
+            stage.all_reduce_replicated_gradients(model, groups["tp"])
         stage.clip_grad_norm_(model, 1.0, groups["tp"], groups["to_lower"])
     assert_ledger_is_true(ledger, counted)
     parameters = sum(p.numel() for p in model.parameters())

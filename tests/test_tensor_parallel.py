@@ -59,8 +59,14 @@ def parallel_model(config: TransformerConfig, sequence_parallel: bool, seed: int
     with torch.device("meta"):
         model = Transformer(config)
     stage.tensor_parallel(model, group, sequence_parallel)
-    stage.init_slices(model, seed, group, torch.device("cpu"))
+    stage.init_shards(model, seed, group, torch.device("cpu"))
     return model
+
+
+def region_of(sequence_parallel: bool):
+    stage = load_stage("05")
+    kind = stage.SequenceParallelRegion if sequence_parallel else stage.TensorParallelRegion
+    return kind(dist.group.WORLD)
 
 
 def gathered(piece: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -108,9 +114,9 @@ def gradients_of_one_batch(sequence_parallel: bool, changes: dict) -> float:
     loss = model(inputs, targets, keys)
     loss.backward()
     if sequence_parallel:
-        stage.sum_replicated_gradients(model, dist.group.WORLD)
+        stage.all_reduce_replicated_gradients(model, dist.group.WORLD)
     torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
-    cut = stage.cut_dimensions(model)
+    cut = stage.shard_dims_of(model)
     worst = 0.0
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(gathered(ours.detach(), cut.get(name)), theirs), name
@@ -153,7 +159,8 @@ def linear_alone(kind: str, sequence_parallel: bool) -> None:
     def mine(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor.detach().chunk(size, dim)[rank].clone()
 
-    module = getattr(stage, f"{kind}ParallelLinear")(plain, dist.group.WORLD, sequence_parallel)
+    region = region_of(sequence_parallel)
+    module = getattr(stage, f"{kind}ParallelLinearWithBias")(plain, region)
     # across a column-parallel map the features of y are cut, across a row-parallel one those of x
     x_dim, y_dim = (None, 2) if kind == "Column" else (2, None)
     if sequence_parallel:
@@ -167,13 +174,13 @@ def linear_alone(kind: str, sequence_parallel: bool) -> None:
     close = {"atol": 1e-5, "rtol": 1e-5}
     torch.testing.assert_close(gathered(my_y.detach(), y_dim), y.detach(), **close)
     torch.testing.assert_close(gathered(my_x.grad, x_dim), x.grad, **close)
-    dim = module.cut["weight"]
+    dim = module.shard_dims["weight"]
     torch.testing.assert_close(gathered(module.weight.grad, dim), plain.weight.grad, **close)
     bias_grad = module.bias.grad
     if kind == "Column":
         bias_grad = gathered(bias_grad, 0)
     elif sequence_parallel:  # replicated, and each rank has seen a slice of the sequence
-        stage.sum_replicated_gradients(module, dist.group.WORLD)
+        stage.all_reduce_replicated_gradients(module, dist.group.WORLD)
         bias_grad = gathered(module.bias.grad, None)
     torch.testing.assert_close(bias_grad, plain.bias.grad, **close)
 
@@ -193,7 +200,7 @@ def embedding_alone(sequence_parallel: bool) -> None:
     grad = torch.randn(3, 8, 16)
     y = plain(tokens)
     y.backward(grad)
-    module = stage.VocabParallelEmbedding(plain, dist.group.WORLD, sequence_parallel)
+    module = stage.VocabParallelEmbedding(plain, region_of(sequence_parallel))
     my_y = module(tokens)
     my_y.backward(grad.chunk(size, 1)[rank] if sequence_parallel else grad)
     assert torch.equal(gathered(my_y.detach(), 1 if sequence_parallel else None), y)
@@ -308,7 +315,7 @@ def traffic(sequence_parallel: bool, changes: dict, dtype: str = "float32") -> d
             loss = model(inputs, targets, keys)
         loss.backward()
         if sequence_parallel:
-            load_stage("05").sum_replicated_gradients(model, dist.group.WORLD)
+            load_stage("05").all_reduce_replicated_gradients(model, dist.group.WORLD)
     assert_ledger_is_true(ledger, counted)
     elements = [(r.op, r.nbytes // r.dtype.itemsize) for r in counted.records]
     return {
@@ -523,7 +530,8 @@ def sum_and_product(sequence_parallel: bool) -> tuple[float, float] | None:
     In microseconds of rank 0's trace.
     """
     stage, rank, size = load_stage("05"), dist.get_rank(), dist.get_world_size()
-    linear = stage.ColumnParallelLinear(nn.Linear(64, 96, bias=False), None, sequence_parallel)
+    plain = nn.Linear(64, 96, bias=False)
+    linear = stage.ColumnParallelLinear(plain, region_of(sequence_parallel))
     x = torch.randn(4, 16 // (size if sequence_parallel else 1), 64, requires_grad=True)
     y = linear(x)
     grad = torch.randn_like(y)
@@ -604,14 +612,25 @@ def test_sizes_that_do_not_divide_are_refused_in_one_line(pools, corpus_dir, siz
 
 
 def odd_width() -> None:
-    stage = load_stage("05")
+    stage, region = load_stage("05"), region_of(False)
     for module, plain in itertools.product(
-        (stage.ColumnParallelLinear, stage.RowParallelLinear), [nn.Linear(6, 6)]
+        (stage.ColumnParallelLinear, stage.RowParallelLinear), [nn.Linear(6, 6, bias=False)]
     ):
         with pytest.raises(ValueError, match=r"of \(6, 6\) does not divide by 4 ranks"):
-            module(plain, dist.group.WORLD)
+            module(plain, region)
     with pytest.raises(ValueError, match=r"dimension 0 of \(6, 8\) does not divide by 4 ranks"):
-        stage.VocabParallelEmbedding(nn.Embedding(6, 8), dist.group.WORLD)
+        stage.VocabParallelEmbedding(nn.Embedding(6, 8), region)
+
+
+def a_bias_is_not_ignored() -> None:
+    stage, region = load_stage("05"), region_of(False)
+    for module in (stage.ColumnParallelLinear, stage.RowParallelLinear):
+        with pytest.raises(KeyError, match="bias"):
+            module(nn.Linear(8, 8), region)
+
+
+def test_a_linear_layer_with_a_bias_needs_the_class_for_it(pools):
+    pools(2).run(a_bias_is_not_ignored)
 
 
 def test_widths_that_do_not_divide_are_refused(pools):
