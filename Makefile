@@ -8,6 +8,7 @@ READY := $(VENV)/.installed
 ARGS ?=
 FROM ?=
 FULL ?=
+RAW ?=
 OMP_NUM_THREADS ?= 1
 gpus = $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
 NPROC ?= $(if $(filter-out 0 1,$(gpus)),$(gpus),2)
@@ -47,6 +48,7 @@ help: ## this list
 # NODES= GPUS= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 TIME=02:00:00
 # FROM=01     what diff-NN compares with; by default the stage before
 # FULL=1      diff-NN shows the whole new file, its changed lines marked
+# RAW=1       diff-NN shows git's diff of the two files
 # PYTHON=...  the python3 that makes the virtual environment
 
 # ---- set-up ----
@@ -115,8 +117,9 @@ generate: $(READY) ## continue PROMPT= by what RUN= (or the last run) has learnt
 
 # ---- read ----
 
-$(STAGES:%=diff-%): diff-%: ## what stage NN changes in the one before
-	@sh tools/diff.sh $(call script,$(call from,$*)) $(call script,$*) $(FULL)
+$(STAGES:%=diff-%): diff-%: ## compare stage NN with the one before, definition by definition
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/diff.py $* --from $(call from,$*) \
+		$(if $(RAW),--raw,$(if $(FULL),--full))
 
 schedule-06: $(READY) ## draw a pipeline's time line; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
 	@$(BIN)/python tools/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) \

@@ -1,0 +1,532 @@
+"""`make diff-NN`: new, changed and known definitions, no line lost, and what the terminal shows."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from harness import REPO, stage_path, stages
+
+sys.path.insert(0, str(REPO / "tools"))
+
+import compare
+import diff
+from compare import Comparison, Definition, Row
+
+PAIRS = sorted({*zip(stages(), stages()[1:], strict=False), *(("01", b) for b in stages()[1:])})
+pairs = pytest.mark.parametrize("old, new", PAIRS)
+
+# The most lines of `make diff-NN`, which is the lesson of a stage.
+LIMITS = {"02": 190, "03": 305, "04": 410, "05": 305, "06": 395, "07": 245}
+
+
+compare_stages = cache(compare.compare_stages)
+
+
+def compared(old: str, new: str, *earlier: str) -> Comparison:
+    """Two stages given by their texts; earlier ones are called 0_old, 1_old, ..."""
+    known = [compare.split_stage(f"{i}_old", text) for i, text in enumerate(earlier)]
+    return compare.compare(
+        compare.split_stage("8_before", old), compare.split_stage("9_after", new), known
+    )
+
+
+def by_name(comparison: Comparison) -> dict[str, Definition]:
+    definitions = [x for each in comparison.definitions for x in (each, *each.parts)]
+    return {each.block.name: each for each in definitions}
+
+
+def text_of(comparison: Comparison) -> list[str]:
+    return diff.Renderer(colour=False).diff(comparison)
+
+
+def leaves(comparison: Comparison) -> Iterator[Definition]:
+    for definition in comparison.definitions:
+        yield from definition.leaves
+
+
+# ---- no line is lost ----
+
+
+@pairs
+def test_every_line_is_in_one_definition_or_blank_between_two(old, new):
+    comparison = compare_stages(old, new)
+    found = [row.new.number for leaf in leaves(comparison) for row in leaf.rows if row.new]
+    assert found == sorted(set(found))
+    lines = stage_path(new).read_text().splitlines()
+    assert not [n for n, line in enumerate(lines, 1) if line.strip() and n not in found]
+    for leaf in leaves(comparison):
+        rows = [x.new for x in leaf.rows if x.new]
+        assert [(x.number, x.text) for x in rows] == [(x.number, lines[x.number - 1]) for x in rows]
+
+
+@pairs
+def test_shown_and_folded_lines_add_up_to_the_file(old, new):
+    comparison = compare_stages(old, new)
+    text = text_of(comparison)
+    shown = sum(line[:1] in ("+", "~", " ") for line in text)
+    folds = [re.search(r"(?:\((\d+) lines|\.\.\. (\d+) lines)", x) for x in text if x[:1] == "="]
+    folded = sum(int(fold[1] or fold[2]) for fold in folds)
+    n_lines = len(stage_path(new).read_text().splitlines())
+    between = n_lines - sum(len([r for r in leaf.rows if r.new]) for leaf in leaves(comparison))
+    assert shown + folded + between == n_lines
+
+
+@pairs
+def test_the_whole_file_is_the_file(old, new):
+    lines = diff.Renderer(colour=False).whole_file(compare_stages(old, new))
+    kept = [line[2:] for line in lines if line[0] in "+ "]
+    in_place = [line for line in lines if line[0] == "~"]
+    merged = [re.sub(r"\[-.*?-\](?!\])|{\+(.*?)\+}", r"\1", x[2:]) for x in in_place]
+    expected = stage_path(new).read_text().splitlines()
+    assert len(kept) + len(merged) == len(expected) and set(kept) <= set(expected)
+    assert not [line for line in merged if line not in expected]
+
+
+@pytest.mark.parametrize("new", stages()[1:])
+def test_what_is_folded_stands_in_the_stage_that_is_named(new):
+    """Read by `ast` alone, whatever the tool makes of the files."""
+
+    @cache
+    def sources(stage: str) -> set[str]:
+        text = stage_path(stage).read_text()
+        nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, compare.DEFINITIONS)]
+        return {ast.get_source_segment(text, node) for node in nodes}
+
+    comparison = compare_stages(f"{int(new) - 1:02}", new)
+    text = stage_path(new).read_text()
+    nodes = {n.lineno: n for n in ast.walk(ast.parse(text)) if isinstance(n, compare.DEFINITIONS)}
+    known = [x for x in by_name(comparison).values() if x.status == "known"]
+    for definition in (x for x in known if x.block.kind in ("class", "function")):
+        source = ast.get_source_segment(text, nodes[definition.block.header])
+        assert source in sources(definition.base_stage[:2]), definition.block.name
+
+
+@pytest.mark.parametrize("new", LIMITS)
+def test_the_diff_is_short_enough_to_be_read(new):
+    count = sum(bool(x.strip()) for x in text_of(compare_stages(f"{int(new) - 1:02}", new)))
+    assert count <= LIMITS[new]
+
+
+# ---- new, changed, known, renamed, gone ----
+
+OLD = '''"""Before."""
+
+import os
+
+
+class Tool:
+    """A tool."""
+
+    def same(self):
+        return 1
+
+    def other(self):
+        first = 1
+        second = first + 2
+        return first + second
+
+    def gone(self):
+        return 3
+
+
+def helper(x):
+    return x + 1
+
+
+def dropped():
+    return 0
+'''
+
+NEW = '''"""After."""
+
+import os
+import sys
+
+
+def helper(x):
+    return x + 1
+
+
+class Tool:
+    """A tool."""
+
+    def same(self):
+        return 1
+
+    def other(self):
+        first = 1
+        second = first + 3
+        return first + second
+
+    def added(self):
+        return 4
+
+
+def fresh():
+    return sys.argv
+'''
+
+
+def test_each_definition_is_new_changed_or_known():
+    comparison = compared(OLD, NEW)
+    assert {name: x.status for name, x in by_name(comparison).items()} == {
+        "module docstring": "changed",
+        "imports": "changed",
+        "helper": "known",  # though it has moved
+        "Tool": "changed",
+        "Tool.(head)": "known",
+        "Tool.same": "known",
+        "Tool.other": "changed",
+        "Tool.added": "new",
+        "fresh": "new",
+    }
+    assert [block.name for block in comparison.gone] == ["dropped"]
+    assert [block.name for block in by_name(comparison)["Tool"].gone] == ["Tool.gone"]
+
+
+def test_the_terminal_shows_them_in_the_order_of_the_new_file():
+    assert text_of(compared(OLD, NEW))[2:] == [
+        "",
+        "= module docstring (1 line, 1 changed)",
+        "= imports (2 lines, 1 changed)",
+        "= def helper: as in 8_before (2 lines)",
+        "",
+        "  class Tool:",
+        '      """A tool."""',
+        "",
+        "=     def same: as in 8_before (2 lines)",
+        "",
+        "      def other(self):",
+        "          first = 1",
+        "~         second = first + [-2-]{+3+}",
+        "          return first + second",
+        "",
+        "+     def added(self):",
+        "+         return 4",
+        "",
+        "-     gone since 8_before: gone",
+        "",
+        "+ def fresh():",
+        "+     return sys.argv",
+        "",
+        "- gone since 8_before: dropped",
+    ]
+
+
+def test_identical_to_any_earlier_stage_is_folded_and_names_it():
+    changed = NEW.replace("x + 1", "x + 2")
+    comparison = compared(changed, NEW, OLD)
+    assert by_name(comparison)["helper"].base_stage == "0_old"
+    assert "= def helper: as in 0_old (2 lines)" in text_of(comparison)
+    (helper,) = [line for line in text_of(compared(NEW, NEW, OLD)) if "def helper" in line]
+    assert helper.endswith("as in 8_before (2 lines)")  # the stage to compare with comes first
+
+
+def test_a_definition_of_an_earlier_stage_alone_is_compared_with_that():
+    without = OLD[: OLD.index("def helper")]
+    comparison = compared(without, NEW.replace("x + 1", "x + 2"), OLD)
+    assert by_name(comparison)["helper"].status == "changed"
+    text = text_of(comparison)
+    at = text.index("* def helper: compared with helper in 0_old")
+    assert text[at + 1 :][:2] == ["  def helper(x):", "~     return x + [-1-]{+2+}"]
+
+
+@pytest.mark.parametrize("line", ["return x + 2", "return x + 1  # why", "return x  + 1"])
+def test_one_changed_line_keeps_a_definition_from_being_folded(line):
+    for before, after in ((NEW, NEW.replace("return x + 1", line)),):
+        helper = by_name(compared(before, after))["helper"]
+        assert helper.status != "known" and len(helper.rows) in (2, 3)
+    same = by_name(compared(NEW, NEW))
+    assert {x.status for x in same.values()} == {"known"}
+
+
+def test_decorators_and_the_comments_above_belong_to_a_definition():
+    before = "import os\n\n# alone\n\n\n# why\n@cache\ndef f():\n    return 1\n"
+    for old, new in (("# why", "# why not"), ("@cache", "@property")):
+        found = by_name(compared(before, before.replace(old, new)))
+        assert found["f"].status == "changed"
+        assert (found["f"].block.first, found["f"].block.header) == (6, 8)
+        assert found["# alone"].status == "known"
+    method = "class A:\n    x = 1\n\n    # why\n    @cache\n    def f(self):\n        return 1\n"
+    found = by_name(compared(method, method.replace("# why", "# because")))
+    assert (found["A.(head)"].status, found["A.f"].status) == ("known", "changed")
+    assert found["A.f"].block.first == 4
+
+
+def test_banners_comments_below_and_statements_are_definitions_too():
+    text = """# ----------------------------------
+# A title
+# ----------------------------------
+# a note
+x = 1
+y: int = 2
+
+
+def f():
+    pass
+    # the end of f
+
+    # and of its module's indentation
+
+# the end
+
+
+if __name__ == "__main__":
+    f()
+    # after f
+"""
+    blocks = compare.split_stage("stage", text).blocks
+    assert [(b.kind, b.first, b.last) for b in blocks] == [
+        ("banner", 1, 3),
+        ("statement", 4, 5),
+        ("statement", 6, 6),
+        ("function", 9, 13),
+        ("comment", 15, 15),
+        ("statement", 18, 20),
+    ]
+    assert [b.name for b in blocks][1:3] == ["x", "y"]
+    found = by_name(compared(text, text.replace("    f()\n", "    f()\n    f()\n")))
+    assert found['if __name__ == "__main__"'].status == "changed"
+    assert "  # ---- one line ----" in text_of(compared(*["# ---- one line ----\n\nx = 1\n"] * 2))
+
+
+def test_a_class_has_a_head_however_it_is_written():
+    text = """class A(
+    B,
+    metaclass=C,
+):  # a word
+    def f(self):
+        return 1
+
+    # a note between
+    attribute = 1
+
+    # the end of the class
+
+
+class D(B):
+    field: int
+    other: str
+
+
+class E: pass
+"""
+    stage = compare.split_stage("stage", text)
+    parts = {block.name: [(p.kind, p.first, p.last) for p in block.parts] for block in stage.blocks}
+    assert parts == {
+        "A": [("head", 1, 4), ("function", 5, 6), ("statement", 8, 9), ("comment", 11, 11)],
+        "D": [("head", 14, 16)],
+        "E": [("head", 19, 19)],
+    }
+
+
+def test_two_definitions_of_one_name_are_told_apart():
+    getter = "    @property\n    def x(self):\n        return self._x\n"
+    setter = "    @x.setter\n    def x(self, value):\n        self._x = value\n"
+    before = f"class A:\n    y = 1\n\n{getter}\n{setter}"
+    found = by_name(compared(before, before.replace("y = 1", "y = 2").replace("= value", "= 0")))
+    assert {name: x.status for name, x in found.items()} == {
+        "A": "changed",
+        "A.(head)": "changed",
+        "A.x": "known",
+        "A.x'": "changed",
+    }
+
+
+def test_a_renamed_class_is_compared_by_the_table(monkeypatch):
+    renamed = OLD.replace("class Tool", "class Device").replace("def other", "def another")
+    assert by_name(compared(OLD, renamed))["Device"].status == "new"
+    table = {"Device": ["Tool"], "Device.another": ["Tool.other"]}
+    monkeypatch.setattr(compare, "RENAMED", table)
+    comparison = compared(OLD, renamed)
+    found = by_name(comparison)
+    assert found["Device.same"].status == "known" and found["Device.another"].status == "changed"
+    assert not comparison.gone and not found["Device"].gone
+    text = text_of(comparison)
+    assert "* class Device: compared with Tool in 8_before" in text
+    assert "=     def same: as Tool.same in 8_before (2 lines)" in text
+    assert "~     def [-other-]{+another+}(self):" in text
+    both = compared(OLD, f"{OLD}\n\n{renamed}")  # the old name lives on: nothing was renamed
+    assert by_name(both)["Device"].status == "new"
+
+
+def test_every_name_of_the_table_is_there_and_its_older_names_are_gone():
+    found = {n: compare.load_stage(n).by_name for n in stages()}
+    for name, older in compare.RENAMED.items():
+        (first, *_) = [n for n in stages() if name in found[n]] or [None]
+        assert first, f"{name} is in no stage"
+        for each in older:
+            assert any(each in found[n] for n in stages() if n < first), each
+
+
+def test_what_is_hardly_the_same_is_shown_as_rewritten():
+    lines = [f"    {word} = {word}_of(x)\n" for word in "abcdefgh"]
+    before = "def f(x):\n" + "".join(lines)
+    after = "def f(x):\n" + "".join(line.upper() for line in lines[:6]) + "    return x\n"
+    comparison = compared(before, after)
+    assert by_name(comparison)["f"].status == "rewritten"
+    assert text_of(comparison)[3] == "* def f: rewritten (9 lines in 8_before)"
+    assert [line[0] for line in text_of(comparison)[4:]] == ["+"] * 8
+    assert by_name(compared(before, before + "    return x\n" * 30))["f"].status == "changed"
+
+
+def test_far_from_a_change_lines_are_folded_but_the_line_of_def_stays():
+    lines = [f"    first{i} = second{i} + third{i}\n" for i in range(20)]
+    before = "def f(x):\n" + "".join(lines)
+    after = before.replace("third12", "x")
+    assert text_of(compared(before, after))[3:] == [
+        "  def f(x):",
+        "=     ... 10 lines",
+        "      first10 = second10 + third10",
+        "      first11 = second11 + third11",
+        "~     first12 = second12 + [-third12-]{+x+}",
+        "      first13 = second13 + third13",
+        "      first14 = second14 + third14",
+        "=     ... 5 lines",
+    ]
+    shorter = "def f(x):\n" + "".join(lines[:3] + lines[8:])
+    assert "-     ... 5 lines" in text_of(compared(before, shorter))
+
+
+# ---- lines and words ----
+
+
+def rows(before: str, after: str) -> list[Row]:
+    old, new = (compare.split_stage("stage", f"def f():\n{x}").blocks[0] for x in (before, after))
+    return compare.align(old, new)[1:]
+
+
+def test_words_that_differ_are_marked_and_indentation_is_not():
+    (row,) = rows("    return f(a, b)\n", "    return f(a, g(b))\n")
+    pieces = [(old, new) for old, new in row.words if old != new]
+    assert pieces == [("", "g("), ("", ")")]
+    assert "".join(old for old, _ in row.words) == row.old.text
+    assert "".join(new for _, new in row.words) == row.new.text
+    (row,) = rows("    call(f(a))\n", "    call(f(a), size=f(b))\n")
+    assert [pair for pair in row.words if pair[0] != pair[1]] == [("", ", size=f(b)")]
+    wrapped = rows("    call(f(a))\n", "    with g():\n        call(f(a))\n")
+    assert [row.kind for row in wrapped] == ["added", "changed"]
+    assert wrapped[1].words[0] == ("    ", "        ")
+    assert all(old == new for old, new in wrapped[1].words[1:])
+
+
+def test_lines_are_aligned_with_those_that_they_resemble_most():
+    before = "    first = compute(a)\n    return first\n"
+    after = "    zero = nothing()\n    first = compute(b)\n\n    return first\n"
+    assert [row.kind for row in rows(before, after)] == ["added", "changed", "added", "equal"]
+
+
+# ---- the command ----
+
+
+def run(*words: str, cwd: Path = REPO, **environment: str) -> subprocess.CompletedProcess:
+    """A command without the variables that decide about colour, but for those that are given."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "PAGER")}
+    return subprocess.run(
+        words, cwd=cwd, env=clean | environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def tool(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    return run(sys.executable, "tools/diff.py", *words, **environment)
+
+
+def at_a_terminal(**environment: str) -> str:
+    """What the tool writes to a terminal, with `cat` as the pager."""
+    ours, theirs = pty.openpty()
+    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    command = [sys.executable, str(REPO / "tools/diff.py"), "02"]
+    process = subprocess.Popen(command, stdout=theirs, env=clean | {"PAGER": "cat"} | environment)
+    os.close(theirs)
+    written = b""
+    try:
+        while piece := os.read(ours, 65536):
+            written += piece
+    except OSError:  # the other side is closed
+        pass
+    assert process.wait(60) == 0
+    os.close(ours)
+    return written.decode().replace("\r\n", "\n")
+
+
+def without_colours(text: str) -> str:
+    return re.sub(r"\033\[[\d;]*m", "", text)
+
+
+def test_a_pipe_gets_plain_text_and_a_terminal_colours():
+    plain, again = tool("02").stdout, tool("02").stdout
+    assert plain == again and "\033" not in plain
+    shown = at_a_terminal()
+    assert "\033[32m+ class Bucket:\033[0m\n" in shown
+    assert "\033[32;7m, world: World\033[0m" in shown  # words changed in place
+    assert re.search("\033\\[31m- .*\n\033\\[32m\\+ .*\033\\[7m.*\033\\[27m.*\033\\[0m\n", shown)
+    assert at_a_terminal(NO_COLOR="1") == plain
+    assert tool("02", FORCE_COLOR="1").stdout == shown
+    assert "\033" not in tool("02", FORCE_COLOR="1", NO_COLOR="1").stdout
+
+
+def test_each_line_ends_its_own_colours():
+    """`less -R` starts each line without any."""
+    for line in tool("04", FORCE_COLOR="1").stdout.splitlines():
+        codes = re.findall(r"\033\[([\d;]*)m", line)
+        assert not codes or codes[-1] == "0"
+    assert "{+" in tool("02").stdout and "{+" not in tool("02", FORCE_COLOR="1").stdout
+
+
+def test_full_raw_and_count():
+    full = tool("02", "--full").stdout.splitlines()
+    lines = stage_path("02").read_text().splitlines()
+    assert len([line for line in full if line[0] != "-"]) == len(lines)
+    paths = [str(stage_path(n).relative_to(REPO)) for n in ("01", "02")]
+    raw = tool("02", "--raw").stdout.splitlines()
+    added = [x[1:] for x in raw if x.startswith("+") and not x.startswith("+++")]
+    assert f"--- {paths[0]}" in raw and f"+++ {paths[1]}" in raw
+    assert "class DistributedDataParallel(nn.Module):" in added
+    count = sum(bool(line.strip()) for line in tool("02").stdout.splitlines())
+    assert tool("02", "--count").stdout == f"{count}\n"
+    assert "\033[" in tool("02", "--raw", FORCE_COLOR="1").stdout
+
+
+def test_raw_does_without_git(tmp_path):
+    (tmp_path / "python").symlink_to(sys.executable)
+    raw = tool("02", "--raw", PATH=str(tmp_path)).stdout.splitlines()
+    paths = [str(stage_path(n).relative_to(REPO)) for n in ("01", "02")]
+    assert raw[:2] == [f"--- {paths[0]}", f"+++ {paths[1]}"]
+    assert "+class DistributedDataParallel(nn.Module):" in raw
+
+
+@pytest.mark.parametrize("words", [["42"], ["02", "--from", "42"], ["x"], ["01"]])
+def test_a_stage_that_does_not_exist_is_named_in_one_line(words):
+    done = tool(*words)
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"diff.py: stage (42|x|00) does not exist; the stages are 01 02 ", line)
+
+
+def test_make_diff_takes_from_full_and_raw():
+    def make(*words: str) -> subprocess.CompletedProcess:
+        return run("make", "-s", *words)
+
+    assert make("diff-03").stdout == tool("03").stdout
+    assert make("diff-03", "FROM=01").stdout == tool("03", "--from", "01").stdout
+    assert make("diff-03", "FULL=1").stdout == tool("03", "--full").stdout
+    assert make("diff-03", "RAW=1").stdout == tool("03", "--raw").stdout
+    for words in (["diff-42"], ["diff-03", "FROM=42"]):
+        done = make(*words)
+        assert done.returncode == 2 and "Stage 42 does not exist" in done.stderr
+        assert len(done.stderr.splitlines()) == 1 and not done.stdout
+
+
+def test_a_reader_who_has_seen_enough_ends_it_quietly():
+    command = f"{sys.executable} tools/diff.py 07 --full | head -n 1"
+    done = run("bash", "-c", f"set -o pipefail; {command}")
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)

@@ -1,0 +1,465 @@
+"""Compare two stages definition by definition.
+
+`compare(load_stage("03"), load_stage("04"))` returns a `Comparison`: the definitions of the newer
+stage in its own order, each new, changed, rewritten, or known, that is, identical to the definition
+of that name in an earlier stage. A definition holds its lines, aligned with those of the older
+version, and a changed line knows which of its words have changed. Nothing here prints: `diff.py`
+renders a comparison at the terminal.
+
+These are compared as one definition each:
+
+- a function, a method or a class, with its decorators and the comments directly above it;
+- the head of a class: its docstring and fields, up to the first method;
+- any other statement of a module or a class, named by what it assigns or by its first line;
+- a banner (`# ---- title ----`), and any other group of comments that stands alone;
+- the module's docstring, and its imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from functools import cache
+from itertools import groupby, takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+REPO = Path(__file__).resolve().parents[1]
+
+# What is renamed because the idea changed: its name, and the names in earlier stages that it
+# continues, the closest first. The methods of a renamed class follow it under their own names.
+RENAMED = {
+    "ZeroRedundancyOptimizer": ["DistributedDataParallel"],
+    "FlatParameter": ["Bucket"],
+    "FlatParameter.collect": ["Bucket.attach"],
+    "FlatParameter.unshard": ["Bucket.gather_weights"],
+    "FlatParameter.reshard": ["Bucket.free_weights"],
+    "FullyShardedDataParallel": ["ZeroRedundancyOptimizer", "DistributedDataParallel"],
+}
+
+# ---- a stage, split into blocks ----
+
+
+@dataclass
+class Block:
+    """The lines of one definition. Line numbers count from 1 and include `last`.
+
+    kind: docstring, imports, banner, comment, class, head, function or statement. name: with its
+    class, as in `Bucket.attach`; of a comment, its text. header: the line of `def` or `class`.
+    parts: of a class, its head and all that follows.
+    """
+
+    kind: str
+    name: str
+    first: int
+    last: int
+    header: int
+    lines: list[str]
+    parts: list[Block] = field(default_factory=list)
+
+
+@dataclass
+class Stage:
+    """A stage's script. name: of its folder. by_name: all blocks, the parts of classes included."""
+
+    name: str
+    lines: list[str]
+    blocks: list[Block]
+    by_name: dict[str, Block]
+
+
+class NoSuchStage(Exception):
+    """The stage does not exist; the message names those that do."""
+
+
+def stage_paths(repo: Path = REPO) -> dict[str, Path]:
+    """The scripts by their stages' numbers, in order: "01", "02", ..."""
+    return {path.parent.name[:2]: path for path in sorted(repo.glob("[0-9][0-9]_*/train.py"))}
+
+
+def load_stage(number: str, repo: Path = REPO) -> Stage:
+    paths = stage_paths(repo)
+    if number not in paths:
+        raise NoSuchStage(f"stage {number} does not exist; the stages are {' '.join(paths)}")
+    return split_stage(paths[number].parent.name, paths[number].read_text(encoding="utf-8"))
+
+
+def split_stage(name: str, text: str) -> Stage:
+    lines = text.splitlines()
+    blocks = Splitter(lines).module(ast.parse(text))
+    by_name: dict[str, Block] = {}
+    for block in (each for top in blocks for each in (top, *top.parts)):
+        while block.name in by_name:  # such as the setter of a property
+            block.name += "'"
+        by_name[block.name] = block
+    return Stage(name, lines, blocks, by_name)
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+
+
+class Splitter:
+    """Splits a script into blocks. Only blank lines between two blocks belong to none."""
+
+    def __init__(self, lines: list[str]):
+        self.lines = lines
+
+    def module(self, tree: ast.Module) -> list[Block]:
+        blocks, body, end = [], tree.body, 0
+        if ast.get_docstring(tree) is not None:
+            blocks += self.comments(1, body[0].lineno - 1)
+            end = body[0].end_lineno
+            blocks.append(self.block("docstring", "module docstring", body[0].lineno, end))
+            body = body[1:]
+        imports = leading_imports(body)
+        if imports:
+            comments, first = self.above(imports[0], end)
+            end = imports[-1].end_lineno
+            blocks += [*comments, self.block("imports", "imports", first, end)]
+        return blocks + self.body(body[len(imports) :], "", end + 1, len(self.lines))
+
+    def body(self, nodes: list[ast.stmt], owner: str, first: int, last: int) -> list[Block]:
+        """The blocks in lines `first` to `last`: the statements of a module or of a class."""
+        blocks, end = [], first - 1
+        for node in nodes:
+            comments, start = self.above(node, end)
+            end = self.end_of(node)
+            blocks += [*comments, self.statement(node, owner, start, end)]
+        return blocks + self.comments(end + 1, last)
+
+    def statement(self, node: ast.stmt, owner: str, first: int, last: int) -> Block:
+        name = owner + name_of(node, self.lines)
+        if not isinstance(node, ast.ClassDef):
+            kind = "function" if isinstance(node, FUNCTIONS) else "statement"
+            return self.block(kind, name, first, last, node.lineno)
+        fields = list(takewhile(lambda n: not isinstance(n, DEFINITIONS), node.body))
+        end = self.end_of(fields[-1]) if fields else self.end_of_header(node)
+        block = self.block("class", name, first, last, node.lineno)
+        head = self.block("head", f"{name}.(head)", first, end, node.lineno)
+        block.parts = [head, *self.body(node.body[len(fields) :], f"{name}.", end + 1, last)]
+        return block
+
+    def end_of(self, node: ast.stmt) -> int:
+        """The last line of a statement, or of the comments below it that are indented deeper."""
+        end = node.end_lineno
+        for at in range(end, len(self.lines)):
+            text = self.lines[at].lstrip()
+            if text.startswith("#") and len(self.lines[at]) - len(text) > node.col_offset:
+                end = at + 1
+            elif text:
+                break
+        return end
+
+    def end_of_header(self, node: ast.ClassDef) -> int:
+        end = max([node.lineno, *(base.end_lineno for base in node.bases)])
+        end = max([end, *(keyword.value.end_lineno for keyword in node.keywords)])
+        while not self.lines[end - 1].split("#")[0].rstrip().endswith(":"):
+            end += 1
+        return end
+
+    def above(self, node: ast.stmt, end: int) -> tuple[list[Block], int]:
+        """The comments between line `end` and a statement that stand alone, and the line where the
+        statement begins with its decorators and with the comments directly above it."""
+        first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
+        comments = self.comments(end + 1, first - 1)
+        if comments and comments[-1].kind == "comment" and comments[-1].last == first - 1:
+            first = comments.pop().first
+        return comments, first
+
+    def comments(self, first: int, last: int) -> list[Block]:
+        """Groups of comment lines; a blank line ends a group, and a banner is one by itself."""
+        blocks, at = [], first
+        while at <= last:
+            end = self.end_of_banner(at)
+            kind = "banner" if end else "comment"
+            end = end or at
+            while kind == "comment" and end < last and self.continues_comment(end + 1):
+                end += 1
+            if self.lines[at - 1].strip():
+                blocks.append(self.block(kind, "\n".join(self.lines[at - 1 : end]), at, end))
+            at = end + 1
+        return blocks
+
+    def continues_comment(self, at: int) -> bool:
+        text, text_above = self.lines[at - 1].strip(), self.lines[at - 2].strip()
+        return bool(text and text_above) and not self.end_of_banner(at)
+
+    def end_of_banner(self, at: int) -> int:
+        """The last line of the banner that begins here, of one line or of three; else 0."""
+        if re.fullmatch(r"\s*# -{4,} .* -{4,}", self.lines[at - 1]):
+            return at
+        ruled = [bool(re.fullmatch(r"\s*# ?-{20,}", line)) for line in self.lines[at - 1 : at + 2]]
+        return at + 2 if ruled == [True, False, True] else 0
+
+    def block(self, kind: str, name: str, first: int, last: int, header: int = 0) -> Block:
+        return Block(kind, name, first, last, header or first, self.lines[first - 1 : last])
+
+
+def name_of(node: ast.stmt, lines: list[str]) -> str:
+    if isinstance(node, DEFINITIONS):
+        return node.name
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    if all(isinstance(target, ast.Name) for target in targets):
+        return ", ".join(target.id for target in targets)
+    return lines[node.lineno - 1].strip().rstrip(":")
+
+
+def leading_imports(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The imports at the top of a module, with the calls between them (`sys.path.insert`)."""
+    found = list(takewhile(lambda n: isinstance(n, (ast.Import, ast.ImportFrom, ast.Expr)), body))
+    while found and isinstance(found[-1], ast.Expr):
+        found.pop()
+    return found
+
+
+# ---- aligned lines, changed words ----
+
+
+class Line(NamedTuple):
+    number: int
+    text: str
+
+
+class Row(NamedTuple):
+    """A line of the older version beside the line of the newer one that it has become, or None."""
+
+    old: Line | None
+    new: Line | None
+
+    @property
+    def kind(self) -> str:
+        if self.old is None or self.new is None:
+            return "added" if self.old is None else "removed"
+        return "equal" if self.old.text == self.new.text else "changed"
+
+    @property
+    def words(self) -> list[tuple[str, str]]:
+        """A changed line in pieces, each as it was and as it is. The first is the indentation."""
+        return changed_words(self.old.text, self.new.text)
+
+
+def align(old: Block | None, new: Block) -> list[Row]:
+    """All lines of two versions, in order. Without an older version, all lines are added."""
+    before, after = numbered(old) if old else [], numbered(new)
+    pairs = best_pairs([line.text for line in before], [line.text for line in after])
+    rows, i, j = [], 0, 0
+    for a, b in [*pairs, (len(before), len(after))]:
+        rows += [Row(line, None) for line in before[i:a]]
+        rows += [Row(None, line) for line in after[j:b]]
+        rows += [Row(*pair) for pair in zip(before[a : a + 1], after[b : b + 1], strict=True)]
+        i, j = a + 1, b + 1
+    return rows
+
+
+def numbered(block: Block) -> list[Line]:
+    return [Line(block.first + i, text) for i, text in enumerate(block.lines)]
+
+
+def best_pairs(before: list[str], after: list[str]) -> list[tuple[int, int]]:
+    """Pairs of equal or similar lines, in order on both sides, of the greatest total similarity.
+
+    A dynamic program, as for the longest common subsequence.
+    """
+    if before == after:
+        return [(i, i) for i in range(len(before))]
+    best = [[0.0] * (len(after) + 1) for _ in range(len(before) + 1)]  # of lines i, j and below
+    for i in reversed(range(len(before))):
+        for j in reversed(range(len(after))):
+            paired = best[i + 1][j + 1] + similarity(before[i], after[j])
+            best[i][j] = max(paired, best[i + 1][j], best[i][j + 1])
+    pairs, i, j = [], 0, 0
+    while i < len(before) and j < len(after):
+        if best[i][j] == best[i + 1][j]:
+            i += 1
+        elif best[i][j] == best[i][j + 1]:
+            j += 1
+        else:
+            pairs.append((i, j))
+            i, j = i + 1, j + 1
+    return pairs
+
+
+@cache
+def similarity(a: str, b: str) -> float:
+    """From 0 for lines that are not worth comparing to 1 for equal ones.
+
+    Similar lines count less than equal ones, and equal brackets and blank lines next to nothing.
+    """
+    if a == b:
+        return min(1.0, 0.05 + len(a.strip()) / 20)
+    left, right = words_in(a), words_in(b)
+    share = 2 * (left & right).total() / max(1, left.total() + right.total())
+    return share**2 / 2 if share > 0.5 else 0.0
+
+
+@cache
+def words_in(line: str) -> Counter[str]:
+    return Counter(re.findall(r"\w+", line))
+
+
+def changed_words(old: str, new: str) -> list[tuple[str, str]]:
+    a, b = (re.findall(r"^\s*|\w+|\s+|[^\w\s]", line) for line in (old, new))
+    # Equal ends come first: matched anywhere, a bracket could find the partner of another one.
+    head = 1 + common(a[1:], b[1:])
+    tail = common(a[: head - 1 : -1], b[: head - 1 : -1])
+    a_end, b_end = len(a) - tail, len(b) - tail
+    middle = SequenceMatcher(None, a[head:a_end], b[head:b_end], autojunk=False).get_opcodes()
+    spans = [(0, 1, 0, 1), (1, head, 1, head)]
+    spans += [(head + i, head + i_end, head + j, head + j_end) for _, i, i_end, j, j_end in middle]
+    spans += [(a_end, len(a), b_end, len(b))]
+    return [("".join(a[i:i_end]), "".join(b[j:j_end])) for i, i_end, j, j_end in spans]
+
+
+def common(a: list[str], b: list[str]) -> int:
+    """How many elements are equal at the start of both."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+# ---- definitions, compared ----
+
+
+@dataclass
+class Definition:
+    """A block of the newer stage, and how it relates to what the earlier stages have.
+
+    status: "new": no earlier stage has the name. "known": `base` is identical. "changed": `rows`
+    align it with `base`. "rewritten": less than half of `base` is left, so all rows are added.
+    base, base_stage: the older version, and the stage that has it. parts: of a changed class, its
+    definitions; then `rows` is empty. gone: what only the older version of the class has.
+    """
+
+    block: Block
+    status: str
+    base: Block | None = None
+    base_stage: str = ""
+    rows: list[Row] = field(default_factory=list)
+    parts: list[Definition] = field(default_factory=list)
+    gone: list[Block] = field(default_factory=list)
+
+    @property
+    def leaves(self) -> list[Definition]:
+        """The definitions that hold the rows: the parts of a changed class, else this one."""
+        return self.parts or [self]
+
+
+@dataclass
+class Comparison:
+    """The definitions of the newer stage, and the blocks that only the older one has."""
+
+    old: Stage
+    new: Stage
+    definitions: list[Definition]
+    gone: list[Block]
+
+
+def compare(old: Stage, new: Stage, earlier: Iterable[Stage] = ()) -> Comparison:
+    """Compare two stages. earlier: the other stages that a reader of the newer one knows."""
+    history = History(new, [old, *(stage for stage in earlier if stage.name != old.name)])
+    definitions = [history.compare(block) for block in new.blocks]
+    return Comparison(old, new, definitions, history.gone(old.blocks, new.blocks))
+
+
+def compare_stages(old: str, new: str, repo: Path = REPO) -> Comparison:
+    """Compare two stages by number; every stage before the newer one counts as known."""
+    newer = load_stage(new, repo)
+    earlier = [load_stage(number, repo) for number in stage_paths(repo) if number < new]
+    return compare(load_stage(old, repo), newer, earlier)
+
+
+class History:
+    """The older versions of a stage's definitions. known: first the stage to compare with."""
+
+    def __init__(self, new: Stage, known: list[Stage]):
+        self.new, self.known = new, known
+
+    def compare(self, block: Block) -> Definition:
+        versions = self.versions(block)
+        for stage, old in versions:
+            if old.lines == block.lines:
+                return Definition(block, "known", old, stage.name, align(old, block))
+        if not versions:
+            return Definition(block, "new", rows=align(None, block))
+        stage, base = self.closest(versions, block)
+        if block.parts:
+            parts = [self.compare(part) for part in block.parts]
+            gone = self.gone(base.parts, block.parts)
+            return Definition(block, "changed", base, stage.name, parts=parts, gone=gone)
+        rows = align(base, block)
+        if is_rewritten(rows) and block.kind not in ("docstring", "imports"):
+            return Definition(block, "rewritten", base, stage.name, align(None, block))
+        return Definition(block, "changed", base, stage.name, rows)
+
+    def versions(self, block: Block) -> list[tuple[Stage, Block]]:
+        """The older versions of a block, by any of its names."""
+        names = self.names(block.name)
+        found = [(stage, stage.by_name.get(name)) for stage in self.known for name in names]
+        return [(stage, version) for stage, version in found if version]
+
+    def names(self, name: str) -> list[str]:
+        """A name, and the ones that it continues, unless the newer stage still has them."""
+        owner, _, method = name.rpartition(".")
+        owners = self.names(owner)[1:] if owner else []
+        older = [*RENAMED.get(name, []), *(f"{each}.{method}" for each in owners)]
+        return [name, *(each for each in older if each not in self.new.by_name)]
+
+    def closest(self, versions: list[tuple[Stage, Block]], block: Block) -> tuple[Stage, Block]:
+        """The version of the stage to compare with; else the one with the most lines in common."""
+        if versions[0][0] is self.known[0]:
+            return versions[0]
+        return max(versions, key=lambda version: len(set(version[1].lines) & set(block.lines)))
+
+    def gone(self, old: list[Block], new: list[Block]) -> list[Block]:
+        """The older blocks that none of the newer ones continues; comments aside."""
+        names = {name for block in new for name in self.names(block.name)}
+        named = [block for block in old if block.kind not in ("banner", "comment")]
+        return [block for block in named if block.name not in names]
+
+
+def is_rewritten(rows: list[Row]) -> bool:
+    """Whether less than half of the shorter version is left; a changed line is half a line."""
+    kinds = Counter(row.kind for row in rows if (row.new or row.old).text.strip())
+    both = kinds["equal"] + kinds["changed"]
+    return (
+        kinds["equal"] + kinds["changed"] / 2 < (both + min(kinds["added"], kinds["removed"])) / 2
+    )
+
+
+# ---- what to leave out ----
+
+
+class LeftOut(NamedTuple):
+    """Rows in a row that a reader can do without, all equal or all removed."""
+
+    rows: list[Row]
+
+
+def condensed(
+    definition: Definition, context: int = 2, most_removed: int = 3
+) -> list[Row | LeftOut]:
+    """The rows of a definition without equal lines far from a change, but with the line of `def`,
+    and without many removed lines in a row."""
+    rows = definition.rows
+    shown = near_changes(rows, context)
+    for i, row in enumerate(rows):
+        shown[i] |= row.new is not None and row.new.number == definition.block.header
+    found: list[Row | LeftOut] = []
+    kinds = ["removed" if row.new is None else shown[i] for i, row in enumerate(rows)]
+    least = {"removed": most_removed + 1, True: len(rows) + 1, False: 2}
+    for kind, group in groupby(zip(kinds, rows, strict=True), key=lambda pair: pair[0]):
+        stretch = [row for _, row in group]
+        found += [LeftOut(stretch)] if len(stretch) >= least[kind] else stretch
+    return found
+
+
+def near_changes(rows: list[Row], context: int) -> list[bool]:
+    """Which rows are at most `context` rows away from a change, blank ones at the ends left out."""
+    changed = [row.kind != "equal" for row in rows]
+    near = [any(changed[max(0, i - context) : i + context + 1]) for i in range(len(rows))]
+    inside = [all(near[max(0, i - 1) : i + 2]) for i in range(len(rows))]
+    is_blank = [row.kind == "equal" and not row.new.text.strip() for row in rows]
+    return [inside[i] if is_blank[i] else near[i] for i in range(len(rows))]
