@@ -24,9 +24,8 @@ from compare import Comparison, Definition, Row
 PAIRS = sorted({*zip(stages(), stages()[1:], strict=False), *(("01", b) for b in stages()[1:])})
 pairs = pytest.mark.parametrize("old, new", PAIRS)
 
-# The most lines of `make diff-NN`, which is the lesson of a stage.
-LIMITS = {"02": 190, "03": 305, "04": 410, "05": 305, "06": 395, "07": 245}
-
+# `make diff-NN` is the lesson of a stage: so many lines to read at most.
+LIMITS = {"02": 215, "03": 360, "04": 400, "05": 310, "06": 400, "07": 250}
 
 compare_stages = cache(compare.compare_stages)
 
@@ -345,7 +344,7 @@ def test_two_definitions_of_one_name_are_told_apart():
 def test_a_renamed_class_is_compared_by_the_table(monkeypatch):
     renamed = OLD.replace("class Tool", "class Device").replace("def other", "def another")
     assert by_name(compared(OLD, renamed))["Device"].status == "new"
-    table = {"Device": ["Tool"], "Device.another": ["Tool.other"]}
+    table = {"Device": ["Nothing", "Tool"], "Device.another": ["Tool.other"]}
     monkeypatch.setattr(compare, "RENAMED", table)
     comparison = compared(OLD, renamed)
     found = by_name(comparison)

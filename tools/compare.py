@@ -31,14 +31,12 @@ from typing import NamedTuple
 REPO = Path(__file__).resolve().parents[1]
 
 # What is renamed because the idea changed: its name, and the names in earlier stages that it
-# continues, the closest first. The methods of a renamed class follow it under their own names.
+# continues, the closest first: of a class that inherits, its bases behind it. Methods follow their
+# class by their own names.
 RENAMED = {
     "ZeroRedundancyOptimizer": ["DistributedDataParallel"],
-    "FlatParameter": ["Bucket"],
-    "FlatParameter.collect": ["Bucket.attach"],
-    "FlatParameter.unshard": ["Bucket.gather_weights"],
-    "FlatParameter.reshard": ["Bucket.free_weights"],
     "FullyShardedDataParallel": ["ZeroRedundancyOptimizer", "DistributedDataParallel"],
+    "FlatParameter": ["ShardedParameterBucket", "ShardedGradientBucket", "Bucket"],
 }
 
 # ---- a stage, split into blocks ----

@@ -54,11 +54,9 @@ class Renderer:
         legend = f"+ new   - gone   ~ words changed: {self.both('gone', 'new')}   = folded"
         paragraphs = [[self.line("*", f"{old} -> {new}"), self.line("*", legend)]]
         for definition in comparison.definitions:
-            if definition.block.kind == "banner":
-                paragraphs.append([])
             paragraphs += self.definition(definition, old)
         if comparison.gone:
-            paragraphs.append(self.gone(old, comparison.gone, ""))
+            paragraphs += [[], self.gone(old, comparison.gone, "")]
         return spaced(paragraphs)
 
     def whole_file(self, comparison: Comparison) -> list[str]:
@@ -72,6 +70,8 @@ class Renderer:
     def definition(self, definition: Definition, expected: str) -> Iterator[list[str]]:
         """The paragraphs of a definition, which one expects to be compared with that stage."""
         block = definition.block
+        if block.kind == "banner":
+            yield []
         if definition.status == "known" and block.kind != "head":
             yield [self.known(definition)]
         elif definition.base and block.kind in ("docstring", "imports"):
