@@ -217,8 +217,8 @@ def spaced(paragraphs: list[list[str]]) -> list[str]:
 
 def title(block: Block) -> str:
     if block.kind in ("banner", "comment"):
-        text = block.lines[len(block.lines) > 1].strip("# -")
-        return textwrap.shorten(f"# {text}", 60, placeholder=" ...")
+        first, *more = [line.strip("# -") for line in block.lines if line.strip("# -")]
+        return textwrap.shorten(f"# {first}{' ...' if more else ''}", 60, placeholder=" ...")
     prefix = {"class": "class ", "function": "def "}.get(block.kind, "")
     return prefix + block.name.rpartition(".")[2] if prefix else block.name
 
