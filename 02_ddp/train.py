@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from common.arguments import base_parser, check_arguments, model_config, positive
+from common.arguments import base_parser, check_arguments, model_config, positive, seconds
 from common.checkpoint import load_checkpoint, save_checkpoint, training_state
 from common.collectives import all_reduce, all_reduce_control, broadcast
 from common.data import eval_batches, load_corpus, train_batches
@@ -201,7 +201,7 @@ def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per all-reduce")
-    parser.add_argument("--timeout", type=positive, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
 

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.utils._pytree import tree_leaves
 
-from common.arguments import base_parser, check_arguments, model_config, positive
+from common.arguments import base_parser, check_arguments, model_config, seconds
 from common.checkpoint import (
     State,
     adamw_moments,
@@ -415,7 +415,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument(
         "--zero-stage", type=int, choices=(1, 2, 3), default=1, help="what to shard"
     )
-    parser.add_argument("--timeout", type=positive, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     # stage 3 all-gathers in bf16; autocast would keep a bf16 copy of all the weights
     args.autocast = args.autocast and args.zero_stage < 3

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from common.arguments import base_parser, check_arguments, model_config, positive, positive_int
+from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
 from common.checkpoint import (
     State,
     adamw_moments,
@@ -473,7 +473,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--no-reshard-after-forward", action="store_true", help="keep it unsharded")
     parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
-    parser.add_argument("--timeout", type=positive, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     args.shard_size = args.shard_size or world_size()
     if world_size() % args.shard_size:

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.arguments import base_parser, check_arguments, check_degree, model_config, positive
+from common.arguments import base_parser, check_arguments, check_degree, model_config, seconds
 from common.checkpoint import load_checkpoint, save_checkpoint, training_state
 from common.collectives import (
     all_gather_single,
@@ -402,7 +402,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="shard the sequence as well"
     )
-    parser.add_argument("--timeout", type=positive, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     return check_arguments(parser.parse_args(argv))
 
 

@@ -44,7 +44,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.nn.utils import clip_grads_with_norm_
 from torch.profiler import record_function
 
-from common.arguments import base_parser, check_pipeline, model_config, positive, positive_int
+from common.arguments import base_parser, check_pipeline, model_config, positive_int, seconds
 from common.checkpoint import load_checkpoint, save_checkpoint, training_state
 from common.collectives import all_reduce_control, irecv, isend
 from common.data import eval_batches, load_corpus, train_batches
@@ -423,7 +423,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument(
         "--virtual-stages", type=positive_int, help="a rank's (default: interleaved 2, or 1)"
     )
-    parser.add_argument("--timeout", type=positive, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     return check_pipeline(parser.parse_args(argv), world_size(), "--nproc-per-node")
 
 

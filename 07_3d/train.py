@@ -55,8 +55,8 @@ from common.arguments import (
     check_degree,
     check_pipeline,
     model_config,
-    positive,
     positive_int,
+    seconds,
 )
 from common.checkpoint import load_checkpoint, save_checkpoint, training_state
 from common.collectives import (
@@ -986,7 +986,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument(
         "--virtual-stages", type=positive_int, help="a rank's (default: interleaved 2, or 1)"
     )
-    parser.add_argument("--timeout", type=positive, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     args = parser.parse_args(argv)
     args.dp, rest = divmod(world_size(), args.pp * args.tp)
     if rest:

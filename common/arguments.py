@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import os
+from pathlib import Path
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
-from common.distributed import refuse
+from common.collectives import all_reduce_control
+from common.distributed import launch_environment, refuse
 from common.model import TransformerConfig
 
 PRESETS = {  # d_model, n_layers, n_heads, seq_len
@@ -42,8 +47,9 @@ def _number(kind: type, least: float, most: float = math.inf, above: bool = Fals
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number of this kind") from None
-        low = value <= least if above else value < least
-        if low or not value <= most or not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} must be a finite number")
+        if value > most or value < least or (above and value == least):
             bound = f"above {least}" if above else f"at least {least}"
             bound += "" if most == math.inf else f" and at most {most}"
             raise argparse.ArgumentTypeError(f"{text} must be {bound}")
@@ -53,7 +59,8 @@ def _number(kind: type, least: float, most: float = math.inf, above: bool = Fals
 
 
 positive = _number(float, 0, above=True)
-positive_int = _number(int, 1)
+positive_int = _number(int, 1, 10**9)
+seconds = _number(float, 1, 10**6)
 
 
 def base_parser(description: str) -> Parser:
@@ -125,10 +132,10 @@ def check_arguments(args: argparse.Namespace, data_parallel_size: int = 1) -> ar
         )
     share, rest = divmod(args.global_batch_size, data_parallel_size)
     if rest:
-        sizes = [n for n in range(1, args.global_batch_size + 1) if args.global_batch_size % n == 0]
+        sizes = ", ".join(map(str, divisors(args.global_batch_size)))
         refuse(
             f"--global-batch-size {args.global_batch_size} does not divide by "
-            f"{data_parallel_size} data-parallel ranks; it does by {', '.join(map(str, sizes))}"
+            f"{data_parallel_size} data-parallel ranks; it does by {sizes}"
         )
     if args.micro_batch_size is None:
         args.micro_batch_size = share
@@ -137,12 +144,18 @@ def check_arguments(args: argparse.Namespace, data_parallel_size: int = 1) -> ar
             f"--micro-batch-size {args.micro_batch_size} does not divide the {share} samples "
             f"that --global-batch-size {args.global_batch_size} gives each data-parallel rank"
         )
+    args.dp = data_parallel_size
     if args.grad_clip == 0:
         args.grad_clip = math.inf
     if args.dtype is None:
         args.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     args.autocast = args.dtype == "bfloat16"  # a stage that casts weights itself turns it off
     return args
+
+
+def divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d < n]
 
 
 def check_pipeline(
@@ -159,7 +172,7 @@ def check_pipeline(
     if v > 1 and not interleaves:
         refuse(f"--virtual-stages {v} goes with --schedule interleaved, not with {args.schedule}")
     size, multiple = args.global_batch_size // data_parallel_size, p if interleaves else 1
-    counts = [m for m in range(multiple, size + 1, multiple) if size % m == 0]
+    counts = [m for m in divisors(size) if m % multiple == 0]
     if args.micro_batch_size is None and counts:  # enough of them to keep the ranks busy
         args.micro_batch_size = size // max(m for m in counts if m <= max(4 * p, counts[0]))
     check_arguments(args, data_parallel_size)
@@ -194,7 +207,7 @@ def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) ->
 
 def model_config(args: argparse.Namespace, vocab: list[str]) -> TransformerConfig:
     """The model that the flags ask for, on this vocabulary."""
-    return TransformerConfig(
+    config = TransformerConfig(
         vocab_size=len(vocab),
         d_model=args.d_model,
         n_layers=args.n_layers,
@@ -203,3 +216,52 @@ def model_config(args: argparse.Namespace, vocab: list[str]) -> TransformerConfi
         dropout=args.dropout,
         activation_checkpointing=args.activation_checkpointing,
     )
+    check_memory(args, config)
+    return config
+
+
+def check_memory(args: argparse.Namespace, config: TransformerConfig) -> None:
+    """Refuse a model that cannot fit into the memory of all ranks together.
+
+    A lower bound, whatever the technique: 16 bytes per parameter over the ranks, and in each
+    data-parallel replica the hidden states of one micro-batch, a layer's input.
+    """
+    element = 2 if "bfloat16" in (args.dtype, getattr(args, "param_dtype", None)) else 4  # bytes
+    hidden = args.micro_batch_size * config.seq_len * config.d_model * element
+    needed = 16 * config.num_parameters() + args.dp * hidden
+    memory = torch.tensor(memory_of_rank(getattr(args, "cpu_offload", False)), dtype=torch.float64)
+    if dist.is_initialized():
+        all_reduce_control(memory)  # the sum: nodes may differ, and all ranks must agree
+    if needed > memory.item():
+        refuse(
+            f"--d-model {config.d_model} --n-layers {config.n_layers} ({config.num_parameters():,} "
+            f"parameters) with --micro-batch-size {args.micro_batch_size} --seq-len "
+            f"{config.seq_len} needs at least {needed / 1e9:,.1f} GB and the ranks together have "
+            f"{memory.item() / 1e9:,.1f} GB: pass smaller ones"
+        )
+
+
+def memory_of_rank(cpu_offload: bool = False) -> float:
+    """Bytes that this rank may use at most: its GPU's, or its part of the host's, or both."""
+    gpu = host = 0.0
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    if cpu_offload or not gpu:
+        host = host_memory() / launch_environment().local_size
+    return gpu + host
+
+
+def host_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory and swap: the machine's, or what the cgroup of a container or job allows."""
+    limits, swap = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")], 0
+    with contextlib.suppress(OSError):  # no Linux
+        meminfo = dict(x.split(":") for x in (root / "proc/meminfo").read_text().splitlines())
+        swap = 1024 * int(meminfo.get("SwapTotal", "0").split()[0])
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controller, path = line.split(":", 2)
+            if controller in ("", "memory"):  # cgroup version 2 or 1
+                group = root / "sys/fs/cgroup" / controller / path.lstrip("/")
+                file = "memory.limit_in_bytes" if controller else "memory.max"
+                found = [g / file for g in (group, *group.parents) if (g / file).is_file()]
+                limits += [int(text) for f in found if (text := f.read_text().strip()) != "max"]
+    return min(limits) + swap

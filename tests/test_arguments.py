@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
+import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
+import torch
 from harness import count_collectives, load_stage, stage_path, stages
 from jobs import end_as_a_launcher_would, start, torchrun
+
+from common import arguments
+from common.model import TransformerConfig
 
 TABLE = Path(__file__).with_name("bad_arguments.txt")
 BASE = "--d-model 32 --n-layers 4 --n-heads 2 --seq-len 16 --global-batch-size 12 --steps 1"
@@ -148,6 +156,74 @@ def test_the_table_has_enough_rows_for_every_stage():
 def test_the_base_of_the_table_is_right(pools, places, tmp_path):
     argv = [*BASE.split(), "--data", places["corpus"], "--run-dir", str(tmp_path)]
     assert len(pools(1, group=False).train("01", argv)[0]) == 1
+
+
+# ---- what cannot fit ----
+
+SMALL = TransformerConfig(201, 32, 4, 2, 16)
+
+
+def with_memory_per_rank(size: float, stage: str, argv: list[str]) -> int:
+    """Train where each rank has that many bytes; the number of lines that were logged."""
+    with patch.object(arguments, "memory_of_rank", lambda *_: size):
+        return len(load_stage(stage).main(argv))
+
+
+@pytest.mark.parametrize(
+    "stage, own, hidden",  # bytes of a layer's input for a micro-batch, over all ranks
+    [
+        ("02", "--micro-batch-size 3", 2 * 3 * 16 * 32 * 4),
+        ("04", "--dtype bfloat16", 2 * 6 * 16 * 32 * 2),
+        ("04", "--param-dtype bfloat16", 2 * 6 * 16 * 32 * 2),
+        ("05", "--sequence-parallel", 12 * 16 * 32 * 4),
+        ("07", "--pp 2 --micro-batch-size 6", 6 * 16 * 32 * 4),
+    ],
+)
+def test_what_cannot_fit_on_all_ranks_together_is_refused_and_nothing_less(
+    pools, places, tmp_path, stage, own, hidden
+):
+    argv = [*BASE.split(), *own.split(), "--data", places["corpus"], "--run-dir", str(tmp_path)]
+    bound = 16 * SMALL.num_parameters() + hidden
+    assert pools(2).run(with_memory_per_rank, bound / 2, stage, argv) == [1, 1]
+    ended = pools(2).attempt(with_memory_per_rank, bound / 2 - 1, stage, argv)
+    assert [o.exit_status for o in ended] == [2, 2] and "--micro-batch-size" in ended[0].stderr
+
+
+def test_the_ranks_memory_is_that_of_the_host_or_its_cgroup(tmp_path, monkeypatch):
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert arguments.host_memory(tmp_path) == machine  # where there is no /proc
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nSwapTotal: 3 kB\n")
+    for lines, file, limit in [
+        ("0::/job/step", "job/memory.max", "5000"),  # one above it is limited
+        ("0::/job/step", "job/step/memory.max", "max"),
+        ("4:memory:/job\n0::/", "memory/job/memory.limit_in_bytes", "7000"),
+        ("4:memory:/docker/x", "memory/memory.limit_in_bytes", "6000"),  # as seen from inside
+    ]:
+        (tmp_path / "proc/self/cgroup").write_text(f"2:cpu:/\n{lines}\n")
+        path = tmp_path / "sys/fs/cgroup" / file
+        path.parent.mkdir(parents=True)
+        path.write_text(f"{limit}\n")
+        expected = machine if limit == "max" else int(limit)
+        assert arguments.host_memory(tmp_path) == expected + 3 * 1024
+        shutil.rmtree(tmp_path / "sys")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(arguments, "host_memory", lambda: 80)
+    assert arguments.memory_of_rank() == 20
+
+
+@pytest.mark.parametrize("offload, expected", [(False, 100), (True, 180)])
+def test_a_gpus_memory_counts_and_the_hosts_where_states_are_offloaded(
+    monkeypatch, offload, expected
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    gpu = SimpleNamespace(total_memory=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(arguments, "host_memory", lambda: 80)
+    assert arguments.memory_of_rank(offload) == expected
 
 
 def test_help_lists_every_flag_that_the_design_promises(capsys):

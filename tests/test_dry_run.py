@@ -12,6 +12,7 @@ import pytest
 from harness import REPO, PeakMemory, load_stage
 
 from common import collectives
+from common.arguments import host_memory
 from common.dry_run import STAND_INS, Report, dry_run, main
 
 SIZE = "--d-model 64 --n-layers 8 --n-heads 8 --seq-len 16 --global-batch-size 32".split()
@@ -84,6 +85,12 @@ def test_bfloat16_activations_take_at_most_0_8_of_float32s(pools, stage, own):
         for dtype in ("float32", "bfloat16")
     )
     assert half.activations <= 0.8 * whole.activations, (whole.activations, half.activations)
+
+
+def test_a_dry_run_goes_beyond_the_memory_of_this_machine(pools):
+    giant = "--d-model 131072 --n-layers 2 --n-heads 2 --global-batch-size 8".split()
+    (got,) = pools(1, group=False).run(dry_run, "04", 8, 0, giant, VOCABULARY)
+    assert 8 * got.states > 16 * 2 * 12 * 131072**2 > host_memory()
 
 
 TINY = "--d-model 64 --n-layers 2 --n-heads 2 --seq-len 16".split()
