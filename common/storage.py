@@ -6,12 +6,13 @@ in the metadata beside each item's place, where PyTorch's own reader does not lo
 
 from __future__ import annotations
 
+import copyreg
 import io
 import os
 import pickle
 import zlib
 from itertools import groupby
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -20,7 +21,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
@@ -159,6 +165,11 @@ class _SummedItems:
         return self.streams[item.index], []  # no transformation that a reader must undo
 
 
+# Python 3.11.2 pickles a member of an enum as getattr(cls, name), later versions as cls(value),
+# which every version reads
+copyreg.pickle(_MEM_FORMAT_ENCODING, lambda member: (type(member), (member.value,)))
+
+
 class Writer(dcp.FileSystemWriter):
     """PyTorch's writer of tensors in host memory, and a checksum of each item and the metadata."""
 
@@ -180,6 +191,10 @@ class Writer(dcp.FileSystemWriter):
             if stream.tensor_at is not None:
                 result.storage_data.raw = (stream.tensor_at, stream.dtype, stream.shape)
         return written
+
+    def storage_meta(self) -> StorageMeta:
+        """With the path as a string: Python 3.13 pickles a path under a name that others lack."""
+        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
 
     def finish(self, metadata: Metadata, results: list) -> None:
         super().finish(metadata, results)
@@ -206,10 +221,25 @@ _NEEDED = {  # all that the metadata of tensors is made of
 }
 
 
+def _member_of_enum(cls: type, name: str) -> _MEM_FORMAT_ENCODING:
+    """The one use of `getattr` in metadata: so Python 3.11.2 pickles a member of its enum."""
+    if cls is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("the metadata asks for builtins.getattr: not loaded")
+    return cls[name]
+
+
+_REPLACED = {  # what other versions of Python write, and what is loaded instead
+    ("builtins", "getattr"): _member_of_enum,
+    ("pathlib._local", "PosixPath"): PosixPath,  # 3.13
+}
+
+
 class MetadataUnpickler(pickle.Unpickler):
     """A checkpoint may come from anybody: build what metadata needs and nothing else."""
 
     def find_class(self, module: str, name: str):
+        if (module, name) in _REPLACED:
+            return _REPLACED[module, name]
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in _NEEDED and not dtype:
             raise pickle.UnpicklingError(f"the metadata asks for {module}.{name}: not loaded")

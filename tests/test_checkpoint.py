@@ -6,22 +6,30 @@ import errno
 import io
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
+import sys
 import time
 import types
 from collections import Counter
 from itertools import product
 from math import prod
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness import REPO
+from slurm_cluster import skip_or_fail
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    MetadataIndex,
+)
 
 from common import checkpoint, storage
 from common.checkpoint import (
@@ -664,6 +672,87 @@ def test_a_checkpoint_that_pytorch_wrote_is_read_too(tmp_path):
     assert step == 7 and all(torch.equal(found[name], state[name]) for name in state)
 
 
+# ---- other versions of Python ----
+
+STORED = Path(__file__).with_name("stored")  # written by each version as it pickles by itself
+
+
+@pytest.mark.parametrize("folder", sorted(STORED.iterdir()), ids=lambda folder: folder.name)
+def test_a_checkpoint_that_another_version_of_python_has_written_is_read(folder):
+    state = {"model.w": torch.zeros(2, 3)}
+    assert load_checkpoint(folder, "auto", state, STUB) == 3
+    assert state["model.w"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+class Globals(pickle.Unpickler):
+    """Notes every class and function that a pickle asks for."""
+
+    def __init__(self, file):
+        super().__init__(file)
+        self.asked = set()
+
+    def find_class(self, module: str, name: str):
+        self.asked.add(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def test_metadata_asks_for_nothing_that_some_version_of_python_lacks(tmp_path, monkeypatch):
+    """Members of enums are pickled here as Python 3.11.2 does."""
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))
+    )
+    saved(tmp_path)
+    with open(checkpoints(tmp_path)[0] / ".metadata", "rb") as file:
+        unpickler = Globals(file)
+        unpickler.load()
+    assert {name.split(".")[0] for name in unpickler.asked} == {"torch"}
+
+
+LOAD_AND_SAVE = """
+import sys
+import types
+try:
+    import torch
+except ImportError:
+    sys.exit(77)
+from common.checkpoint import load_checkpoint, save_checkpoint
+ours, theirs = sys.argv[1:]
+state = {"model.w": torch.zeros(2, 3)}
+assert load_checkpoint(ours, "auto", state, types.SimpleNamespace(state={})) == 3
+save_checkpoint(theirs, 4, {"model.w": state["model.w"] + 1})
+"""
+DEBIAN = Path("/usr/bin/python3").resolve()
+
+
+def other_pythons() -> list[Path]:
+    """Every Python 3.11 or newer of this machine, less the one that runs the tests."""
+    folders = [DEBIAN.parent, Path("/usr/local/bin"), *Path(sys.base_prefix).parent.glob("*/bin")]
+    named = {path.resolve() for folder in folders for path in folder.glob("python3.*")}
+    versions = [(re.fullmatch(r"python3\.(\d+)", path.name), path) for path in named]
+    found = {DEBIAN, *(path for match, path in versions if match and int(match[1]) >= 11)}
+    return sorted(found - {Path(sys.executable).resolve()})
+
+
+@pytest.mark.parametrize("python", other_pythons(), ids=str)
+def test_each_python_of_this_machine_reads_what_another_has_saved(tmp_path, python):
+    """It imports the packages of this one, which works where both are of one minor version."""
+    packages = Path(torch.__file__).parents[1]
+    environment = dict(os.environ, PYTHONPATH=f"{REPO}{os.pathsep}{packages}")
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    save_checkpoint(ours, 3, {"model.w": torch.arange(6.0).view(2, 3)})
+    command = [python, "-c", LOAD_AND_SAVE, ours, theirs]
+    done = python.exists() and subprocess.run(
+        command, env=environment, capture_output=True, text=True
+    )
+    if not done or done.returncode == 77:
+        reason = f"{python} cannot import the torch of {packages}"
+        skip_or_fail(reason) if python == DEBIAN else pytest.skip(reason)
+    assert done.returncode == 0, done.stderr
+    state = {"model.w": torch.zeros(2, 3)}
+    assert load_checkpoint(theirs, "auto", state, STUB) == 4
+    assert state["model.w"].flatten().tolist() == [1, 2, 3, 4, 5, 6]
+
+
 # ---- what cannot be written ----
 
 
@@ -777,6 +866,20 @@ def test_code_in_the_metadata_is_refused_and_does_not_run(tmp_path, capsys, wher
 def test_no_function_is_found_by_the_metadatas_unpickler(module, name):
     text = f"c{module}\n{name}\n.".encode()
     with pytest.raises(pickle.UnpicklingError):
+        storage.MetadataUnpickler(io.BytesIO(text)).load()
+
+
+@pytest.mark.parametrize(
+    "owner, name", [(PosixPath, "home"), (torch.Size, "count"), (_MEM_FORMAT_ENCODING, "__base__")]
+)
+def test_getattr_in_the_metadata_finds_the_members_of_one_enum_and_nothing_else(owner, name):
+    class Attribute:
+        def __reduce__(self):
+            return getattr, (owner, name)
+
+    text = pickle.dumps(Attribute())
+    assert pickle.loads(text) == getattr(owner, name)
+    with pytest.raises((pickle.UnpicklingError, KeyError)):
         storage.MetadataUnpickler(io.BytesIO(text)).load()
 
 
