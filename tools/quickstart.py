@@ -1,7 +1,8 @@
 """Train every stage that exists for a few steps on the embedded sample, and hold them together.
 
 `make quickstart` runs it. What differs between the rows is the technique alone, so the losses
-must not differ: a row more than 1e-5 off stage 01 at any step is a failure.
+must not differ: a row more than 1e-5 off stage 01 at any step is a failure. Stage 01 saves a
+checkpoint half way, from which the last row resumes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ FOLDER = ROOT / "runs" / "quickstart"
 STEPS, TOLERANCE = 50, 1e-5
 SETTINGS = f"--data sample --steps {STEPS} --log-every 1 --dtype float32 --resume never"
 
+HALF = STEPS // 2
+CHECKPOINT = f"runs/quickstart/01_single_gpu/checkpoints/step-{HALF:08d}"
 # ranks: "few" suits the machine, "mesh" is as many as pipeline 2 x data 2 x tensor 2 wants
 ROWS = [  # stage, ranks, its own flags
-    ("01", 1, ""),
+    ("01", 1, f"--checkpoint-every {HALF}"),
     ("02", "few", ""),
     ("03", "few", "--zero-stage 1"),
     ("03", "few", "--zero-stage 2"),
@@ -34,6 +37,7 @@ ROWS = [  # stage, ranks, its own flags
     ("05", "few", ""),
     ("06", 2, "--schedule 1f1b"),  # the tiny model has two layers, one a rank
     ("07", "mesh", "--pp 2 --tp 2"),
+    ("01", 1, f"--resume {CHECKPOINT}"),
 ]
 
 
@@ -65,7 +69,9 @@ def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def train(name: str, ranks: int, argv: list[str], folder: Path) -> list[dict] | None:
+def train(
+    name: str, ranks: int, argv: list[str], folder: Path, first_step: int
+) -> list[dict] | None:
     """Run one row, show how far it is, and return its metrics; None if it failed."""
     folder.mkdir(parents=True)
     said = f"  {name:26} {ranks} rank{'s' if ranks > 1 else ' '}"
@@ -79,7 +85,7 @@ def train(name: str, ranks: int, argv: list[str], folder: Path) -> list[dict] | 
         try:
             while process.poll() is None:
                 if live:
-                    done = len(metrics(folder))
+                    done = first_step + len(metrics(folder))
                     print(f"\r{said}  step {done:2d} of {STEPS}", end="", flush=True)
                 time.sleep(0.2)
         except KeyboardInterrupt:
@@ -88,7 +94,7 @@ def train(name: str, ranks: int, argv: list[str], folder: Path) -> list[dict] | 
             raise
     seconds = time.perf_counter() - start
     lines = metrics(folder)
-    failed = process.returncode != 0 or len(lines) != STEPS
+    failed = process.returncode != 0 or len(lines) != STEPS - first_step
     outcome = "FAILED" if failed else f"loss {lines[-1]['loss']:.6f}"
     print(f"\r{said}  {outcome}  {seconds:5.1f} s" if live else f"  {outcome}  {seconds:5.1f} s")
     if failed:
@@ -98,9 +104,10 @@ def train(name: str, ranks: int, argv: list[str], folder: Path) -> list[dict] | 
     return None if failed else lines
 
 
-def table_row(name: str, ranks: int, lines: list[dict], first: list[dict]) -> tuple[str, float]:
+def table_row(name: str, ranks: int, lines: list[dict], stage_01: list[dict]) -> tuple[str, float]:
     """One line of the table, and how far the row's losses are off stage 01's at most."""
-    off = max(abs(a["loss"] - b["loss"]) for a, b in zip(lines, first, strict=True))
+    same_steps = zip(lines, stage_01[-len(lines) :], strict=True)
+    off = max(abs(a["loss"] - b["loss"]) for a, b in same_steps)
     last, speed = lines[-1], median(line["tokens_per_s"] for line in lines)
     sent, held = median(line["comm_mb"] for line in lines), last["model_state_mb"]
     text = f"{name:26}{ranks:>6}{last['loss']:>12.6f}{off:>10.1e}{speed:>11,.0f}"
@@ -116,13 +123,15 @@ def main() -> int:
         script = next(ROOT.glob(f"{stage}_*/train.py"), None)
         if script is None:
             continue
-        variant = flags if stage == "03" else ""
+        resumes = "--resume" in flags
+        variant = "resumed" if resumes else flags if stage == "03" else ""
         name, ranks = f"{script.parent.name} {variant}".strip(), ranks_of.get(wanted, wanted)
         folder = FOLDER / name.replace(" --", "-").replace(" ", "-")
-        lines = train(name, ranks, command(script, ranks, flags, folder), folder)
+        argv = command(script, ranks, flags, folder)
+        lines = train(name, ranks, argv, folder, HALF if resumes else 0)
         if lines is not None:
             results.append((name, ranks, lines))
-        elif stage == "01":
+        elif not results:
             return 1  # nothing to hold the others against
         else:
             bad += 1
@@ -138,6 +147,7 @@ def main() -> int:
 off 01         the largest difference from stage 01's loss at any of the steps; at most {TOLERANCE}
 state MB/rank  weights, gradients and moments that rank 0 holds after its optimizer step
 sent MB/step   what rank 0 sends a step when its collectives run on a ring
+resumed        from the checkpoint that stage 01's run saved after step {HALF}
 Trained on the sample (the Python language reference), not on WikiText-2: the losses compare the
 stages with one another and with nothing else. Logs and curves: {FOLDER.relative_to(ROOT)}"""
     )

@@ -12,6 +12,8 @@ command -v "$python" >/dev/null ||
   fail "no $python here; install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   fail "$python is $("$python" --version 2>&1), too old; name a newer one: make setup PYTHON=python3.12"
+"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
+  echo "make setup: the tests run on Python 3.11.2 (Debian 12's) and 3.11.7, not on this $("$python" --version 2>&1)"
 "$python" -c 'import venv, ensurepip' 2>/dev/null ||
   fail "$python has no venv module; on Debian and Ubuntu: apt install python3-venv"
 
