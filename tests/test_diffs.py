@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import tokenize
 from collections import Counter
 from functools import cache, lru_cache
 from itertools import combinations
 
 import pytest
-from harness import stage_path, stages
+from harness import REPO, stage_path, stages
+
+sys.path.insert(0, str(REPO / "tools"))
+
+from compare import Comparison, compare_stages, split_stage
+from compare import compare as compare_texts
 
 PAIRS = sorted(
     {*zip(stages(), stages()[1:], strict=False), *(("01", s) for s in stages() if s > "01")}
@@ -108,6 +114,84 @@ def test_shared_flags_have_the_same_help(before, after):
     a, b = flags(before), flags(after)
     for flag in a.keys() & b.keys():
         assert a[flag] == b[flag], flag
+
+
+# ---- inside the techniques ----
+
+# What a stage refines in a definition of an earlier one, and why it is not identical to it. The
+# methods of a class that `tools/compare.py` lists as renamed count under their new class.
+REFINED = {
+    "03": {
+        "Bucket.(head)": "it holds parameters and a shard too",
+        "Bucket.__init__": "it holds parameters and a shard too",
+        "Bucket.collect": "`copy_gradient` is on its own, because stages 2 and 3 share only that",
+        "Bucket.start_reduction": "a reduce-scatter instead of an all-reduce",
+        "Bucket.finish_reduction": "the average becomes the shard's gradient",
+        "ZeroRedundancyOptimizer.__init__": "an optimizer, not a module; three classes of buckets",
+        "ZeroRedundancyOptimizer.no_sync": "stages 2 and 3 reduce every micro-batch",
+        "ZeroRedundancyOptimizer.mark_ready": "also waits for the end of backward",
+        "ZeroRedundancyOptimizer.launch_ready_buckets": "at most two buckets are full",
+        "ZeroRedundancyOptimizer.finish_gradient_synchronization": "`end_backward` does the rest",
+    },
+    "04": {
+        "FlatParameter.__init__": "two groups, two dtypes, a device for the shard, frozen units",
+        "FlatParameter.unshard": "the shard may come from the CPU",
+        "FlatParameter.reshard": "a unit may be resharded before its backward has ended",
+        "FlatParameter.collect": "the gradients of a step end with hybrid sharding's all-reduce",
+        "FlatParameter.copy_gradient": "gradients are reduced in a dtype of their own",
+        "FullyShardedDataParallel.__init__": "units, hybrid sharding, dtypes, the meta device",
+        "FullyShardedDataParallel.forward": "stale unsharded parameters are freed first",
+        "FullyShardedDataParallel.no_sync": "only the replicas' all-reduce is deferred",
+        "FullyShardedDataParallel.before_forward": "prefetches; casts the inputs",
+        "FullyShardedDataParallel.after_forward": "may leave the unit unsharded",
+        "FullyShardedDataParallel.before_backward": "prefetches; reshards frozen units",
+        "FullyShardedDataParallel.mark_ready": "reshards the unit",
+        "FullyShardedDataParallel.launch_ready_buckets": "also starts the replicas' all-reduce",
+        "FullyShardedDataParallel.end_backward": "reshards every unit",
+        "FullyShardedDataParallel.finish_gradient_synchronization": "also waits for replicas",
+        "FullyShardedDataParallel.training_state": "every parameter is sharded",
+    },
+    "06": {"clip_grad_norm_": "sums the squares over the stages; nothing is replicated"},
+    "07": {"clip_grad_norm_": "sums the squares over two axes of the mesh"},
+}
+
+
+def differing(comparison: Comparison) -> dict[str, str]:
+    """The definitions of a technique that are identical to none of the earlier versions that they
+    have, each with the version that it is compared with. The head of a renamed class is its own."""
+    found, inside = {}, False
+    for definition in comparison.definitions:
+        name, base = definition.block.name, definition.base
+        if definition.block.kind == "banner":
+            inside = (inside or "# The technique" in name) and BANNER not in name
+        for leaf in definition.leaves if inside else []:
+            is_renamed_head = leaf.block.kind == "head" and base.name != name
+            if leaf.status in ("changed", "rewritten") and not is_renamed_head:
+                found[leaf.block.name] = f"{leaf.base.name} in {leaf.base_stage}"
+    return found
+
+
+@pytest.mark.parametrize("stage", stages()[1:])
+def test_a_definition_of_two_stages_is_identical_or_listed_as_refined(stage):
+    found, listed = differing(compare_stages(f"{int(stage) - 1:02}", stage)), REFINED.get(stage, {})
+    unlisted = {name: base for name, base in found.items() if name not in listed}
+    assert not unlisted, f"not identical to an earlier stage, nor in REFINED: {unlisted}"
+    outdated = [name for name in listed if name not in found]
+    assert not outdated, f"in REFINED, but identical to an earlier stage, or gone: {outdated}"
+
+
+def test_a_shared_definition_that_drifts_is_seen():
+    banner = "# {0}\n# The technique\n# {0}\n\n\n".format("-" * 96)
+    loop = "# {0}\n# The training loop\n# {0}\n\n\ndef main():\n    {1}\n"
+    text = "class A:\n    x = 1\n\n    def f(self):\n        return 1  # why\n\n\n"
+    first = split_stage("01_first", banner + text + loop.format("-" * 96, "first()"))
+    for change, names in (("why", []), ("why not", ["A.f"]), ("why\n        # not", ["A.f"])):
+        changed = text.replace("why", change)
+        second = split_stage("02_second", banner + changed + loop.format("-" * 96, "second()"))
+        assert list(differing(compare_texts(first, second))) == names
+        earlier = split_stage("00_zeroth", banner + changed)
+        assert not differing(compare_texts(first, second, [earlier]))
+    assert all(reason for reasons in REFINED.values() for reason in reasons.values())
 
 
 def test_these_checks_see_what_they_are_for():
