@@ -52,12 +52,12 @@ def _folders(tmp_path_factory):
 @pytest.fixture(scope="session")
 def pools(_folders):
     """`pools(4)`: the session's pool of four, started when first used."""
-    started: dict[tuple[int, bool], harness.Pool] = {}
+    started: dict[tuple[int, bool, str], harness.Pool] = {}
 
-    def pool(world_size: int, group: bool = True) -> harness.Pool:
-        key = (world_size, group)
+    def pool(world_size: int, group: bool = True, backend: str = "gloo") -> harness.Pool:
+        key = (world_size, group, backend)
         if key not in started:
-            started[key] = harness.Pool(world_size, group)
+            started[key] = harness.Pool(world_size, group, backend=backend)
         return started[key]
 
     yield pool

@@ -105,7 +105,9 @@ class Outcome:
     stderr: str = ""
 
 
-def _worker(rank: int, size: int, port: int | None, connection, environment, folder) -> None:
+def _worker(
+    rank: int, size: int, port: int | None, connection, environment, folder, backend
+) -> None:
     """A worker's life: join the group, do jobs as they come, die when the parent does."""
     os.environ.clear()
     os.environ.update(environment)
@@ -128,8 +130,12 @@ def _worker(rank: int, size: int, port: int | None, connection, environment, fol
 
     threading.Thread(target=listen, daemon=True).start()
     if port is not None:
+        if backend == "late":
+            import late_backend  # noqa: F401  registers the backend
+
+        dist.set_debug_level_from_env()  # torch was imported in another environment
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.TCPStore("127.0.0.1", port, is_master=False),
             rank=rank,
             world_size=size,
@@ -184,15 +190,24 @@ def _do(job: bytes) -> Outcome:
 
 
 class Pool:
-    """`world_size` processes in one Gloo group, that do one job after another.
+    """`world_size` processes in one process group, that do one job after another.
 
-    group=False: one process without a process group, as stage 01 runs.
+    group=False: one process without a process group, as stage 01 runs. backend: "gloo", or "late"
+    (`late_backend.py`). environment: variables of the processes, beside this one's.
     """
 
-    def __init__(self, world_size: int, group: bool = True, timeout: float = 120.0):
+    def __init__(
+        self,
+        world_size: int,
+        group: bool = True,
+        timeout: float = 120.0,
+        backend: str = "gloo",
+        environment: dict[str, str] | None = None,
+    ):
         if not group and world_size != 1:
             raise ValueError("without a process group there is one process")
-        self.size, self.group, self.timeout = world_size, group, timeout
+        self.size, self.group, self.timeout, self.backend = world_size, group, timeout, backend
+        self.environment = environment or {}
         self._processes: list = []
         self._connections: list = []
         self._store = self._folder = None
@@ -277,15 +292,15 @@ class Pool:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+            environment |= self.environment
             if self.group:  # as torchrun would set it
                 environment |= {
                     **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     **{"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)},
                 }
+            where = theirs, environment, self._folder.name
             process = context.Process(
-                target=_worker,
-                args=(rank, self.size, port, theirs, environment, self._folder.name),
-                daemon=True,
+                target=_worker, args=(rank, self.size, port, *where, self.backend), daemon=True
             )
             process.start()
             theirs.close()

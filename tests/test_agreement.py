@@ -1,0 +1,168 @@
+"""Calls that agree from rank to rank: the comparison itself, and PyTorch's own two witnesses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+
+import pytest
+import torch
+from harness import Pool, assert_same_curve, count_collectives, load_stage
+from late_backend import Call, recorded_calls
+from nccl_rules import assert_ranks_agree
+
+PAIR, PIPE = ("1", "dp", (0, 1)), ("2", "to_higher", (0, 1))
+REDUCE = Call("all_reduce", *PAIR, ((8, 4),), ("float32",), "SUM")
+GATHER = Call("all_gather", *PAIR, ((4,), (8,)), ("bfloat16", "bfloat16"))
+SEND = Call("send", *PIPE, ((2, 16),), ("float32",), peer=1)
+RECV = SEND._replace(op="recv", peer=0)
+RANK_0, RANK_1 = [REDUCE, GATHER, SEND, REDUCE], [REDUCE, GATHER, RECV, REDUCE]
+
+
+def test_ranks_that_agree():
+    assert_ranks_agree([RANK_0, RANK_1])
+    # groups are independent: only the order within one of them matters
+    assert_ranks_agree([RANK_0, [RECV, REDUCE, GATHER, REDUCE]])
+
+
+@pytest.mark.parametrize(
+    ("index", "change"),
+    [
+        (0, {"op": "broadcast", "peer": 0}),
+        (0, {"shapes": ((4, 8),)}),
+        (0, {"dtypes": ("bfloat16",)}),
+        (0, {"reduce_op": "AVG"}),
+        (0, {"group": "3"}),
+        (0, {"desc": "tp"}),
+        (0, {"ranks": (0, 1, 2)}),
+        (0, {"ranks": (0, 2)}),
+        (1, {"shapes": ((4,), (16,))}),
+        (2, {"shapes": ((2, 8),)}),
+        (2, {"dtypes": ("float16",)}),
+        (2, {"group": "3"}),
+        (2, {"op": "send"}),
+        (2, {"peer": 1}),
+    ],
+    ids=str,
+)
+def test_a_difference_in_any_field_is_found(index, change):
+    changed = [*RANK_1]
+    changed[index] = changed[index]._replace(**change)
+    with pytest.raises(AssertionError):
+        assert_ranks_agree([RANK_0, changed])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [GATHER, REDUCE, RECV, REDUCE],
+        [REDUCE, GATHER, RECV],
+        [REDUCE, GATHER, RECV, REDUCE, REDUCE],
+        [REDUCE, GATHER, REDUCE],
+        [REDUCE, GATHER, RECV, RECV, REDUCE],
+    ],
+    ids=["order", "one fewer", "one more", "no receive", "a receive more"],
+)
+def test_another_order_or_number_of_calls_is_found(changed):
+    with pytest.raises(AssertionError):
+        assert_ranks_agree([RANK_0, changed])
+
+
+def test_a_broadcast_from_two_roots_is_found():
+    calls = [Call("broadcast", *PAIR, ((4,),), ("float32",), peer=root) for root in (0, 1)]
+    assert_ranks_agree([calls, calls])
+    with pytest.raises(AssertionError, match="differ in peer"):
+        assert_ranks_agree([calls, calls[::-1]])
+
+
+# ---- PyTorch's own checks: TORCH_DISTRIBUTED_DEBUG=DETAIL, and the flight recorder ----
+
+SIZE = "--d-model 16 --n-layers 2 --n-heads 2 --seq-len 8 --global-batch-size 12".split()
+RUN = [*SIZE, *"--steps 2 --log-every 1 --resume never --dropout 0.1".split()]
+STAGES = [
+    ("02", ["--micro-batch-size", "3"]),
+    ("03", ["--zero-stage", "2", "--micro-batch-size", "3"]),
+    ("04", ["--micro-batch-size", "3"]),
+    ("05", ["--sequence-parallel"]),
+    ("06", ["--schedule", "zero-bubble"]),
+    ("07", ["--pp", "2", "--schedule", "interleaved", "--n-layers", "4"]),
+]
+# a collective: its name here, in the flight recorder, and in a record over the late backend
+NAMES = {
+    "all_reduce": ("gloo:all_reduce", "all_reduce"),
+    "broadcast": ("gloo:broadcast", "broadcast"),
+    "all_gather_single": ("gloo:all_gather", "all_gather"),
+    "reduce_scatter_single": ("gloo:all_to_all", "reduce_scatter"),
+}
+
+
+@pytest.fixture(scope="module")
+def detail_pool(_folders):
+    """Two processes in which PyTorch compares every collective across ranks before it runs."""
+    settings = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_FR_BUFFER_SIZE": "20000"}
+    with contextlib.closing(Pool(2, environment=settings)) as pool:
+        yield pool
+
+
+def witnesses(stage: str, argv: list[str]) -> tuple[list[dict], list, list[tuple]]:
+    """A run's metrics, the dispatcher's record of its calls, and the flight recorder's entries."""
+    before = len(_flight_record())
+    with count_collectives() as counted:
+        metrics = load_stage(stage).main(argv)
+    return metrics, counted.records, _flight_record()[before:]
+
+
+def _flight_record() -> list[tuple]:
+    """Name and input of each entry. PyTorch's own comparisons are all-gathers of int64."""
+    entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", [])
+    found = [(e["profiling_name"], e["input_dtypes"], e["input_sizes"]) for e in entries]
+    return [entry for entry in found if entry[:2] != ("gloo:all_gather", ["Long"])]
+
+
+def record(stage: str, argv: list[str]) -> list:
+    with recorded_calls() as events:
+        load_stage(stage).main(argv)
+    return [event for event in events if isinstance(event, Call)]
+
+
+@pytest.mark.parametrize(("stage", "own"), STAGES, ids=str)
+def test_pytorch_finds_no_difference_and_counts_the_same_calls(
+    pools, detail_pool, reference, corpus_dir, tmp_path, stage, own
+):
+    shape = own[own.index("--n-layers") :] if "--n-layers" in own else []
+    argv = [*RUN, "--data", str(corpus_dir)]
+    expected = reference([*argv, *shape])
+    argv += [*own, "--run-dir", str(tmp_path)]
+    ranks = detail_pool.run(witnesses, stage, argv)
+    late = pools(2, backend="late").run(record, stage, argv)
+    for (metrics, dispatched, flight), recorded in zip(ranks, late, strict=True):
+        assert_same_curve(metrics, expected)
+        collectives = [r for r in dispatched if r.op in NAMES]
+        # the flight recorder sees neither sends nor receives on Gloo
+        assert Counter(name for name, *_ in flight) == Counter(NAMES[r.op][0] for r in collectives)
+        # groups that stay on Gloo on GPUs too are not in the late backend's record
+        ours = Counter(NAMES[r.op][1] for r in collectives if r.group != "stop")
+        ours += Counter({"isend": "send", "irecv": "recv"}.get(r.op) for r in dispatched)
+        del ours[None]
+        assert ours == Counter(call.op for call in recorded)
+    assert ranks[0][2] == ranks[1][2] or stage in ("06", "07")  # a pipeline's ranks differ
+
+
+def wrong_across_ranks(kind: str) -> None:
+    """Rank 1 makes another call than rank 0."""
+    tensor = torch.ones(4, 2)
+    if torch.distributed.get_rank() == 0:
+        torch.distributed.all_reduce(tensor)
+    elif kind == "operator":
+        torch.distributed.broadcast(tensor, 1)
+    elif kind == "shape":
+        torch.distributed.all_reduce(torch.ones(2, 2))
+    else:
+        torch.distributed.all_reduce(tensor.to(torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["operator", "shape", "dtype"])
+def test_detail_sees_what_it_claims_to_see(detail_pool, kind):
+    with pytest.raises(AssertionError, match="Detected mismatch"):
+        detail_pool.run(wrong_across_ranks, kind)

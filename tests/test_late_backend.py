@@ -1,0 +1,202 @@
+"""Every stage over a backend that completes as late as NCCL may (`late_backend.py`).
+
+One run per stage, flag and schedule is held to three things: stage 01's loss curve, calls that
+agree from rank to rank, and an order of calls that cannot deadlock on NCCL (`nccl_rules.py`).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import assert_same_curve, load_stage
+from late_backend import Wait, assert_all_waited_for, recorded_calls
+from nccl_rules import assert_completes, assert_ranks_agree
+
+from common.collectives import reduce_scatter_single
+
+# ---- the backend itself ----
+
+
+def results(x: torch.Tensor) -> list[torch.Tensor]:
+    """What every operation delivers on this rank for its input x [8], a vector of the rank's."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    total, wide, part, swapped = x.clone(), x.new_empty(8 * n), x.new_empty(8 // n), x.clone()
+    seen = x.clone() if rank == 0 else torch.zeros_like(x)
+    neighbor = torch.zeros_like(x)
+    works = [
+        dist.all_reduce(total, async_op=True),
+        dist.broadcast(seen, src=0, async_op=True),
+        dist.all_gather_into_tensor(wide, x, async_op=True),
+        reduce_scatter_single(part, x, async_op=True),
+        dist.all_to_all_single(swapped, x, async_op=True),
+        dist.irecv(neighbor, (rank - 1) % n),
+        dist.isend(x, (rank + 1) % n),
+    ]
+    got = [total, seen, wide, part, swapped, neighbor]
+    early = [t.clone() for t in got]
+    for work in works:
+        work.wait()
+    objects: list = [None] * n
+    dist.all_gather_object(objects, rank)
+    dist.barrier()
+    return [*got, torch.tensor(objects)], early
+
+
+def vectors(dtype: torch.dtype) -> tuple:
+    return results((torch.arange(8) + 10 * dist.get_rank() + 1).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_results_are_gloos_and_come_with_the_wait(pools, dtype):
+    late, gloo = pools(2, backend="late").run(vectors, dtype), pools(2).run(vectors, dtype)
+    for (ours, early), (theirs, _) in zip(late, gloo, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+        if dtype.is_floating_point:
+            # nothing is there before its wait, except rank 0's own broadcast
+            assert sum(bool(t.isnan().all()) for t in early) >= len(early) - 1
+
+
+def in_groups() -> tuple:
+    """The sum of the ranks over groups of several kinds, and the record of these calls."""
+    everyone = dist.new_group(group_desc="everyone")
+    mixed = dist.new_group(backend="cpu:late,meta:gloo", group_desc="mixed")
+    pair, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]], group_desc="pair")
+    on_gloo = dist.new_group(backend="gloo", group_desc="stop")
+    sums, early = [], []
+    with recorded_calls() as events:
+        for group in (None, everyone, mixed, pair, on_gloo):
+            t = torch.tensor([float(dist.get_rank())])
+            work = dist.all_reduce(t, group=group, async_op=True)
+            early.append(group is on_gloo or bool(t.isnan()))
+            work.wait()
+            sums.append(t.item())
+    return sums, early, events
+
+
+def test_groups_of_every_kind(pools):
+    records = []
+    for rank, (sums, early, events) in enumerate(pools(4, backend="late").run(in_groups)):
+        assert sums == [6, 6, 6, 2 + 2 * (rank % 2), 6] and all(early)
+        calls = [event for event in events if not isinstance(event, Wait)]
+        assert [c.desc for c in calls] == ["default_pg", "everyone", "mixed", "pair"]
+        assert calls[-1].ranks == (rank % 2, rank % 2 + 2)
+        records.append(events)
+    assert_ranks_agree(records)
+    assert_completes(records)
+
+
+def seeded_bug(kind: str) -> None:
+    """One mistake of each kind around an all-reduce, or with a send in its place."""
+    x, n = torch.ones(64), dist.get_world_size()
+    if kind.startswith("send"):
+        peer = 1 - dist.get_rank()
+        receive = dist.irecv(torch.empty(64), peer)
+        work = dist.isend(x, peer)
+        if kind == "send, written to":
+            x.zero_()
+        work.wait()
+        if kind != "send, receive not waited for":
+            receive.wait()
+    elif kind == "not contiguous":
+        dist.all_reduce(torch.ones(4, 4).t())
+    else:
+        work = dist.all_reduce(x, async_op=True)
+        if kind == "read":
+            assert x.sum().item() == 64 * n, "read too early"
+        elif kind == "scaled":
+            x.div_(n)  # of a NaN: another NaN
+        elif kind == "written to":
+            x.zero_()
+        elif kind == "freed":
+            x.untyped_storage().resize_(0)
+        if kind != "not waited for":
+            work.wait()
+    assert_all_waited_for()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("read", "read too early"),
+        ("scaled", "output was written to while in flight"),
+        ("written to", "output was written to while in flight"),
+        ("freed", "the storage of its output was freed"),
+        ("not waited for", "never waited for: all_reduce of \\[64\\] in default_pg"),
+        ("send, written to", "input was written to while in flight"),
+        ("send, receive not waited for", "never waited for: recv"),
+        ("not contiguous", "contiguous tensors only"),
+    ],
+)
+def test_a_mistake_that_gloo_forgives_is_an_error(pools, kind, said):
+    with pytest.raises(AssertionError, match=said):
+        pools(2, backend="late").run(seeded_bug, kind)
+
+
+# ---- every stage ----
+
+SIZE = "--d-model 16 --n-layers 2 --n-heads 2 --seq-len 8 --global-batch-size 24".split()
+RUN = [*SIZE, *"--steps 4 --log-every 1 --resume never --dropout 0.1 --grad-clip 0.3".split()]
+CHECKPOINTING = ["--activation-checkpointing"]
+SEQUENCE = ["--sequence-parallel"]
+
+
+def schedule(name: str, layers: int | None = None) -> list[str]:
+    layers = layers or (4 if name == "interleaved" else 2)
+    return ["--schedule", name, "--n-layers", str(layers)]
+
+
+def mesh(pp: int, tp: int, *own: str) -> list[str]:
+    return ["--pp", str(pp), "--tp", str(tp), *own]
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+CASES = [  # ranks, samples per micro-batch, stage, its flags
+    (2, 6, "02", []),
+    (3, 4, "02", ["--bucket-cap-mb", "0.005"]),
+    *((2, 6, "03", ["--zero-stage", z]) for z in "123"),
+    (3, 4, "03", ["--zero-stage", "3", *CHECKPOINTING]),
+    (2, 6, "04", []),
+    (3, 4, "04", CHECKPOINTING),
+    (2, 6, "04", ["--no-reshard-after-forward"]),
+    (2, 6, "04", ["--cpu-offload"]),
+    (4, 3, "04", ["--shard-size", "2"]),
+    (2, 12, "05", []),
+    (2, 12, "05", [*SEQUENCE, *CHECKPOINTING]),
+    *((2, 6, "06", schedule(name)) for name in SCHEDULES),
+    (4, 4, "06", schedule("1f1b", layers=4)),
+    (4, 4, "06", schedule("zero-bubble", layers=4)),
+    (4, 6, "06", schedule("interleaved", layers=8)),
+    (4, 3, "07", mesh(2, 1, *schedule("gpipe"))),
+    (4, 6, "07", mesh(2, 2, *SEQUENCE)),
+    (4, 6, "07", mesh(1, 2)),
+    (4, 6, "07", mesh(2, 2, *schedule("interleaved"), *CHECKPOINTING)),
+    (8, 3, "07", mesh(2, 2, *SEQUENCE, *CHECKPOINTING)),
+]
+
+
+def train(stage: str, argv: list[str]) -> tuple[list[dict], list]:
+    """The metrics of this rank, and its calls and waits."""
+    with recorded_calls() as events:
+        metrics = load_stage(stage).main(argv)
+    assert_all_waited_for()
+    return metrics, events
+
+
+def name(value) -> str:
+    return " ".join(value) if isinstance(value, list) else str(value)
+
+
+@pytest.mark.parametrize(("size", "micro", "stage", "own"), CASES, ids=name)
+def test_a_stage_trains_over_it(pools, reference, corpus_dir, tmp_path, size, micro, stage, own):
+    argv = [*RUN, "--data", str(corpus_dir)]
+    shape = ["--n-layers", own[own.index("--n-layers") + 1]] if "--n-layers" in own else []
+    expected = reference([*argv, *shape])
+    argv += [*own, "--micro-batch-size", str(micro), "--run-dir", str(tmp_path)]
+    metrics, records = zip(*pools(size, backend="late").run(train, stage, argv), strict=True)
+    for lines in metrics:
+        assert_same_curve(lines, expected)
+    assert all(records)
+    assert_ranks_agree(records)
+    assert_completes(records)
