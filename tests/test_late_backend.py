@@ -164,11 +164,13 @@ CASES = [  # ranks, samples per micro-batch, stage, its flags
     (4, 3, "04", ["--shard-size", "2"]),
     (2, 12, "05", []),
     (2, 12, "05", [*SEQUENCE, *CHECKPOINTING]),
+    (4, 6, "05", [*SEQUENCE, "--n-heads", "4"]),
     *((2, 6, "06", schedule(name)) for name in SCHEDULES),
     (4, 4, "06", schedule("1f1b", layers=4)),
     (4, 4, "06", schedule("zero-bubble", layers=4)),
     (4, 6, "06", schedule("interleaved", layers=8)),
     (4, 3, "07", mesh(2, 1, *schedule("gpipe"))),
+    (4, 3, "07", mesh(2, 1, *schedule("zero-bubble"))),
     (4, 6, "07", mesh(2, 2, *SEQUENCE)),
     (4, 6, "07", mesh(1, 2)),
     (4, 6, "07", mesh(2, 2, *schedule("interleaved"), *CHECKPOINTING)),
@@ -188,11 +190,16 @@ def name(value) -> str:
     return " ".join(value) if isinstance(value, list) else str(value)
 
 
+def shape(own: list[str]) -> list[str]:
+    """The flags of a stage that its reference needs too."""
+    pairs = zip(own, own[1:], strict=False)
+    return [word for pair in pairs if pair[0] in ("--n-layers", "--n-heads") for word in pair]
+
+
 @pytest.mark.parametrize(("size", "micro", "stage", "own"), CASES, ids=name)
 def test_a_stage_trains_over_it(pools, reference, corpus_dir, tmp_path, size, micro, stage, own):
     argv = [*RUN, "--data", str(corpus_dir)]
-    shape = ["--n-layers", own[own.index("--n-layers") + 1]] if "--n-layers" in own else []
-    expected = reference([*argv, *shape])
+    expected = reference([*argv, *shape(own)])
     argv += [*own, "--micro-batch-size", str(micro), "--run-dir", str(tmp_path)]
     metrics, records = zip(*pools(size, backend="late").run(train, stage, argv), strict=True)
     for lines in metrics:
@@ -200,3 +207,49 @@ def test_a_stage_trains_over_it(pools, reference, corpus_dir, tmp_path, size, mi
     assert all(records)
     assert_ranks_agree(records)
     assert_completes(records)
+
+
+@pytest.mark.parametrize(
+    ("size", "micro", "stage", "own"),
+    [
+        (2, 6, "02", []),
+        (2, 6, "03", ["--zero-stage", "3"]),
+        (2, 6, "04", ["--reduce-dtype", "bfloat16"]),
+        (2, 12, "05", SEQUENCE),
+        (4, 6, "07", mesh(2, 2, *schedule("zero-bubble"), *SEQUENCE)),
+    ],
+    ids=name,
+)
+def test_in_bfloat16(pools, reference, corpus_dir, tmp_path, size, micro, stage, own):
+    argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16"]
+    expected = reference([*argv, *shape(own)])
+    argv += [*own, "--micro-batch-size", str(micro), "--run-dir", str(tmp_path)]
+    metrics, records = zip(*pools(size, backend="late").run(train, stage, argv), strict=True)
+    for lines in metrics:
+        assert_same_curve(lines, expected, loss=0.02, norm=0.1)
+    assert_ranks_agree(records)
+
+
+@pytest.mark.parametrize(
+    ("size", "micro", "stage", "own"),
+    [
+        (2, 6, "03", ["--zero-stage", "1"]),
+        (2, 6, "04", ["--cpu-offload"]),
+        (4, 6, "07", mesh(2, 2)),
+    ],
+    ids=name,
+)
+def test_a_checkpoint_holds_what_was_complete(pools, corpus_dir, tmp_path, size, micro, stage, own):
+    """A save must not copy a parameter or a moment that is still in flight: a run that goes on
+    from it continues with the same bits."""
+    pool = pools(size, backend="late")
+    argv = [*RUN, *own, "--data", str(corpus_dir), "--micro-batch-size", str(micro)]
+    argv += ["--keep-checkpoints", "2", "--checkpoint-every", "2"]
+    whole, _ = pool.run(train, stage, [*argv, "--run-dir", str(tmp_path / "whole")])[0]
+    after_two = str(tmp_path / "whole" / "checkpoints" / "step-00000002")
+    argv += ["--resume", after_two, "--run-dir", str(tmp_path / "resumed")]
+    resumed, _ = pool.run(train, stage, argv)[0]
+    names = ("step", "loss", "grad_norm", "test_loss")
+    assert [[line.get(n) for n in names] for line in resumed] == [
+        [line.get(n) for n in names] for line in whole[2:]
+    ]
