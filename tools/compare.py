@@ -30,9 +30,9 @@ from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parents[1]
 
-# What is renamed because the idea changed: its name, and the names in earlier stages that it
-# continues, the closest first: of a class that inherits, its bases behind it. Methods follow their
-# class by their own names.
+# Classes that have a new name because the idea changed, and the older classes that each one is
+# compared with, the closest first. A method is compared with the first method of its name in them,
+# so the bases of an older class stand behind it. Functions and single methods can be listed too.
 RENAMED = {
     "ZeroRedundancyOptimizer": ["DistributedDataParallel"],
     "FullyShardedDataParallel": ["ZeroRedundancyOptimizer", "DistributedDataParallel"],
@@ -421,10 +421,8 @@ class History:
 def is_rewritten(rows: list[Row]) -> bool:
     """Whether less than half of the shorter version is left; a changed line is half a line."""
     kinds = Counter(row.kind for row in rows if (row.new or row.old).text.strip())
-    both = kinds["equal"] + kinds["changed"]
-    return (
-        kinds["equal"] + kinds["changed"] / 2 < (both + min(kinds["added"], kinds["removed"])) / 2
-    )
+    shorter = kinds["equal"] + kinds["changed"] + min(kinds["added"], kinds["removed"])
+    return kinds["equal"] + kinds["changed"] / 2 < shorter / 2
 
 
 # ---- what to leave out ----

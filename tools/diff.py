@@ -1,6 +1,6 @@
 """Show what one stage changes in another, definition by definition.
 
-    python tools/diff.py 04             compare with the stage before, 03
+    python tools/diff.py 04             compare 04 with 03
     python tools/diff.py 04 --from 02   or with any other stage
 
 New definitions are shown in full, changed ones by their changed lines, and a definition that is
@@ -153,7 +153,7 @@ class Renderer:
         return text
 
     def both(self, old: str, new: str) -> str:
-        """A piece of a line that changed in place: what is gone, then what is new."""
+        """A piece of a line that changed in place: the old words, then the new ones."""
         if old == new:
             return new
         if self.colour:
