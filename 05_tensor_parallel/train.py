@@ -86,7 +86,7 @@ def tensor_parallel(
     The model may be on the meta device: then the shards are as well, and `init_shards` fills
     them. With sequence_parallel it only takes sequences of the configuration's length.
     """
-    check_degree(model.config, dist.get_world_size(group), sequence_parallel)
+    check_degree(model.config, group.size(), sequence_parallel)
     region = SequenceParallelRegion(group) if sequence_parallel else TensorParallelRegion(group)
     if model.embed is not None:
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
@@ -179,9 +179,8 @@ class TensorParallelRegion:
     backward is an exit and g's backward an enter.
     """
 
-    def __init__(self, group: ProcessGroup | None):
-        self.group, self.tp = group, dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+    def __init__(self, group: ProcessGroup):
+        self.group, self.tp, self.rank = group, group.size(), group.rank()
 
     def enter(self, x: Tensor) -> Tensor:
         """The full activations, [batch, seq, d], on every rank: they are already."""
@@ -247,7 +246,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.dtype, logits = logits.dtype, logits.float()
         counted = targets != IGNORED
         scale = counted / counted.sum().clamp(min=1)  # [tokens], of each token in the mean
-        column = targets - dist.get_rank(group) * logits.shape[-1]
+        column = targets - group.rank() * logits.shape[-1]
         is_local = (column >= 0) & (column < logits.shape[-1])  # IGNORED is local nowhere
         column = column.masked_fill(~is_local, 0)[:, None]
 
@@ -275,14 +274,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 # ---- shards of the weights, and the norm of all ----
 
 
-def shard_of(full: Tensor, dim: int | None, group: ProcessGroup | None) -> Tensor:
+def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
     """A copy of this rank's shard along `dim`, so that `full` can be freed. None: of all of it."""
     if dim is None:
         return full.detach().clone()
-    tp, rank = dist.get_world_size(group), dist.get_rank(group)
-    if full.shape[dim] % tp:
-        raise ValueError(f"dimension {dim} of {tuple(full.shape)} does not divide by {tp} ranks")
-    return full.detach().chunk(tp, dim)[rank].clone()
+    if full.shape[dim] % group.size():
+        sizes = f"dimension {dim} of {tuple(full.shape)}"
+        raise ValueError(f"{sizes} does not divide by {group.size()} ranks")
+    return full.detach().chunk(group.size(), dim)[group.rank()].clone()
 
 
 def shard_dims_of(model: nn.Module) -> dict[str, int]:
@@ -297,9 +296,7 @@ def shard_dims_of(model: nn.Module) -> dict[str, int]:
 
 
 @torch.no_grad()
-def init_shards(
-    model: nn.Module, seed: int, group: ProcessGroup | None, device: torch.device
-) -> None:
+def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.device) -> None:
     """Give a model on the meta device this rank's shards of the plain model's initial weights.
 
     One parameter at a time is drawn in full: the full model exists nowhere.
@@ -309,7 +306,7 @@ def init_shards(
     for name, parameter in model.named_parameters():
         shape, dim = list(parameter.shape), dims.get(name)
         if dim is not None:
-            shape[dim] *= dist.get_world_size(group)
+            shape[dim] *= group.size()
         parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
 
 
@@ -399,9 +396,7 @@ class RowParallelLinearWithBias(RowParallelLinear):
 
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
-    parser.add_argument(
-        "--sequence-parallel", action="store_true", help="shard the sequence as well"
-    )
+    parser.add_argument("--sequence-parallel", action="store_true", help="shard the sequence too")
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     return check_arguments(parser.parse_args(argv))
 

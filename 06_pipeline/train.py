@@ -1,17 +1,21 @@
-"""Stage 06: pipeline parallelism, each rank some layers, micro-batches on their way through them.
+"""Stage 06: pipeline parallelism: each rank owns some layers, micro-batches pass through the ranks.
 
-A rank owns a run of units and nothing else. It gets vectors from the rank before, hands its own to
-the rank behind, and in backward gradients come the other way. A batch is cut into micro-batches,
-so that ranks work at a time; a schedule says who does what in which order, and how long they idle.
+Each rank owns one contiguous pipeline stage. It receives activations from the previous rank and
+sends its own to the next one; in backward, their gradients travel in the other direction. The
+batch is split into micro-batches, so that all ranks compute at the same time. A schedule orders
+their forwards and backwards. It decides how many micro-batches are in flight, and how long ranks
+wait while the pipeline fills and drains: the bubble.
 
-New since stage 01: a process group (`setup`, `cleanup`), four schedules, `PipelineStage`,
-`Pipeline`, which runs any schedule, and a norm over all stages. Every rank reads all batches.
+New since stage 05: no layer is sharded any more. `Pipeline` runs any schedule, `PipelineStage` is
+this rank's part of the model, and the global norm is over all stages. Every rank reads all batches.
 
-    memory      16 bytes a parameter of the rank's own units, and the activations of the
-                micro-batches in flight: all m (gpipe), at most p (1f1b, zero-bubble)
-    traffic     m x (micro batch x seq x d_model) floats over each boundary, each way
-    idle        (p-1) / (m+p-1) of the time, interleaved (p-1) / (v m+p-1), zero-bubble
-                (p-1) / (3m+p-1), for p ranks, m >= p micro-batches and v virtual stages a rank
+    p ranks, m >= p micro-batches per step, v virtual stages per rank
+
+    memory per rank           16 bytes per parameter of its own units, and the activations of the
+                              micro-batches in flight: m (gpipe), at most p (1f1b, zero-bubble)
+    communication per step    m x (micro-batch x seq x d_model) floats per boundary and direction
+    bubble fraction           (p - 1) / (m + p - 1) gpipe, 1f1b; (p - 1) / (v m + p - 1)
+                              interleaved; (p - 1) / (3 m + p - 1) zero-bubble
 
 Huang et al., "GPipe", 2019. Narayanan et al., "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM", 2021 (1F1B, interleaved). Qi et al., "Zero Bubble Pipeline
@@ -28,7 +32,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -54,324 +58,80 @@ from common.optimization import adamw_settings, global_norm, learning_rate, set_
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: schedules, what they send, and one executor for all of them
+# The technique: one executor, and schedules that tell each rank what to do next
 # ------------------------------------------------------------------------------------------------
 
 
-class Action(NamedTuple):
-    """What a rank does at a time: `F` a forward, `B` a backward, or backward in two parts, `I`
-    for the gradient of the input and `W` for those of the weights."""
-
-    kind: str
-    micro: int  # micro-batch
-    chunk: int = 0  # the rank's virtual stage: stage = chunk * p + rank
-
-
-# ---- schedules: p ranks, m micro-batches, v virtual stages a rank -> one rank's actions ----
-
-
-def forwards(p: int, m: int, v: int) -> list[Action]:
-    """All forwards of a rank: p micro-batches through its first chunk, then the next, and so on."""
-    return [
-        Action("F", micro, chunk)
-        for start in range(0, m, p)
-        for chunk in range(v)
-        for micro in range(start, min(start + p, m))
-    ]
-
-
-def backwards(p: int, m: int, v: int) -> list[Action]:
-    """All backwards in the same order of micro-batches, through the chunks from the last one."""
-    return [Action("B", micro, v - 1 - chunk) for _, micro, chunk in forwards(p, m, v)]
-
-
-def warm_up_then_alternate(p: int, m: int, v: int, warm_up: int) -> list[Action]:
-    """Some forwards; then by turns one forward, one backward (steady state); then cool-down."""
-    fs, bs = forwards(p, m, v), backwards(p, m, v)
-    steady = zip(fs[warm_up:], bs, strict=False)  # ends with the forwards
-    return fs[:warm_up] + [action for pair in steady for action in pair] + bs[len(fs) - warm_up :]
-
-
-def gpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """All forwards, then all backwards: m micro-batches in flight. Huang et al., 2019."""
-    return forwards(p, m, v) + backwards(p, m, v)
-
-
-def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """As many forwards as it takes until the first gradient is back: p - rank in flight."""
-    return warm_up_then_alternate(p, m, v, min(m, p - rank - 1))
-
-
-def interleaved_1f1b(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B where a rank has v short stages instead of a long one: the pipeline fills v times
-    faster, for v times the traffic. Micro-batches come by p, so m is a multiple of p."""
-    if v == 1:
-        return one_f_one_b(p, m, v, rank)
-    return warm_up_then_alternate(p, m, v, min(v * m, (v - 1) * p + 2 * (p - rank - 1)))
-
-
-def zero_bubble(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B whose weight gradients, for which nobody waits, fill the time that it idles.
-
-    A micro-batch is in flight until its W is done: it makes room for the forward of the p-th
-    after it just before that. Behind the last forward a W follows each I, while the next gradient
-    is on its way.
-    """
-    kinds: list[str] = []
-    for kind, micro, _ in one_f_one_b(p, m, v, rank):
-        if kind == "F":
-            kinds += ["W", "F"] if micro >= p else ["F"]
-        else:
-            kinds += ["I", "W"] if micro >= m - (p - rank) else ["I"]
-    kinds += ["W"] * (m - kinds.count("W"))
-    number = {kind: count() for kind in "FIW"}  # each kind in the order of the micro-batches
-    return [Action(kind, next(number[kind])) for kind in kinds]
-
-
-def forward_only(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """For evaluation."""
-    return forwards(p, m, v)
-
-
-SCHEDULES = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved_1f1b,
-    "zero-bubble": zero_bubble,
-}
-Schedule = Callable[[int, int, int, int], list[Action]]
-
-
-# ---- what the actions make the ranks send ----
-
-
-class Message(NamedTuple):
-    """What an action waits for: `F` vectors, `B` their gradients, [micro batch, seq, d_model]."""
-
-    kind: str
-    micro: int
-    stage: int  # that takes it
-
-    def sender(self, p: int) -> int:
-        return (self.stage + (-1 if self.kind == "F" else 1)) % p
-
-
-def messages(action: Action, p: int, v: int, rank: int) -> tuple[Message | None, Message | None]:
-    """What a rank's action starts from and what it ends with, where that is a message.
-
-    The first stage starts from tokens, and nobody wants its gradient; the last ends with a loss.
-    """
-    if action.kind == "W":
-        return None, None
-    stage, last = action.chunk * p + rank, p * v - 1
-    before = Message("F", action.micro, stage) if stage > 0 else None
-    after = Message("B", action.micro, stage) if stage < last else None
-    if action.kind == "F":
-        return before, after and Message("F", action.micro, stage + 1)
-    return after, before and Message("B", action.micro, stage - 1)
-
-
-@lru_cache
-def plan(
-    schedule: Schedule, p: int, m: int, v: int, rank: int, ahead: int = 2
-) -> list[tuple[list[Message], Action]]:
-    """A rank's actions, each with the messages for which to post a receive before it starts.
-
-    Posted `ahead` actions before they are needed, so that data flows while the rank computes. A
-    transport may match by order alone (NCCL ignores tags): under every schedule here a rank makes
-    its messages to another in the order in which that one needs them.
-    """
-    actions = schedule(p, m, v, rank)
-    needed = [messages(action, p, v, rank)[0] for action in actions]
-    steps = []
-    for i, action in enumerate(actions):
-        posts = needed[i + ahead if i else 0 : i + ahead + 1]
-        steps.append(([message for message in posts if message], action))
-    return steps
-
-
-# ---- backward in two parts ----
-
-
-class SplitLinear(torch.autograd.Function):
-    """y = x W^T, whose backward makes the gradient of x and notes what that of W is made of.
-
-    W comes as an attribute: were it an input, autograd would run its hooks with no gradient there.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, linear: Linear, queue: list) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.queue = linear.weight, queue
-        return F.linear(x, linear.weight.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (x,) = ctx.saved_tensors
-        ctx.queue.append((ctx.weight, x.flatten(0, -2), grad.flatten(0, -2)))
-        # cast again: no bf16 copy of W is kept
-        return grad @ ctx.weight.to(grad.dtype), None, None
-
-
-def split_backward(module: nn.Module, queue: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
-    """From now on backward through the linear maps of `module` makes no gradient of a weight: it
-    appends weight, input [tokens, in] and gradient of the output [tokens, out] to `queue`."""
-    for child in module.modules():
-        if isinstance(child, Linear):
-            child.forward = lambda x, child=child: SplitLinear.apply(
-                in_autocast_dtype(x), child, queue
-            )
-
-
-# ---- a stage, and the pipeline ----
-
-
-def units_of(stage: int, n_stages: int, n_layers: int) -> range:
-    """The units of a stage: layers as evenly as they go. The embedding is with the first, the
-    output with the last; that is the heavy end, so layers left over go to the first stages."""
-    each, rest = divmod(n_layers, n_stages)
-    first = 1 + stage * each + min(stage, rest)  # unit 0 is `embed`, layer i is unit i + 1
-    end = first + each + (stage < rest)
-    return range(first if stage else 0, end if stage < n_stages - 1 else n_layers + 2)
-
-
-class PipelineStage:
-    """A run of the units of `model`, and the micro-batches that are in flight in it.
-
-    model: built with this rank's units alone, which may be several runs (virtual stages).
-    autocast: compute in bfloat16; what goes from stage to stage is float32 all the same.
-    """
-
-    def __init__(self, model: Transformer, units: range, split: bool, autocast: bool):
-        self.part = Transformer(model.config, units=())  # embedding and layers
-        self.part.embed = model.embed if 0 in units else None
-        for name, layer in model.layers.items():
-            if int(name) + 1 in units:
-                self.part.layers[name] = layer
-        self.output = model.output if model.config.n_units - 1 in units else None
-        self.autocast = autocast
-        # input, place of the output in the graph, gradient of the output if that is a loss
-        self.in_flight: dict[int, tuple[Tensor, GradientEdge, Tensor | None]] = {}
-        self.queue: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-        self.put_off: dict[int, list[tuple[nn.Parameter, Tensor, Tensor]]] = {}
-        self.gradient_ready: Callable[[nn.Parameter], None] = lambda weight: None
-        if split:
-            # the layers' products alone: embedding and norms have none that costs, and the
-            # head's gradient is made with the loss
-            split_backward(self.part, self.queue)
-
-    def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
-        """x: vectors, or the first stage's tokens. Returns vectors, or the last stage's loss.
-
-        m: number of micro-batches; the gradients are those of their mean loss.
-        """
-        if x.is_floating_point():
-            x.requires_grad_(torch.is_grad_enabled())
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
-            y = self.part(x, keys=keys)  # [micro batch, seq, d_model]
-        result, grad = y.detach(), None
-        if self.output is not None:
-            result, grad = self.loss(result, targets, m)
-        if torch.is_grad_enabled():
-            self.in_flight[micro] = x, get_gradient_edge(y), grad
-        return result
-
-    def loss(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
-        """The loss, and at once the gradient of x. The function has made the head's in forward,
-        and one as large as the head for each micro-batch in flight would be too much to keep."""
-        x.requires_grad_(torch.is_grad_enabled())
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
-            loss = self.output(x, targets)
-        if torch.is_grad_enabled():
-            (loss / m).backward()
-        return loss.detach(), x.grad
-
-    def backward(self, micro: int, grad: Tensor | None) -> Tensor | None:
-        """grad: of what `forward` returned, None in the last stage. Returns that of its input;
-        those of the weights are added up, or put off if backward is split."""
-        x, edge, grad_of_loss = self.in_flight.pop(micro)
-        torch.autograd.backward([edge], [grad_of_loss if grad is None else grad])
-        if self.queue:
-            self.put_off[micro], self.queue[:] = self.queue[:], []
-        return x.grad
-
-    @torch.no_grad()
-    def weight_gradients(self, micro: int) -> None:
-        """The products that were put off. Autograd runs no hook of these weights: whoever listens
-        to gradients, as data parallelism does, is told by `gradient_ready`."""
-        for weight, x, grad in self.put_off.pop(micro):
-            product = (grad.t() @ x).to(weight.dtype)
-            weight.grad = product if weight.grad is None else weight.grad.add_(product)
-            self.gradient_ready(weight)
-
-
 class Pipeline:
-    """Runs a schedule over the stages of all ranks: what to send and receive follows from it.
+    """Run a schedule: forward and backward of all micro-batches through all stages.
 
-    runs: the units of each stage of this rank. groups: the same ranks twice, first for what goes
-    to a lower rank, then for what goes to a higher one. So between two ranks a group carries one
-    direction, and where it does one thing at a time, as NCCL does, no send is stuck behind a
-    receive that waits for this very rank.
+    units: of each stage of this rank, by the stage's number; stage s is on rank s % p. to_lower,
+    to_higher: two groups of the same ranks. Between two ranks a group carries one direction: NCCL
+    runs the operations of a group in order, and no send may wait behind a receive that depends on
+    it. autocast: compute in bfloat16; stages exchange float32 all the same.
     """
 
     def __init__(
         self,
         model: Transformer,
-        runs: list[range],
+        units: dict[int, range],
         schedule: Schedule,
-        groups: list[ProcessGroup],
+        to_lower: ProcessGroup,
+        to_higher: ProcessGroup,
         autocast: bool = False,
     ):
-        self.schedule, self.groups = schedule, groups
-        self.p, self.v, self.rank = groups[0].size(), len(runs), groups[0].rank()
-        split = schedule is zero_bubble
-        self.stages = [PipelineStage(model, units, split, autocast) for units in runs]
+        self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
+        self.p, self.rank = to_lower.size(), to_lower.rank()
+        self.n_stages = self.p * len(units)
+        self.stages = {stage: self.build_stage(model, units[stage], autocast) for stage in units}
         self.device, self.d_model = next(model.parameters()).device, model.config.d_model
-        self.receives: dict[Message, tuple[Work, Tensor]] = {}  # under way
-        self.sends: deque[tuple[Work, Tensor]] = deque()  # under way, the oldest first
+        self.receives: dict[Message, tuple[Work, Tensor]] = {}  # in flight
+        self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
         self.open_channels()
 
+    def build_stage(self, model: Transformer, units: range, autocast: bool) -> PipelineStage:
+        return PipelineStage(model, units, autocast)
+
     def open_channels(self) -> None:
-        """Send a number through each channel, in an order common to all ranks. NCCL connects two
-        ranks in their first call and waits there for the other, which no schedule allows for."""
+        """Send one number between all neighbours, in an order common to all ranks: NCCL's first
+        operation between two ranks connects them, and blocks until both have issued it."""
         for src in range(self.p):
             for dst in sorted({(src - 1) % self.p, (src + 1) % self.p} - {src}):
-                group, number = self.groups[dst > src], torch.zeros(1, device=self.device)
+                number, group = torch.zeros(1, device=self.device), self.group_for(src, dst)
                 if self.rank == src:
                     isend(number, group=group, group_dst=dst).wait()
                 if self.rank == dst:
                     irecv(number, group=group, group_src=src).wait()
 
+    def group_for(self, src: int, dst: int) -> ProcessGroup:
+        return self.to_higher if dst > src else self.to_lower
+
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
-        """Forward and backward of all micro-batches (tokens, targets, dropout keys), as scheduled;
-        under `no_grad` forward alone. Returns their losses: [m] on the last rank, zeros elsewhere.
+        """Train on micro-batches (tokens, targets, dropout keys); under `no_grad` forward only.
+
+        Returns their losses, [m], on the rank of the last stage, and zeros on the others.
         """
-        schedule = self.schedule if torch.is_grad_enabled() else forward_only
-        m, shape = len(micro_batches), self.shape_sent(micro_batches[0][0])
-        losses = torch.zeros(m, device=self.device)
-        for posts, action in plan(schedule, self.p, m, self.v, self.rank):
-            needed, made = messages(action, self.p, self.v, self.rank)
-            for message in posts:
-                self.post(message, torch.empty(shape, device=self.device))
-            received = self.receive(needed) if needed else None
-            with record_function(f"{action.kind} {action.micro} {action.chunk}"):  # --profile
+        losses = torch.zeros(len(micro_batches), device=self.device)
+        actions = self.schedule(self.rank, self.p, len(micro_batches))
+        if not torch.is_grad_enabled():
+            actions = [action for action in actions if action.kind == "F"]
+        for receives, action in plan(actions, self.n_stages):
+            for message in receives:
+                self.start_receive(message, self.shape_sent(micro_batches[0][0]))
+            needed, produced = messages(action, self.n_stages)
+            received = self.finish_receive(needed) if needed else None
+            with record_function(f"{action.kind} {action.micro} {action.stage}"):  # --profile
                 result = self.do(action, received, micro_batches, losses)
-            if made:
-                self.send(made, result)
+            if produced:
+                self.start_send(produced, result)
         while self.sends:
             self.sends.popleft()[0].wait()
         return losses
 
-    def shape_sent(self, tokens: Tensor) -> tuple[int, ...]:
-        """Of what goes from stage to stage: [micro batch, seq, d_model]."""
-        return *tokens.shape, self.d_model
-
     def do(self, action: Action, received: Tensor | None, micro_batches, losses) -> Tensor | None:
-        """One action on what was received for it; returns what is to be sent, if anything is."""
-        stage = self.stages[action.chunk]
-        if action.kind == "W":
-            return stage.weight_gradients(action.micro)
-        if action.kind in "BI":  # alike: in a split stage it is but the input's part
+        """Run one action on what it received: activations or their gradient, None for neither."""
+        stage = self.stages[action.stage]
+        if action.kind == "B":
             return stage.backward(action.micro, received)
         inputs, targets, keys = micro_batches[action.micro]
         x = inputs if received is None else received
@@ -380,24 +140,174 @@ class Pipeline:
             losses[action.micro] = result
         return result
 
-    def post(self, message: Message, buffer: Tensor) -> None:
-        """Begin to receive."""
-        src = message.sender(self.p)
-        work = irecv(buffer, group=self.groups[self.rank > src], group_src=src)
+    def shape_sent(self, tokens: Tensor) -> tuple[int, ...]:
+        return *tokens.shape, self.d_model  # [micro-batch, seq, d_model]
+
+    def start_receive(self, message: Message, shape: tuple[int, ...]) -> None:
+        src, buffer = message.source % self.p, torch.empty(shape, device=self.device)
+        work = irecv(buffer, group=self.group_for(src, self.rank), group_src=src)
         self.receives[message] = work, buffer
 
-    def receive(self, message: Message) -> Tensor:
+    def finish_receive(self, message: Message) -> Tensor:
         work, buffer = self.receives.pop(message)
         work.wait()
         return buffer
 
-    def send(self, message: Message, tensor: Tensor) -> None:
-        """Begin to send. No more than p sends are under way: what has arrived is to be freed."""
+    def start_send(self, message: Message, tensor: Tensor) -> None:
+        """Send without waiting. At most p sends stay in flight, so that their memory is freed."""
         dst = message.stage % self.p
-        work = isend(tensor, group=self.groups[dst > self.rank], group_dst=dst)
+        work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
         self.sends.append((work, tensor))
         if len(self.sends) > self.p:
             self.sends.popleft()[0].wait()
+
+
+class PipelineStage:
+    """A contiguous range of the model's units, and the micro-batches in flight in it.
+
+    model: of this rank, which has the units of all its stages. autocast: compute in bfloat16.
+    """
+
+    def __init__(self, model: Transformer, units: range, autocast: bool):
+        self.part = Transformer(model.config, units=())  # embedding and layers
+        self.part.embed = model.embed if 0 in units else None
+        for name, layer in model.layers.items():
+            if int(name) + 1 in units:
+                self.part.layers[name] = layer
+        self.output = model.output if model.config.n_units - 1 in units else None
+        self.autocast = autocast
+        # per micro-batch: input, the output's place in the graph, in the last stage its gradient
+        self.in_flight: dict[int, tuple[Tensor, GradientEdge, Tensor | None]] = {}
+
+    def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
+        """x: activations, or the first stage's tokens. Returns activations, or the last loss.
+
+        m: the number of micro-batches; the gradients are those of their mean loss.
+        """
+        if x.is_floating_point():
+            x.requires_grad_(torch.is_grad_enabled())
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
+            y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
+        result, grad = y.detach(), None
+        if self.output is not None:
+            result, grad = self.loss(result, targets, m)
+        if torch.is_grad_enabled():
+            # the edge alone: to keep y would keep its memory until backward
+            self.in_flight[micro] = x, get_gradient_edge(y), grad
+        return result
+
+    def loss(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
+        """The loss, and immediately the gradient of x: the head's gradient is as large as the
+        head, and one per micro-batch in flight would take too much memory."""
+        x.requires_grad_(torch.is_grad_enabled())
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
+            loss = self.output(x, targets)
+        if torch.is_grad_enabled():
+            (loss / m).backward()
+        return loss.detach(), x.grad
+
+    def backward(self, micro: int, grad: Tensor | None) -> Tensor | None:
+        """grad: of what `forward` returned; None in the last stage. Returns the input's gradient
+        and accumulates those of the weights."""
+        x, edge, grad_from_loss = self.in_flight.pop(micro)
+        torch.autograd.backward([edge], [grad_from_loss if grad is None else grad])
+        return x.grad
+
+
+def units_of(stage: int, n_stages: int, n_layers: int) -> range:
+    """The units of a stage: its share of the layers, the first one's embedding, the last one's
+    output. Layers left over go to the first stages, because the output is the heavier end."""
+    each, rest = divmod(n_layers, n_stages)
+    first = 1 + stage * each + min(stage, rest)  # unit 0 is `embed`, layer i is unit i + 1
+    end = first + each + (stage < rest)
+    return range(first if stage else 0, end if stage < n_stages - 1 else n_layers + 2)
+
+
+# ---- schedules: what a rank of p does with m micro-batches, in order ----
+
+
+class Action(NamedTuple):
+    kind: str  # F: forward, B: backward
+    micro: int  # micro-batch
+    stage: int
+
+
+Schedule = Callable[[int, int, int], list[Action]]  # of rank, p, m
+
+
+def gpipe(rank: int, p: int, m: int) -> list[Action]:
+    """All forwards, then all backwards: m micro-batches in flight. Huang et al., 2019."""
+    forwards = [Action("F", micro, rank) for micro in range(m)]
+    backwards = [Action("B", micro, rank) for micro in range(m)]
+    return forwards + backwards
+
+
+def one_f_one_b(rank: int, p: int, m: int) -> list[Action]:
+    """1F1B: forwards until the first gradient can be back, then one of each: p - rank in flight."""
+    forwards = [Action("F", micro, rank) for micro in range(m)]
+    backwards = [Action("B", micro, rank) for micro in range(m)]
+    return warm_up_and_alternate(forwards, backwards, min(m, p - rank - 1))
+
+
+def warm_up_and_alternate(
+    forwards: list[Action], backwards: list[Action], warm_up: int
+) -> list[Action]:
+    """Warm-up: forwards. Steady state: one forward, one backward. Cool-down: backwards."""
+    pairs = zip(forwards[warm_up:], backwards, strict=False)  # ends with the forwards
+    steady_state = [action for pair in pairs for action in pair]
+    return forwards[:warm_up] + steady_state + backwards[len(forwards) - warm_up :]
+
+
+# ---- messages: what the actions make the ranks send ----
+
+
+class Message(NamedTuple):
+    """What an action waits for: activations (F) or their gradient (B), [micro-batch, seq, d]."""
+
+    kind: str
+    micro: int
+    stage: int  # that receives it
+
+    @property
+    def source(self) -> int:
+        return self.stage - 1 if self.kind == "F" else self.stage + 1
+
+
+def messages(action: Action, n_stages: int) -> tuple[Message | None, Message | None]:
+    """The message that an action needs and the one that it produces; None for neither.
+
+    The first stage starts from tokens, which take no gradient; the last one ends in the loss.
+    """
+    kind, micro, stage = action
+    is_first, is_last = stage == 0, stage == n_stages - 1
+    needed = produced = None
+    if kind == "F" and not is_first:
+        needed = Message("F", micro, stage)
+    if kind == "F" and not is_last:
+        produced = Message("F", micro, stage + 1)
+    if kind == "B" and not is_last:
+        needed = Message("B", micro, stage)
+    if kind == "B" and not is_first:
+        produced = Message("B", micro, stage - 1)
+    return needed, produced
+
+
+RECEIVES_AHEAD = 2  # actions
+
+
+def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Message], Action]]:
+    """Each action with the messages whose receives to post before it starts.
+
+    A receive is posted two actions before its message is needed, so that data arrives while the
+    rank computes. NCCL ignores tags and matches by order alone: with the schedules here a rank
+    sends its messages to another in the order in which that one needs them.
+    """
+    receives: list[list[Message]] = [[] for _ in actions]
+    for i, action in enumerate(actions):
+        needed, _ = messages(action, n_stages)
+        if needed:
+            receives[max(0, i - RECEIVES_AHEAD)].append(needed)
+    return list(zip(receives, actions, strict=True))
 
 
 @torch.no_grad()
@@ -407,9 +317,118 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup | Non
     The squares add up over the stages.
     """
     squares = global_norm(p.grad for p in model.parameters()).square()
-    norm = all_reduce_control(squares, group=group).sqrt()
-    clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
+    total_norm = all_reduce_control(squares, group=group).sqrt()
+    clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
+    return total_norm
+
+
+# ---- interleaving: v shorter stages per rank ----
+
+
+def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
+    """1F1B in which a micro-batch passes every rank v times. The pipeline fills v times faster,
+    at v times the communication. Micro-batches go round in groups of p: m is a multiple of p.
+    """
+    if v == 1:
+        return one_f_one_b(rank, p, m)
+    rounds = [
+        (micro, chunk)
+        for start in range(0, m, p)
+        for chunk in range(v)
+        for micro in range(start, min(start + p, m))
+    ]
+    forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
+    backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
+    warm_up = min(v * m, (v - 1) * p + 2 * (p - rank - 1))
+    return warm_up_and_alternate(forwards, backwards, warm_up)
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_1f1b}
+
+
+# ---- zero bubble (not in stage 07): an addition that splits backward in two parts ----
+
+
+def zero_bubble(rank: int, p: int, m: int) -> list[Action]:
+    """1F1B in which weight gradients, for which no rank waits, fill the bubble (Qi et al.'s H1).
+
+    B computes the gradient of the input, W those of the weights. A micro-batch stays in flight
+    until its W: micro-batch i's W runs just before the forward of i + p. After the last forward
+    a W follows each B, while the next gradient is in flight.
+    """
+    kinds: list[str] = []
+    for kind, micro, _ in one_f_one_b(rank, p, m):
+        if kind == "F":
+            kinds += ["W", "F"] if micro >= p else ["F"]
+        else:
+            kinds += ["B", "W"] if micro >= m - (p - rank) else ["B"]
+    kinds += ["W"] * (m - kinds.count("W"))
+    number = {kind: count() for kind in "FBW"}  # each kind in the order of the micro-batches
+    return [Action(kind, next(number[kind]), rank) for kind in kinds]
+
+
+SPLIT_SCHEDULES = {"zero-bubble": zero_bubble}
+
+
+class SplitLinear(torch.autograd.Function):
+    """y = x W^T, whose backward computes dX and records what the matmul of dW takes.
+
+    W is not passed as an autograd input: autograd would run W's hooks with no gradient there.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layer: Linear, recorded: list) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.recorded = layer.weight, recorded
+        return F.linear(x, layer.weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (x,) = ctx.saved_tensors
+        ctx.recorded.append((ctx.weight, x.flatten(0, -2), grad.flatten(0, -2)))
+        # cast again: no bf16 copy of W is kept
+        return grad @ ctx.weight.to(grad.dtype), None, None
+
+
+class ZeroBubbleStage(PipelineStage):
+    """A stage whose backward defers the weight gradients of its linear layers.
+
+    Norms and the embedding have no matmul to defer, and the head's gradients are computed with
+    the loss. recorded: weight, input [tokens, in] and output gradient [tokens, out] of each layer
+    in the backward that runs; pending: the same per micro-batch.
+    """
+
+    def __init__(self, model: Transformer, units: range, autocast: bool):
+        super().__init__(model, units, autocast)
+        self.recorded: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self.pending: dict[int, list[tuple[nn.Parameter, Tensor, Tensor]]] = {}
+        for layer in self.part.modules():
+            if isinstance(layer, Linear):
+                layer.forward = partial(self.split_linear, layer)
+
+    def split_linear(self, layer: Linear, x: Tensor) -> Tensor:
+        return SplitLinear.apply(in_autocast_dtype(x), layer, self.recorded)
+
+    def backward(self, micro: int, grad: Tensor | None) -> Tensor | None:
+        grad_x = super().backward(micro, grad)
+        self.pending[micro], self.recorded[:] = self.recorded[:], []
+        return grad_x
+
+    def weight_gradients(self, micro: int) -> None:
+        """The deferred matmuls. `backward` of a leaf accumulates in its `.grad` and runs its hooks,
+        so that data parallelism would hear of it."""
+        for weight, x, grad in self.pending.pop(micro):
+            weight.backward((grad.t() @ x).to(weight.dtype))
+
+
+class ZeroBubblePipeline(Pipeline):
+    def build_stage(self, model: Transformer, units: range, autocast: bool) -> PipelineStage:
+        return ZeroBubbleStage(model, units, autocast)
+
+    def do(self, action: Action, received: Tensor | None, micro_batches, losses) -> Tensor | None:
+        if action.kind == "W":
+            return self.stages[action.stage].weight_gradients(action.micro)
+        return super().do(action, received, micro_batches, losses)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -419,9 +438,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup | Non
 
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
-    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="order of the work")
+    schedules = [*SCHEDULES, *SPLIT_SCHEDULES]
+    parser.add_argument("--schedule", choices=schedules, default="1f1b", help="order of the work")
     parser.add_argument(
-        "--virtual-stages", type=positive_int, help="a rank's (default: interleaved 2, or 1)"
+        "--virtual-stages", type=positive_int, help="per rank (default: interleaved 2, or 1)"
     )
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     return check_pipeline(parser.parse_args(argv), world_size(), "--nproc-per-node")
@@ -433,7 +453,8 @@ def evaluate(model, pipeline, tokens, args, device) -> float:
     model.eval()
     batches = [(inputs, targets, None) for inputs, targets in eval_batches(tokens, args, device)]
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, _ in batches])
-    total = all_reduce_control((pipeline.run(batches).double() * counts).sum())
+    losses = pipeline.run(batches).double()
+    total = all_reduce_control((losses * counts).sum())
     model.train()
     return (total / counts.sum()).item()
 
@@ -447,14 +468,18 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     config = model_config(args, corpus.vocab)
     n_stages = world.size * args.virtual_stages
-    mine = range(world.rank, n_stages, world.size)  # my stages
-    runs = [units_of(stage, n_stages, config.n_layers) for stage in mine]
-    model = Transformer(config, units=[unit for run in runs for unit in run])
+    own_stages = range(world.rank, n_stages, world.size)
+    units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}
+    model = Transformer(config, units=[unit for part in units.values() for unit in part])
     init_weights(model, args.seed)
     model.to(device)
     timeout = timedelta(seconds=args.timeout)
     groups = [dist.new_group(timeout=timeout, group_desc=to) for to in ("to_lower", "to_higher")]
-    pipeline = Pipeline(model, runs, SCHEDULES[args.schedule], groups, args.autocast)
+    schedule = {**SCHEDULES, **SPLIT_SCHEDULES}[args.schedule]
+    if args.virtual_stages > 1:
+        schedule = partial(schedule, v=args.virtual_stages)
+    pipeline_class = ZeroBubblePipeline if args.schedule in SPLIT_SCHEDULES else Pipeline
+    pipeline = pipeline_class(model, units, schedule, *groups, args.autocast)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
 
     run = Run(args, __file__, config, device)

@@ -1,24 +1,24 @@
-"""Stage 07: data, tensor and pipeline parallelism at once, on a mesh of ranks (3D).
+"""Stage 07: data, tensor and pipeline parallelism together, on a three-dimensional mesh of ranks.
 
-A rank has a place on each of three axes. Along `pp` the layers are spread, along `tp` the matrices
-of each layer are cut, along `dp` the batch is shared out. Who differs in one place only forms the
-group in which that axis talks:
+Every rank has a coordinate on each of three axes. Along `pp` the layers are split into stages,
+along `tp` the matrices of each layer are sharded, along `dp` the batch is split. Ranks whose
+coordinates differ on one axis only form the group in which that axis communicates:
 
     rank = (pp_rank * dp + dp_rank) * tp + tp_rank
 
-`tp` is innermost, so that its ranks are neighbours: it talks several times a layer and waits for
-every answer. `pp` is outermost: it talks least.
+`tp` is innermost so that its ranks share a node: its collectives block several times per layer.
+`pp` is outermost: it communicates least.
 
-New since stage 06: the classes of 02 and 05, as they are there, beside those of 06; the mesh; a
-pipeline whose stages are cut and reduce their gradients over dp as it drains; and a norm that
-counts every parameter once. The micro-batches of the pipeline are the accumulation.
+New since stage 06: the definitions of 02 and 05, to the letter, beside those of 06 (without its
+zero bubble); the mesh; a pipeline whose stages are sharded over `tp` and reduce their gradients
+over `dp` while it drains; and a global norm that counts every parameter once. The pipeline's
+micro-batches are the gradient accumulation.
 
-    memory      16 P / (pp tp) bytes a rank (norms are whole in tp); activations: as in 06, of
-                1 / dp of the batch, cut as in 05
-    traffic     the sum of its parts: over dp one all-reduce of the rank's own parameters a step,
-                over tp what 05 sends for the rank's own units, over pp what 06 sends, of
-                1 / dp of the batch. With --sequence-parallel the ranks of a tp group pass on a
-                slice of the sequence each
+    memory per rank           16 P / (pp tp) bytes (norms are replicated in tp); activations: 06's,
+                              of 1 / dp of the batch, sharded as in 05
+    communication per step    the sum of its parts: over dp one all-reduce of the rank's own
+                              parameters; over tp what 05 sends for the rank's own units; over pp
+                              what 06 sends, of 1 / dp of the batch (--sequence-parallel: 1 / tp)
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", 2021; and the papers of 02, 05 and 06.
@@ -34,8 +34,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
-from itertools import count
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,7 +71,6 @@ from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import cleanup, group_along, refuse, setup, world_size
 from common.model import (
     IGNORED,
-    Linear,
     Output,
     Transformer,
     in_autocast_dtype,
@@ -84,11 +82,11 @@ from common.random import CounterDropout
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: three axes, one mesh
+# The technique: the definitions of 02, 05 and 06, then the mesh that combines them
 # ------------------------------------------------------------------------------------------------
 
 
-# ---- data parallelism: the classes of 02 ----
+# ---- from 02: data parallelism ----
 
 
 class DistributedDataParallel(nn.Module):
@@ -232,7 +230,7 @@ def split_into_buckets(
     return lists
 
 
-# ---- tensor parallelism: the definitions of 05 ----
+# ---- from 05: tensor parallelism ----
 #
 #   x [batch, seq, d] --f--> x W1^T [batch, seq, 4d/tp] --gelu--> h W2^T [batch, seq, d] --g--> y
 #                            W1: this rank's rows of [4d, d]      W2: its columns of [d, 4d]
@@ -252,7 +250,7 @@ def tensor_parallel(
     The model may be on the meta device: then the shards are as well, and `init_shards` fills
     them. With sequence_parallel it only takes sequences of the configuration's length.
     """
-    check_degree(model.config, dist.get_world_size(group), sequence_parallel)
+    check_degree(model.config, group.size(), sequence_parallel)
     region = SequenceParallelRegion(group) if sequence_parallel else TensorParallelRegion(group)
     if model.embed is not None:
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
@@ -345,9 +343,8 @@ class TensorParallelRegion:
     backward is an exit and g's backward an enter.
     """
 
-    def __init__(self, group: ProcessGroup | None):
-        self.group, self.tp = group, dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+    def __init__(self, group: ProcessGroup):
+        self.group, self.tp, self.rank = group, group.size(), group.rank()
 
     def enter(self, x: Tensor) -> Tensor:
         """The full activations, [batch, seq, d], on every rank: they are already."""
@@ -413,7 +410,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.dtype, logits = logits.dtype, logits.float()
         counted = targets != IGNORED
         scale = counted / counted.sum().clamp(min=1)  # [tokens], of each token in the mean
-        column = targets - dist.get_rank(group) * logits.shape[-1]
+        column = targets - group.rank() * logits.shape[-1]
         is_local = (column >= 0) & (column < logits.shape[-1])  # IGNORED is local nowhere
         column = column.masked_fill(~is_local, 0)[:, None]
 
@@ -441,14 +438,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 # ---- shards of the weights, and the norm of all ----
 
 
-def shard_of(full: Tensor, dim: int | None, group: ProcessGroup | None) -> Tensor:
+def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
     """A copy of this rank's shard along `dim`, so that `full` can be freed. None: of all of it."""
     if dim is None:
         return full.detach().clone()
-    tp, rank = dist.get_world_size(group), dist.get_rank(group)
-    if full.shape[dim] % tp:
-        raise ValueError(f"dimension {dim} of {tuple(full.shape)} does not divide by {tp} ranks")
-    return full.detach().chunk(tp, dim)[rank].clone()
+    if full.shape[dim] % group.size():
+        sizes = f"dimension {dim} of {tuple(full.shape)}"
+        raise ValueError(f"{sizes} does not divide by {group.size()} ranks")
+    return full.detach().chunk(group.size(), dim)[group.rank()].clone()
 
 
 def shard_dims_of(model: nn.Module) -> dict[str, int]:
@@ -463,9 +460,7 @@ def shard_dims_of(model: nn.Module) -> dict[str, int]:
 
 
 @torch.no_grad()
-def init_shards(
-    model: nn.Module, seed: int, group: ProcessGroup | None, device: torch.device
-) -> None:
+def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.device) -> None:
     """Give a model on the meta device this rank's shards of the plain model's initial weights.
 
     One parameter at a time is drawn in full: the full model exists nowhere.
@@ -475,7 +470,7 @@ def init_shards(
     for name, parameter in model.named_parameters():
         shape, dim = list(parameter.shape), dims.get(name)
         if dim is not None:
-            shape[dim] *= dist.get_world_size(group)
+            shape[dim] *= group.size()
         parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
 
 
@@ -524,323 +519,79 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
         grad.copy_(total.view_as(grad))
 
 
-# ---- the pipeline: those of 06 ----
-
-
-class Action(NamedTuple):
-    """What a rank does at a time: `F` a forward, `B` a backward, or backward in two parts, `I`
-    for the gradient of the input and `W` for those of the weights."""
-
-    kind: str
-    micro: int  # micro-batch
-    chunk: int = 0  # the rank's virtual stage: stage = chunk * p + rank
-
-
-# ---- schedules: p ranks, m micro-batches, v virtual stages a rank -> one rank's actions ----
-
-
-def forwards(p: int, m: int, v: int) -> list[Action]:
-    """All forwards of a rank: p micro-batches through its first chunk, then the next, and so on."""
-    return [
-        Action("F", micro, chunk)
-        for start in range(0, m, p)
-        for chunk in range(v)
-        for micro in range(start, min(start + p, m))
-    ]
-
-
-def backwards(p: int, m: int, v: int) -> list[Action]:
-    """All backwards in the same order of micro-batches, through the chunks from the last one."""
-    return [Action("B", micro, v - 1 - chunk) for _, micro, chunk in forwards(p, m, v)]
-
-
-def warm_up_then_alternate(p: int, m: int, v: int, warm_up: int) -> list[Action]:
-    """Some forwards; then by turns one forward, one backward (steady state); then cool-down."""
-    fs, bs = forwards(p, m, v), backwards(p, m, v)
-    steady = zip(fs[warm_up:], bs, strict=False)  # ends with the forwards
-    return fs[:warm_up] + [action for pair in steady for action in pair] + bs[len(fs) - warm_up :]
-
-
-def gpipe(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """All forwards, then all backwards: m micro-batches in flight. Huang et al., 2019."""
-    return forwards(p, m, v) + backwards(p, m, v)
-
-
-def one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """As many forwards as it takes until the first gradient is back: p - rank in flight."""
-    return warm_up_then_alternate(p, m, v, min(m, p - rank - 1))
-
-
-def interleaved_1f1b(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B where a rank has v short stages instead of a long one: the pipeline fills v times
-    faster, for v times the traffic. Micro-batches come by p, so m is a multiple of p."""
-    if v == 1:
-        return one_f_one_b(p, m, v, rank)
-    return warm_up_then_alternate(p, m, v, min(v * m, (v - 1) * p + 2 * (p - rank - 1)))
-
-
-def zero_bubble(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """1F1B whose weight gradients, for which nobody waits, fill the time that it idles.
-
-    A micro-batch is in flight until its W is done: it makes room for the forward of the p-th
-    after it just before that. Behind the last forward a W follows each I, while the next gradient
-    is on its way.
-    """
-    kinds: list[str] = []
-    for kind, micro, _ in one_f_one_b(p, m, v, rank):
-        if kind == "F":
-            kinds += ["W", "F"] if micro >= p else ["F"]
-        else:
-            kinds += ["I", "W"] if micro >= m - (p - rank) else ["I"]
-    kinds += ["W"] * (m - kinds.count("W"))
-    number = {kind: count() for kind in "FIW"}  # each kind in the order of the micro-batches
-    return [Action(kind, next(number[kind])) for kind in kinds]
-
-
-def forward_only(p: int, m: int, v: int, rank: int) -> list[Action]:
-    """For evaluation."""
-    return forwards(p, m, v)
-
-
-SCHEDULES = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved_1f1b,
-    "zero-bubble": zero_bubble,
-}
-Schedule = Callable[[int, int, int, int], list[Action]]
-
-
-# ---- what the actions make the ranks send ----
-
-
-class Message(NamedTuple):
-    """What an action waits for: `F` vectors, `B` their gradients, [micro batch, seq, d_model]."""
-
-    kind: str
-    micro: int
-    stage: int  # that takes it
-
-    def sender(self, p: int) -> int:
-        return (self.stage + (-1 if self.kind == "F" else 1)) % p
-
-
-def messages(action: Action, p: int, v: int, rank: int) -> tuple[Message | None, Message | None]:
-    """What a rank's action starts from and what it ends with, where that is a message.
-
-    The first stage starts from tokens, and nobody wants its gradient; the last ends with a loss.
-    """
-    if action.kind == "W":
-        return None, None
-    stage, last = action.chunk * p + rank, p * v - 1
-    before = Message("F", action.micro, stage) if stage > 0 else None
-    after = Message("B", action.micro, stage) if stage < last else None
-    if action.kind == "F":
-        return before, after and Message("F", action.micro, stage + 1)
-    return after, before and Message("B", action.micro, stage - 1)
-
-
-@lru_cache
-def plan(
-    schedule: Schedule, p: int, m: int, v: int, rank: int, ahead: int = 2
-) -> list[tuple[list[Message], Action]]:
-    """A rank's actions, each with the messages for which to post a receive before it starts.
-
-    Posted `ahead` actions before they are needed, so that data flows while the rank computes. A
-    transport may match by order alone (NCCL ignores tags): under every schedule here a rank makes
-    its messages to another in the order in which that one needs them.
-    """
-    actions = schedule(p, m, v, rank)
-    needed = [messages(action, p, v, rank)[0] for action in actions]
-    steps = []
-    for i, action in enumerate(actions):
-        posts = needed[i + ahead if i else 0 : i + ahead + 1]
-        steps.append(([message for message in posts if message], action))
-    return steps
-
-
-# ---- backward in two parts ----
-
-
-class SplitLinear(torch.autograd.Function):
-    """y = x W^T, whose backward makes the gradient of x and notes what that of W is made of.
-
-    W comes as an attribute: were it an input, autograd would run its hooks with no gradient there.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, linear: Linear, queue: list) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.queue = linear.weight, queue
-        return F.linear(x, linear.weight.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (x,) = ctx.saved_tensors
-        ctx.queue.append((ctx.weight, x.flatten(0, -2), grad.flatten(0, -2)))
-        # cast again: no bf16 copy of W is kept
-        return grad @ ctx.weight.to(grad.dtype), None, None
-
-
-def split_backward(module: nn.Module, queue: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
-    """From now on backward through the linear maps of `module` makes no gradient of a weight: it
-    appends weight, input [tokens, in] and gradient of the output [tokens, out] to `queue`."""
-    for child in module.modules():
-        if isinstance(child, Linear):
-            child.forward = lambda x, child=child: SplitLinear.apply(
-                in_autocast_dtype(x), child, queue
-            )
-
-
-# ---- a stage, and the pipeline ----
-
-
-def units_of(stage: int, n_stages: int, n_layers: int) -> range:
-    """The units of a stage: layers as evenly as they go. The embedding is with the first, the
-    output with the last; that is the heavy end, so layers left over go to the first stages."""
-    each, rest = divmod(n_layers, n_stages)
-    first = 1 + stage * each + min(stage, rest)  # unit 0 is `embed`, layer i is unit i + 1
-    end = first + each + (stage < rest)
-    return range(first if stage else 0, end if stage < n_stages - 1 else n_layers + 2)
-
-
-class PipelineStage:
-    """A run of the units of `model`, and the micro-batches that are in flight in it.
-
-    model: built with this rank's units alone, which may be several runs (virtual stages).
-    autocast: compute in bfloat16; what goes from stage to stage is float32 all the same.
-    """
-
-    def __init__(self, model: Transformer, units: range, split: bool, autocast: bool):
-        self.part = Transformer(model.config, units=())  # embedding and layers
-        self.part.embed = model.embed if 0 in units else None
-        for name, layer in model.layers.items():
-            if int(name) + 1 in units:
-                self.part.layers[name] = layer
-        self.output = model.output if model.config.n_units - 1 in units else None
-        self.autocast = autocast
-        # input, place of the output in the graph, gradient of the output if that is a loss
-        self.in_flight: dict[int, tuple[Tensor, GradientEdge, Tensor | None]] = {}
-        self.queue: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-        self.put_off: dict[int, list[tuple[nn.Parameter, Tensor, Tensor]]] = {}
-        self.gradient_ready: Callable[[nn.Parameter], None] = lambda weight: None
-        if split:
-            # the layers' products alone: embedding and norms have none that costs, and the
-            # head's gradient is made with the loss
-            split_backward(self.part, self.queue)
-
-    def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
-        """x: vectors, or the first stage's tokens. Returns vectors, or the last stage's loss.
-
-        m: number of micro-batches; the gradients are those of their mean loss.
-        """
-        if x.is_floating_point():
-            x.requires_grad_(torch.is_grad_enabled())
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
-            y = self.part(x, keys=keys)  # [micro batch, seq, d_model]
-        result, grad = y.detach(), None
-        if self.output is not None:
-            result, grad = self.loss(result, targets, m)
-        if torch.is_grad_enabled():
-            self.in_flight[micro] = x, get_gradient_edge(y), grad
-        return result
-
-    def loss(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
-        """The loss, and at once the gradient of x. The function has made the head's in forward,
-        and one as large as the head for each micro-batch in flight would be too much to keep."""
-        x.requires_grad_(torch.is_grad_enabled())
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
-            loss = self.output(x, targets)
-        if torch.is_grad_enabled():
-            (loss / m).backward()
-        return loss.detach(), x.grad
-
-    def backward(self, micro: int, grad: Tensor | None) -> Tensor | None:
-        """grad: of what `forward` returned, None in the last stage. Returns that of its input;
-        those of the weights are added up, or put off if backward is split."""
-        x, edge, grad_of_loss = self.in_flight.pop(micro)
-        torch.autograd.backward([edge], [grad_of_loss if grad is None else grad])
-        if self.queue:
-            self.put_off[micro], self.queue[:] = self.queue[:], []
-        return x.grad
-
-    @torch.no_grad()
-    def weight_gradients(self, micro: int) -> None:
-        """The products that were put off. Autograd runs no hook of these weights: whoever listens
-        to gradients, as data parallelism does, is told by `gradient_ready`."""
-        for weight, x, grad in self.put_off.pop(micro):
-            product = (grad.t() @ x).to(weight.dtype)
-            weight.grad = product if weight.grad is None else weight.grad.add_(product)
-            self.gradient_ready(weight)
+# ---- from 06: the pipeline ----
 
 
 class Pipeline:
-    """Runs a schedule over the stages of all ranks: what to send and receive follows from it.
+    """Run a schedule: forward and backward of all micro-batches through all stages.
 
-    runs: the units of each stage of this rank. groups: the same ranks twice, first for what goes
-    to a lower rank, then for what goes to a higher one. So between two ranks a group carries one
-    direction, and where it does one thing at a time, as NCCL does, no send is stuck behind a
-    receive that waits for this very rank.
+    units: of each stage of this rank, by the stage's number; stage s is on rank s % p. to_lower,
+    to_higher: two groups of the same ranks. Between two ranks a group carries one direction: NCCL
+    runs the operations of a group in order, and no send may wait behind a receive that depends on
+    it. autocast: compute in bfloat16; stages exchange float32 all the same.
     """
 
     def __init__(
         self,
         model: Transformer,
-        runs: list[range],
+        units: dict[int, range],
         schedule: Schedule,
-        groups: list[ProcessGroup],
+        to_lower: ProcessGroup,
+        to_higher: ProcessGroup,
         autocast: bool = False,
     ):
-        self.schedule, self.groups = schedule, groups
-        self.p, self.v, self.rank = groups[0].size(), len(runs), groups[0].rank()
-        split = schedule is zero_bubble
-        self.stages = [PipelineStage(model, units, split, autocast) for units in runs]
+        self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
+        self.p, self.rank = to_lower.size(), to_lower.rank()
+        self.n_stages = self.p * len(units)
+        self.stages = {stage: self.build_stage(model, units[stage], autocast) for stage in units}
         self.device, self.d_model = next(model.parameters()).device, model.config.d_model
-        self.receives: dict[Message, tuple[Work, Tensor]] = {}  # under way
-        self.sends: deque[tuple[Work, Tensor]] = deque()  # under way, the oldest first
+        self.receives: dict[Message, tuple[Work, Tensor]] = {}  # in flight
+        self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
         self.open_channels()
 
+    def build_stage(self, model: Transformer, units: range, autocast: bool) -> PipelineStage:
+        return PipelineStage(model, units, autocast)
+
     def open_channels(self) -> None:
-        """Send a number through each channel, in an order common to all ranks. NCCL connects two
-        ranks in their first call and waits there for the other, which no schedule allows for."""
+        """Send one number between all neighbours, in an order common to all ranks: NCCL's first
+        operation between two ranks connects them, and blocks until both have issued it."""
         for src in range(self.p):
             for dst in sorted({(src - 1) % self.p, (src + 1) % self.p} - {src}):
-                group, number = self.groups[dst > src], torch.zeros(1, device=self.device)
+                number, group = torch.zeros(1, device=self.device), self.group_for(src, dst)
                 if self.rank == src:
                     isend(number, group=group, group_dst=dst).wait()
                 if self.rank == dst:
                     irecv(number, group=group, group_src=src).wait()
 
+    def group_for(self, src: int, dst: int) -> ProcessGroup:
+        return self.to_higher if dst > src else self.to_lower
+
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
-        """Forward and backward of all micro-batches (tokens, targets, dropout keys), as scheduled;
-        under `no_grad` forward alone. Returns their losses: [m] on the last rank, zeros elsewhere.
+        """Train on micro-batches (tokens, targets, dropout keys); under `no_grad` forward only.
+
+        Returns their losses, [m], on the rank of the last stage, and zeros on the others.
         """
-        schedule = self.schedule if torch.is_grad_enabled() else forward_only
-        m, shape = len(micro_batches), self.shape_sent(micro_batches[0][0])
-        losses = torch.zeros(m, device=self.device)
-        for posts, action in plan(schedule, self.p, m, self.v, self.rank):
-            needed, made = messages(action, self.p, self.v, self.rank)
-            for message in posts:
-                self.post(message, torch.empty(shape, device=self.device))
-            received = self.receive(needed) if needed else None
-            with record_function(f"{action.kind} {action.micro} {action.chunk}"):  # --profile
+        losses = torch.zeros(len(micro_batches), device=self.device)
+        actions = self.schedule(self.rank, self.p, len(micro_batches))
+        if not torch.is_grad_enabled():
+            actions = [action for action in actions if action.kind == "F"]
+        for receives, action in plan(actions, self.n_stages):
+            for message in receives:
+                self.start_receive(message, self.shape_sent(micro_batches[0][0]))
+            needed, produced = messages(action, self.n_stages)
+            received = self.finish_receive(needed) if needed else None
+            with record_function(f"{action.kind} {action.micro} {action.stage}"):  # --profile
                 result = self.do(action, received, micro_batches, losses)
-            if made:
-                self.send(made, result)
+            if produced:
+                self.start_send(produced, result)
         while self.sends:
             self.sends.popleft()[0].wait()
         return losses
 
-    def shape_sent(self, tokens: Tensor) -> tuple[int, ...]:
-        """Of what goes from stage to stage: [micro batch, seq, d_model]."""
-        return *tokens.shape, self.d_model
-
     def do(self, action: Action, received: Tensor | None, micro_batches, losses) -> Tensor | None:
-        """One action on what was received for it; returns what is to be sent, if anything is."""
-        stage = self.stages[action.chunk]
-        if action.kind == "W":
-            return stage.weight_gradients(action.micro)
-        if action.kind in "BI":  # alike: in a split stage it is but the input's part
+        """Run one action on what it received: activations or their gradient, None for neither."""
+        stage = self.stages[action.stage]
+        if action.kind == "B":
             return stage.backward(action.micro, received)
         inputs, targets, keys = micro_batches[action.micro]
         x = inputs if received is None else received
@@ -849,123 +600,283 @@ class Pipeline:
             losses[action.micro] = result
         return result
 
-    def post(self, message: Message, buffer: Tensor) -> None:
-        """Begin to receive."""
-        src = message.sender(self.p)
-        work = irecv(buffer, group=self.groups[self.rank > src], group_src=src)
+    def shape_sent(self, tokens: Tensor) -> tuple[int, ...]:
+        return *tokens.shape, self.d_model  # [micro-batch, seq, d_model]
+
+    def start_receive(self, message: Message, shape: tuple[int, ...]) -> None:
+        src, buffer = message.source % self.p, torch.empty(shape, device=self.device)
+        work = irecv(buffer, group=self.group_for(src, self.rank), group_src=src)
         self.receives[message] = work, buffer
 
-    def receive(self, message: Message) -> Tensor:
+    def finish_receive(self, message: Message) -> Tensor:
         work, buffer = self.receives.pop(message)
         work.wait()
         return buffer
 
-    def send(self, message: Message, tensor: Tensor) -> None:
-        """Begin to send. No more than p sends are under way: what has arrived is to be freed."""
+    def start_send(self, message: Message, tensor: Tensor) -> None:
+        """Send without waiting. At most p sends stay in flight, so that their memory is freed."""
         dst = message.stage % self.p
-        work = isend(tensor, group=self.groups[dst > self.rank], group_dst=dst)
+        work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
         self.sends.append((work, tensor))
         if len(self.sends) > self.p:
             self.sends.popleft()[0].wait()
 
 
-# ---- the three together ----
+class PipelineStage:
+    """A contiguous range of the model's units, and the micro-batches in flight in it.
+
+    model: of this rank, which has the units of all its stages. autocast: compute in bfloat16.
+    """
+
+    def __init__(self, model: Transformer, units: range, autocast: bool):
+        self.part = Transformer(model.config, units=())  # embedding and layers
+        self.part.embed = model.embed if 0 in units else None
+        for name, layer in model.layers.items():
+            if int(name) + 1 in units:
+                self.part.layers[name] = layer
+        self.output = model.output if model.config.n_units - 1 in units else None
+        self.autocast = autocast
+        # per micro-batch: input, the output's place in the graph, in the last stage its gradient
+        self.in_flight: dict[int, tuple[Tensor, GradientEdge, Tensor | None]] = {}
+
+    def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
+        """x: activations, or the first stage's tokens. Returns activations, or the last loss.
+
+        m: the number of micro-batches; the gradients are those of their mean loss.
+        """
+        if x.is_floating_point():
+            x.requires_grad_(torch.is_grad_enabled())
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
+            y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
+        result, grad = y.detach(), None
+        if self.output is not None:
+            result, grad = self.loss(result, targets, m)
+        if torch.is_grad_enabled():
+            # the edge alone: to keep y would keep its memory until backward
+            self.in_flight[micro] = x, get_gradient_edge(y), grad
+        return result
+
+    def loss(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
+        """The loss, and immediately the gradient of x: the head's gradient is as large as the
+        head, and one per micro-batch in flight would take too much memory."""
+        x.requires_grad_(torch.is_grad_enabled())
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
+            loss = self.output(x, targets)
+        if torch.is_grad_enabled():
+            (loss / m).backward()
+        return loss.detach(), x.grad
+
+    def backward(self, micro: int, grad: Tensor | None) -> Tensor | None:
+        """grad: of what `forward` returned; None in the last stage. Returns the input's gradient
+        and accumulates those of the weights."""
+        x, edge, grad_from_loss = self.in_flight.pop(micro)
+        torch.autograd.backward([edge], [grad_from_loss if grad is None else grad])
+        return x.grad
 
 
-class SplitFThenLinear(torch.autograd.Function):
-    """`LinearWithAsyncCommunication` with the backward of `SplitLinear`."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, linear: ColumnParallelLinear, queue: list) -> Tensor:
-        x = linear.region.enter(x)
-        ctx.save_for_backward(x)
-        ctx.linear, ctx.queue = linear, queue
-        return F.linear(x, linear.weight.to(x.dtype))  # [batch, seq, out / tp]
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (x,) = ctx.saved_tensors
-        ctx.queue.append((ctx.linear.weight, x.flatten(0, -2), grad.flatten(0, -2)))
-        grad_x, work = ctx.linear.region.start_exit(grad @ ctx.linear.weight.to(grad.dtype))
-        work.wait()
-        return grad_x, None, None
+def units_of(stage: int, n_stages: int, n_layers: int) -> range:
+    """The units of a stage: its share of the layers, the first one's embedding, the last one's
+    output. Layers left over go to the first stages, because the output is the heavier end."""
+    each, rest = divmod(n_layers, n_stages)
+    first = 1 + stage * each + min(stage, rest)  # unit 0 is `embed`, layer i is unit i + 1
+    end = first + each + (stage < rest)
+    return range(first if stage else 0, end if stage < n_stages - 1 else n_layers + 2)
 
 
-def split_parallel_backward(module: nn.Module, queue: list) -> None:
-    """What `split_backward` does to plain linear maps, for those that are cut."""
-    for child in module.modules():
-        if isinstance(child, ColumnParallelLinear):
-            child.forward = lambda x, child=child: SplitFThenLinear.apply(
-                in_autocast_dtype(x), child, queue
-            )
-        elif isinstance(child, RowParallelLinear):
-            child.forward = lambda x, child=child: ReduceFromRegion.apply(
-                SplitLinear.apply(in_autocast_dtype(x), child, queue), child.region
-            )
+# ---- schedules: what a rank of p does with m micro-batches, in order ----
+
+
+class Action(NamedTuple):
+    kind: str  # F: forward, B: backward
+    micro: int  # micro-batch
+    stage: int
+
+
+Schedule = Callable[[int, int, int], list[Action]]  # of rank, p, m
+
+
+def gpipe(rank: int, p: int, m: int) -> list[Action]:
+    """All forwards, then all backwards: m micro-batches in flight. Huang et al., 2019."""
+    forwards = [Action("F", micro, rank) for micro in range(m)]
+    backwards = [Action("B", micro, rank) for micro in range(m)]
+    return forwards + backwards
+
+
+def one_f_one_b(rank: int, p: int, m: int) -> list[Action]:
+    """1F1B: forwards until the first gradient can be back, then one of each: p - rank in flight."""
+    forwards = [Action("F", micro, rank) for micro in range(m)]
+    backwards = [Action("B", micro, rank) for micro in range(m)]
+    return warm_up_and_alternate(forwards, backwards, min(m, p - rank - 1))
+
+
+def warm_up_and_alternate(
+    forwards: list[Action], backwards: list[Action], warm_up: int
+) -> list[Action]:
+    """Warm-up: forwards. Steady state: one forward, one backward. Cool-down: backwards."""
+    pairs = zip(forwards[warm_up:], backwards, strict=False)  # ends with the forwards
+    steady_state = [action for pair in pairs for action in pair]
+    return forwards[:warm_up] + steady_state + backwards[len(forwards) - warm_up :]
+
+
+# ---- messages: what the actions make the ranks send ----
+
+
+class Message(NamedTuple):
+    """What an action waits for: activations (F) or their gradient (B), [micro-batch, seq, d]."""
+
+    kind: str
+    micro: int
+    stage: int  # that receives it
+
+    @property
+    def source(self) -> int:
+        return self.stage - 1 if self.kind == "F" else self.stage + 1
+
+
+def messages(action: Action, n_stages: int) -> tuple[Message | None, Message | None]:
+    """The message that an action needs and the one that it produces; None for neither.
+
+    The first stage starts from tokens, which take no gradient; the last one ends in the loss.
+    """
+    kind, micro, stage = action
+    is_first, is_last = stage == 0, stage == n_stages - 1
+    needed = produced = None
+    if kind == "F" and not is_first:
+        needed = Message("F", micro, stage)
+    if kind == "F" and not is_last:
+        produced = Message("F", micro, stage + 1)
+    if kind == "B" and not is_last:
+        needed = Message("B", micro, stage)
+    if kind == "B" and not is_first:
+        produced = Message("B", micro, stage - 1)
+    return needed, produced
+
+
+RECEIVES_AHEAD = 2  # actions
+
+
+def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Message], Action]]:
+    """Each action with the messages whose receives to post before it starts.
+
+    A receive is posted two actions before its message is needed, so that data arrives while the
+    rank computes. NCCL ignores tags and matches by order alone: with the schedules here a rank
+    sends its messages to another in the order in which that one needs them.
+    """
+    receives: list[list[Message]] = [[] for _ in actions]
+    for i, action in enumerate(actions):
+        needed, _ = messages(action, n_stages)
+        if needed:
+            receives[max(0, i - RECEIVES_AHEAD)].append(needed)
+    return list(zip(receives, actions, strict=True))
+
+
+# ---- interleaving: v shorter stages per rank ----
+
+
+def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
+    """1F1B in which a micro-batch passes every rank v times. The pipeline fills v times faster,
+    at v times the communication. Micro-batches go round in groups of p: m is a multiple of p.
+    """
+    if v == 1:
+        return one_f_one_b(rank, p, m)
+    rounds = [
+        (micro, chunk)
+        for start in range(0, m, p)
+        for chunk in range(v)
+        for micro in range(start, min(start + p, m))
+    ]
+    forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
+    backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
+    warm_up = min(v * m, (v - 1) * p + 2 * (p - rank - 1))
+    return warm_up_and_alternate(forwards, backwards, warm_up)
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_1f1b}
+
+
+# ---- new in this stage: the mesh ----
+
+
+class Mesh(NamedTuple):
+    """This rank's process groups, one per axis; along `pp` two, one per direction."""
+
+    to_lower: ProcessGroup
+    to_higher: ProcessGroup
+    dp: ProcessGroup
+    tp: ProcessGroup
+
+    @property
+    def pp(self) -> ProcessGroup:
+        return self.to_lower  # of the same ranks as `to_higher`
+
+
+def build_mesh(pp: int, dp: int, tp: int, timeout: float) -> Mesh:
+    """rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
+    shape = (pp, dp, tp)
+    return Mesh(
+        to_lower=group_along(shape, 0, "to_lower", timeout),
+        to_higher=group_along(shape, 0, "to_higher", timeout),
+        dp=group_along(shape, 1, "dp", timeout),
+        tp=group_along(shape, 2, "tp", timeout),
+    )
 
 
 class MeshPipeline(Pipeline):
-    """A pipeline on a mesh: its stages may be cut over `tp`, and average gradients over `dp`.
+    """A pipeline whose stages may be sharded over `tp` and average their gradients over `dp`.
 
-    Each stage is a `DistributedDataParallel` of its own, whose last micro-batch alone
-    synchronises: as soon as a stage is through with its gradients they are on their way, while
-    the pipeline drains.
+    Each stage is a `DistributedDataParallel` of its own, which only the last micro-batch
+    synchronizes: as soon as that one's gradients are ready they are all-reduced, while the pipeline
+    drains. sequence_shards: tp with sequence parallelism, where each rank of a tp group sends its
+    part of the sequence, else 1.
     """
 
     def __init__(
         self,
         model: Transformer,
-        runs: list[range],
+        units: dict[int, range],
         schedule: Schedule,
-        groups: list[ProcessGroup],
-        dp: ProcessGroup,
-        slices_of_sequence: int = 1,
+        mesh: Mesh,
+        sequence_shards: int = 1,
         autocast: bool = False,
     ):
-        super().__init__(model, runs, schedule, groups, autocast)
-        self.slices_of_sequence = slices_of_sequence
-        self.replicas: list[DistributedDataParallel] = []  # a stage each; none without dp
-        for stage in self.stages:
-            if schedule is zero_bubble:
-                split_parallel_backward(stage.part, stage.queue)
-            if dp.size() > 1:
-                units = [unit for unit in (stage.part, stage.output) if unit is not None]
-                replica = DistributedDataParallel(nn.ModuleList(units), dp)
-                stage.gradient_ready = replica.mark_ready
-                self.replicas.append(replica)
+        super().__init__(model, units, schedule, mesh.to_lower, mesh.to_higher, autocast)
+        self.sequence_shards = sequence_shards
+        self.replicas: dict[int, DistributedDataParallel] = {}  # by stage; none without dp
+        if mesh.dp.size() > 1:
+            for number, stage in self.stages.items():
+                modules = [module for module in (stage.part, stage.output) if module is not None]
+                self.replicas[number] = DistributedDataParallel(nn.ModuleList(modules), mesh.dp)
 
     def shape_sent(self, tokens: Tensor) -> tuple[int, ...]:
         batch, seq = tokens.shape
-        return batch, seq // self.slices_of_sequence, self.d_model
+        return batch, seq // self.sequence_shards, self.d_model
 
     def do(self, action: Action, received: Tensor | None, micro_batches, losses) -> Tensor | None:
         is_last = action.micro == len(micro_batches) - 1
-        quiet = bool(self.replicas) and not is_last
-        with self.replicas[action.chunk].no_sync() if quiet else nullcontext():
+        replica = self.replicas.get(action.stage)
+        with nullcontext() if is_last or replica is None else replica.no_sync():
             return super().do(action, received, micro_batches, losses)
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the average over `dp`. Once a step."""
-        for replica in self.replicas:
+        """Wait until every gradient is the average over `dp`. Call it once per step."""
+        for replica in self.replicas.values():
             replica.finish_gradient_synchronization()
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    model: nn.Module, max_norm: float, tp: ProcessGroup, pp: ProcessGroup
-) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before.
 
-    Every parameter counts once: slices add up over `tp`, where replicated gradients are alike,
-    and stages over `pp`. Over `dp` all gradients are alike.
+    Every parameter counts once: sharded gradients add up over `tp`, where replicated ones are
+    equal, and stages add up over `pp`. Over `dp` all gradients are equal.
     """
-    cut = shard_dims_of(model)
-    sliced = [p.grad for name, p in model.named_parameters() if name in cut]
-    whole = [p.grad for name, p in model.named_parameters() if name not in cut]
-    squares = global_norm(whole).square()
-    if sliced:
-        squares += all_reduce_control(global_norm(sliced).square(), group=tp)
-    total_norm = all_reduce_control(squares, group=pp).sqrt()
+    dims = shard_dims_of(model)
+    sharded = [p.grad for name, p in model.named_parameters() if name in dims]
+    replicated = [p.grad for name, p in model.named_parameters() if name not in dims]
+    squares = global_norm(replicated).square()
+    if sharded:
+        squares += all_reduce_control(global_norm(sharded).square(), group=mesh.tp)
+    total_norm = all_reduce_control(squares, group=mesh.pp).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
 
@@ -979,12 +890,10 @@ def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--pp", type=positive_int, default=1, help="pipeline-parallel degree")
     parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel degree")
-    parser.add_argument(
-        "--sequence-parallel", action="store_true", help="shard the sequence as well"
-    )
+    parser.add_argument("--sequence-parallel", action="store_true", help="shard the sequence too")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="order of the work")
     parser.add_argument(
-        "--virtual-stages", type=positive_int, help="a rank's (default: interleaved 2, or 1)"
+        "--virtual-stages", type=positive_int, help="per rank (default: interleaved 2, or 1)"
     )
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     args = parser.parse_args(argv)
@@ -1004,8 +913,9 @@ def evaluate(model, pipeline, tokens, args, device, dp: ProcessGroup) -> float:
     share = eval_batches(tokens, args, device, dp.rank(), dp.size())
     batches = [(inputs, targets, None) for inputs, targets in share]
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, _ in batches])
-    # every rank adds its counts, but of pp ranks one alone has losses
-    losses = pipeline.run(batches).double() * args.pp
+    losses = pipeline.run(batches).double()
+    if pipeline.n_stages - 1 not in pipeline.stages:
+        counts.zero_()  # tokens are counted where their losses are: on the last stage's ranks
     total = all_reduce_control(torch.stack([(losses * counts).sum(), counts.sum()]))
     model.train()
     return (total[0] / total[1]).item()
@@ -1018,28 +928,22 @@ def main(argv: list[str] | None = None) -> list[dict]:
     device = world.device
     corpus = load_corpus(args.data)
 
-    mesh = (args.pp, args.dp, args.tp)
-    axes = {"to_lower": 0, "to_higher": 0, "dp": 1, "tp": 2}
-    groups = {name: group_along(mesh, axis, name, args.timeout) for name, axis in axes.items()}
-    pp, dp, tp = groups["to_lower"], groups["dp"], groups["tp"]
+    mesh = build_mesh(args.pp, args.dp, args.tp, args.timeout)
+    dp, tp = mesh.dp, mesh.tp
     config = model_config(args, corpus.vocab)
     n_stages = args.pp * args.virtual_stages
-    mine = range(pp.rank(), n_stages, args.pp)  # my stages
-    runs = [units_of(stage, n_stages, config.n_layers) for stage in mine]
+    own_stages = range(mesh.pp.rank(), n_stages, args.pp)
+    units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}
     with torch.device("meta"):
-        model = Transformer(config, units=[unit for run in runs for unit in run])
+        model = Transformer(config, units=[unit for part in units.values() for unit in part])
     if args.tp > 1:
         tensor_parallel(model, tp, args.sequence_parallel)
     init_shards(model, args.seed, tp, device)
-    pipeline = MeshPipeline(
-        model,
-        runs,
-        SCHEDULES[args.schedule],
-        [groups["to_lower"], groups["to_higher"]],
-        dp,
-        slices_of_sequence=args.tp if args.sequence_parallel else 1,
-        autocast=args.autocast,
-    )
+    schedule = SCHEDULES[args.schedule]
+    if args.virtual_stages > 1:
+        schedule = partial(schedule, v=args.virtual_stages)
+    sequence_shards = args.tp if args.sequence_parallel else 1
+    pipeline = MeshPipeline(model, units, schedule, mesh, sequence_shards, args.autocast)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
 
     run = Run(args, __file__, config, device)
@@ -1055,9 +959,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
         pipeline.finish_gradient_synchronization()
         if args.sequence_parallel and args.tp > 1:
             all_reduce_replicated_gradients(model, tp)
-        # every rank of dp has its own losses, every one of tp the same
+        # dp ranks have different losses, tp ranks equal ones, and pp ranks but the last zeros
         loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
-        grad_norm = clip_grad_norm_(model, args.grad_clip, tp, pp)
+        grad_norm = clip_grad_norm_(model, args.grad_clip, mesh)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)
@@ -1069,7 +973,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         run.write()
         if run.saves(step):
             save_checkpoint(run.checkpoints, step + 1, state, args.keep_checkpoints)
-    for group in groups.values():
+    for group in mesh:
         dist.destroy_process_group(group)
     return run.finish()
 

@@ -32,7 +32,6 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
-from common.distributed import group_along
 from common.model import Linear, Transformer, TransformerConfig, init_weights, linear_cross_entropy
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -338,15 +337,15 @@ def torch_tensor_parallel(sequence_parallel: bool) -> Callable[[Shape], Step]:
 MICRO_BATCHES = 8
 
 
-def stages_of(shape: Shape, virtual_stages: int) -> tuple[list[range], Transformer]:
+def stages_of(shape: Shape, virtual_stages: int) -> tuple[dict[int, range], Transformer]:
     """The units of each of this rank's stages, and the model that holds them."""
     p, units_of = dist.get_world_size(), load_stage("06").units_of
     n_stages = p * virtual_stages
-    mine = range(dist.get_rank(), n_stages, p)
-    runs = [units_of(stage, n_stages, shape.n_layers) for stage in mine]
-    model = Transformer(shape.config, units=[unit for run in runs for unit in run])
+    own_stages = range(dist.get_rank(), n_stages, p)
+    units = {stage: units_of(stage, n_stages, shape.n_layers) for stage in own_stages}
+    model = Transformer(shape.config, units=[unit for part in units.values() for unit in part])
     init_weights(model, seed=1)
-    return runs, model.to(device())
+    return units, model.to(device())
 
 
 def on_all_ranks(losses: Tensor) -> Tensor:
@@ -359,9 +358,15 @@ def on_all_ranks(losses: Tensor) -> Tensor:
 def our_pipeline(schedule: str, virtual_stages: int = 1) -> Callable[[Shape], Step]:
     def build(shape: Shape) -> Step:
         stage = load_stage("06")
-        runs, model = stages_of(shape, virtual_stages)
+        units, model = stages_of(shape, virtual_stages)
         groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
-        pipeline = stage.Pipeline(model, runs, stage.SCHEDULES[schedule], groups)
+        if schedule in stage.SPLIT_SCHEDULES:
+            pipeline_class, actions = stage.ZeroBubblePipeline, stage.SPLIT_SCHEDULES[schedule]
+        else:
+            pipeline_class, actions = stage.Pipeline, stage.SCHEDULES[schedule]
+        if virtual_stages > 1:
+            actions = partial(actions, v=virtual_stages)
+        pipeline = pipeline_class(model, units, actions, *groups)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
         def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -401,12 +406,10 @@ class Part(nn.Module):
 def torch_pipeline(schedule: type, virtual_stages: int = 1) -> Callable[[Shape], Step]:
     def build(shape: Shape) -> Step:
         p, rank = dist.get_world_size(), dist.get_rank()
-        runs, model = stages_of(shape, virtual_stages)
+        units, model = stages_of(shape, virtual_stages)
         stages = [
-            pipelining.PipelineStage(
-                Part(model, units), rank + chunk * p, p * virtual_stages, device()
-            )
-            for chunk, units in enumerate(runs)
+            pipelining.PipelineStage(Part(model, part), stage, p * virtual_stages, device())
+            for stage, part in units.items()
         ]
 
         def loss_of(x: Tensor, targets: Tensor) -> Tensor:
@@ -443,15 +446,13 @@ def torch_pipeline(schedule: type, virtual_stages: int = 1) -> Callable[[Shape],
 
 def our_mesh(shape: Shape) -> Step:
     """pp, dp and tp of two each."""
-    stage, degrees = load_stage("07"), (2, 2, 2)
-    axes = {"to_lower": 0, "to_higher": 0, "dp": 1, "tp": 2}
-    groups = {name: group_along(degrees, axis, name, 600) for name, axis in axes.items()}
-    units = stage.units_of(groups["to_lower"].rank(), 2, shape.n_layers)
+    stage = load_stage("07")
+    mesh = stage.build_mesh(2, 2, 2, timeout=600)
+    units = stage.units_of(mesh.pp.rank(), 2, shape.n_layers)
     model = Transformer(shape.config, units=units)
     init_weights(model, seed=1)
-    stage.tensor_parallel(model.to(device()), groups["tp"])
-    directions = [groups["to_lower"], groups["to_higher"]]
-    pipeline = stage.MeshPipeline(model, [units], stage.one_f_one_b, directions, groups["dp"])
+    stage.tensor_parallel(model.to(device()), mesh.tp)
+    pipeline = stage.MeshPipeline(model, {mesh.pp.rank(): units}, stage.one_f_one_b, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from harness import (
 )
 from torch.profiler import ProfilerActivity, profile
 
-from common.distributed import group_along
 from common.model import Transformer, TransformerConfig, init_weights
 from common.random import sample_keys
 
@@ -26,7 +26,6 @@ SIZE = "--d-model 32 --n-layers 4 --n-heads 4 --seq-len 16 --global-batch-size 2
 RUN = [*SIZE, *"--steps 50 --log-every 1 --eval-every 25 --resume never".split()]
 EVERYTHING = "--activation-checkpointing --dropout 0.1 --grad-clip 0.3".split()
 SEQUENCE = ["--sequence-parallel"]
-ZERO_BUBBLE = ["--schedule", "zero-bubble"]
 
 
 def mesh(pp: int, dp: int, tp: int) -> tuple[int, list[str]]:
@@ -100,9 +99,9 @@ def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, degrees):
     [
         ((2, 2, 1), ["--schedule", "gpipe"], ["--dropout", "0.1"]),
         ((2, 2, 2), ["--schedule", "interleaved"], EVERYTHING),
-        ((2, 2, 2), [*ZERO_BUBBLE, *SEQUENCE], EVERYTHING),
-        ((2, 2, 1), ZERO_BUBBLE, []),
-        ((2, 1, 2), ZERO_BUBBLE, ["--dropout", "0.1"]),
+        ((2, 2, 2), SEQUENCE, EVERYTHING),
+        ((2, 2, 1), [], []),
+        ((2, 1, 2), [], ["--dropout", "0.1"]),
         ((1, 2, 2), SEQUENCE, ["--dropout", "0.1"]),
         ((2, 1, 4), ["--schedule", "interleaved", *SEQUENCE], []),
         ((2, 1, 1), SEQUENCE, []),  # without tp there is nothing to cut
@@ -120,7 +119,7 @@ def test_the_curve_is_that_of_stage_01_with(pools, reference, corpus_dir, degree
 
 def test_bfloat16_stays_near_stage_01s(pools, reference, corpus_dir):
     argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16", "--steps", "20", *TWO_LAYERS]
-    for own in ([], [*ZERO_BUBBLE, *SEQUENCE]):
+    for own in ([], ["--schedule", "gpipe", *SEQUENCE]):
         size, flags = mesh(2, 1, 2)
         metrics = pools(size).train("07", [*argv, *flags, *own, "--micro-batch-size", "6"])[0]
         assert_same_curve(metrics, reference(argv), loss=0.02, norm=0.1)
@@ -145,87 +144,55 @@ def batches(dp: int) -> list[list[tuple]]:
 def pipeline_on(
     degrees: tuple[int, int, int], schedule: str, sequence_parallel: bool, autocast: bool = False
 ):
-    stage, axes = load_stage("07"), {"to_lower": 0, "to_higher": 0, "dp": 1, "tp": 2}
-    groups = {name: group_along(degrees, axis, name, 60) for name, axis in axes.items()}
-    pp, tp = groups["to_lower"], groups["tp"]
-    v = 2 if schedule == "interleaved" else 1
-    n_stages = degrees[0] * v
-    runs = [
-        stage.units_of(s, n_stages, CONFIG.n_layers) for s in range(pp.rank(), n_stages, degrees[0])
-    ]
+    stage = load_stage("07")
+    mesh = stage.build_mesh(*degrees, 60)
+    pp, v = degrees[0], 2 if schedule == "interleaved" else 1
+    units = {
+        s: stage.units_of(s, pp * v, CONFIG.n_layers) for s in range(mesh.pp.rank(), pp * v, pp)
+    }
     with torch.device("meta"):
-        model = Transformer(CONFIG, units=[unit for run in runs for unit in run])
-    if tp.size() > 1:
-        stage.tensor_parallel(model, tp, sequence_parallel)
-    stage.init_shards(model, 1, tp, torch.device("cpu"))
-    pipeline = stage.MeshPipeline(
-        model,
-        runs,
-        stage.SCHEDULES[schedule],
-        [groups["to_lower"], groups["to_higher"]],
-        groups["dp"],
-        slices_of_sequence=tp.size() if sequence_parallel else 1,
-        autocast=autocast,
-    )
-    return stage, groups, model, pipeline
+        model = Transformer(CONFIG, units=[unit for part in units.values() for unit in part])
+    if mesh.tp.size() > 1:
+        stage.tensor_parallel(model, mesh.tp, sequence_parallel)
+    stage.init_shards(model, 1, mesh.tp, torch.device("cpu"))
+    actions = stage.SCHEDULES[schedule] if v == 1 else partial(stage.SCHEDULES[schedule], v=v)
+    sequence_shards = mesh.tp.size() if sequence_parallel else 1
+    pipeline = stage.MeshPipeline(model, units, actions, mesh, sequence_shards, autocast)
+    return stage, mesh, model, pipeline
 
 
 def gradients(degrees: tuple[int, int, int], schedule: str, sequence_parallel: bool) -> None:
     """Every gradient, gathered, is the plain model's, and so is the norm; clipping scales all."""
-    stage, groups, model, pipeline = pipeline_on(degrees, schedule, sequence_parallel)
+    stage, mesh, model, pipeline = pipeline_on(degrees, schedule, sequence_parallel)
     data = batches(degrees[1])
     plain = Transformer(CONFIG)
     init_weights(plain, 1)
     tokens, targets, keys = map(torch.cat, zip(*[b for share in data for b in share], strict=True))
     plain(tokens, targets, keys).backward()
-    pipeline.run(data[groups["dp"].rank()])
+    pipeline.run(data[mesh.dp.rank()])
     pipeline.finish_gradient_synchronization()
     if sequence_parallel:
-        stage.all_reduce_replicated_gradients(model, groups["tp"])
+        stage.all_reduce_replicated_gradients(model, mesh.tp)
     cut, twins = stage.shard_dims_of(model), dict(plain.named_parameters())
 
     def hold_against_plain() -> None:
         for name, p in model.named_parameters():
             grad = twins[name].grad
             if name in cut:
-                grad = grad.chunk(degrees[2], cut[name])[groups["tp"].rank()]
+                grad = grad.chunk(degrees[2], cut[name])[mesh.tp.rank()]
             torch.testing.assert_close(p.grad, grad, atol=1e-6, rtol=0, msg=name)
 
     hold_against_plain()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    norm = stage.clip_grad_norm_(model, 0.1, groups["tp"], groups["to_lower"])
+    norm = stage.clip_grad_norm_(model, 0.1, mesh)
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
     hold_against_plain()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_every_gradient_is_the_plain_models(pools, schedule):
     for sequence_parallel in (False, True):
         pools(8).run(gradients, (2, 2, 2), schedule, sequence_parallel)
-
-
-def weight_gradients_by_hand(sequence_parallel: bool) -> tuple[list[int], bool]:
-    """Products that each W makes, and whether data parallelism has heard of all of them."""
-    _, groups, _, pipeline = pipeline_on((2, 2, 2), "zero-bubble", sequence_parallel)
-    (stage,), products = pipeline.stages, []
-    original = stage.weight_gradients
-
-    def count(micro: int) -> None:
-        products.append(len(stage.put_off[micro]))
-        original(micro)
-
-    stage.weight_gradients = count
-    pipeline.run(batches(2)[groups["dp"].rank()])
-    heard = all(replica.launched == len(replica.buckets) for replica in pipeline.replicas)
-    pipeline.finish_gradient_synchronization()
-    return products, heard
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_zero_bubble_splits_cut_layers_and_tells_data_parallelism(pools, sequence_parallel):
-    for products, heard in pools(8).run(weight_gradients_by_hand, sequence_parallel):
-        assert products == [4 * 2] * M  # four matrices in each of a rank's two layers
-        assert heard
 
 
 # ---- what is sent ----
@@ -254,7 +221,7 @@ def by_collective(counter: Counter) -> dict[str, float]:
         ("05", (1, 1, 2), []),
         ("05", (1, 1, 2), SEQUENCE),
         ("06", (2, 1, 1), []),
-        ("06", (2, 1, 1), ZERO_BUBBLE),
+        ("06", (2, 1, 1), ["--schedule", "gpipe"]),
         ("06", (2, 1, 1), ["--schedule", "interleaved"]),
     ],
     ids=str,
@@ -273,20 +240,20 @@ def test_with_one_degree_the_traffic_is_that_of_its_stage_to_the_byte(
 
 
 def sent_in_a_step(degrees, schedule: str, sequence_parallel: bool):
-    stage, groups, model, pipeline = pipeline_on(degrees, schedule, sequence_parallel)
+    stage, mesh, model, pipeline = pipeline_on(degrees, schedule, sequence_parallel)
     with count_collectives() as counted, whole_ledger() as ledger:
-        pipeline.run(batches(degrees[1])[groups["dp"].rank()])
+        pipeline.run(batches(degrees[1])[mesh.dp.rank()])
         pipeline.finish_gradient_synchronization()
         if sequence_parallel:
-            stage.all_reduce_replicated_gradients(model, groups["tp"])
-        stage.clip_grad_norm_(model, 1.0, groups["tp"], groups["to_lower"])
+            stage.all_reduce_replicated_gradients(model, mesh.tp)
+        stage.clip_grad_norm_(model, 1.0, mesh)
     assert_ledger_is_true(ledger, counted)
     parameters = sum(p.numel() for p in model.parameters())
     norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
     return ledger.payload, ledger.ring, parameters, norms
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_traffic_is_the_sum_of_its_parts_each_in_its_group(pools, schedule, sequence_parallel):
     v = 2 if schedule == "interleaved" else 1
@@ -332,7 +299,7 @@ def test_states_are_shared_out_over_pp_and_tp(fresh_pool, corpus_dir):
 
 def peak_of_a_step(schedule: str, autocast: bool) -> int:
     """Bytes beyond weights and gradients."""
-    _, groups, _, pipeline = pipeline_on((2, 1, 2), schedule, False, autocast)
+    _, mesh, _, pipeline = pipeline_on((2, 1, 2), schedule, False, autocast)
     data = batches(1)[0]
     pipeline.run(data)  # gradients are there from now on
     peaks = []
@@ -357,13 +324,13 @@ def test_bfloat16_holds_at_most_0_8_of_what_float32_does(pools, schedule):
 def first_reduction_and_last_backward(schedule: str) -> tuple[float, float]:
     """When the first all-reduce over dp was asked for, and when the last action began (in
     microseconds of this rank's trace)."""
-    _, groups, _, pipeline = pipeline_on((2, 2, 1), schedule, False)
-    data = batches(2)[groups["dp"].rank()]
+    _, mesh, _, pipeline = pipeline_on((2, 2, 1), schedule, False)
+    data = batches(2)[mesh.dp.rank()]
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         pipeline.run(data)
         pipeline.finish_gradient_synchronization()
     events = trace.events()
-    actions = sorted(e.time_range.start for e in events if e.name.split()[0] in "BIW")
+    actions = sorted(e.time_range.start for e in events if e.name.startswith("B "))
     sums = sorted(e.time_range.start for e in events if e.name == "c10d::allreduce_")
     return sums[0], actions[-1]
 

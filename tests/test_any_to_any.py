@@ -27,8 +27,8 @@ TOPOLOGIES = {
     "03": ((3, "--zero-stage 1"), (2, "--zero-stage 3")),
     "04": ((3, ""), (4, "--shard-size 2")),
     "05": ((2, "--sequence-parallel"), (4, "")),
-    "06": ((4, PIPELINE), (2, f"{PIPELINE} --schedule interleaved")),
-    "07": ((4, "--pp 2 --tp 2"), (4, f"{PIPELINE} --pp 2 --schedule zero-bubble")),
+    "06": ((4, f"{PIPELINE} --schedule zero-bubble"), (2, f"{PIPELINE} --schedule interleaved")),
+    "07": ((4, "--pp 2 --tp 2"), (4, f"{PIPELINE} --pp 2")),
 }
 
 

@@ -170,7 +170,7 @@ CASES = [  # ranks, samples per micro-batch, stage, its flags
     (4, 4, "06", schedule("zero-bubble", layers=4)),
     (4, 6, "06", schedule("interleaved", layers=8)),
     (4, 3, "07", mesh(2, 1, *schedule("gpipe"))),
-    (4, 3, "07", mesh(2, 1, *schedule("zero-bubble"))),
+    (4, 3, "07", mesh(2, 1, *schedule("1f1b"))),
     (4, 6, "07", mesh(2, 2, *SEQUENCE)),
     (4, 6, "07", mesh(1, 2)),
     (4, 6, "07", mesh(2, 2, *schedule("interleaved"), *CHECKPOINTING)),
@@ -216,7 +216,7 @@ def test_a_stage_trains_over_it(pools, reference, corpus_dir, tmp_path, size, mi
         (2, 6, "03", ["--zero-stage", "3"]),
         (2, 6, "04", ["--reduce-dtype", "bfloat16"]),
         (2, 12, "05", SEQUENCE),
-        (4, 6, "07", mesh(2, 2, *schedule("zero-bubble"), *SEQUENCE)),
+        (4, 6, "07", mesh(2, 2, *schedule("1f1b"), *SEQUENCE)),
     ],
     ids=name,
 )

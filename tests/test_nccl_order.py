@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from itertools import product
 from unittest.mock import patch
 
@@ -14,7 +15,8 @@ from nccl_rules import Records, assert_completes, assert_ranks_agree
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 stage = load_stage("06")
-SCHEDULES = tuple(stage.SCHEDULES)
+EVERY = {**stage.SCHEDULES, **stage.SPLIT_SCHEDULES}
+SCHEDULES = tuple(EVERY)
 
 # ---- the model itself ----
 
@@ -102,15 +104,21 @@ def channels(p: int, rank: int) -> list[Call | Wait]:
     return events
 
 
-def executed(schedule, p: int, m: int, v: int, rank: int) -> list[Call | Wait]:
+def executed(
+    name: str, p: int, m: int, v: int, rank: int, forward_only: bool = False
+) -> list[Call | Wait]:
     """What `Pipeline` issues on one rank: channels are opened, then the plan is executed."""
+    schedule = partial(EVERY[name], v=v) if name == "interleaved" else EVERY[name]
+    actions = schedule(rank, p, m)
+    if forward_only:
+        actions = [action for action in actions if action.kind == "F"]
     events = channels(p, rank)
     issued = len(events) // 2
     receives, sends = {}, deque()
-    for posts, action in stage.plan(schedule, p, m, v, rank):
-        needed, made = stage.messages(action, p, v, rank)
+    for posts, action in stage.plan(actions, p * v):
+        needed, made = stage.messages(action, p * v)
         for message in posts:
-            events.append(named("recv", message, rank, message.sender(p), p))
+            events.append(named("recv", message, rank, message.source % p, p))
             receives[message], issued = issued, issued + 1
         if needed:
             events.append(Wait(receives[needed]))
@@ -136,20 +144,20 @@ def cases(name: str) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_completes(name):
     for p, m, v in cases(name):
-        schedule = stage.SCHEDULES[name]
-        assert_completes([executed(schedule, p, m, v, rank) for rank in range(p)])
+        assert_completes([executed(name, p, m, v, rank) for rank in range(p)])
 
 
 def test_evaluation_completes():
     for p, m, v in product(range(2, 6), range(1, 12), range(1, 4)):
-        assert_completes([executed(stage.forward_only, p, m, v, rank) for rank in range(p)])
+        ranks = range(p)
+        assert_completes([executed("interleaved", p, m, v, rank, True) for rank in ranks])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_interchange_of_two_sends_is_found(name):
     """Of one rank, to one rank, in one group: the messages meet each other's receives."""
     p, m, v = 3, 6, 2 if name == "interleaved" else 1
-    records = [executed(stage.SCHEDULES[name], p, m, v, rank) for rank in range(p)]
+    records = [executed(name, p, m, v, rank) for rank in range(p)]
     assert_completes(records)
     found = 0
     for rank, events in enumerate(records):
@@ -174,7 +182,7 @@ def test_one_communicator_per_group_would_deadlock(name):
     """On a rank in the middle a receive that is posted early would block the sends behind it. So
     `setup` passes no `device_id`, and each pair of ranks has a communicator of its own."""
     p, m, v = 4, 8, 2 if name == "interleaved" else 1
-    records = [executed(stage.SCHEDULES[name], p, m, v, rank) for rank in range(p)]
+    records = [executed(name, p, m, v, rank) for rank in range(p)]
     with pytest.raises(AssertionError, match="wait for one another"):
         assert_completes(records, one_per_group=True)
 
@@ -184,7 +192,7 @@ def test_without_open_channels_the_first_messages_can_deadlock(name):
     """So the model sees what `open_channels` is for."""
     bare: Records = []
     for rank in range(4):
-        events, n = executed(stage.SCHEDULES[name], 4, 8, 1, rank), len(channels(4, rank)) // 2
+        events, n = executed(name, 4, 8, 1, rank), len(channels(4, rank)) // 2
         bare.append([e if isinstance(e, Call) else Wait(e.call - n) for e in events[2 * n :]])
     with pytest.raises(AssertionError, match="connects"):
         assert_completes(bare)
@@ -242,16 +250,16 @@ def test_the_model_issues_what_stage_06_issues(pools, corpus_dir, tmp_path, name
     assert_ranks_agree(records)
     assert_completes(records)
     for rank, events in enumerate(records):
-        expected = pipeline_events(executed(stage.SCHEDULES[name], p, 8, v, rank))
+        expected = pipeline_events(executed(name, p, 8, v, rank))
         assert pipeline_events(events)[: len(expected)] == expected
 
 
 MESHES = [  # pp, dp, tp, flags
     *((pp, dp, tp, []) for pp in (1, 2) for dp in (1, 2) for tp in (1, 2)),
     *((4, 1, 2, []), (1, 2, 4, []), (2, 1, 4, []), (3, 1, 2, [])),
-    *((2, 2, 1, ["--schedule", name]) for name in SCHEDULES),
+    *((2, 2, 1, ["--schedule", name]) for name in stage.SCHEDULES),
     (4, 2, 2, ["--schedule", "interleaved", "--sequence-parallel"]),
-    (8, 1, 1, ["--schedule", "zero-bubble"]),
+    (8, 1, 1, ["--schedule", "gpipe"]),
 ]
 
 

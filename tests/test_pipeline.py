@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,12 +47,18 @@ def pipeline_of(
 ):
     """A pipeline over all ranks and the model that this rank has of it."""
     stage, p, rank = load_stage("06"), dist.get_world_size(), dist.get_rank()
-    v = v or (2 if schedule == "interleaved" else 1)
-    runs = [stage.units_of(s, p * v, config.n_layers) for s in range(rank, p * v, p)]
-    model = Transformer(config, units=[unit for run in runs for unit in run])
+    n_stages = p * (v or (2 if schedule == "interleaved" else 1))
+    units = {s: stage.units_of(s, n_stages, config.n_layers) for s in range(rank, n_stages, p)}
+    model = Transformer(config, units=[unit for part in units.values() for unit in part])
     init_weights(model, 1)
     groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
-    return stage.Pipeline(model, runs, stage.SCHEDULES[schedule], groups, autocast), model
+    if schedule in stage.SPLIT_SCHEDULES:
+        actions, kind = stage.SPLIT_SCHEDULES[schedule], stage.ZeroBubblePipeline
+    else:
+        actions, kind = stage.SCHEDULES[schedule], stage.Pipeline
+    if n_stages > p:
+        actions = partial(actions, v=n_stages // p)
+    return kind(model, units, actions, *groups, autocast), model
 
 
 # ---- the curve ----
@@ -215,10 +222,10 @@ def test_split_backward_has_the_same_bits_and_the_same_products(pools, changes, 
         for name, gradient in gradients.items():
             assert torch.equal(gradient, same[name]), name
         assert products and products == equally
-        # four linear maps in each of a rank's four layers: one product each, not a weight's in I
+        # four linear layers in each of a rank's four layers: one matmul each, no weight's in B
         assert by_kind["W"].total() == 4 * 4
         forward = 4 * 4 if changes else 0  # recomputed
-        assert by_kind["I"].total() == 4 * 4 + forward
+        assert by_kind["B"].total() == 4 * 4 + forward
 
 
 def test_all_schedules_give_the_same_bits(pools):
@@ -232,7 +239,6 @@ def told_of() -> tuple[list[str], list[str]]:
     pipeline, model = pipeline_of("zero-bubble", CONFIG)
     names = {parameter: name for name, parameter in model.named_parameters()}
     told: list[str] = []
-    pipeline.stages[0].gradient_ready = lambda weight: told.append(names[weight])
     hooks = [
         parameter.register_post_accumulate_grad_hook(lambda p: told.append(names[p]))
         for parameter in model.parameters()
@@ -243,11 +249,36 @@ def told_of() -> tuple[list[str], list[str]]:
     return told, list(names.values())
 
 
-def test_every_gradient_is_announced_once_a_micro_batch(pools):
-    """By autograd's hooks or, where a product was put off, by `gradient_ready`: data parallelism
-    must hear of all."""
+def test_every_gradient_runs_its_hooks_once_per_micro_batch(pools):
+    """Deferred weight gradients as well: data parallelism listens to these hooks."""
     for told, names in pools(2).run(told_of):
         assert Counter(told) == {name: 3 for name in names}
+
+
+def averaged_over_data_parallel_ranks() -> None:
+    """02's class over a zero bubble's stage, the whole model on each of two replicas."""
+    stage, rank = load_stage("06"), dist.get_rank()
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    model = Transformer(CONFIG)
+    init_weights(model, 1)
+    units = {0: range(CONFIG.n_units)}
+    pipeline = stage.ZeroBubblePipeline(model, units, stage.zero_bubble, alone, alone)
+    modules = nn.ModuleList([pipeline.stages[0].part, model.output])
+    replica = load_stage("02").DistributedDataParallel(modules)
+    batches = micro_batches(2)
+    pipeline.run(batches[rank : rank + 1])
+    assert replica.launched == len(replica.buckets), "not all gradients were announced"
+    replica.finish_gradient_synchronization()
+
+    plain = Transformer(CONFIG)
+    init_weights(plain, 1)
+    plain(*map(torch.cat, zip(*batches, strict=True))).backward()
+    for (name, p), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, twin.grad, atol=1e-6, rtol=0, msg=name)
+
+
+def test_data_parallelism_averages_deferred_gradients_too(pools):
+    pools(2).run(averaged_over_data_parallel_ranks)
 
 
 # ---- in flight ----
@@ -259,7 +290,7 @@ def in_flight(schedule: str, m: int, changes: dict, bf16: bool = False) -> dict:
     pipeline, _ = pipeline_of(schedule, config(**changes), autocast=bf16)
     batch = micro_batches(m)
     pipeline.run(batch)  # gradients are there from now on
-    (stage,) = pipeline.stages
+    (stage,) = pipeline.stages.values()
     grad = torch.zeros(MICRO, SEQ, D) if stage.output is None else None
     with PeakMemory() as one:
         x = batch[0][0] if stage.part.embed is not None else torch.zeros(MICRO, SEQ, D)
@@ -274,7 +305,8 @@ def in_flight(schedule: str, m: int, changes: dict, bf16: bool = False) -> dict:
 
     def watched(*args):
         result = do(*args)
-        held.append((len(stage.in_flight) + len(stage.put_off), peak._now() - peak._before))
+        pending = getattr(stage, "pending", ())
+        held.append((len(stage.in_flight) + len(pending), peak._now() - peak._before))
         return result
 
     pipeline.do = watched

@@ -7,7 +7,7 @@ import threading
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -26,7 +26,8 @@ def _timeline():
 
 
 timeline = _timeline()
-NAMES = tuple(stage.SCHEDULES)
+SCHEDULES = {**stage.SCHEDULES, **stage.SPLIT_SCHEDULES}
+NAMES = tuple(SCHEDULES)
 
 
 @cache
@@ -40,8 +41,12 @@ def cases(name: str) -> list[tuple[int, int, int]]:
     ]
 
 
+def schedule_of(name: str, v: int):
+    return partial(SCHEDULES[name], v=v) if name == "interleaved" else SCHEDULES[name]
+
+
 def rows(name: str, p: int, m: int, v: int) -> list[list]:
-    return [stage.SCHEDULES[name](p, m, v, rank) for rank in range(p)]
+    return [schedule_of(name, v)(rank, p, m) for rank in range(p)]
 
 
 every_schedule = pytest.mark.parametrize("name", NAMES)
@@ -49,10 +54,10 @@ every_schedule = pytest.mark.parametrize("name", NAMES)
 
 @every_schedule
 def test_every_micro_batch_passes_each_stage_once_each_way(name):
-    kinds = "FIW" if name == "zero-bubble" else "FB"
+    kinds = "FBW" if name == "zero-bubble" else "FB"
     for p, m, v in cases(name):
-        expected = Counter(product(kinds, range(m), range(v)))
-        for row in rows(name, p, m, v):
+        for rank, row in enumerate(rows(name, p, m, v)):
+            expected = Counter(product(kinds, range(m), range(rank, p * v, p)))
             assert Counter(map(tuple, row)) == expected, (p, m, v)
 
 
@@ -63,21 +68,22 @@ def test_backward_follows_forward_and_gradients_add_up_in_one_order(name):
     for p, m, v in cases(name):
         for row in rows(name, p, m, v):
             place = {action: i for i, action in enumerate(row)}
-            for kind, micro, chunk in row:
-                before = {"B": "F", "I": "F", "W": "I"}.get(kind)
+            for kind, micro, number in row:
+                before = {"B": "F", "W": "B"}.get(kind)
                 if before:
-                    earlier = stage.Action(before, micro, chunk)
-                    assert place[earlier] < place[stage.Action(kind, micro, chunk)]
-            for kind, chunk in product("FBIW", range(v)):
-                order = [a.micro for a in row if (a.kind, a.chunk) == (kind, chunk)]
+                    earlier = stage.Action(before, micro, number)
+                    assert place[earlier] < place[stage.Action(kind, micro, number)]
+            for kind, number in {(a.kind, a.stage) for a in row}:
+                order = [a.micro for a in row if (a.kind, a.stage) == (kind, number)]
                 assert order == sorted(order)
 
 
 def most_in_flight(row: list) -> int:
     """Forwards whose backward, or weights' part of it, is not done."""
     now = most = 0
+    ends = "W" if any(action.kind == "W" for action in row) else "B"
     for action in row:
-        now += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
+        now += {"F": 1, ends: -1}.get(action.kind, 0)
         most = max(most, now)
     return most
 
@@ -111,7 +117,7 @@ def claimed_length(name: str, p: int, m: int, v: int) -> float:
 @every_schedule
 def test_idle_share_with_unit_costs(name):
     for p, m, v in cases(name):
-        spans = timeline.simulate(stage, stage.SCHEDULES[name], p, m, v)
+        spans = timeline.simulate(stage, schedule_of(name, v), p, m)
         expected = 1 - 3 * m / claimed_length(name, p, m, v)
         assert timeline.idle_share(spans) == pytest.approx(expected, abs=1e-9), (p, m, v)
         if name in ("gpipe", "1f1b"):
@@ -163,8 +169,10 @@ def transport(name: str, p: int, m: int, v: int) -> None:
     the executor waits for what it needs, for its oldest send when more than p are under way, and
     at the end for all of them.
     """
-    schedule = stage.SCHEDULES.get(name, stage.forward_only)
-    plans = [deque(stage.plan(schedule, p, m, v, rank)) for rank in range(p)]
+    every = rows("interleaved" if name == "evaluation" else name, p, m, v)
+    if name == "evaluation":  # as `Pipeline.run` does it
+        every = [[action for action in row if action.kind == "F"] for row in every]
+    plans = [deque(stage.plan(row, p * v)) for row in every]
     sent, posted = defaultdict(list), defaultdict(list)  # by (source, target)
     passed: set = set()
     under_way = [deque() for _ in range(p)]  # sends
@@ -172,10 +180,10 @@ def transport(name: str, p: int, m: int, v: int) -> None:
 
     def advance(rank: int) -> bool:
         posts, action = plans[rank][0]
-        needed, made = stage.messages(action, p, v, rank)
+        needed, made = stage.messages(action, p * v)
         if state[rank] == "post":
             for message in posts:
-                posted[message.sender(p), rank].append(message)
+                posted[message.source % p, rank].append(message)
             state[rank] = "receive"
         elif state[rank] == "receive":
             if needed and needed not in passed:
@@ -221,8 +229,8 @@ def test_no_rank_waits_for_ever_without_buffers(name):
 def test_receives_are_posted_early_and_once(name):
     for p, m, v in cases(name)[::7]:
         for rank in range(p):
-            plan = stage.plan(stage.SCHEDULES[name], p, m, v, rank)
-            needed = [stage.messages(action, p, v, rank)[0] for _, action in plan]
+            plan = stage.plan(schedule_of(name, v)(rank, p, m), p * v)
+            needed = [stage.messages(action, p * v)[0] for _, action in plan]
             posted: dict = {}
             for i, (posts, _) in enumerate(plan):
                 for message in posts:
@@ -296,13 +304,14 @@ def run_the_executor(name: str, p: int, m: int, v: int, buffered: bool, monkeypa
     def rank_runs(rank: int) -> None:
         channels.me.rank = rank
         pipeline = object.__new__(stage.Pipeline)
-        pipeline.schedule, pipeline.groups = stage.SCHEDULES[name], ("to lower", "to higher")
-        pipeline.p, pipeline.v, pipeline.rank = p, v, rank
+        pipeline.schedule = schedule_of(name, v)
+        pipeline.to_lower, pipeline.to_higher = "to lower", "to higher"
+        pipeline.p, pipeline.n_stages, pipeline.rank = p, p * v, rank
         pipeline.device, pipeline.d_model = torch.device("cpu"), 3
         pipeline.receives, pipeline.sends = {}, deque()
 
         def do(action, received, micro_batches, losses):
-            needed, made = stage.messages(action, p, v, rank)
+            needed, made = stage.messages(action, p * v)
             if needed:
                 assert torch.equal(received, code(needed)), (needed, received)
             assert len(pipeline.sends) <= p and len(pipeline.receives) <= 2 * p + 3
@@ -310,7 +319,7 @@ def run_the_executor(name: str, p: int, m: int, v: int, buffered: bool, monkeypa
             return code(made) if made else None
 
         pipeline.do, under_way = do, []
-        made = [stage.messages(a, p, v, rank)[1] for a in pipeline.schedule(p, m, v, rank)]
+        made = [stage.messages(a, p * v)[1] for a in pipeline.schedule(rank, p, m)]
         try:
             pipeline.run([(torch.zeros(1), None, None)] * m)
             assert not pipeline.sends and not pipeline.receives
@@ -360,7 +369,7 @@ def test_units_cover_the_model_once_and_evenly():
 
 @every_schedule
 def test_the_time_line_shows_every_action(name):
-    spans = timeline.simulate(stage, stage.SCHEDULES[name], 2, 4, 2 if name == "interleaved" else 1)
+    spans = timeline.simulate(stage, schedule_of(name, 2), 2, 4)
     actions = sum(map(len, spans))
     root = ElementTree.fromstring(timeline.svg(spans, "a title", "units"))
     boxes = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if "stroke" in e.attrib]

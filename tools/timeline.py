@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,27 +52,35 @@ def load_stage():
     return module
 
 
-def simulate(stage, schedule, p: int, m: int, v: int, costs=COSTS) -> list[list[Span]]:
+def drawn_kind(kind: str, kinds: set[str]) -> str:
+    """Where a rank has `W` actions, its `B` is the inputs' part alone: `I`."""
+    return "I" if kind == "B" and "W" in kinds else kind
+
+
+def simulate(stage, schedule, p: int, m: int, costs=COSTS) -> list[list[Span]]:
     """When each rank's actions run if each starts as soon as its message is there.
 
     Raises RuntimeError if the ranks wait for one another.
     """
-    rows = [schedule(p, m, v, rank) for rank in range(p)]
+    rows = [schedule(rank, p, m) for rank in range(p)]
+    n_stages = 1 + max(action.stage for row in rows for action in row)
     spans: list[list[Span]] = [[] for _ in range(p)]
     arrived: dict = {}
     progress = True
     while progress:
         progress = False
         for rank, row in enumerate(rows):
+            kinds = {action.kind for action in row}
             while len(spans[rank]) < len(row):
                 action = row[len(spans[rank])]
-                needed, made = stage.messages(action, p, v, rank)
+                needed, made = stage.messages(action, n_stages)
                 if needed and needed not in arrived:
                     break
                 free = spans[rank][-1].end if spans[rank] else 0.0
                 start = max(free, arrived[needed] if needed else 0.0)
-                end = start + costs[action.kind] / v
-                spans[rank].append(Span(*action, start, end))
+                kind = drawn_kind(action.kind, kinds)
+                end = start + costs[kind] * p / n_stages  # a v-th of it with v stages per rank
+                spans[rank].append(Span(kind, action.micro, action.stage // p, start, end))
                 arrived[made] = end
                 progress = True
     for rank, row in enumerate(rows):
@@ -99,7 +108,14 @@ def measured(folder: Path) -> list[list[list[Span]]]:
             trace = json.load(file)
         ranks.append(_steps_of(trace))
     steps = list(zip(*ranks, strict=True))
-    return [_from_zero(list(step)) for step in steps]
+    return [_from_zero([_as_drawn(row) for row in step]) for step in steps]
+
+
+def _as_drawn(row: list[Span]) -> list[Span]:
+    """A trace has the numbers of stages; a rank's own ones are its chunks 0, 1, ..."""
+    chunks = {stage: i for i, stage in enumerate(sorted({span.chunk for span in row}))}
+    kinds = {span.kind for span in row}
+    return [s._replace(kind=drawn_kind(s.kind, kinds), chunk=chunks[s.chunk]) for s in row]
 
 
 def _rank_of(path: Path) -> int:
@@ -239,7 +255,10 @@ def planned(args: argparse.Namespace) -> tuple[list[list[Span]], str, str]:
         raise SystemExit(f"timeline.py: --micro {m} is not a multiple of --pp {p}")
     if args.schedule != "interleaved" and v > 1:
         raise SystemExit(f"timeline.py: {args.schedule} has one stage a rank: --virtual 1")
-    spans = simulate(stage, stage.SCHEDULES[args.schedule], p, m, v)
+    schedule = {**stage.SCHEDULES, **stage.SPLIT_SCHEDULES}[args.schedule]
+    if v > 1:
+        schedule = partial(schedule, v=v)
+    spans = simulate(stage, schedule, p, m)
     title = f"{args.schedule}: {p} ranks, {m} micro-batches"
     title += f", {v} virtual stages a rank" if v > 1 else ""
     return spans, title, "units"
