@@ -28,6 +28,7 @@ Run it:
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +39,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# A rank posts receives before its first forward. By default CUDA loads a kernel when it is first
+# launched, which can wait for operations in flight: for a receive that depends on this very kernel.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
 import torch.distributed as dist
@@ -95,13 +99,14 @@ class Pipeline:
     def open_channels(self) -> None:
         """Send one number between all neighbours, in an order common to all ranks: NCCL's first
         operation between two ranks connects them, and blocks until both have issued it."""
-        for src in range(self.p):
-            for dst in sorted({(src - 1) % self.p, (src + 1) % self.p} - {src}):
-                number, group = torch.zeros(1, device=self.device), self.group_for(src, dst)
-                if self.rank == src:
-                    isend(number, group=group, group_dst=dst).wait()
-                if self.rank == dst:
-                    irecv(number, group=group, group_src=src).wait()
+        # only interleaving makes the last rank and the first one neighbours
+        forward = {((stage - 1) % self.p, stage % self.p) for stage in range(1, self.n_stages)}
+        for src, dst in sorted(forward | {(dst, src) for src, dst in forward}):
+            number, group = torch.zeros(1, device=self.device), self.group_for(src, dst)
+            if self.rank == src:
+                isend(number, group=group, group_dst=dst).wait()
+            if self.rank == dst:
+                irecv(number, group=group, group_src=src).wait()
 
     def group_for(self, src: int, dst: int) -> ProcessGroup:
         return self.to_higher if dst > src else self.to_lower

@@ -115,6 +115,8 @@ def setup(timeout: float = 600.0) -> World:
                 where = {"init_method": "env://"}  # reuses the store that torchrun has opened
             if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
                 where = {"store": _store_of_this_attempt(launch, timedelta(seconds=timeout))}
+        # no device_id: with one, all messages of a group would share one NCCL communicator, where a
+        # pipeline's early receive blocks the sends behind it; now each pair of ranks has its own
         dist.init_process_group(
             backend,
             rank=launch.rank,

@@ -2,6 +2,8 @@
 
     assert_ranks_agree(records)     the ranks of a group make the same calls in the same order
     assert_completes(records)       no rank waits forever, whatever the timing
+    assert_connects_early(records)  no rank connects while it receives
+    communicators(records, rank)    those that a rank takes part in
 
 `records[rank]` is the list of that rank's calls and waits, in issue order.
 """
@@ -60,6 +62,39 @@ def _same(ours: list[Call], theirs: list[Call], a: int, b: int, fields: tuple[st
 
 
 # ---- NCCL's order ----
+
+
+def _communicator(rank: int, call: Call, one_per_group: bool = False) -> tuple:
+    if call.op in ("send", "recv") and not one_per_group:
+        return call.group, *sorted((rank, call.peer))
+    return (call.group,)
+
+
+def communicators(records: Records, rank: int) -> set[tuple]:
+    """The communicators that NCCL creates on a rank for the recorded calls."""
+    return {_communicator(rank, event) for event in records[rank] if isinstance(event, Call)}
+
+
+def assert_connects_early(records: Records) -> None:
+    """No rank makes its first call in a communicator while one of its receives is in flight.
+
+    Creating a communicator allocates device memory, which can wait for every running kernel.
+    """
+    for rank, events in enumerate(records):
+        known: set[tuple] = set()
+        receiving: set[int] = set()
+        issued = 0
+        for event in events:
+            if isinstance(event, Wait):
+                receiving.discard(event.call)
+                continue
+            communicator = _communicator(rank, event)
+            late = receiving and communicator not in known
+            assert not late, f"rank {rank} connects while it receives: {event}"
+            known.add(communicator)
+            if event.op == "recv":
+                receiving.add(issued)
+            issued += 1
 
 
 class _Rank:
@@ -123,17 +158,12 @@ class NcclModel:
             if event.call not in host.completed:
                 return False
         else:
-            queues = self.queues.setdefault(self._communicator(rank, event), {})
+            queues = self.queues.setdefault(_communicator(rank, event, self.one_per_group), {})
             queues.setdefault(rank, deque()).append(len(host.issued))
             host.issued.append(event)
             self._connect(rank, event)
         host.events.popleft()
         return True
-
-    def _communicator(self, rank: int, call: Call) -> tuple:
-        if call.op in ("send", "recv") and not self.one_per_group:
-            return call.group, *sorted((rank, call.peer))
-        return (call.group,)
 
     def _connect(self, rank: int, call: Call) -> None:
         """If this is the first call of its kind, have the host wait for the others."""

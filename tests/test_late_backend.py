@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import assert_same_curve, load_stage
 from late_backend import Wait, assert_all_waited_for, recorded_calls
-from nccl_rules import assert_completes, assert_ranks_agree
+from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agree
 
 from common.collectives import reduce_scatter_single
 
@@ -166,6 +166,7 @@ CASES = [  # ranks, samples per micro-batch, stage, its flags
     (2, 12, "05", [*SEQUENCE, *CHECKPOINTING]),
     (4, 6, "05", [*SEQUENCE, "--n-heads", "4"]),
     *((2, 6, "06", schedule(name)) for name in SCHEDULES),
+    (2, 6, "06", [*schedule("interleaved", layers=6), "--virtual-stages", "3"]),
     (4, 4, "06", schedule("1f1b", layers=4)),
     (4, 4, "06", schedule("zero-bubble", layers=4)),
     (4, 6, "06", schedule("interleaved", layers=8)),
@@ -207,6 +208,7 @@ def test_a_stage_trains_over_it(pools, reference, corpus_dir, tmp_path, size, mi
     assert all(records)
     assert_ranks_agree(records)
     assert_completes(records)
+    assert_connects_early(records)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +217,7 @@ def test_a_stage_trains_over_it(pools, reference, corpus_dir, tmp_path, size, mi
         (2, 6, "02", []),
         (2, 6, "03", ["--zero-stage", "3"]),
         (2, 6, "04", ["--reduce-dtype", "bfloat16"]),
+        (2, 6, "04", ["--cpu-offload"]),
         (2, 12, "05", SEQUENCE),
         (4, 6, "07", mesh(2, 2, *schedule("1f1b"), *SEQUENCE)),
     ],

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from itertools import product
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from harness import load_stage
+from harness import load_stage, stage_path
 from late_backend import Call, Wait, recorded_calls
-from nccl_rules import Records, assert_completes, assert_ranks_agree
+from nccl_rules import (
+    Records,
+    assert_completes,
+    assert_connects_early,
+    assert_ranks_agree,
+    communicators,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 stage = load_stage("06")
-EVERY = {**stage.SCHEDULES, **stage.SPLIT_SCHEDULES}
-SCHEDULES = tuple(EVERY)
+SCHEDULES = (*stage.SCHEDULES, *stage.SPLIT_SCHEDULES)
 
 # ---- the model itself ----
 
@@ -93,42 +97,46 @@ def named(op: str, message, rank: int, peer: int, p: int) -> Call:
     return Call(op, direction, direction, tuple(range(p)), (), (), peer=peer, name=str(message))
 
 
-def channels(p: int, rank: int) -> list[Call | Wait]:
-    """What `open_channels` issues: a number through each channel, waited for at once."""
+def channels(p: int, v: int, rank: int) -> list[Call | Wait]:
+    """What `open_channels` issues: a number through each channel, waited for immediately."""
     events: list[Call | Wait] = []
-    for src in range(p):
-        for dst in sorted({(src - 1) % p, (src + 1) % p} - {src}):
-            if rank in (src, dst):
-                op, peer = ("send", dst) if rank == src else ("recv", src)
-                events += [named(op, "open", rank, peer, p), Wait(len(events) // 2)]
+    neighbors = {((s - 1) % p, s % p) for s in range(1, p * v)}
+    for src, dst in sorted(neighbors | {(dst, src) for src, dst in neighbors}):
+        if rank in (src, dst):
+            op, peer = ("send", dst) if rank == src else ("recv", src)
+            events += [named(op, "open", rank, peer, p), Wait(len(events) // 2)]
     return events
 
 
-def executed(
-    name: str, p: int, m: int, v: int, rank: int, forward_only: bool = False
-) -> list[Call | Wait]:
-    """What `Pipeline` issues on one rank: channels are opened, then the plan is executed."""
-    schedule = partial(EVERY[name], v=v) if name == "interleaved" else EVERY[name]
-    actions = schedule(rank, p, m)
-    if forward_only:
-        actions = [action for action in actions if action.kind == "F"]
-    events = channels(p, rank)
+def actions(name: str, p: int, m: int, v: int, rank: int) -> list:
+    if name == "interleaved":
+        return stage.interleaved_1f1b(rank, p, m, v)
+    return {**stage.SCHEDULES, **stage.SPLIT_SCHEDULES}[name](rank, p, m)
+
+
+def issued_by(actions: list, p: int, v: int, rank: int) -> list[Call | Wait]:
+    """What `Pipeline` issues on one rank: it opens the channels, then executes the plan."""
+    events = channels(p, v, rank)
     issued = len(events) // 2
     receives, sends = {}, deque()
     for posts, action in stage.plan(actions, p * v):
-        needed, made = stage.messages(action, p * v)
+        needed, produced = stage.messages(action, p * v)
         for message in posts:
             events.append(named("recv", message, rank, message.source % p, p))
             receives[message], issued = issued, issued + 1
         if needed:
             events.append(Wait(receives[needed]))
-        if made:
-            events.append(named("send", made, rank, made.stage % p, p))
+        if produced:
+            events.append(named("send", produced, rank, produced.stage % p, p))
             sends.append(issued)
             issued += 1
             if len(sends) > p:
                 events.append(Wait(sends.popleft()))
     return [*events, *map(Wait, sends)]
+
+
+def pipeline(name: str, p: int, m: int, v: int) -> Records:
+    return [issued_by(actions(name, p, m, v, rank), p, v, rank) for rank in range(p)]
 
 
 def cases(name: str) -> list[tuple[int, int, int]]:
@@ -144,20 +152,24 @@ def cases(name: str) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_completes(name):
     for p, m, v in cases(name):
-        assert_completes([executed(name, p, m, v, rank) for rank in range(p)])
+        assert_completes(pipeline(name, p, m, v))
 
 
 def test_evaluation_completes():
+    """The forwards of a schedule alone, of any number of batches."""
     for p, m, v in product(range(2, 6), range(1, 12), range(1, 4)):
-        ranks = range(p)
-        assert_completes([executed("interleaved", p, m, v, rank, True) for rank in ranks])
+        records: Records = []
+        for rank in range(p):
+            forwards = [a for a in actions("interleaved", p, m, v, rank) if a.kind == "F"]
+            records.append(issued_by(forwards, p, v, rank))
+        assert_completes(records)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_interchange_of_two_sends_is_found(name):
     """Of one rank, to one rank, in one group: the messages meet each other's receives."""
     p, m, v = 3, 6, 2 if name == "interleaved" else 1
-    records = [executed(name, p, m, v, rank) for rank in range(p)]
+    records = pipeline(name, p, m, v)
     assert_completes(records)
     found = 0
     for rank, events in enumerate(records):
@@ -182,7 +194,7 @@ def test_one_communicator_per_group_would_deadlock(name):
     """On a rank in the middle a receive that is posted early would block the sends behind it. So
     `setup` passes no `device_id`, and each pair of ranks has a communicator of its own."""
     p, m, v = 4, 8, 2 if name == "interleaved" else 1
-    records = [executed(name, p, m, v, rank) for rank in range(p)]
+    records = pipeline(name, p, m, v)
     with pytest.raises(AssertionError, match="wait for one another"):
         assert_completes(records, one_per_group=True)
 
@@ -191,8 +203,8 @@ def test_one_communicator_per_group_would_deadlock(name):
 def test_without_open_channels_the_first_messages_can_deadlock(name):
     """So the model sees what `open_channels` is for."""
     bare: Records = []
-    for rank in range(4):
-        events, n = executed(name, 4, 8, 1, rank), len(channels(4, rank)) // 2
+    for rank, events in enumerate(pipeline(name, 4, 8, 1)):
+        n = len(channels(4, 1, rank)) // 2
         bare.append([e if isinstance(e, Call) else Wait(e.call - n) for e in events[2 * n :]])
     with pytest.raises(AssertionError, match="connects"):
         assert_completes(bare)
@@ -249,8 +261,9 @@ def test_the_model_issues_what_stage_06_issues(pools, corpus_dir, tmp_path, name
     records = records_of(pools, corpus_dir, tmp_path, "06", p, argv.split())
     assert_ranks_agree(records)
     assert_completes(records)
-    for rank, events in enumerate(records):
-        expected = pipeline_events(executed(name, p, 8, v, rank))
+    assert_connects_early(records)
+    for events, modelled in zip(records, pipeline(name, p, 8, v), strict=True):
+        expected = pipeline_events(modelled)
         assert pipeline_events(events)[: len(expected)] == expected
 
 
@@ -259,7 +272,7 @@ MESHES = [  # pp, dp, tp, flags
     *((4, 1, 2, []), (1, 2, 4, []), (2, 1, 4, []), (3, 1, 2, [])),
     *((2, 2, 1, ["--schedule", name]) for name in stage.SCHEDULES),
     (4, 2, 2, ["--schedule", "interleaved", "--sequence-parallel"]),
-    (8, 1, 1, ["--schedule", "gpipe"]),
+    (8, 1, 1, []),
 ]
 
 
@@ -271,3 +284,27 @@ def test_every_mesh_of_07_agrees_and_completes(pools, corpus_dir, tmp_path, pp, 
     records = records_of(pools, corpus_dir, tmp_path, "07", pp * dp * tp, argv)
     assert_ranks_agree(records)
     assert_completes(records)
+    assert_connects_early(records)
+    for rank in range(pp * dp * tp):
+        on_gloo = {(e.group,) for e in records[rank] if isinstance(e, Call) and e.desc == "stop"}
+        place = rank // (dp * tp)
+        neighbors = {place - 1, place + 1} & set(range(pp))
+        if "interleaved" in own:
+            neighbors = {(place - 1) % pp, (place + 1) % pp}
+        # for collectives: all ranks, pp, dp and tp; for messages: per neighbour and direction
+        assert len(communicators(records, rank) - on_gloo) == 4 + 2 * len(neighbors)
+
+
+@pytest.mark.parametrize("number", ["06", "07"])
+def test_kernels_are_loaded_before_the_first_receive(number):
+    """Before PyTorch is imported, and so before it initializes CUDA; a value that is set stays."""
+    before = stage_path(number).read_text().split("import torch\n")[0]
+    assert 'os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")' in before
+
+
+def test_connecting_while_receiving_is_found():
+    link, other = call("recv", (0, 1), 0), call("all_reduce", (0, 1), group="2")
+    assert_connects_early([[], [other, Wait(0), link, other, Wait(1)]])
+    assert_connects_early([[], [link, Wait(0), other]])
+    with pytest.raises(AssertionError, match="connects while it receives"):
+        assert_connects_early([[], [link, other, Wait(0)]])
