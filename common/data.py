@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -34,12 +36,16 @@ EOS, UNKNOWN = "<eos>", "<unk>"
 
 @dataclass(frozen=True)
 class Corpus:
-    """`train`, `valid`, `test`: int32 tokens, 1-D, memory-mapped. `vocab[t]` is token t's word."""
+    """`train`, `valid`, `test`: int32 tokens, 1-D, memory-mapped. `vocab[t]` is token t's word.
+
+    digest: a hash of them all, equal for the same text wherever it was prepared.
+    """
 
     train: Tensor
     valid: Tensor
     test: Tensor
     vocab: list[str]
+    digest: str
 
 
 def load_corpus(name: str) -> Corpus:
@@ -53,11 +59,14 @@ def load_corpus(name: str) -> Corpus:
     tokens = {}
     for split in SPLITS:
         path = prepared / f"{split}.int32"
-        tokens[split] = torch.from_file(
-            str(path), shared=False, size=path.stat().st_size // 4, dtype=torch.int32
-        )
+        size = path.stat().st_size // 4
+        if size < 2:
+            refuse(f"--data {name}: too few tokens in {split}: {size}, at least 2 are needed")
+        tokens[split] = torch.from_file(str(path), shared=False, size=size, dtype=torch.int32)
     vocab = (prepared / "vocab.txt").read_text(encoding="utf-8").split("\n")[:-1]
-    return Corpus(**tokens, vocab=vocab)
+    file = prepared / "digest.txt"  # missing where an older version prepared the corpus
+    digest = file.read_text() if file.exists() else _digest(prepared)
+    return Corpus(**tokens, vocab=vocab, digest=digest)
 
 
 # ---- preparing ----
@@ -95,6 +104,7 @@ def _prepare(name: str, prepared: Path) -> None:
             aside = Path(tempfile.mkdtemp(dir=prepared.parent, prefix=f".{prepared.name}."))
             try:
                 _write(words, aside)
+                (aside / "digest.txt").write_text(_digest(aside))
                 aside.chmod(0o755)
                 aside.rename(prepared)
             except OSError:
@@ -105,6 +115,8 @@ def _prepare(name: str, prepared: Path) -> None:
                 shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         refuse(f"--data {name}: cannot prepare it in {prepared.parent}: {error}; set DATA_ROOT")
+    except ValueError as error:  # here, because the other ranks wait for the lock
+        refuse(f"--data {name} {error}")
 
 
 @contextlib.contextmanager
@@ -127,8 +139,17 @@ def _read_words(name: str) -> dict[str, list[str]]:
     if name == "wikitext2":
         lines = _wikitext2_lines()
     else:
-        lines = {s: (Path(name) / f"{s}.txt").open(encoding="utf-8") for s in SPLITS}
+        lines = {s: _lines_of(Path(name) / f"{s}.txt") for s in SPLITS}
     return {s: [w for line in lines[s] for w in (*line.split(), EOS)] for s in SPLITS}
+
+
+def _lines_of(path: Path) -> io.StringIO:
+    try:
+        return io.StringIO(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        value = error.object[error.start]
+        wrong = f"byte {error.start:,} is 0x{value:02x} ({error.reason})"
+        raise ValueError(f"cannot be read: {path} is not UTF-8, {wrong}") from None
 
 
 def _wikitext2_lines() -> dict[str, list[str]]:
@@ -141,11 +162,11 @@ def _wikitext2_lines() -> dict[str, list[str]]:
         print0("preparing WikiText-2 ...")
         rows = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
     except Exception as error:
-        refuse(
-            "--data wikitext2 is not prepared and cannot be fetched "
-            f"({type(error).__name__}): run `make data` on a machine with internet, or pass "
-            "--data sample, or --data DIR with train.txt, valid.txt and test.txt"
-        )
+        raise ValueError(
+            f"is not prepared and cannot be fetched ({type(error).__name__}): run `make data` on "
+            "a machine with internet, or pass --data sample, or --data DIR with train.txt, "
+            "valid.txt and test.txt"
+        ) from None
     return {s: rows["validation" if s == "valid" else s]["text"] for s in SPLITS}
 
 
@@ -205,6 +226,15 @@ def _write(words: dict[str, list[str]], folder: Path) -> None:
     (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in vocab), encoding="utf-8")
 
 
+def _digest(folder: Path) -> str:
+    """A hash of a prepared corpus."""
+    digests = []
+    for name in (*(f"{split}.int32" for split in SPLITS), "vocab.txt"):
+        with open(folder / name, "rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").digest())
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:12]
+
+
 # ---- batches ----
 
 
@@ -219,6 +249,13 @@ def _window(tokens: Tensor, index: int, seq_len: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
+@lru_cache(maxsize=1)  # drawing it takes seconds for 100 million windows
+def _order_of_epoch(seed: int, epoch: int, n_windows: int) -> Tensor:
+    """A permutation of all windows [n_windows]."""
+    order = torch.randperm(n_windows, generator=generator_of("epoch", seed, epoch))
+    return order.to(torch.int32) if n_windows < 2**31 else order
+
+
 def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:
     """Window indices of step `step`'s global batch, the same on every topology.
 
@@ -228,7 +265,7 @@ def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:
     indices, position = [], step * size
     while len(indices) < size:
         epoch, start = divmod(position, n_windows)
-        order = torch.randperm(n_windows, generator=generator_of("epoch", seed, epoch))
+        order = _order_of_epoch(seed, epoch, n_windows)
         taken = order[start : start + size - len(indices)].tolist()
         indices += taken
         position += len(taken)

@@ -60,7 +60,16 @@ def places(tmp_path_factory, corpus_dir) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("places")
     (folder / "empty").mkdir()
     (folder / "file").write_text("")
-    names = {name: str(folder / name) for name in ("empty", "file", "absent")}
+    for name, valid, test in (
+        ("short_valid", "\n", "a\n"),
+        ("empty_test", "a\n", ""),
+        ("latin_1", "\na\n\nü\n", "a"),
+    ):
+        (folder / name).mkdir()
+        shutil.copy(corpus_dir / "train.txt", folder / name)
+        (folder / name / "valid.txt").write_text(valid, encoding="latin-1")
+        (folder / name / "test.txt").write_text(test)
+    names = {path.name: str(path) for path in (*folder.iterdir(), folder / "absent")}
     return names | {"corpus": str(corpus_dir)}
 
 

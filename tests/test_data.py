@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -19,7 +22,7 @@ from harness import REPO, load_stage
 from common import data
 from common.data import EOS, UNKNOWN, eval_batches, load_corpus, train_batches
 from common.model import IGNORED, Transformer, TransformerConfig, init_weights
-from common.random import sample_keys
+from common.random import generator_of, sample_keys
 
 CPU = torch.device("cpu")
 SEQ = 8
@@ -115,6 +118,19 @@ def test_a_resumed_run_gets_the_batches_that_were_to_come():
         for a, b in zip(rest, whole[first:], strict=True):
             assert len(a) == len(b) == 2
             assert all(torch.equal(x, y) for i in range(2) for x, y in zip(a[i], b[i], strict=True))
+
+
+def test_the_order_of_an_epoch_is_drawn_once(monkeypatch):
+    drawn = []
+    randperm = torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda *a, **k: drawn.append(a) or randperm(*a, **k))
+    data._order_of_epoch.cache_clear()
+    args = arguments(steps=5, seed=3)  # 60 windows: two epochs of 22 and the third's first 16
+    found = windows_of(steps_of(numbered(22 * SEQ + 1), args))
+    assert len(drawn) == 3
+    orders = [randperm(22, generator=generator_of("epoch", 3, epoch)) for epoch in range(3)]
+    assert found == torch.cat(orders)[:60].tolist()
+    assert data._order_of_epoch(3, 2, 22).dtype == torch.int32
 
 
 # ---- evaluation ----
@@ -234,6 +250,23 @@ def test_what_is_prepared_is_not_prepared_again_and_is_mapped_not_read(tmp_path,
         assert size == 16000
 
 
+def test_another_text_has_another_digest_and_the_same_text_elsewhere_the_same(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("DATA_ROOT", str(tmp_path / "root"))
+    name = folder(tmp_path / "c", "a b c d\n" * 50)
+    corpus = load_corpus(name)
+    assert re.fullmatch("[0-9a-f]{12}", corpus.digest)
+    assert load_corpus(folder(tmp_path / "moved", "a b c d\n" * 50)).digest == corpus.digest
+    others = [("a b c d\n" * 51,), ("a b d c\n" * 50,), ("a b c e\n" * 50,)]
+    others += [("a b c d\n" * 50, "b\n"), ("a b c d\n" * 50, "a\n", "b\n")]
+    digests = {load_corpus(folder(tmp_path / f"o{i}", *o)).digest for i, o in enumerate(others)}
+    assert len(digests - {corpus.digest}) == 5
+    (prepared,) = (tmp_path / "root").glob("c-*/digest.txt")
+    prepared.unlink()  # as older versions have prepared it
+    assert load_corpus(name).digest == corpus.digest
+
+
 # ---- preparing safely ----
 
 
@@ -297,6 +330,31 @@ def test_a_process_killed_while_it_prepares_leaves_nothing_to_be_taken_for_real(
     assert "exit code 9" in ended.traceback
     assert len(load_corpus(name).train) == 250
     assert len(load_corpus(name).train) == 250
+
+
+@pytest.mark.parametrize("name", ["broken", "wikitext2"])
+def test_a_corpus_that_cannot_be_prepared_is_reported_with_its_lock_released(
+    monkeypatch, tmp_path, name
+):
+    """Other ranks wait for the lock; rank 0, the one to report, may be the last to get it."""
+    fake_hub(monkeypatch, tmp_path / "root", load_dataset=None)
+    if name == "broken":
+        name = folder(tmp_path / name, "a\n")
+        (tmp_path / "broken" / "train.txt").write_bytes(b"\xff")
+
+    released = []
+
+    def refuse(message: str):
+        (lock,) = (tmp_path / "root").glob("*.lock")
+        with open(lock) as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            released.append(message)
+        raise SystemExit(2)
+
+    monkeypatch.setattr(data, "refuse", refuse)
+    with pytest.raises(SystemExit):
+        load_corpus(name)
+    assert len(released) == 1
 
 
 # ---- the sample ----
