@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
 
-    run = Run(args, __file__, config, device)
+    run = Run(args, __file__, config, device, corpus)
     state = training_state(model.module, optimizer)
     first_step = load_checkpoint(run.checkpoints, args.resume, state, optimizer)
     batches = train_batches(corpus.train, args, device, first_step, world.rank, world.size)

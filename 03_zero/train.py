@@ -457,7 +457,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if args.zero_stage == 3:
         optimizer.shard_parameters(model.units(), getattr(torch, args.dtype))
 
-    run = Run(args, __file__, config, device)
+    run = Run(args, __file__, config, device, corpus)
     state = optimizer.training_state(model)
     first_step = load_checkpoint(run.checkpoints, args.resume, state, optimizer)
     batches = train_batches(corpus.train, args, device, first_step, world.rank, world.size)

@@ -511,7 +511,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     model = sharded_from_meta(model, args, world)
     optimizer = torch.optim.AdamW(model.shards(), **adamw_settings(args))
 
-    run = Run(args, __file__, config, device)
+    run = Run(args, __file__, config, device, corpus)
     state = model.training_state(optimizer)
     first_step = load_checkpoint(run.checkpoints, args.resume, state, optimizer)
     batches = train_batches(corpus.train, args, device, first_step, world.rank, world.size)

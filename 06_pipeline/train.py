@@ -487,7 +487,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     pipeline = pipeline_class(model, units, schedule, *groups, args.autocast)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
 
-    run = Run(args, __file__, config, device)
+    run = Run(args, __file__, config, device, corpus)
     state = training_state(model, optimizer)
     first_step = load_checkpoint(run.checkpoints, args.resume, state, optimizer)
     batches = train_batches(corpus.train, args, device, first_step)

@@ -955,7 +955,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     pipeline = MeshPipeline(model, units, schedule, mesh, sequence_shards, args.autocast)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
 
-    run = Run(args, __file__, config, device)
+    run = Run(args, __file__, config, device, corpus)
     state = training_state(model, optimizer, shard_dims_of(model), tp)
     first_step = load_checkpoint(run.checkpoints, args.resume, state, optimizer)
     batches = train_batches(corpus.train, args, device, first_step, dp.rank(), dp.size())

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from common.checkpoint import CheckpointFolder, checkpoints
 from common.collectives import all_reduce_control, ledger
+from common.data import Corpus
 from common.distributed import launch_environment, print0, rank, refuse, world_size
 from common.model import TransformerConfig
 
@@ -112,8 +113,9 @@ class Run:
         script: str,
         config: TransformerConfig,
         device: torch.device,
+        corpus: Corpus,
     ):
-        self.args, self.config, self.device = args, config, device
+        self.args, self.config, self.device, self.corpus = args, config, device, corpus
         if device.type == "cpu":
             keep_freed_memory()
         self.stage = Path(script).resolve().parent.name
@@ -152,6 +154,7 @@ class Run:
             described = {
                 "stage": self.stage,
                 "arguments": {k: 0 if v == math.inf else v for k, v in vars(self.args).items()},
+                "corpus": self.corpus.digest,
                 "parameters": self.config.num_parameters(),
                 "world_size": world_size(),
                 "launcher": launch_environment().launcher,
@@ -166,7 +169,7 @@ class Run:
         millions = described["parameters"] / 1e6
         print0(
             f"{self.stage}: {millions:.2f} M parameters, {world_size()} x {self.device.type}, "
-            f"data {self.args.data}, run folder {self.folder}"
+            f"data {self.args.data} (hash {self.corpus.digest}), run folder {self.folder}"
         )
         return None
 

@@ -285,6 +285,7 @@ def test_a_runs_folder_tells_what_was_run_and_what_came_of_it(train, tmp_path, c
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["stage"] == stage_path("01").parent.name and config["world_size"] == 1
     assert config["arguments"]["data"] == str(corpus_dir)
+    assert config["corpus"] == load_corpus(str(corpus_dir)).digest
     assert config["arguments"]["micro_batch_size"] == 12 and config["arguments"]["grad_clip"] == 0
     assert config["versions"]["torch"] == torch.__version__
     assert config["parameters"] == TransformerConfig(201, 32, 2, 2, 16).num_parameters()
@@ -300,6 +301,13 @@ def test_a_runs_folder_tells_what_was_run_and_what_came_of_it(train, tmp_path, c
     assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == [
         *("step-00000002", "step-00000004"),
     ]
+
+
+def test_the_first_line_names_the_hash_of_the_corpus(pools, corpus_dir):
+    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "1"]
+    (ended,) = pools(1, group=False).attempt_train("01", argv)
+    first = ended.stdout.splitlines()[0]
+    assert f"data {corpus_dir} (hash {load_corpus(str(corpus_dir)).digest})" in first
 
 
 def test_model_state_is_counted_at_sixteen_bytes_a_parameter(pools, corpus_dir):
