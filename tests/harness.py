@@ -170,8 +170,10 @@ def _tidy_up() -> None:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     for obj in gc.get_objects():
-        if type(obj) is torch.nn.Parameter and obj._post_accumulate_grad_hooks:
-            obj._post_accumulate_grad_hooks.clear()
+        if type(obj) is torch.nn.Parameter:
+            for hooks in (obj._post_accumulate_grad_hooks, obj._backward_hooks):
+                if hooks:
+                    hooks.clear()
 
 
 def _do(job: bytes) -> Outcome:

@@ -379,6 +379,9 @@ def test_a_rank_holds_what_the_table_says_at_every_point_of_a_step(pools, way, p
     steps = 4 * N_UNITS  # AdamW's count, a float32 for each tensor
     # the gradients of 02 and of ZeRO's stage 1 live in buffers that stay
     stays = grads if way in ("ddp", "zero-1") else 0
+    gathers_in = 2 if chosen.mixed else itemsize
+    # what a freed parameter reads as, one number per unit
+    weights += gathers_in if way == "zero-3" else 0
     idle = N_UNITS * (weights + stays + moments) + steps
     assert got["start"] == N_UNITS * (weights + (grads if way == "ddp" else 0))
     assert got["idle"] == idle
@@ -388,7 +391,6 @@ def test_a_rank_holds_what_the_table_says_at_every_point_of_a_step(pools, way, p
     uses_autocast = chosen.mixed and way not in SHARDED
     # the first unit's input wants no gradient, so that its weights are not kept
     copies = (N_UNITS - 1) * UNIT * 2 if uses_autocast else 0
-    gathers_in = 2 if chosen.mixed else itemsize
     kept = copies + (N_UNITS * padded * gathers_in if way == "fsdp-keep" else 0)
     assert 0 <= got["kept for backward"] - kept <= little
     peak = highest(way, idle, size, itemsize, chosen.mixed)
