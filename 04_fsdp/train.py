@@ -222,7 +222,8 @@ class FullyShardedDataParallel(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to at most this global norm; returns the norm before."""
-        grads = [bucket.shard.grad for bucket in self.buckets]
+        self.finish_gradient_synchronization()
+        grads = [bucket.shard.grad for bucket in self.buckets if bucket.shard.grad is not None]
         # each rank has the squares of its own shards only
         norm = all_reduce_control(global_norm(grads).square(), group=self.group).sqrt()
         for grad in grads:

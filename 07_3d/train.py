@@ -141,7 +141,10 @@ class DistributedDataParallel(nn.Module):
         """Note that the gradient of `param` is final. Autograd calls this during backward."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
+            raise RuntimeError(
+                "finish_gradient_synchronization() ends the last backward of a step; the other "
+                "micro-batches belong in no_sync()"
+            )
         bucket.collect(param, divide_by=self.n_ranks if self.synchronizes else 1)
         if self.synchronizes:
             bucket.waiting_for.remove(param)
