@@ -6,6 +6,7 @@ Everything here works without a process group too: one process is rank 0 of 1.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+# what Gloo and NCCL say when the process at the other end of a connection is gone
+PEER_IS_GONE = re.compile(
+    "gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)|remote process exited",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -192,18 +199,45 @@ def cleanup() -> None:
 
 
 def _report(error: BaseException) -> None:
-    """The traceback on stderr, and in the file that torchrun's own report reads."""
+    """The traceback on stderr, and in the file that torchrun's own report reads.
+
+    Where another rank has failed first, one line: that rank, or the launcher, says why. Then wait
+    for the launcher, which takes the first process that exits for the cause.
+    """
     if isinstance(error, KeyboardInterrupt):
         print0("interrupted", file=sys.stderr)
         return
     text = "".join(traceback.format_exception(error))
     if "timed out" in text.lower() or "Application timeout" in text:  # Gloo has both
         text += "No answer within --timeout: another rank hangs, was stopped, or is far behind.\n"
+    lost = has_lost_a_peer(error)
+    if lost:
+        text = f"another rank is gone, as seen in {_summary(error)}"
     print(f"[rank {rank()} of {world_size()}] {text}", file=sys.stderr, flush=True)
+    if lost:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(2.0)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
+
+
+def has_lost_a_peer(error: BaseException | None) -> bool:
+    """Whether the connection to another rank is all that has failed here."""
+    while error is not None:
+        if not (isinstance(error, RuntimeError) and PEER_IS_GONE.search(str(error))):
+            return False
+        error = error.__cause__ or error.__context__
+    return True
+
+
+def _summary(error: BaseException) -> str:
+    """The innermost line of this repository that the error has passed, and its message."""
+    repo = Path(__file__).resolve().parents[1]
+    frames = traceback.extract_tb(error.__traceback__)
+    *_, frame = [f for f in frames if Path(f.filename).is_relative_to(repo)] or frames
+    return f"{frame.name} ({frame.filename}:{frame.lineno}): {error}"
 
 
 def print0(*values: Any, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ from harness import REPO
 
 from common import collectives
 from common.distributed import (
+    has_lost_a_peer,
     launch_environment,
     print0,
     rank,
@@ -211,7 +212,7 @@ def test_a_refusal_is_said_once_and_every_rank_ends_with_its_status(pools):
 
 
 JOB = """
-import sys
+import os, signal, sys
 sys.path.insert(0, {repo!r})
 import torch, torch.distributed as dist
 from common.distributed import cleanup, setup
@@ -219,8 +220,8 @@ try:
     world = setup(timeout=60)
     x = torch.ones(1)
     dist.all_reduce(x)
-    if {fails} and world.rank == 1:
-        raise ValueError("a rank's own trouble")
+    if world.rank == 1:
+        {what_rank_1_does}
     dist.all_reduce(x)
     # one write: two ranks share the pipe
     print(f"sum {{x.item()}} {{world.size}}\\n", end="", flush=True)
@@ -230,10 +231,10 @@ assert not dist.is_initialized()
 """
 
 
-def launch(tmp_path, fails: bool) -> subprocess.CompletedProcess:
+def launch(tmp_path, what_rank_1_does: str, ranks: int = 2) -> subprocess.CompletedProcess:
     script = tmp_path / "job.py"
-    script.write_text(JOB.format(repo=str(REPO), fails=fails))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    script.write_text(JOB.format(repo=str(REPO), what_rank_1_does=what_rank_1_does))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=dict(os.environ)
@@ -241,15 +242,57 @@ def launch(tmp_path, fails: bool) -> subprocess.CompletedProcess:
 
 
 def test_torchrun_starts_a_group_and_cleanup_ends_it(tmp_path):
-    done = launch(tmp_path, fails=False)
+    done = launch(tmp_path, "pass")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 4.0 2") == 2
     assert "terminate called" not in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_failing_rank_ends_the_job_within_seconds_and_shows_its_rank_and_traceback(tmp_path):
+@pytest.mark.parametrize(
+    "failure, told",
+    [
+        ("raise ValueError('a trouble of its own')", "ValueError: a trouble of its own"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9 (SIGKILL) received"),
+    ],
+)
+def test_the_first_failure_ends_the_job_within_seconds_and_the_other_ranks_say_a_line_at_most(
+    tmp_path, failure, told
+):
     started = time.monotonic()
-    done = launch(tmp_path, fails=True)
+    done = launch(tmp_path, failure, ranks=4)
     assert done.returncode != 0
     assert time.monotonic() - started < 50  # the group's own timeout is 60
-    assert "[rank 1 of 2]" in done.stderr and "ValueError: a rank's own trouble" in done.stderr
+    ours, _, of_torchrun = done.stderr.partition("ChildFailedError")
+    assert told in of_torchrun.split("Root Cause")[1], done.stderr
+    if "ValueError" in failure:
+        assert "[rank 1 of 4] Traceback" in ours and told in ours
+    for other in (0, 2, 3):  # torchrun may end them before they know
+        said = [line for line in ours.splitlines() if f"[rank {other} of 4]" in line]
+        assert len(said) <= 1 and all("another rank is gone, as seen in" in x for x in said)
+    assert ours.count("Traceback") == (2 if "ValueError" in failure else 1)  # torchrun's own
+    assert done.stderr.count("\n") < 80, done.stderr
+
+
+GONE = RuntimeError("[/b/gloo/transport/tcp/pair.cc:553] Connection closed by peer [1.2.3.4]:5. GL")
+GONE_UNDER_NCCL = RuntimeError("NCCL error in: x.hpp:2, remote process exited or there was a netw")
+
+
+def raised(error: BaseException, while_handling: BaseException | None = None) -> BaseException:
+    error.__context__ = while_handling
+    return error
+
+
+@pytest.mark.parametrize(
+    "error, quiet",
+    [
+        (raised(GONE), True),
+        (raised(GONE_UNDER_NCCL), True),
+        (raised(RuntimeError(str(GONE)), while_handling=GONE), True),
+        (raised(RuntimeError(str(GONE)), while_handling=ValueError("the cause")), False),
+        (raised(ValueError("a second one"), while_handling=GONE), False),
+        (ConnectionResetError("Connection reset by peer"), False),  # of a download
+        (RuntimeError("[/b/gloo/transport/tcp/pair.cc:9] Application timeout"), False),
+    ],
+)
+def test_only_the_loss_of_another_rank_is_no_failure_of_ones_own(error, quiet):
+    assert has_lost_a_peer(error) == quiet
