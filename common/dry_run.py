@@ -257,8 +257,10 @@ def plan() -> None:
     print("| stage | ranks | states | peak | sent a step | flags |\n|" + " --- |" * 6)
     for number, flags in PLANS.items():
         for ranks in SIZES:
+            # flushed: a row may take a minute, and shows where the plan is
+            print(f"| {number} | {ranks} | ", end="", flush=True)
             row = figures(number, ranks, [*MODEL.split(), *flags(ranks).split()])
-            print(f"| {number} | {ranks} | {row} | {flags(ranks)} |", flush=True)
+            print(f"{row} | {flags(ranks)} |", flush=True)
 
 
 def figures(number: str, ranks: int, argv: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from harness import REPO, PeakMemory, load_stage
 
 from common import collectives
 from common.arguments import host_memory
-from common.dry_run import STAND_INS, Report, dry_run, main
+from common.dry_run import STAND_INS, Report, dry_run, main, plan
 
 SIZE = "--d-model 64 --n-layers 8 --n-heads 8 --seq-len 16 --global-batch-size 32".split()
 VOCABULARY = 201  # of the tests' corpus with its line ends
@@ -162,3 +163,25 @@ def test_a_large_model_on_a_thousand_ranks_takes_less_than_a_minute():
     assert done.returncode == 0, done.stderr
     assert "all_reduce over tp" in done.stdout and "isend over to_higher" in done.stdout
     assert time.monotonic() - start < 60
+
+
+def test_a_plan_shows_each_row_when_it_begins_and_when_it_ends(monkeypatch):
+    class Pipe(io.StringIO):
+        """Who reads at the other end sees what is flushed."""
+
+        seen = ""
+
+        def flush(self) -> None:
+            self.seen = self.getvalue()
+
+    pipe, seen = Pipe(), []
+    monkeypatch.setattr(sys, "stdout", pipe)
+
+    def figures(*_) -> str:
+        seen.append(pipe.seen)
+        return "1 | 2 | 3"
+
+    monkeypatch.setattr("common.dry_run.figures", figures)
+    plan()
+    assert seen[0].endswith("\n| 02 | 8 | ") and "4096" in seen[0].splitlines()[0]
+    assert seen[1].endswith("| 02 | 8 | 1 | 2 | 3 | --global-batch-size 8 |\n| 02 | 64 | ")
