@@ -100,11 +100,14 @@ cancel() {
   awk -F'|' '{ print "cancelled job " $1 ": " $2 }' <<<"$found"
 }
 
+number=NN
+if [[ ${2-} == [0-9][0-9]_* && $2 != *" "* ]]; then number=${2%%_*}; fi
+without="make run-$number runs a stage without, make cluster starts a Slurm on this machine"
 if ! command -v sbatch >/dev/null; then
-  number=NN
-  if [[ ${2-} == [0-9][0-9]_* && $2 != *" "* ]]; then number=${2%%_*}; fi
-  echo "there is no Slurm here (no sbatch): make run-$number runs a stage without," \
-    "make cluster starts a Slurm on this machine" >&2
+  echo "there is no Slurm here (no sbatch): $without" >&2
+  exit 2
+elif ! said=$(squeue --me --noheader 2>&1 >/dev/null); then
+  echo "Slurm does not answer (${said##*$'\n'}): $without" >&2
   exit 2
 fi
 "$@"

@@ -82,13 +82,16 @@ def test_a_stage_starts_by_the_readmes_command(launcher, stage, tmp_path, refere
 # ---- what is said where something is missing ----
 
 
-def make(folder: Path, *words: str, tools: str = "") -> subprocess.CompletedProcess:
-    """`make` with nothing on the path but the commonest tools, and these."""
+def make(folder: Path, *words: str, **scripts: str) -> subprocess.CompletedProcess:
+    """`make` with nothing on the path but the commonest tools, and these, lines of shell."""
     bin = folder / "bin"
     bin.mkdir()
     common = "bash sh env make awk grep sed expr printf cat dirname id uname basename realpath"
-    for tool in f"{common} {tools}".split():
+    for tool in common.split():
         (bin / tool).symlink_to(shutil.which(tool))
+    for tool, lines in scripts.items():
+        (bin / tool).write_text(f"#!/bin/sh\n{lines}\n")
+        (bin / tool).chmod(0o755)
     copy = copy_of_repository(folder / "copy")
     return subprocess.run(
         ["make", *words], cwd=copy, env={"PATH": str(bin)}, capture_output=True, text=True
@@ -102,6 +105,15 @@ def test_without_slurm_one_line_says_what_to_do(tmp_path, goal):
     assert done.returncode != 0 and len(said) == 1
     assert "sbatch" in said[0] and "make cluster" in said[0]
     assert ("make run-04" if goal.endswith("04") else "make run-NN") in said[0]
+
+
+@pytest.mark.parametrize("goal", ["submit-04", "status", "logs-04", "cancel"])
+def test_where_slurm_does_not_answer_one_line_says_what_to_do(tmp_path, goal):
+    silent = "echo 'squeue: error: first' >&2; echo 'squeue: fatal: no configuration' >&2; exit 1"
+    done = make(tmp_path, goal, sbatch="exit 1", sinfo=silent, squeue=silent)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert done.returncode != 0 and len(said) == 1
+    assert "(squeue: fatal: no configuration)" in said[0] and "make cluster" in said[0]
 
 
 def test_make_cluster_names_the_packages_that_are_missing(tmp_path):
