@@ -109,11 +109,13 @@ cluster-down: ## stop it
 tensorboard: $(READY) ## show the curves of all runs, in a browser
 	$(BIN)/tensorboard --logdir runs
 
-export: $(READY) ## the newest checkpoint of RUN= (or of the last run) as a plain file of weights
+export: $(READY) ## the newest checkpoint of RUN= (or of the last run), or RUN= itself, as a file of weights
 	@$(BIN)/python tools/export.py $(RUN) $(ARGS)
 
+# through the environment and unexpanded: a prompt may hold quotes and dollars
+generate: override export PROMPT := $(value PROMPT)
 generate: $(READY) ## continue PROMPT= by what RUN= (or the last run) has learnt
-	@$(BIN)/python tools/generate.py $(RUN) $(if $(PROMPT),--prompt "$(PROMPT)") $(ARGS)
+	@$(BIN)/python tools/generate.py $(RUN) $(ARGS)
 
 # ---- read ----
 

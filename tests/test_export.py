@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,18 @@ def test_export_makes_one_file_that_the_plain_model_loads(run, tmp_path, corpus_
     assert all(torch.equal(whole[f"model.{name}"], tensor) for name, tensor in weights.items())
     config = TransformerConfig(len(load_corpus(str(corpus_dir)).vocab), 32, 2, 2, 16)
     Transformer(config).load_state_dict(weights)
+
+
+def test_a_checkpoint_is_exported_and_continued_by_its_own_path(run, tmp_path):
+    older = checkpoints(run / "checkpoints")[0]
+    done = call("export.py", older)
+    assert done.returncode == 0 and f"{run}/model.pt" in done.stdout, done.stderr
+    assert "from " in done.stdout and done.stdout.strip().endswith("step-00000030")
+    done = call("generate.py", older, "--words", 3, "--prompt", "word1")
+    assert done.returncode == 0 and "step-00000030" in done.stdout, done.stderr
+    shutil.copytree(older, tmp_path / older.name)  # without its run
+    done = call("generate.py", tmp_path / older.name)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr
 
 
 def test_export_says_in_one_line_what_is_wrong(tmp_path):

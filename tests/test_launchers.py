@@ -120,3 +120,19 @@ def test_make_cluster_names_the_packages_that_are_missing(tmp_path):
     done = make(tmp_path, "cluster")
     assert done.returncode != 0 and not (tmp_path / "copy/slurm/cluster").exists()
     assert "sbatch" in done.stderr and "apt install slurm-wlm munge" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "prompt", ['a"; touch broken; "b', "it's $HOME, $(shell touch broken) `x`"]
+)
+def test_a_prompt_reaches_generate_as_it_is_typed(tmp_path, prompt):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"
+    python.write_text('#!/bin/sh\nprintf "%s|" "$PROMPT" "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / ".installed").touch()
+    command = ["make", "-s", "-f", str(REPO / "Makefile"), "-o", f"{tmp_path}/.installed"]
+    command += ["generate", f"VENV={tmp_path}", f"PROMPT={prompt}", "RUN=runs/x"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"{prompt}|tools/generate.py|runs/x|", done.stderr
+    assert not (tmp_path / "broken").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import threading
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict, deque
@@ -377,3 +378,12 @@ def test_the_time_line_shows_every_action(name):
     plain = timeline.terminal(spans, 120, coloured=False)
     assert len(plain.splitlines()) == 2 and "F3" in plain
     assert timeline.terminal(spans, 120, coloured=True).count("\033[0m") == actions
+
+
+@pytest.mark.parametrize("argv", ["--pp 0", "--micro 0", "--virtual -1 --schedule interleaved"])
+def test_a_schedule_of_no_ranks_is_an_error_of_one_line(monkeypatch, capsys, argv):
+    monkeypatch.setattr(sys, "argv", ["timeline.py", *argv.split()])
+    with pytest.raises(SystemExit) as exit:
+        timeline.main()
+    said = capsys.readouterr().err
+    assert exit.value.code == 2 and said.count("\n") == 1 and argv.split()[0] in said

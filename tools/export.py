@@ -1,6 +1,7 @@
 """The newest checkpoint of a run as one plain file of weights, made on the CPU.
 
     python tools/export.py runs/04_fsdp/20250101-120000 [--out model.pt]
+    python tools/export.py runs/04_fsdp/20250101-120000/checkpoints/step-00000100
 
 `torch.load(..., weights_only=True)` reads it: a `state_dict` of `common.model.Transformer`, whole
 whatever stage and topology it was trained on. Without a folder: of the run that saved last.
@@ -49,20 +50,28 @@ def weights_of(checkpoint: Path) -> dict[str, Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
-def export(run: Path, out: Path) -> None:
-    found = checkpoints(run / "checkpoints")
+def run_and_checkpoint(path: Path) -> tuple[Path, Path]:
+    """A run's folder and its newest checkpoint, or a checkpoint and the folder of its run."""
+    path = path.resolve()
+    if (path / ".metadata").is_file():
+        return path.parents[path.parent.name == "checkpoints"], path
+    found = checkpoints(path / "checkpoints")
     if not found:
-        refuse(f"{run}: no checkpoint there; train with --checkpoint-every")
-    weights = weights_of(found[-1])
+        refuse(f"{path}: no checkpoint there; train with --checkpoint-every")
+    return path, found[-1]
+
+
+def export(checkpoint: Path, out: Path) -> None:
+    weights = weights_of(checkpoint)
     save0(weights, out)
     millions = sum(t.numel() for t in weights.values()) / 1e6
-    print(f"{out}: {len(weights)} tensors, {millions:.2f} M parameters, from {found[-1]}")
+    print(f"{out}: {len(weights)} tensors, {millions:.2f} M parameters, from {checkpoint}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("run", nargs="?", type=Path, help="a run's folder")
+    parser.add_argument("run", nargs="?", type=Path, help="a run's folder, or a checkpoint's")
     parser.add_argument("--out", type=Path, help="default: model.pt in the run's folder")
     args = parser.parse_args()
-    run = args.run or newest_run()
-    export(run, args.out or run / "model.pt")
+    run, checkpoint = run_and_checkpoint(args.run or newest_run())
+    export(checkpoint, args.out or run / "model.pt")

@@ -2,29 +2,34 @@
 
     python tools/generate.py runs/04_fsdp/20250101-120000 --prompt "the value of" --words 40
 
-Exports the run's newest checkpoint first (see export.py). Runs on the CPU.
+Exports the run's newest checkpoint, or the checkpoint that is named, first (see export.py). Runs on
+the CPU. `make generate PROMPT=...` hands the prompt over in the environment: no shell parses it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from export import export, newest_run
+from export import export, newest_run, run_and_checkpoint
 
 from common.data import UNKNOWN, load_corpus
 from common.distributed import refuse
 from common.model import Transformer, TransformerConfig
 
 
-def load_run(run: Path) -> tuple[Transformer, list[str]]:
-    """The trained model and the corpus's words."""
-    export(run, run / "model.pt")
+def load_run(path: Path) -> tuple[Transformer, list[str]]:
+    """The trained model and the corpus's words. path: a run's folder, or a checkpoint's."""
+    run, checkpoint = run_and_checkpoint(path)
+    if not (run / "config.json").is_file():
+        refuse(f"{run}: no config.json there, which names the corpus: is it a run's folder?")
+    export(checkpoint, run / "model.pt")
     arguments = json.loads((run / "config.json").read_text())["arguments"]
     vocab = load_corpus(arguments["data"]).vocab
     shape = {name: arguments[name] for name in ("d_model", "n_layers", "n_heads", "seq_len")}
@@ -61,8 +66,9 @@ def continued(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("run", nargs="?", type=Path, help="a run's folder")
-    parser.add_argument("--prompt", default="the", help="words of the corpus")
+    parser.add_argument("run", nargs="?", type=Path, help="a run's folder, or a checkpoint's")
+    prompt = os.environ.get("PROMPT") or "the"
+    parser.add_argument("--prompt", default=prompt, help="words of the corpus; or set PROMPT")
     parser.add_argument("--words", type=int, default=40, help="how many to add")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
     parser.add_argument("--seed", type=int, default=0, help="of the dice")

@@ -21,6 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.arguments import Parser, positive, positive_int
+
 REPO = Path(__file__).resolve().parents[1]
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
@@ -265,15 +269,15 @@ def planned(args: argparse.Namespace) -> tuple[list[list[Span]], str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     names = ("gpipe", "1f1b", "interleaved", "zero-bubble")
     parser.add_argument("--schedule", choices=names, default="1f1b")
-    parser.add_argument("--pp", type=int, default=4, help="ranks")
-    parser.add_argument("--micro", type=int, default=8, help="micro-batches")
-    parser.add_argument("--virtual", type=int, help="stages a rank (default: interleaved 2)")
+    parser.add_argument("--pp", type=positive_int, default=4, help="ranks")
+    parser.add_argument("--micro", type=positive_int, default=8, help="micro-batches")
+    parser.add_argument("--virtual", type=positive_int, help="stages per rank (interleaved: 2)")
     parser.add_argument("--run", type=Path, help="draw what this run has traced (--profile)")
     parser.add_argument("--svg", type=Path, help="write it there too")
-    parser.add_argument("--axis", type=float, help="time that the SVG's width stands for")
+    parser.add_argument("--axis", type=positive, help="time that the SVG's width stands for")
     args = parser.parse_args()
     if args.run:
         steps = measured(args.run)
