@@ -87,29 +87,11 @@ class Pipeline:
         self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
         self.p, self.rank = to_lower.size(), to_lower.rank()
         self.n_stages = self.p * len(units)
-        self.stages = {stage: self.build_stage(model, units[stage], autocast) for stage in units}
+        self.stages = {stage: PipelineStage(model, units[stage], autocast) for stage in units}
         self.device, self.d_model = next(model.parameters()).device, model.config.d_model
         self.receives: dict[Message, tuple[Work, Tensor]] = {}  # in flight
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
         self.open_channels()
-
-    def build_stage(self, model: Transformer, units: range, autocast: bool) -> PipelineStage:
-        return PipelineStage(model, units, autocast)
-
-    def open_channels(self) -> None:
-        """Send one number between all neighbours, in an order common to all ranks: NCCL's first
-        operation between two ranks connects them, and blocks until both have issued it."""
-        # only interleaving makes the last rank and the first one neighbours
-        forward = {((stage - 1) % self.p, stage % self.p) for stage in range(1, self.n_stages)}
-        for src, dst in sorted(forward | {(dst, src) for src, dst in forward}):
-            number, group = torch.zeros(1, device=self.device), self.group_for(src, dst)
-            if self.rank == src:
-                isend(number, group=group, group_dst=dst).wait()
-            if self.rank == dst:
-                irecv(number, group=group, group_src=src).wait()
-
-    def group_for(self, src: int, dst: int) -> ProcessGroup:
-        return self.to_higher if dst > src else self.to_lower
 
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
         """Train on micro-batches (tokens, targets, dropout keys); under `no_grad` forward only.
@@ -134,7 +116,7 @@ class Pipeline:
         return losses
 
     def do(self, action: Action, received: Tensor | None, micro_batches, losses) -> Tensor | None:
-        """Run one action on what it received: activations or their gradient, None for neither."""
+        """Run one action on what it received: activations, a gradient, or None at the ends."""
         stage = self.stages[action.stage]
         if action.kind == "B":
             return stage.backward(action.micro, received)
@@ -165,6 +147,21 @@ class Pipeline:
         self.sends.append((work, tensor))
         if len(self.sends) > self.p:
             self.sends.popleft()[0].wait()
+
+    def open_channels(self) -> None:
+        """Send one number between all neighbours, in an order common to all ranks: NCCL's first
+        operation between two ranks connects them, and blocks until both have issued it."""
+        # only interleaving makes the last rank and the first one neighbours
+        forward = {((stage - 1) % self.p, stage % self.p) for stage in range(1, self.n_stages)}
+        for src, dst in sorted(forward | {(dst, src) for src, dst in forward}):
+            number, group = torch.zeros(1, device=self.device), self.group_for(src, dst)
+            if self.rank == src:
+                isend(number, group=group, group_dst=dst).wait()
+            if self.rank == dst:
+                irecv(number, group=group, group_src=src).wait()
+
+    def group_for(self, src: int, dst: int) -> ProcessGroup:
+        return self.to_higher if dst > src else self.to_lower
 
 
 class PipelineStage:
@@ -416,7 +413,8 @@ class ZeroBubbleStage(PipelineStage):
 
     def backward(self, micro: int, grad: Tensor | None) -> Tensor | None:
         grad_x = super().backward(micro, grad)
-        self.pending[micro], self.recorded[:] = self.recorded[:], []
+        self.pending[micro] = list(self.recorded)
+        self.recorded.clear()
         return grad_x
 
     def weight_gradients(self, micro: int) -> None:
@@ -427,8 +425,10 @@ class ZeroBubbleStage(PipelineStage):
 
 
 class ZeroBubblePipeline(Pipeline):
-    def build_stage(self, model: Transformer, units: range, autocast: bool) -> PipelineStage:
-        return ZeroBubbleStage(model, units, autocast)
+    def __init__(self, model: Transformer, units: dict[int, range], *args):
+        super().__init__(model, units, *args)
+        for number, stage in self.stages.items():
+            self.stages[number] = ZeroBubbleStage(model, units[number], stage.autocast)
 
     def do(self, action: Action, received: Tensor | None, micro_batches, losses) -> Tensor | None:
         if action.kind == "W":
