@@ -30,7 +30,7 @@ $(if $(call goals,bench),$(call need_file,benchmarks/bench.py))
 $(if $(call goals,scale),$(call need_file,benchmarks/scale.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data quickstart schedule-06 test mutants lint bench scale chaos export \
+.PHONY: help setup data quickstart schedule-06 test experiments pictures mutants lint bench scale chaos export \
 	generate tensorboard plan clean \
 	$(STAGES:%=run-%) $(STAGES:%=submit-%) $(STAGES:%=logs-%) $(STAGES:%=diff-%) \
 	submit-all status cancel cluster cluster-down
@@ -45,6 +45,7 @@ help: ## this list
 
 # NPROC=4     processes of run-02 and later; by default one a GPU; with one GPU or none, 2
 # ARGS="..."  flags for the script: make run-01 ARGS="--data sample --steps 100"
+# EDIT="..."  an expression for sed: run-NN trains with this change to the script, and prints it
 # NODES= GPUS= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 TIME=02:00:00
 # FROM=01     what diff-NN compares with; by default the stage before
 # FULL=1      diff-NN shows the whole new file, its changed lines marked
@@ -72,7 +73,12 @@ launch = $(if $(filter 01,$1),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) \
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC))
 
 $(STAGES:%=run-%): run-%: $(READY) ## train stage NN (01 ... 07) here
+ifdef EDIT
+	@script=$$(sh tools/edited.sh $(call script,$*) "$$EDIT") && \
+		$(strip $(call launch,$*) $$script $(ARGS))
+else
 	$(strip $(call launch,$*) $(call script,$*) $(ARGS))
+endif
 
 # ---- Slurm ----
 
@@ -80,7 +86,7 @@ $(STAGES:%=run-%): run-%: $(READY) ## train stage NN (01 ... 07) here
 ifneq ($(wildcard slurm/cluster/slurm.conf),)
 export SLURM_CONF := $(CURDIR)/slurm/cluster/slurm.conf
 endif
-export NODES GPUS PARTITION ACCOUNT TIME
+export NODES GPUS PARTITION ACCOUNT TIME EDIT
 folder = $(patsubst %/,%,$(dir $(call script,$1)))
 
 $(STAGES:%=submit-%): submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
@@ -152,6 +158,12 @@ lint: $(READY) ## ruff, and shellcheck where it is installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	@if command -v shellcheck >/dev/null; then set -x; shellcheck $(shell_files); fi
+
+experiments: $(READY) ## run the experiments of the READMEs and check the figures they state; ONLY=02
+	@$(BIN)/python tools/experiments.py $(ONLY)
+
+pictures: $(READY) ## draw the READMEs' flat buffers again
+	@$(BIN)/python tools/flat_buffer.py all
 
 bench: $(READY) ## head to head with PyTorch's own classes
 	$(BIN)/python benchmarks/bench.py $(ARGS)

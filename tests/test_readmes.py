@@ -1,0 +1,202 @@
+"""What the READMEs name exists: links, anchors, files, make targets, flags and identifiers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from harness import REPO
+
+sys.path.insert(0, str(REPO / "tools"))
+
+import experiments
+
+SKIPPED = {".venv", "runs", "data", ".pytest_cache", "cluster"}
+READMES = sorted(
+    path.relative_to(REPO)
+    for path in REPO.rglob("*.md")
+    if not SKIPPED & set(path.relative_to(REPO).parts)
+)
+LESSONS = [path for path in READMES if re.match(r"\d\d_", str(path))]
+# files of a corpus, a run or a site: not in the repository
+NOT_OURS = {"train.txt", "valid.txt", "test.txt", "table.md", "all.pt", "edited.py"}
+# flags of torchrun, srun, sbatch, mpirun, pip and nvidia-smi
+OTHERS_FLAGS = set(
+    "--standalone --nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id"
+    " --rdzv-endpoint --ntasks-per-node --allow-run-as-root --oversubscribe --sync-tensorboard"
+    " --nodes --gpus-per-node --requeue --signal --help --logdir --format --no-reload".split()
+)
+
+
+@pytest.fixture(params=READMES, ids=str)
+def readme(request) -> Path:
+    return request.param
+
+
+def text_of(path: Path) -> str:
+    return (REPO / path).read_text()
+
+
+def code_of(path: Path) -> list[str]:
+    """A README's code: its blocks line by line, continuations joined, and its code spans."""
+    text = text_of(path)
+    blocks = re.findall(r"^```\w*\n(.*?)^```|^((?:    \S[^\n]*\n?)+)", text, re.M | re.S)
+    joined = "\n".join(a or b for a, b in blocks).replace("\\\n", " ")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    spans = re.findall(r"`([^`]+)`", prose)
+    return joined.splitlines() + [" ".join(span.split()) for span in spans]
+
+
+# ---- links ----
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", text_of(path), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
+
+
+def test_links_lead_somewhere(readme):
+    for target in re.findall(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"", text_of(readme)):
+        target = "".join(target)
+        if re.match(r"https?:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (REPO / readme).parent / name if name else REPO / readme
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors_of(path.resolve().relative_to(REPO)), target
+
+
+# ---- files, commands and flags ----
+
+
+def test_named_files_exist(readme):
+    folders = [REPO, (REPO / readme).parent, *REPO.glob("[0-9][0-9]_*")]
+    for code in code_of(readme):
+        for name in re.findall(r"(?<![\w./*-])[\w][\w./-]*\.(?:py|md|sh|svg|sbatch|toml)\b", code):
+            if Path(name).name not in NOT_OURS and not name.startswith("runs/"):
+                assert any((folder / name).exists() for folder in folders), name
+
+
+@lru_cache
+def make_targets() -> set[str]:
+    """All targets of the Makefile, as make itself lists them."""
+    listed = subprocess.run(["make", "-pRrq", ":"], cwd=REPO, capture_output=True, text=True)
+    return set(re.findall(r"^([a-z][\w-]*):", listed.stdout, re.M))
+
+
+def test_make_targets_and_their_variables_exist(readme):
+    variables = re.findall(r"\b([A-Z]+)\b *[?:]?=|\$\(([A-Z]+)\)", text_of(Path("Makefile")))
+    known = {"".join(pair) for pair in variables}
+    for code in code_of(readme):
+        for target, rest in re.findall(r"(?:^|[\s(`])make ([a-z][\w-]*)(?!\w)([^#|;&]*)", code):
+            assert target.replace("-NN", "-01") in make_targets(), code
+            for variable in re.findall(
+                r"(?<=\s)([A-Z]+)=", re.sub(r"\"[^\"]*\"|'[^']*'", "", rest)
+            ):
+                assert variable in known, code
+
+
+@lru_cache
+def flags_in(*patterns: str) -> set[str]:
+    """The flags that the parsers in these files add."""
+    texts = (path.read_text() for pattern in patterns for path in REPO.glob(pattern))
+    return {flag for text in texts for flag in re.findall(r"\"(--[a-z][\w-]*)\"", text)}
+
+
+def test_flags_exist(readme):
+    everywhere = flags_in("[0-9][0-9]_*/*.py", "common/*.py", "tools/*.py", "benchmarks/*.py")
+    everywhere = everywhere | flags_in("tests/*.py") | OTHERS_FLAGS
+    for code in code_of(readme):
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):
+            assert flag in everywhere, code
+
+
+def test_a_command_has_only_the_flags_of_its_stage(readme):
+    for code in code_of(readme):
+        stages = set(re.findall(r"\b(\d\d)_\w+/train\.py|make (?:run|submit)-(\d\d)", code))
+        if len(stages) != 1:
+            continue
+        stage = "".join(stages.pop())
+        known = flags_in(f"{stage}_*/train.py", "common/arguments.py") | OTHERS_FLAGS
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):
+            assert flag in known, f"stage {stage}: {code}"
+
+
+def test_identifiers_of_the_walk_through_exist(readme):
+    """Method names stand in the walk through the code; a renamed one must not stay behind."""
+    walk = re.search(r"^## Walk through the code\n(.*?)(?=^## )", text_of(readme), re.M | re.S)
+    if walk is None:
+        pytest.skip("no walk through the code")
+    files = [*(REPO / readme).parent.glob("*.py"), *(REPO / "common").glob("*.py")]
+    words = set(re.findall(r"\w+", " ".join(path.read_text() for path in files)))
+    for code in re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", walk[1]):
+        if not Path(code).suffix == ".py":
+            assert set(code.split(".")) <= words, code
+
+
+# ---- lessons and their experiments ----
+
+SECTIONS = ["Problem", "Idea", "Walk through the code", "Cost", "Experiments", "When to use it"]
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=str)
+def test_lessons_have_the_same_sections(lesson):
+    headings = re.findall(r"^## (.*)$", text_of(lesson), re.M)
+    if "Experiments" not in headings:
+        pytest.skip("not a lesson yet")
+    assert [h for h in headings if h in SECTIONS] == SECTIONS
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=str)
+def test_experiments_state_what_they_check(lesson):
+    found = experiments.experiments_of(REPO / lesson)
+    if not found:
+        pytest.skip("no experiments yet")
+    assert 4 <= len(found) <= 6
+    for experiment in found:
+        assert "Predict" in experiment.text and "<details>" in experiment.text, experiment.title
+        assert experiment.checks, experiment.title
+        for check in experiment.checks:
+            re.compile(check.pattern)
+            for figure in check.figures if check.pattern != "exit" else ():
+                assert figure in experiment.text, f"{experiment.title}: {figure} is not stated"
+
+
+def test_a_wrong_figure_fails_an_experiment():
+    lines = "loss ([\\d.]+) => 5.3, 5.20 ± 0.01\n(\\d+) tok/s => 900 within 2x\nstopped\nexit => 1"
+    checks = [experiments.parse_check(line) for line in lines.splitlines()]
+    experiment = experiments.Experiment("01", "", "", "", checks)
+    good = "loss 9.9\nloss 5.301\nloss 5.195  1500 tok/s\nstopped"
+    assert experiments.failures(experiment, good, 1) == []
+    assert len(experiments.failures(experiment, good, 0)) == 1
+    assert len(experiments.failures(experiment, good.replace("5.195", "5.21001"), 1)) == 1
+    assert len(experiments.failures(experiment, good.replace("5.301", "5.32"), 1)) == 1
+    assert len(experiments.failures(experiment, good.replace("1500", "1900"), 1)) == 1
+    assert len(experiments.failures(experiment, "", 1)) == 3
+
+
+QUICK = ["01 Accumulation", "02 A collective under `if`"]  # a few; `make experiments` runs all
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_experiment_ends_as_its_readme_says(name, tmp_path, monkeypatch):
+    monkeypatch.delenv("RUNS_ROOT", raising=False)
+    chosen = [e for e in experiments.all_experiments() if f"{e.stage} {e.title}".startswith(name)]
+    assert len(chosen) == 1
+    problems, _, output = experiments.run(chosen[0])
+    assert not problems, f"{problems}\n{output}"
+
+
+def test_pictures_of_flat_buffers_are_up_to_date():
+    import flat_buffer
+
+    for name, draw in flat_buffer.PICTURES.items():
+        assert (REPO / name).read_text() == str(draw()), f"{name}: make pictures"

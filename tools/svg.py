@@ -1,0 +1,106 @@
+"""Draw the READMEs' pictures: an SVG on a card that is light or dark, as the reader's screen is."""
+
+from __future__ import annotations
+
+from xml.sax.saxutils import escape
+
+# names of fills; a CSS class each, so that one picture has both themes
+LIGHT = {
+    "card": "#ffffff",
+    "ink": "#1f2328",
+    "faint": "#656d76",
+    "track": "#eef1f4",
+    "blue": "#7fb0f5",
+    "green": "#6cc59a",
+    "orange": "#f0b15e",
+    "purple": "#b79cf0",
+    "pink": "#ee9ac0",
+    "teal": "#63c5cf",
+    "grey": "#c3cad2",
+}
+DARK = {
+    "card": "#161b22",
+    "ink": "#e6edf3",
+    "faint": "#9198a1",
+    "track": "#262d36",
+    "blue": "#2f62ad",
+    "green": "#23794f",
+    "orange": "#9a6416",
+    "purple": "#6a4bb3",
+    "pink": "#a1416f",
+    "teal": "#1d7580",
+    "grey": "#4b5561",
+}
+
+
+class Picture:
+    """Shapes in the order in which they are drawn; `str()` of it is the file."""
+
+    def __init__(self, width: int, height: int, title: str):
+        self.width, self.height, self.title = width, height, title
+        self.shapes: list[str] = []
+        self.text(16, 24, title, size=14, weight="bold")
+
+    def rect(self, x: float, y: float, w: float, h: float, fill: str, hint: str = "") -> None:
+        shape = f'<rect class="{fill}" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"'
+        self.shapes.append(
+            f"{shape}><title>{escape(hint)}</title></rect>" if hint else shape + "/>"
+        )
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str, dash: str = "") -> None:
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        self.shapes.append(
+            f'<line class="{stroke}-line" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+            f"{dashes}/>"
+        )
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: int = 12,
+        fill: str = "ink",
+        anchor: str = "start",
+        weight: str = "normal",
+    ) -> None:
+        self.shapes.append(
+            f'<text class="{fill}" x="{x:.1f}" y="{y:.1f}" font-size="{size}" '
+            f'text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
+        )
+
+    def bar(self, x: float, y: float, w: float, h: float, fill: str, label: str) -> None:
+        """A filled bar with its label inside, where the label fits."""
+        self.rect(x, y, max(w, 0.8), h, fill, hint=label)
+        if w >= 6.4 * len(label) + 4:
+            self.text(x + w / 2, y + h / 2 + 4, label, size=11, anchor="middle")
+
+    def legend(self, x: float, y: float, entries: dict[str, str]) -> float:
+        """Colored squares with their meaning; returns where the next entry would begin."""
+        for fill, meaning in entries.items():
+            self.rect(x, y - 10, 12, 12, fill)
+            self.text(x + 17, y, meaning)
+            x += 34 + 6.6 * len(meaning)
+        return x
+
+    def __str__(self) -> str:
+        size = f'viewBox="0 0 {self.width} {self.height}" width="{self.width}"'
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" {size} height="{self.height}" '
+                'font-family="system-ui, sans-serif" role="img">',
+                f"<title>{escape(self.title)}</title>",
+                f"<style>{_rules(LIGHT)} @media (prefers-color-scheme: dark) {{ {_rules(DARK)} }}"
+                "</style>",
+                f'<rect class="card" width="{self.width}" height="{self.height}" rx="8"/>',
+                *self.shapes,
+                "</svg>",
+                "",
+            ]
+        )
+
+
+def _rules(theme: dict[str, str]) -> str:
+    fills = [f".{name}{{fill:{color}}}" for name, color in theme.items()]
+    lines = [f".{name}-line{{stroke:{theme[name]}}}" for name in ("ink", "faint")]
+    return "".join([*fills, *lines])
