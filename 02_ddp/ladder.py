@@ -4,7 +4,7 @@ Each rung of the ladder repairs a weakness of the rung before. All of them leave
 gradients in `param.grad`. They differ in the number of all-reduces and in when these start.
 
     torchrun --nproc-per-node 2 02_ddp/ladder.py
-    torchrun --nproc-per-node 2 02_ddp/ladder.py --latency-ms 2 --mb-per-s 100
+    torchrun --nproc-per-node 2 02_ddp/ladder.py --latency-ms 2 --mb-per-s 80
 
 The second command puts a simulated network in between: one all-reduce after the other, each taking
 the latency plus its bytes over the bandwidth, without using the CPU. That is how a network card
@@ -58,8 +58,9 @@ class Network:
         return transfer if async_op else transfer.wait()
 
     def transfer(self, tensor: Tensor, group) -> None:
+        work = dist.all_reduce(tensor, group=group, async_op=True)
         time.sleep(self.latency + tensor.numel() * tensor.element_size() / self.bandwidth)
-        dist.all_reduce(tensor, group=group)
+        work.wait()
 
 
 # ---- the rungs ----
