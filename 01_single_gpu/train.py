@@ -1,11 +1,11 @@
 """Stage 01: train a transformer on one device.
 
-The plain training step, and the measure of all that follows: weights, data order, dropout masks
-and loss depend on the seed and the step alone, so every later stage must draw this curve again.
+The plain training step, and the reference for every later stage. Weights, data order, dropout masks
+and loss depend on the seed and the step only, so each stage must reproduce this loss curve.
 
-    memory      4 bytes a parameter for the weight, 4 for its gradient, 8 for AdamW's two moments:
-                16 P bytes for P parameters, and the activations of one micro-batch
-    traffic     none
+    memory          16 P bytes for P parameters: weight 4, gradient 4, AdamW's first and second
+                    moments 8; and the activations of one micro-batch
+    communication   none
 
 Run it:
 
