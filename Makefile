@@ -5,49 +5,30 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-ARGS ?=
-FROM ?=
-FULL ?=
-RAW ?=
 OMP_NUM_THREADS ?= 1
 gpus = $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
-NPROC ?= $(if $(filter-out 0 1,$(gpus)),$(gpus),2)
+NPROC ?= $(or $(filter-out 0,$(gpus)),2)
 
-found := $(foreach folder,$(sort $(wildcard [0-9][0-9]_*/train.py)),$(firstword $(subst _, ,$(folder))))
-STAGES := $(sort 01 02 03 04 05 06 07 $(found))
-script = $(firstword $(wildcard $1_*/train.py))
-from = $(or $(FROM),$(shell printf %02d "$$(expr $1 - 1)"))
-
-# a goal whose stage or file is not there: one line and status 2, before anything is set up
-need = $(if $(call script,$1),,$(error Stage $1 does not exist yet; the stages so far: $(found)))
-need_file = $(if $(wildcard $1),,$(error $1 does not exist yet))
-goals = $(filter $1,$(MAKECMDGOALS))
-$(foreach goal,$(filter-out submit-all,$(call goals,run-% submit-% logs-% diff-%)),\
-	$(call need,$(lastword $(subst -, ,$(goal)))))
-$(foreach goal,$(call goals,diff-%),$(call need,$(call from,$(goal:diff-%=%))))
-$(if $(call goals,mutants),$(call need_file,tests/mutants.py))
-$(if $(call goals,bench),$(call need_file,benchmarks/bench.py))
-$(if $(call goals,scale),$(call need_file,benchmarks/scale.py))
+folders := $(patsubst %/train.py,%,$(sort $(wildcard [0-9][0-9]_*/train.py)))
+# the folder of stage $*, or one line on stderr and status 2
+folder = $(or $(filter $*_%,$(folders)),$(error Stage $* does not exist; the stages: $(folders)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data quickstart schedule-06 test experiments pictures mutants lint bench scale chaos export \
-	generate tensorboard plan clean \
-	$(STAGES:%=run-%) $(STAGES:%=submit-%) $(STAGES:%=logs-%) $(STAGES:%=diff-%) \
-	submit-all status cancel cluster cluster-down
+.SECONDEXPANSION: # $$(folder)/train.py is a prerequisite, looked up before the environment is made
+.PHONY: help setup data quickstart submit-all status cancel cluster cluster-down tensorboard export \
+	generate schedule-06 plan test test-all chaos mutants lint experiments \
+	pictures bench scale clean
 
 help: ## this list
-	@awk -F ': .*## ' '/^[^#\t].*: .*## / { sub(/\$$\(STAGES:%=/, "", $$1); sub(/%\).*/, "NN", $$1); \
-		printf "  make %-12s %s\n", $$1, $$2 }' Makefile
-	@echo
-	@awk -F '# ' '/^# [A-Z]+=/ { printf "  %s\n", $$2 }' Makefile
-	@echo
-	@echo "  The stages so far: $(foreach stage,$(found),$(patsubst %/,%,$(dir $(call script,$(stage)))))"
+	@awk -F ': .*## ' '/^[^#\t].*: .*## / { sub("%", "NN", $$1); printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@echo; awk -F '# ' '/^# [A-Z]+=/ { printf "  %s\n", $$2 }' Makefile
+	@echo; echo "  The stages: $(folders)"
 
-# NPROC=4     processes of run-02 and later; by default one a GPU; with one GPU or none, 2
+# NPROC=4     processes of run-02 and later; by default one per GPU, or two without a GPU
 # ARGS="..."  flags for the script: make run-01 ARGS="--data sample --steps 100"
 # EDIT="..."  an expression for sed: run-NN trains with this change to the script, and prints it
 # NODES= GPUS= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 TIME=02:00:00
-# FROM=01     what diff-NN compares with; by default the stage before
+# FROM=01     the stage that diff-NN compares with; by default the previous one
 # FULL=1      diff-NN shows the whole new file, its changed lines marked
 # RAW=1       diff-NN shows git's diff of the two files
 # PYTHON=...  the python3 that makes the virtual environment
@@ -57,10 +38,8 @@ help: ## this list
 setup: $(READY) ## a virtual environment in .venv with what requirements.txt lists
 	@echo "$(VENV) is ready: $$($(BIN)/python --version), PyTorch" \
 		"$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')"
-
 $(READY): requirements.txt
 	@sh tools/setup.sh "$(PYTHON)" "$(VENV)"
-
 data: $(READY) ## fetch and prepare WikiText-2, once, where there is internet
 	$(BIN)/python -m common.data
 
@@ -69,15 +48,14 @@ data: $(READY) ## fetch and prepare WikiText-2, once, where there is internet
 quickstart: $(READY) ## train every stage for a few steps on the embedded sample; one table
 	@$(BIN)/python tools/quickstart.py
 
-launch = $(if $(filter 01,$1),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) \
+launch = $(if $(filter 01,$*),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) \
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC))
 
-$(STAGES:%=run-%): run-%: $(READY) ## train stage NN (01 ... 07) here
+run-%: $$(folder)/train.py $(READY) ## train stage NN (01 ... 07) here
 ifdef EDIT
-	@script=$$(sh tools/edited.sh $(call script,$*) "$$EDIT") && \
-		$(strip $(call launch,$*) $$script $(ARGS))
+	@script=$$(sh tools/edited.sh $< "$$EDIT") && $(launch) $$script $(ARGS)
 else
-	$(strip $(call launch,$*) $(call script,$*) $(ARGS))
+	$(launch) $< $(ARGS)
 endif
 
 # ---- Slurm ----
@@ -87,26 +65,19 @@ ifneq ($(wildcard slurm/cluster/slurm.conf),)
 export SLURM_CONF := $(CURDIR)/slurm/cluster/slurm.conf
 endif
 export NODES GPUS PARTITION ACCOUNT TIME EDIT
-folder = $(patsubst %/,%,$(dir $(call script,$1)))
 
-$(STAGES:%=submit-%): submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
-	@slurm/jobs.sh submit $(call folder,$*) $(ARGS)
-
-submit-all: ## submit all stages, each to start when the one before has ended well
-	@slurm/jobs.sh submit "$(foreach stage,$(found),$(call folder,$(stage)))" $(ARGS)
-
+submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
+	@slurm/jobs.sh submit $(folder) $(ARGS)
+submit-all: ## submit all stages, each to start when the previous one has ended well
+	@slurm/jobs.sh submit "$(folders)" $(ARGS)
 status: ## the jobs from here: waiting, running, ended lately, and why
 	@slurm/jobs.sh status
-
-$(STAGES:%=logs-%): logs-%: ## follow the log of stage NN's newest job to its end
-	@slurm/jobs.sh logs $(call folder,$*)
-
+logs-%: ## follow the log of stage NN's newest job to its end
+	@slurm/jobs.sh logs $(folder)
 cancel: ## end the jobs from here
 	@slurm/jobs.sh cancel
-
 cluster: ## start a Slurm cluster of NODES= nodes on this machine, for trying
 	@slurm/cluster.sh up
-
 cluster-down: ## stop it
 	@slurm/cluster.sh down
 
@@ -114,10 +85,8 @@ cluster-down: ## stop it
 
 tensorboard: $(READY) ## show the curves of all runs, in a browser
 	$(BIN)/tensorboard --logdir runs
-
 export: $(READY) ## the newest checkpoint of RUN= (or of the last run), or RUN= itself, as a file of weights
 	@$(BIN)/python tools/export.py $(RUN) $(ARGS)
-
 # through the environment and unexpanded: a prompt may hold quotes and dollars
 generate: override export PROMPT := $(value PROMPT)
 generate: $(READY) ## continue PROMPT= by what RUN= (or the last run) has learnt
@@ -125,52 +94,44 @@ generate: $(READY) ## continue PROMPT= by what RUN= (or the last run) has learnt
 
 # ---- read ----
 
-$(STAGES:%=diff-%): diff-%: ## compare stage NN with the one before, definition by definition
-	@$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/diff.py $* --from $(call from,$*) \
+diff-%: $$(folder)/train.py ## compare stage NN with the previous one, definition by definition
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/diff.py $* $(if $(FROM),--from $(FROM)) \
 		$(if $(RAW),--raw,$(if $(FULL),--full))
-
 schedule-06: $(READY) ## draw a pipeline's time line; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
-	@$(BIN)/python tools/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) \
-		$(if $(PP),--pp $(PP)) $(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
+	@$(BIN)/python tools/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(PP),--pp $(PP)) \
+		$(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
 		$(if $(RUN),--run $(RUN)) $(if $(SVG),--svg $(SVG))
-
-$(STAGES:%=dry-run-%): dry-run-%: $(READY) ## what stage NN would hold and send on RANKS= ranks, as RANK=
+dry-run-%: $$(folder)/train.py $(READY) ## what RANK= of RANKS= would hold and send in stage NN
 	@$(BIN)/python -m common.dry_run $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) $(ARGS)
-
 plan: $(READY) ## the same for every stage on 8 to 4096 ranks, in one table
 	@$(BIN)/python -m common.dry_run plan
 
 # ---- check ----
 
-test: $(READY) ## the tests: parity of the stages, what they send and hold, and all the rest
-	$(BIN)/python -m pytest tests -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+pytest = $(BIN)/python -m pytest tests -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+test: $(READY) ## the tests to run after every change, in at most three minutes on two cores
+	$(pytest) -m "quick or not slow" $(ARGS)
+test-all: $(READY) ## all tests: every topology, launcher and signal, and jobs on Slurm
+	$(pytest) $(ARGS)
 chaos: $(READY) ## kill -9 runs of every stage at any moment: they must end with the same bits
 	$(BIN)/python tests/chaos.py $(ARGS)
 	CHAOS=1 $(BIN)/python -m pytest tests/test_survival.py -k node_that_is_lost
-
 mutants: $(READY) ## break the code on purpose: the tests must see it
 	$(BIN)/python tests/mutants.py $(ARGS)
-
-shell_files := $(wildcard tools/*.sh slurm/*.sh [0-9][0-9]_*/train.sbatch) .ci/run
-
 lint: $(READY) ## ruff, and shellcheck where it is installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	@if command -v shellcheck >/dev/null; then set -x; shellcheck $(shell_files); fi
-
+	@if command -v shellcheck >/dev/null; then set -x; \
+		shellcheck */*.sh [0-9][0-9]_*/train.sbatch .ci/run; fi
 experiments: $(READY) ## run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(BIN)/python tools/experiments.py $(ONLY)
-
 pictures: $(READY) ## draw the READMEs' flat buffers again
 	@$(BIN)/python tools/flat_buffer.py all
-
 bench: $(READY) ## head to head with PyTorch's own classes
 	$(BIN)/python benchmarks/bench.py $(ARGS)
-
 scale: $(READY) ## strong and weak scaling on this machine
 	$(BIN)/python benchmarks/scale.py $(ARGS)
-
 clean: ## remove caches; .venv, data and runs stay
 	rm -rf .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -29,6 +29,8 @@ PEER_IS_GONE = re.compile(
     re.DOTALL,
 )
 
+GRACE = 2.0  # seconds for which a rank that ends waits for the others, before a launcher ends them
+
 
 @dataclass(frozen=True)
 class World:
@@ -216,7 +218,7 @@ def _report(error: BaseException) -> None:
     print(f"[rank {rank()} of {world_size()}] {text}", file=sys.stderr, flush=True)
     if lost:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(2.0)
+        time.sleep(GRACE)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -266,11 +268,11 @@ def refuse(message: str, status: int = 2) -> NoReturn:
     if rank() == 0:
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
         if dist.is_initialized() and world_size() > 1:
-            time.sleep(2.0)  # past `setup` the others are near, and come to their own end
+            time.sleep(GRACE)  # past `setup` the others are near, and come to their own end
     elif world_size() > 1:
         try:
             signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         except ValueError:
             pass  # not the main thread
-        time.sleep(4.0 if dist.is_initialized() else 10.0)
+        time.sleep(2 * GRACE if dist.is_initialized() else 5 * GRACE)
     raise SystemExit(status)

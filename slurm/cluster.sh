@@ -6,15 +6,15 @@
 #
 # Everything lives in $CLUSTER (slurm/cluster); SLURM_CONF=slurm/cluster/slurm.conf points Slurm's
 # own commands at it, and `make` does so by itself. All nodes are this machine, so what is wrong
-# between machines stays unseen: NAMESPACES=1 gives each node a network and a host name of its own
-# (as root; see namespaces.sh).
+# between machines stays unseen. The tests give each node a network and a host name of its own, by
+# NAMESPACES=tests/namespaces.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 folder=${CLUSTER:-slurm/cluster}
 nodes=${NODES:-2}
 port=${PORT:-17000} # slurmctld's; node N listens at the N-th after it
-namespaces=${NAMESPACES:-}
+namespaces=${NAMESPACES:-} # a script that gives each node a network of its own
 extra_conf=${EXTRA_CONF:-} # more lines for slurm.conf
 me=$(id -un)
 PATH=$PATH:/usr/sbin:/sbin # where Debian has the daemons, outside an ordinary user's path
@@ -116,14 +116,14 @@ up() {
     --pid-file="$folder/munged.pid" --seed-file="$folder/munge.seed" \
     --log-file="$folder/log/munged.log" --force 2>/dev/null || fail "munged: see $folder/log"
   if [[ $namespaces ]]; then
-    touch "$folder/namespaces"
-    slurm/namespaces.sh up "$nodes"
+    echo "$namespaces" >"$folder/namespaces"
+    "$namespaces" up "$nodes"
   fi
   slurmctld -c
   wait_for slurmctld timeout 5 scontrol ping
   for ((n = 1; n <= nodes; n++)); do
     if [[ $namespaces ]]; then
-      slurm/namespaces.sh exec "node$n" slurmd -N "node$n"
+      "$namespaces" exec "node$n" slurmd -N "node$n"
     else
       slurmd -N "node$n"
     fi
@@ -152,7 +152,7 @@ down() {
     sleep 0.2
   done
   kill -KILL "${pids[@]}" 2>/dev/null || true
-  if [[ -e $folder/namespaces ]]; then slurm/namespaces.sh down; fi
+  if [[ -e $folder/namespaces ]]; then "$(<"$folder/namespaces")" down; fi
   rm -rf "$(realpath "$folder/sockets")" "$folder"
   echo "The cluster is stopped."
 }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import random
 import sys
+import traceback
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: bits must not depend on the machine's cores
@@ -32,14 +34,70 @@ for name in list(os.environ):
 LONG = "slurm 3d pipeline parity_data_parallel launchers tensor_parallel arguments dry_run survival"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+collected: list[str] = []  # the node ids of all tests, whatever `-k` and `-m` leave of them
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-k` and `-m` deselect
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     first = [f"test_{name}.py" for name in LONG.split()]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else 99)
+    collected[:] = [item.nodeid for item in items]
+    for item in items:
+        for mark in item.iter_markers("quick_cases"):
+            check_cases(config, item, mark.args)
+            item.add_marker("quick" if item.callspec.id in mark.args else "slow")
+
+
+def check_cases(config: pytest.Config, item: pytest.Function, ids: tuple[str, ...]) -> None:
+    test = item.nodeid.partition("[")[0]
+    absent = [id for id in ids if f"{test}[{id}]" not in collected]
+    if absent and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"{test} has no cases {absent}")
+
+
+@pytest.fixture(scope="session")
+def all_tests(request) -> list[str]:
+    """The node ids of all tests in the files that pytest was given."""
+    if any("::" in argument for argument in request.config.args):
+        pytest.skip("only parts of files were collected")
+    return collected
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # what common/ silences itself; pytest sets its own filters
     config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled:UserWarning")
+
+
+# ---- tests that depend on wall-clock time ----
+
+ATTEMPTS = 3
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Call a test that is marked `wall_clock` again if it fails, with the same fixtures."""
+    if not pyfuncitem.get_closest_marker("wall_clock"):
+        return None  # pytest calls it
+    names = inspect.signature(pyfuncitem.obj).parameters
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            pyfuncitem.obj(**arguments)
+            break
+        except (Exception, pytest.fail.Exception):
+            if attempt == ATTEMPTS:
+                raise
+            pyfuncitem.user_properties.append(("failed attempt", traceback.format_exc()))
+    return True
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show the failed attempts of the tests that passed when they were called again."""
+    for report in terminalreporter.getreports("passed"):
+        failures = [text for name, text in report.user_properties if name == "failed attempt"]
+        if failures:
+            terminalreporter.section(f"{report.nodeid}: passed at attempt {len(failures) + 1}")
+            terminalreporter.write_line("\n\n".join(failures))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,6 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from common.model import Transformer, TransformerConfig, init_weights
 from common.random import sample_keys
 
+pytestmark = pytest.mark.slow
+
 SIZE = "--d-model 32 --n-layers 4 --n-heads 4 --seq-len 16 --global-batch-size 24".split()
 RUN = [*SIZE, *"--steps 50 --log-every 1 --eval-every 25 --resume never".split()]
 EVERYTHING = "--activation-checkpointing --dropout 0.1 --grad-clip 0.3".split()
@@ -61,6 +63,7 @@ def definitions(stage: str) -> dict[str, str]:
 OWN = {"parse_args", "evaluate", "main", "clip_grad_norm_"}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("stage", ["02", "05", "06"])
 def test_a_piece_that_07_shares_is_the_same_to_the_letter(stage):
     theirs, ours = definitions(stage), definitions("07")
@@ -84,6 +87,7 @@ MESHES = [
 TWO_LAYERS = ["--n-layers", "2"]
 
 
+@pytest.mark.quick_cases("(2, 2, 2)")
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
 def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, degrees):
     size, flags = mesh(*degrees)
@@ -189,6 +193,7 @@ def gradients(degrees: tuple[int, int, int], schedule: str, sequence_parallel: b
     hold_against_plain()
 
 
+@pytest.mark.quick_cases("1f1b")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_every_gradient_is_the_plain_models(pools, schedule):
     for sequence_parallel in (False, True):
@@ -253,6 +258,7 @@ def sent_in_a_step(degrees, schedule: str, sequence_parallel: bool):
     return ledger.payload, ledger.ring, parameters, norms
 
 
+@pytest.mark.quick_cases("sp-1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_traffic_is_the_sum_of_its_parts_each_in_its_group(pools, schedule, sequence_parallel):
@@ -286,6 +292,7 @@ def test_traffic_is_the_sum_of_its_parts_each_in_its_group(pools, schedule, sequ
 # ---- what is held ----
 
 
+@pytest.mark.quick
 def test_states_are_shared_out_over_pp_and_tp(fresh_pool, corpus_dir):
     flags = mesh(2, 1, 2)[1]
     argv = [*SIZE, "--steps", "2", "--log-every", "1", "--data", str(corpus_dir)]
@@ -335,6 +342,8 @@ def first_reduction_and_last_backward(schedule: str) -> tuple[float, float]:
     return sums[0], actions[-1]
 
 
+@pytest.mark.wall_clock
+@pytest.mark.quick
 def test_gradients_are_reduced_while_the_pipeline_drains(pools):
     """With two virtual stages the later one is done, and on its way, before the earlier one."""
     for reduced, last in pools(4).run(first_reduction_and_last_backward, "interleaved"):

@@ -12,6 +12,8 @@ from harness import Pool, assert_same_curve, count_collectives, load_stage
 from late_backend import Call, recorded_calls
 from nccl_rules import assert_ranks_agree
 
+pytestmark = pytest.mark.slow
+
 PAIR, PIPE = ("1", "dp", (0, 1)), ("2", "to_higher", (0, 1))
 REDUCE = Call("all_reduce", *PAIR, ((8, 4),), ("float32",), "SUM")
 GATHER = Call("all_gather", *PAIR, ((4,), (8,)), ("bfloat16", "bfloat16"))

@@ -16,6 +16,8 @@ from common.checkpoint import checkpoints, load_checkpoint, training_state
 from common.data import load_corpus
 from common.model import Transformer
 
+pytestmark = pytest.mark.slow
+
 RUN = "--d-model 32 --n-layers 4 --n-heads 4 --seq-len 16 --global-batch-size 12".split()
 RUN += "--dropout 0.1 --log-every 1 --eval-every 20 --steps 22".split()
 AFTER = 20  # steps: the moments are far from zero

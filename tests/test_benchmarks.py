@@ -17,6 +17,8 @@ sys.path.insert(0, str(REPO / "benchmarks"))
 import bench
 from rows import ROWS, Shape
 
+pytestmark = pytest.mark.slow
+
 ROW, SHAPE = "01-loss", Shape(vocab_size=300, d_model=8, seq_len=6, batch=2)
 
 

@@ -123,6 +123,7 @@ def test_names_are_those_of_the_plain_model_and_its_adamw(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_pytorchs_own_tool_converts_it(tmp_path):
     state = saved(tmp_path)
     dcp_to_torch_save(checkpoints(tmp_path)[0], tmp_path / "plain.pt")
@@ -284,6 +285,7 @@ def save_and_die(folder: str, moment: str) -> None:
     save_checkpoint(folder, 6, state)
 
 
+@pytest.mark.quick_cases("while a file is written-4", "before the rename-4")
 @pytest.mark.parametrize(
     "moment, newest",
     [
@@ -433,6 +435,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.quick_cases("a bit flipped-__0_0.distcp", "missing-.metadata")
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_the_one_before_a_damaged_checkpoint_is_taken_and_both_are_named(
@@ -502,6 +505,7 @@ def load_rows(folder: str) -> tuple[int, bool]:
     return step, right
 
 
+@pytest.mark.quick_cases("a bit flipped")
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_all_ranks_go_back_when_one_of_them_meets_the_damage(pools, tmp_path, damage):
     pools(3).run(save_cuts, str(tmp_path / "of"))
@@ -619,6 +623,8 @@ def save_while_training(folder: str) -> dict:
     return {"seconds": seconds, "seen": seen, "held": held, "failed": failed}
 
 
+@pytest.mark.wall_clock
+@pytest.mark.slow
 def test_a_save_holds_training_for_the_copy_and_a_second_waits_for_the_first(pools, tmp_path):
     for told in pools(2).run(save_while_training, str(tmp_path)):
         first, second, closing = told["seconds"]
@@ -733,6 +739,7 @@ def other_pythons() -> list[Path]:
     return sorted(found - {Path(sys.executable).resolve()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("python", other_pythons(), ids=str)
 def test_each_python_of_this_machine_reads_what_another_has_saved(tmp_path, python):
     """It imports the packages of this one, which works where both are of one minor version."""
@@ -766,6 +773,7 @@ def save_without_space(folder: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_one_line_and_leaves_the_older_checkpoint(pools, tmp_path):
     (ended,) = pools(1, group=False).attempt(save_without_space, str(tmp_path))
     assert ended.exit_status == 1, ended.traceback
@@ -785,6 +793,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_or_read_only_keeps_what_it_has(small_disk, capsys):
     expected = saved(small_disk, step=2)
     state = training_state(*trained(steps=1))

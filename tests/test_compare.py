@@ -519,10 +519,22 @@ def test_make_diff_takes_from_full_and_raw():
     assert make("diff-03", "FROM=01").stdout == tool("03", "--from", "01").stdout
     assert make("diff-03", "FULL=1").stdout == tool("03", "--full").stdout
     assert make("diff-03", "RAW=1").stdout == tool("03", "--raw").stdout
-    for words in (["diff-42"], ["diff-03", "FROM=42"]):
+    for words in (["diff-42"], ["run-42"], ["submit-42"], ["diff-03", "FROM=42"]):
         done = make(*words)
-        assert done.returncode == 2 and "Stage 42 does not exist" in done.stderr
-        assert len(done.stderr.splitlines()) == 1 and not done.stdout
+        said, *rest = done.stderr.splitlines()
+        assert done.returncode == 2 and not done.stdout
+        assert "stage 42 does not exist" in said.lower()
+        assert not rest or rest[0].startswith("make: *** [")  # that the tool has failed
+
+
+@pytest.mark.parametrize("gpus, processes", [(0, 2), (1, 1), (4, 4)])
+def test_make_run_starts_one_process_per_gpu(tmp_path, gpus, processes):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo GPU {i}: H100\n" for i in range(gpus)))
+    smi.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    said = run("env", f"PATH={path}", "make", "-n", "run-04").stdout
+    assert f"--nproc-per-node {processes} 04_fsdp/train.py" in said
 
 
 def test_a_reader_who_has_seen_enough_ends_it_quietly():

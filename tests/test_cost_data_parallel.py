@@ -25,6 +25,8 @@ from techniques import WAYS, Trainer
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+pytestmark = pytest.mark.slow
+
 # ---- traffic ----
 
 D, LAYERS, VOCAB = 128, 2, 256  # the corpus has fewer words; the model pads them to this
@@ -151,12 +153,14 @@ def assert_sends(pool, corpus_dir, way: str, a: int, flags: str, gathered: int, 
             assert by_ledger[op][2] == pytest.approx(STEPS * sent.ring(op), rel=1e-12), op
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("way", EACH_WAY)
 def test_a_step_of_one_micro_batch_sends_what_the_table_says(pools, corpus_dir, way):
     assert padding(UNITS, 2) == padding(BUCKETS, 2) == 0  # so the formulas hold as they stand
     assert_sends(pools(2), corpus_dir, way, 1, "", 4, 4)
 
 
+@pytest.mark.quick_cases("zero-2", "fsdp")
 @pytest.mark.parametrize("way", EACH_WAY)
 def test_three_micro_batches_on_three_ranks_repeat_what_the_table_says(pools, corpus_dir, way):
     """And activation checkpointing, which runs forward again, gathers nothing again."""
@@ -169,6 +173,7 @@ def test_activation_checkpointing_alone_changes_no_byte(pools, corpus_dir, way):
     assert_sends(pools(2), corpus_dir, way, 1, "--activation-checkpointing", 4, 4)
 
 
+@pytest.mark.quick_cases("fsdp")
 @pytest.mark.parametrize("way", EACH_WAY)
 def test_bfloat16_halves_what_is_gathered_and_reduces_in_float32(pools, corpus_dir, way):
     """Under autocast (02, ZeRO's stages 1 and 2) weights and gradients are float32 all along."""
@@ -213,6 +218,7 @@ def step_on_the_wire(way: str) -> tuple[int, float]:
     return after - before, ledger.total_ring_bytes
 
 
+@pytest.mark.quick_cases("fsdp-2")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_kernel_is_given_as_many_bytes_as_the_ledger_says(pools, way, ranks):
@@ -365,6 +371,22 @@ def highest(way: str, idle: int, n: int, itemsize: int, mixed: bool) -> int:
     return max(moments) + a_gradient
 
 
+@pytest.mark.quick_cases(
+    "ddp-float32-2",
+    "zero-1-float32-2",
+    "zero-2-float32-2",
+    "zero-3-float32-2",
+    "fsdp-float32-2",
+    "fsdp-mixed-3",
+)
+@pytest.mark.quick_cases(
+    "ddp-float32-2",
+    "zero-1-float32-2",
+    "zero-2-float32-2",
+    "zero-3-float32-2",
+    "fsdp-float32-2",
+    "fsdp-mixed-3",
+)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("way", WAYS)
@@ -417,6 +439,7 @@ def test_frozen_units_too_are_freed_on_the_way_through_backward(pools):
     assert 0 <= most - 4 * 4 * UNIT <= 8 * ACTIVATION
 
 
+@pytest.mark.quick
 def test_the_states_in_bytes_a_parameter_are_those_of_the_papers():
     """Of float32 and a parameter of one unit on n ranks: 16, 8 + 8/n, 4 + 12/n, 16/n."""
     n, whole = 4, 4 * UNIT
@@ -433,6 +456,7 @@ def test_the_states_in_bytes_a_parameter_are_those_of_the_papers():
 # ---- what a run reports ----
 
 
+@pytest.mark.quick
 def test_a_run_reports_what_it_holds_and_sends(fresh_pool, corpus_dir):
     """The same weights, gradients and moments as a share of 16 P bytes, from the whole program."""
     pool = fresh_pool(4)

@@ -295,6 +295,7 @@ def load_together_without_locks(name: str, root: str):
         data._write, data._one_at_a_time = write, lock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [load_together, load_together_without_locks])
 def test_processes_that_prepare_at_once_get_one_whole_corpus(pools, tmp_path, load):
     name = folder(tmp_path / "c", "a b c d\n" * 5000, "d c\n")
@@ -320,6 +321,7 @@ def die_preparing(name: str, root: str, half_way: bool) -> None:
     load_corpus(name)
 
 
+@pytest.mark.quick_cases("True")
 @pytest.mark.parametrize("half_way", [True, False])
 def test_a_process_killed_while_it_prepares_leaves_nothing_to_be_taken_for_real(
     pools, tmp_path, monkeypatch, half_way
@@ -367,6 +369,7 @@ def digest_of_sample() -> tuple[int, int]:
     return sum(map(len, found.values())), zlib.crc32(repr(found).encode())
 
 
+@pytest.mark.slow
 def test_the_sample_is_the_same_in_every_process(pools):
     assert pools(2).run(digest_of_sample) == [digest_of_sample()] * 2  # another hash seed there
 
@@ -486,6 +489,8 @@ def test_the_hub_is_looked_for_where_it_would_be_reached(monkeypatch):
     assert not data._hub_in_reach() and len(asked) == 5
 
 
+@pytest.mark.slow
+@pytest.mark.wall_clock
 def test_wikitext2_without_network_is_refused_with_one_line_within_ten_seconds(tmp_path):
     environment = dict(os.environ, DATA_ROOT=str(tmp_path / "data"), HF_HOME=str(tmp_path / "hf"))
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HTTPS_PROXY", "https_proxy"):

@@ -241,6 +241,7 @@ def launch(tmp_path, what_rank_1_does: str, ranks: int = 2) -> subprocess.Comple
     )
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_group_and_cleanup_ends_it(tmp_path):
     done = launch(tmp_path, "pass")
     assert done.returncode == 0, done.stderr
@@ -248,6 +249,8 @@ def test_torchrun_starts_a_group_and_cleanup_ends_it(tmp_path):
     assert "terminate called" not in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.wall_clock
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "failure, told",
     [

@@ -16,6 +16,8 @@ from common import collectives
 from common.arguments import host_memory
 from common.dry_run import STAND_INS, Report, dry_run, main, plan
 
+pytestmark = pytest.mark.slow
+
 SIZE = "--d-model 64 --n-layers 8 --n-heads 8 --seq-len 16 --global-batch-size 32".split()
 VOCABULARY = 201  # of the tests' corpus with its line ends
 WAYS = [
@@ -154,6 +156,7 @@ def test_a_dry_run_has_arguments_of_its_own_to_refuse(argv, word, capsys):
     assert exit.value.code == 2 and said.count("\n") == 1 and word in said
 
 
+@pytest.mark.wall_clock
 def test_a_large_model_on_a_thousand_ranks_takes_less_than_a_minute():
     start = time.monotonic()
     done = command(

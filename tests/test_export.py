@@ -18,6 +18,8 @@ from common.checkpoint import checkpoints
 from common.data import load_corpus
 from common.model import Transformer, TransformerConfig
 
+pytestmark = pytest.mark.slow
+
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 
 

@@ -1,11 +1,15 @@
-"""The proving ground itself: if it is blind, every test on it is."""
+"""The test harness itself: a mistake in it would hide the mistakes that tests look for."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
 import time
+from types import SimpleNamespace
 
+import conftest
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,6 +73,7 @@ def test_a_pool_runs_a_function_on_every_rank_and_keeps_its_processes(pools):
     assert pool.run(process_id) == pool.run(process_id)
 
 
+@pytest.mark.wall_clock
 def test_a_failing_rank_is_named_with_its_traceback_and_the_pool_recovers(pools):
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"rank 1 of 2(.|\n)*a rank's own trouble"):
@@ -77,6 +82,7 @@ def test_a_failing_rank_is_named_with_its_traceback_and_the_pool_recovers(pools)
     assert pools(2).run(total_of_ranks) == [1.0, 1.0]
 
 
+@pytest.mark.wall_clock
 def test_a_hanging_job_is_ended_and_shows_where_it_stood():
     pool = Pool(1, timeout=2.0)
     try:
@@ -221,3 +227,53 @@ def test_every_mutant_changes_one_place_of_the_code_as_it_stands():
         if (count := (REPO / m.file).read_text().count(m.old)) != 1 or not m.tests
     }
     assert not stale, stale
+
+
+def selects(expression: str, test: str) -> bool:
+    """Whether `-k expression` selects the test of this node id."""
+    words = re.sub(
+        r"[^\s()]+",
+        lambda word: (
+            word[0] if word[0] in ("and", "or", "not") else str(word[0].lower() in test.lower())
+        ),
+        expression,
+    )
+    return eval(words)
+
+
+def test_every_mutant_selects_a_test(all_tests):
+    files = {test.partition("::")[0] for test in all_tests}
+    empty = []
+    for mutant in read_table():
+        words = shlex.split(mutant.tests)
+        names = {f"tests/{word}" for word in words if word.endswith(".py")}
+        expression = words[words.index("-k") + 1] if "-k" in words else "test_"
+        if names <= files and not any(
+            test.partition("::")[0] in names and selects(expression, test) for test in all_tests
+        ):
+            empty.append((mutant.name, mutant.tests))
+    assert not empty, empty
+
+
+@pytest.mark.parametrize("failures", [0, 2, 3])
+def test_a_wall_clock_test_is_called_again_and_the_failures_are_kept(failures):
+    seen = []
+
+    def test(fixture):
+        seen.append(fixture)
+        assert len(seen) > failures, "too slow"
+
+    item = SimpleNamespace(
+        obj=test,
+        funcargs={"fixture": 1, "another": 2},
+        user_properties=[],
+        get_closest_marker=lambda name: name == "wall_clock",
+    )
+    if failures == 3:
+        with pytest.raises(AssertionError, match="too slow"):
+            conftest.pytest_pyfunc_call(item)
+    else:
+        assert conftest.pytest_pyfunc_call(item)
+    kept = [text for name, text in item.user_properties]
+    assert len(kept) == min(failures, 2) and all("too slow" in text for text in kept)
+    assert seen == [1] * min(failures + 1, 3)

@@ -15,6 +15,8 @@ from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agr
 
 from common.collectives import reduce_scatter_single
 
+pytestmark = pytest.mark.slow
+
 # ---- the backend itself ----
 
 

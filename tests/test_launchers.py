@@ -13,6 +13,8 @@ import pytest
 from harness import REPO, assert_same_curve, stage_path, stages
 from slurm_cluster import STRAY, copy_of_repository, need
 
+pytestmark = pytest.mark.slow
+
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
 README = (REPO / "README.md").read_text()
 

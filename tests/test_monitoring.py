@@ -59,6 +59,7 @@ def test_the_gpu_is_asked_by_its_own_name_and_whoever_cannot_answer_need_not(
     assert gpu_utilisation(torch.device("cpu"))() is None
 
 
+@pytest.mark.slow
 def test_a_line_tells_the_time_to_finish_and_the_last_that_none_is_left(pools, corpus_dir):
     flags = [*SMALL, "--data", str(corpus_dir), "--steps", "6", "--log-every", "2"]
     (metrics,) = pools(1, group=False).train("01", flags)

@@ -253,6 +253,7 @@ def pipeline_events(events: list[Call | Wait]) -> list[tuple]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_model_issues_what_stage_06_issues(pools, corpus_dir, tmp_path, name, p):
@@ -276,6 +277,7 @@ MESHES = [  # pp, dp, tp, flags
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "dp", "tp", "own"), MESHES, ids=str)
 def test_every_mesh_of_07_agrees_and_completes(pools, corpus_dir, tmp_path, pp, dp, tp, own):
     layers = 2 * pp if "interleaved" in own else pp

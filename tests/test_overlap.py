@@ -18,6 +18,8 @@ from techniques import Trainer
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+pytestmark = pytest.mark.wall_clock
+
 WIDTH, N_UNITS = 64, 4
 ONE_UNIT = WIDTH * WIDTH * 4 / 2**20  # megabytes, so that every unit has a bucket
 PATIENCE = timedelta(seconds=3)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from harness import assert_same_curve, load_stage
 
+pytestmark = pytest.mark.slow
+
 SIZE = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16".split()
 RUN = [*SIZE, *"--steps 50 --log-every 1 --eval-every 25 --resume never".split()]
 ONE = ["--global-batch-size", "12"]
@@ -26,6 +28,12 @@ def name(value) -> str:
     return stage + "".join(flags) if isinstance(flags, list) else str(value)
 
 
+@pytest.mark.quick_cases(
+    "02-2", "03--zero-stage1-3", "03--zero-stage2-2", "03--zero-stage3-3", "04-2"
+)
+@pytest.mark.quick_cases(
+    "02-2", "03--zero-stage1-3", "03--zero-stage2-2", "03--zero-stage3-3", "04-2"
+)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("way", EVERY, ids=name)
 def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, way):
@@ -36,6 +44,7 @@ def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, way):
         assert_same_curve(metrics, expected)
 
 
+@pytest.mark.quick_cases("3-03--zero-stage2-", "2-04---activation-checkpointing")
 @pytest.mark.parametrize(
     ("size", "way", "extra"),
     [
@@ -91,6 +100,7 @@ def test_every_stage_sees_the_same_global_batches_in_the_same_order(pools, corpu
                 assert torch.equal(torch.cat([seen[step] for seen in ranks]), whole)
 
 
+@pytest.mark.quick_cases("04")
 @pytest.mark.parametrize(
     "way", [*EVERY, ("04", KEEP), ("04", ["--reduce-dtype", "bfloat16"])], ids=name
 )

@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.model import Transformer, TransformerConfig, init_weights
 from common.random import sample_keys
 
+pytestmark = pytest.mark.slow
+
 SIZE = "--d-model 32 --n-layers 4 --n-heads 4 --seq-len 16 --global-batch-size 24".split()
 RUN = [*SIZE, *"--steps 50 --log-every 1 --eval-every 25 --resume never".split()]
 EVERYTHING = "--activation-checkpointing --dropout 0.1 --grad-clip 0.3".split()
@@ -68,6 +70,7 @@ def options(schedule: str, m: int, extra: list[str]) -> list[str]:
     return ["--schedule", schedule, "--micro-batch-size", str(24 // m), *extra]
 
 
+@pytest.mark.quick_cases("gpipe-2-4", "1f1b-4-6")
 @pytest.mark.parametrize(
     ("size", "m"), [(2, 4), (2, 8), (2, 3), (4, 4), (4, 8), (4, 6)], ids=lambda x: str(x)
 )
@@ -82,6 +85,7 @@ def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, m, sc
         assert_same_curve(metrics, reference(argv))
 
 
+@pytest.mark.quick_cases("dropout-interleaved", "everything-zero-bubble")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("extra", [["--dropout", "0.1"], EVERYTHING], ids=["dropout", "everything"])
 def test_the_curve_is_that_of_stage_01_with(pools, reference, corpus_dir, schedule, extra):
@@ -144,6 +148,12 @@ def gradients_of_one_batch(schedule: str, changes: dict) -> None:
         torch.testing.assert_close(parameter.grad, twins[name].grad, atol=1e-6, rtol=0, msg=name)
 
 
+@pytest.mark.quick_cases(
+    "plain-gpipe-2", "plain-1f1b-4", "plain-interleaved-2", "plain-zero-bubble-2"
+)
+@pytest.mark.quick_cases(
+    "plain-gpipe-2", "plain-1f1b-4", "plain-interleaved-2", "plain-zero-bubble-2"
+)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
@@ -228,6 +238,7 @@ def test_split_backward_has_the_same_bits_and_the_same_products(pools, changes, 
         assert by_kind["B"].total() == 4 * 4 + forward
 
 
+@pytest.mark.quick
 def test_all_schedules_give_the_same_bits(pools):
     """They add up the micro-batches in the same order."""
     results = {s: pools(2).run(gradients_and_products, s, {}, False) for s in SCHEDULES[:2]}
@@ -321,6 +332,7 @@ def in_flight(schedule: str, m: int, changes: dict, bf16: bool = False) -> dict:
     }
 
 
+@pytest.mark.quick_cases("plain")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_no_more_is_held_than_what_is_in_flight(pools, checkpointing):
     changes = {"activation_checkpointing": checkpointing}
@@ -374,6 +386,7 @@ def traffic(schedule: str, m: int, v: int | None, changes: dict) -> tuple[Counte
     return sent, received, forwards
 
 
+@pytest.mark.quick_cases("1f1b-2", "interleaved-4")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_boundary_carries_a_batch_each_way(pools, size, schedule):
@@ -395,12 +408,14 @@ def test_bfloat16_and_recomputation_send_the_same(pools):
         assert sum(got[0].values()) == 4 * BOUNDARY
 
 
+@pytest.mark.quick
 def test_a_training_step_sends_what_the_table_says(pools, corpus_dir):
     argv = [*SIZE, *"--steps 3 --log-every 1 --micro-batch-size 3".split()]
     for metrics in pools(2).train("06", [*argv, "--data", str(corpus_dir)]):
         assert [x["comm_mb"] for x in metrics] == pytest.approx([24 * SEQ * D * 4 / 1e6] * 3)
 
 
+@pytest.mark.quick
 def test_states_are_those_of_the_ranks_own_units(fresh_pool, corpus_dir):
     argv = [*SIZE, *"--steps 2 --log-every 1 --resume never".split(), "--data", str(corpus_dir)]
     layer = 12 * D * D + 2 * D

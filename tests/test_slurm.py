@@ -24,6 +24,9 @@ from slurm_cluster import (
     skip_or_fail,
 )
 
+pytestmark = pytest.mark.slow
+
+NAMESPACES = str(REPO / "tests/namespaces.sh")
 PACKAGES = "slurm-wlm munge iproute2"
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
 MANY = stages()[1:]  # those that use several processes
@@ -42,7 +45,7 @@ def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
     with one_at_a_time(folder):
         with live_cluster(
-            folder, NODES="3", NAMESPACES="1", EXTRA_CONF="MinJobAge=3600"
+            folder, NODES="3", NAMESPACES=NAMESPACES, EXTRA_CONF="MinJobAge=3600"
         ) as cluster:
             yield cluster
 
@@ -360,7 +363,7 @@ def lose(cluster):
 
     yield go
     for node in lost:  # ReturnToService: it is back when it answers
-        cluster.call("slurm/namespaces.sh", "exec", node, "slurmd", "-N", node)
+        cluster.call(NAMESPACES, "exec", node, "slurmd", "-N", node)
     conf.write_text(kept)
     cluster.call("scontrol", "reconfigure")
 
@@ -374,6 +377,7 @@ def test_a_job_that_loses_a_node_in_mid_run_comes_back_and_finishes(
     lose(lost)
     info = job.ends()
     assert lost not in job.nodes() and info["Restarts"] >= "1"
+    uncut("02").ends()
     assert "resumed from" in job.log
     assert numbers_of(job) == numbers_of(uncut("02"))
 

@@ -19,6 +19,8 @@ from jobs import free_port, start, torchrun, workers_of
 from common import checkpoint
 from common.checkpoint import checkpoints
 
+pytestmark = pytest.mark.slow
+
 SMALL = "--d-model 32 --n-layers 4 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 
 
@@ -122,6 +124,7 @@ def test_a_signal_to_a_process_of_a_job_ends_all_with_status_0(corpus_dir, tmp_p
     assert checkpoints(tmp_path / "checkpoints")[-1].name == f"step-{steps:08d}"
 
 
+@pytest.mark.wall_clock
 def test_a_rank_that_stops_answering_ends_the_job_after_the_time_out(corpus_dir, tmp_path):
     argv = argv_of("04", corpus_dir, tmp_path, "--checkpoint-every", 4, "--timeout", 4)
     processes = start("04", 2, argv, tmp_path)

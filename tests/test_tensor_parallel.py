@@ -29,6 +29,8 @@ from torch.utils._pytree import tree_leaves
 from common.model import IGNORED, Transformer, TransformerConfig, init_weights
 from common.random import sample_keys
 
+pytestmark = pytest.mark.slow
+
 SIZE = "--d-model 64 --n-layers 2 --n-heads 4 --seq-len 32 --global-batch-size 6".split()
 RUN = [*SIZE, *"--steps 50 --log-every 1 --eval-every 25 --resume never".split()]
 EVERYTHING = "--activation-checkpointing --dropout 0.1 --grad-clip 0.3".split()
@@ -82,6 +84,7 @@ def gathered(piece: torch.Tensor, dim: int | None) -> torch.Tensor:
 # ---- the curve ----
 
 
+@pytest.mark.quick_cases("2-plain-tp", "2-everything-sp")
 @pytest.mark.parametrize("own", [[], ["--sequence-parallel"]], ids=["tp", "sp"])
 @pytest.mark.parametrize(
     ("size", "extra"),
@@ -133,6 +136,7 @@ def gradients_of_one_batch(sequence_parallel: bool, changes: dict) -> float:
     return worst
 
 
+@pytest.mark.quick_cases("plain-tp-2", "checkpointing-sp-4")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize(
@@ -185,6 +189,7 @@ def linear_alone(kind: str, sequence_parallel: bool) -> None:
     torch.testing.assert_close(bias_grad, plain.bias.grad, **close)
 
 
+@pytest.mark.quick_cases("tp-Column-2", "tp-Row-2", "sp-Column-2", "sp-Row-2")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["Column", "Row"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
@@ -207,6 +212,7 @@ def embedding_alone(sequence_parallel: bool) -> None:
     assert torch.equal(gathered(module.weight.grad, 0), plain.weight.grad)
 
 
+@pytest.mark.quick_cases("tp-2")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_the_embedding_alone_is_the_plain_one_to_the_bit(pools, size, sequence_parallel):
@@ -233,6 +239,7 @@ def cross_entropy_alone(scale: float, n_ignored: int, dtype: torch.dtype) -> Non
     torch.testing.assert_close(gathered(mine.grad, 1), logits.grad, **close)
 
 
+@pytest.mark.quick_cases("torch.float32-7-1.0", "torch.bfloat16-7-10000.0")
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize("n_ignored", [0, 7, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -264,6 +271,7 @@ def cross_entropy_of_masked_logits() -> None:
         torch.testing.assert_close(gathered(mine.grad, 1)[counted], plain.grad[counted])
 
 
+@pytest.mark.quick
 def test_a_logit_of_minus_infinity_leaves_the_loss_finite(pools):
     pools(2).run(cross_entropy_of_masked_logits)
 
@@ -298,6 +306,7 @@ def dropped() -> None:
             assert torch.equal(whole, theirs(torch.ones(BATCH, 32, 64), keys))
 
 
+@pytest.mark.quick
 def test_dropout_is_the_plain_models_to_the_bit(pools):
     pools(2).run(dropped)
     pools(4).run(dropped)
@@ -334,6 +343,7 @@ L = CONFIG.n_layers
 NORMS = 2 * L + 1
 
 
+@pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_micro_batch_sends_what_the_table_says(pools, size):
     for got in pools(size).run(traffic, False, {}):
@@ -343,6 +353,7 @@ def test_a_micro_batch_sends_what_the_table_says(pools, size):
         assert got["ring"] == pytest.approx(ring * 4 * TOKENS * ((4 * L + 2) * 64 + 3))
 
 
+@pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("size", [2, 4])
 def test_sequence_parallelism_sends_the_same_bytes_in_other_words(pools, size):
     for got in pools(size).run(traffic, True, {}):
@@ -373,6 +384,7 @@ def test_bfloat16_halves_the_traffic_of_the_layers(pools):
     assert half["ring"] == pytest.approx(float32 + (whole["ring"] - float32) / 2)
 
 
+@pytest.mark.quick
 def test_what_a_training_step_sends(pools, corpus_dir):
     """Clipping adds one control call a step, accumulation repeats, evaluation sends forwards."""
     argv = [*SIZE, "--steps", "3", "--log-every", "1", "--micro-batch-size", "2"]
@@ -409,6 +421,7 @@ def largest(sequence_parallel: bool) -> tuple[int, int]:
     return seen.elements, seen_in_evaluation.elements
 
 
+@pytest.mark.quick_cases("tp")
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_no_rank_ever_has_all_the_logits(pools, sequence_parallel):
     for elements in pools(4).run(largest, sequence_parallel):
@@ -434,6 +447,7 @@ def test_the_model_is_whole_nowhere_while_it_is_built(pools, size):
         assert peak <= mine + 2 * largest < whole
 
 
+@pytest.mark.quick
 def test_states_are_shared_out(fresh_pool, corpus_dir):
     argv = [*SIZE, "--steps", "2", "--log-every", "1", "--data", str(corpus_dir)]
     whole, norms = CONFIG.num_parameters() * 16, NORMS * 64 * 16
@@ -464,6 +478,7 @@ def kept_between_layers(sequence_parallel: bool) -> int:
     return mode(left)
 
 
+@pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("size", [2, 4])
 def test_what_is_kept_between_layers_is_divided_by_the_degree(pools, size):
     whole = pools(size).run(kept_between_layers, False)[0]
@@ -549,6 +564,8 @@ def sum_and_product(sequence_parallel: bool) -> tuple[float, float] | None:
     return None if rank else (products[1], sums[0])
 
 
+@pytest.mark.wall_clock
+@pytest.mark.quick
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_backward_multiplies_while_the_sum_is_on_its_way(pools, sequence_parallel):
     product, total = pools(2).run(sum_and_product, sequence_parallel)[0]

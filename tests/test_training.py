@@ -118,6 +118,7 @@ def test_stage_01_draws_the_curve_of_a_training_loop_by_hand(train, corpus_dir):
     assert max(x["grad_norm"] for x in metrics) > 0.5  # so that clipping had something to do
 
 
+@pytest.mark.slow
 def test_it_learns_the_structure_of_the_corpus(reference, corpus_dir):
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "200", "--lr", "1e-2"]
     metrics = reference(argv)
@@ -190,6 +191,7 @@ def test_clipping_is_by_the_global_norm_and_zero_means_never(train):
     assert clipped[-1]["loss"] != never[-1]["loss"]
 
 
+@pytest.mark.slow
 def test_every_other_flag_of_the_optimizer_and_the_seed_changes_the_curve(train):
     flags = "--steps 4 --log-every 1 --warmup-steps 1".split()
     plain = numbers(train(*flags))
@@ -222,6 +224,7 @@ def test_presets_and_what_overrides_them():
     assert args.micro_batch_size == 24 and args.dtype == "float32"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="the compiler's CPU code needs g++")
 def test_compile_draws_the_same_curve(train, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -229,6 +232,7 @@ def test_compile_draws_the_same_curve(train, monkeypatch):
     assert_same_curve(train(*flags, "--compile", timeout=900), train(*flags))
 
 
+@pytest.mark.slow
 def test_profile_writes_a_trace_of_forward_and_backward(train, tmp_path):
     train("--steps", 8, "--profile", "--run-dir", tmp_path)
     (trace,) = (tmp_path / "profile").glob("*.pt.trace.json")  # TensorBoard and Perfetto read it
@@ -363,6 +367,7 @@ def in_a_later_life(variable: str, argv: list[str]) -> list[dict]:
         return load_stage("01").main(argv)
 
 
+@pytest.mark.quick_cases("never-SLURM_RESTART_COUNT")
 @pytest.mark.parametrize("variable", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
 @pytest.mark.parametrize("how", ["never", "path"])
 def test_resume_says_how_a_run_begins_and_not_how_it_goes_on(
@@ -407,6 +412,7 @@ def wait_for_checkpoint(process: subprocess.Popen, run_dir: Path, step: int) -> 
     raise AssertionError(process.communicate())
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_one_that_is_not(
     train, tmp_path, corpus_dir
 ):
@@ -460,6 +466,7 @@ def train_and_signal(argv: list[str], number: int, step: int) -> tuple[list[dict
     return metrics, signal.getsignal(number) == before
 
 
+@pytest.mark.quick_cases("SIGTERM")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     pools, train, tmp_path, corpus_dir, name

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from common.model import Transformer, TransformerConfig, init_weights
 
+pytestmark = pytest.mark.slow
+
 WORDS, WIDTH = 11, 6
 SMALL = 0.0002  # megabytes in a bucket, so that there are several
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
@@ -166,6 +168,12 @@ def five_steps(
 NOT_ZERO_3 = [way for way in WAYS if way != "zero-3"]
 
 
+@pytest.mark.quick_cases(
+    "3-set-to-none-ddp", "3-set-to-none-zero-1", "3-set-to-none-zero-2", "3-set-to-none-fsdp"
+)
+@pytest.mark.quick_cases(
+    "3-set-to-none-ddp", "3-set-to-none-zero-1", "3-set-to-none-zero-2", "3-set-to-none-fsdp"
+)
 @pytest.mark.parametrize("way", NOT_ZERO_3)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["set-to-none", "zeroed"])
 @pytest.mark.parametrize("a", [1, 3])
@@ -229,6 +237,7 @@ def transformer_steps(
     return differences(trainer.parameters(), plain)
 
 
+@pytest.mark.quick_cases("set-to-none-adamw-zero-3", "set-to-none-adamw-fsdp")
 @pytest.mark.parametrize("way", ["zero-3", "fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["set-to-none", "zeroed"])
@@ -319,6 +328,7 @@ def clipped(way: str) -> tuple[float, float, float]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.quick_cases("zero-1-2", "fsdp-2")
 @pytest.mark.parametrize(
     ("way", "size"),
     [*((way, size) for way in NOT_ZERO_3[1:] for size in (2, 3)), ("fsdp-hybrid", 4)],
@@ -340,6 +350,7 @@ def ranks_start_apart() -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.quick
 def test_ddp_gives_every_rank_the_weights_and_buffers_of_the_first(pools):
     pools(2).run(ranks_start_apart)
 
@@ -388,6 +399,7 @@ def test_a_second_backward_outside_no_sync_is_refused_and_not_wrong(pools, way):
     pools(2).run(backward_twice, way)
 
 
+@pytest.mark.quick
 def test_buckets_are_cut_by_size_and_kind_and_the_first_is_small():
     def params(*mbs: float, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
         itemsize = dtype.itemsize
@@ -528,6 +540,7 @@ def test_fsdp_says_so_when_one_unit_has_everything(pools, kind):
         assert said == ["one unit has all parameters: they are all unsharded at once"]
 
 
+@pytest.mark.quick
 def test_fsdp_says_nothing_of_a_model_in_several_units(pools):
     assert pools(2).run(warnings_of, "units") == [[], []]
 

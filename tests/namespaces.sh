@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Nodes that differ as machines do: each a network and a host name of its own. For tests; as root.
 #
-#     slurm/namespaces.sh up N               slurm-node1 ... slurm-nodeN on one bridge
-#     slurm/namespaces.sh exec node1 ...     run a command as if on node1
-#     slurm/namespaces.sh down               end all processes in them, remove them
+#     tests/namespaces.sh up N               slurm-node1 ... slurm-nodeN on one bridge
+#     tests/namespaces.sh exec node1 ...     run a command as if on node1
+#     tests/namespaces.sh down               end all processes in them, remove them
 #
 # Each node has two interfaces: eth0, to which its name node1 leads, and ib0, which is reached by
 # the name node1i, as InfiniBand is on some clusters. localhost is the node itself, so a job that
