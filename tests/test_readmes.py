@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from harness import REPO
+from harness import REPO, stages
 
 sys.path.insert(0, str(REPO / "tools"))
 
@@ -89,7 +89,8 @@ def test_named_files_exist(readme):
 def make_targets() -> set[str]:
     """All targets of the Makefile, as make itself lists them."""
     listed = subprocess.run(["make", "-pRrq", ":"], cwd=REPO, capture_output=True, text=True)
-    return set(re.findall(r"^([a-z][\w-]*):", listed.stdout, re.M))
+    targets = re.findall(r"^([a-z][\w-]*%?):", listed.stdout, re.M)
+    return {target.replace("%", stage) for target in targets for stage in stages()}
 
 
 def test_make_targets_and_their_variables_exist(readme):
@@ -186,6 +187,7 @@ def test_a_wrong_figure_fails_an_experiment():
 QUICK = ["01 The first loss", "02 A collective under `if`"]  # a few; `make experiments` runs all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_an_experiment_ends_as_its_readme_says(name):
     chosen = [e for e in experiments.all_experiments() if f"{e.stage} {e.title}".startswith(name)]
