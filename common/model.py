@@ -247,7 +247,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             count = (targets != IGNORED).sum().clamp(min=1)
             loss = torch.zeros((), dtype=torch.float32, device=x.device)
             grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-            grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+            grad_weight = None
+            if ctx.needs_input_grad[1]:  # a sum over all pieces, which bf16 would round each time
+                sum_dtype = torch.promote_types(weight.dtype, torch.float32)
+                grad_weight = torch.zeros_like(weight, dtype=sum_dtype)
             for start in range(0, len(x), rows):
                 piece = slice(start, start + rows)
                 loss += _loss_of_piece(
@@ -258,7 +261,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                     None if grad_x is None else grad_x[piece],
                     grad_weight,
                 )
-        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.to(weight.dtype))
         return loss
 
     @staticmethod
