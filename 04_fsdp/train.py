@@ -31,8 +31,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -80,11 +81,12 @@ class FullyShardedDataParallel(nn.Module):
     reduce_dtype: of the gradients when they are reduced, None for `param_dtype`. cpu_offload:
     keep the shards on the CPU.
 
-    Step an optimizer on `shards()`, and call `finish_gradient_synchronization` after the last
-    backward of a step. All ranks must use the same parameters, because their collectives are
-    matched by order. A parameter that a backward did not use has a zero gradient, and delays the
-    units before it until backward ends. Raises ValueError where `materialize` leaves a parameter
-    without values.
+    `parameters()` yields this rank's shards, as in PyTorch's FSDP. Call
+    `finish_gradient_synchronization` after the last backward of a step, and clip with
+    `clip_grad_norm_` of this class: `torch.nn.utils.clip_grad_norm_` sees this rank's shards only.
+    All ranks must use the same parameters, because their collectives are matched by order. A
+    parameter that a backward did not use has a zero gradient, and delays the units before it until
+    backward ends. Raises ValueError where `materialize` leaves a parameter without values.
     """
 
     def __init__(
@@ -101,7 +103,8 @@ class FullyShardedDataParallel(nn.Module):
         cpu_offload: bool = False,
     ):
         super().__init__()
-        self.module, self.group = module, shard_group
+        object.__setattr__(self, "module", module)  # unregistered: `parameters()` are the shards
+        self.group = shard_group
         self.param_dtype, self.reshard_after_forward = param_dtype, reshard_after_forward
         device = device or next(module.parameters()).device
         shard_device = torch.device("cpu") if cpu_offload else device
@@ -109,6 +112,8 @@ class FullyShardedDataParallel(nn.Module):
         self.flat_settings = groups, dtypes, device, shard_device
         self.flats: list[FlatParameter] = []  # in the order of forward
         self.shard_units(module, opened(module) if units is None else units, materialize)
+        for i, flat in enumerate(self.flats):
+            self.register_parameter(f"shard_{i}", flat.shard)
         # in reverse order: backward finishes the last layer first
         self.buckets = [flat for flat in self.flats[::-1] if flat.trains]
         self.next_in_forward = dict(pairwise(self.flats))
@@ -116,12 +121,19 @@ class FullyShardedDataParallel(nn.Module):
             flat: earlier for earlier, flat in pairwise(self.flats) if earlier.unshards_in_backward
         }
         self.launched = 0  # how many buckets' reductions have started
-        self.synchronizes, self.in_backward = True, False
+        self.finished: list[FlatParameter] = []  # units that have all gradients in this backward
+        self.turns = count()  # in which forward enters the units
+        self.synchronizes, self.in_forward, self.in_backward = True, False, False
 
     def forward(self, *args, **kwargs):
+        self.drop_failed_backward()
         for flat in self.flats:
             flat.reshard()  # left unsharded by a forward without backward, and older than the shard
-        return self.module(*args, **kwargs)
+        self.in_forward = True
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self.in_forward = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -137,23 +149,26 @@ class FullyShardedDataParallel(nn.Module):
             self.synchronizes = True
 
     def before_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs):
-        self.unshard(flat, None if flat.in_backward else self.next_in_forward.get(flat))
-        if self.param_dtype is not None:
-            return tree_map_only(Tensor, self.cast, (args, kwargs))
+        if self.in_forward or self.in_backward:
+            self.unshard(flat, None if flat.in_backward else self.next_in_forward.get(flat))
+        else:
+            self.unshard_alone(flat)
+        flat.turn = next(self.turns)
+        return self.prepare_inputs(flat, args, kwargs)
 
-    def after_forward(self, flat: FlatParameter, module: nn.Module, args, output) -> None:
+    def after_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs, output) -> None:
         if flat.in_backward:
             return  # activation checkpointing has recomputed forward: backward needs the parameters
-        if self.reshard_after_forward or not torch.is_grad_enabled():
+        outputs, some_are_hidden = self.outputs_of(flat, args, kwargs, output)
+        if not torch.is_grad_enabled() or (self.reshard_after_forward and not some_are_hidden):
             flat.reshard()
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self.before_backward, flat))
+        for tensor in outputs:
+            tensor.register_hook(partial(self.before_backward, flat))
 
     def before_backward(self, flat: FlatParameter, _: Tensor) -> None:
         """The gradient of the unit's output has been computed: the unit's backward is next."""
-        self.call_at_end_of_backward()
-        self.reshard_frozen_units_behind(flat)
+        self.enter_backward()
+        self.reshard_finished_units(flat)
         flat.in_backward = True
         if flat.unshards_in_backward:
             self.unshard(flat, self.next_in_backward.get(flat))
@@ -169,11 +184,11 @@ class FullyShardedDataParallel(nn.Module):
         """Note that the gradient of `param` is final. Autograd calls this during backward."""
         if param not in flat.waiting_for:
             raise RuntimeError("checkpoint with use_reentrant=False: a gradient is final once")
+        self.enter_backward()
         flat.collect(param, divide_by=flat.n_ranks)
         flat.waiting_for.remove(param)
         if not flat.waiting_for:
-            flat.reshard()  # all gradients are there: backward is done with these parameters
-            flat.in_backward = False
+            self.finished.append(flat)  # to be resharded when backward enters the next unit
             self.launch_ready_buckets()
 
     def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
@@ -204,10 +219,9 @@ class FullyShardedDataParallel(nn.Module):
     def end_backward(self) -> None:
         """Reduce the buckets that unused parameters have delayed, and reshard every unit."""
         self.launch_ready_buckets(backward_has_ended=True)
-        self.launched, self.in_backward = 0, False
+        self.launched, self.finished, self.in_backward = 0, [], False
         for flat in self.flats:
             flat.reshard()
-            flat.in_backward = False
         for bucket in self.buckets:
             bucket.waiting_for = set(bucket.params)
 
@@ -231,7 +245,7 @@ class FullyShardedDataParallel(nn.Module):
         return norm
 
     def shards(self) -> list[nn.Parameter]:
-        """This rank's shards of all parameters that train: what an optimizer steps on."""
+        """This rank's shards of the parameters that train; `parameters()` has frozen ones too."""
         return [flat.shard for flat in self.flats if flat.trains]
 
     def training_state(self, optimizer: torch.optim.Optimizer) -> State:
@@ -258,8 +272,23 @@ class FullyShardedDataParallel(nn.Module):
 
     # ---- mixed precision: inputs are cast to the parameters' dtype, as autocast would ----
 
+    def prepare_inputs(self, flat: FlatParameter, args, kwargs) -> tuple:
+        """Cast what has to be cast. A container without such tensors stays the same object,
+        because the unit may fill it."""
+
+        def stays(x) -> bool:
+            return isinstance(x, (list, dict)) and not any(map(self.is_cast, tensors_in(x)[0]))
+
+        if self.param_dtype is not None:
+            args, kwargs = tree_map_only(Tensor, self.cast, (args, kwargs), is_leaf=stays)
+        flat.inputs = tensors_in(containers(args, kwargs))[0]
+        return args, kwargs
+
     def cast(self, x: Tensor) -> Tensor:
-        return x.to(self.param_dtype) if x.is_floating_point() else x
+        return x.to(self.param_dtype) if self.is_cast(x) else x
+
+    def is_cast(self, x: Tensor) -> bool:
+        return x.is_floating_point() and x.dtype != self.param_dtype
 
     # ---- the meta device: `materialize` fills one unit after the other ----
 
@@ -297,16 +326,97 @@ class FullyShardedDataParallel(nn.Module):
             flat = FlatParameter(unit, alike, *self.flat_settings)
             self.flats.append(flat)
             unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
-            unit.register_forward_hook(partial(self.after_forward, flat))
+            unit.register_forward_hook(partial(self.after_forward, flat), with_kwargs=True)
             for param in flat.waiting_for:
                 param.register_post_accumulate_grad_hook(partial(self.mark_ready, flat))
 
-    def reshard_frozen_units_behind(self, flat: FlatParameter) -> None:
-        """No gradient says that backward is done with a frozen unit; that it has passed does."""
-        for later in self.flats[self.flats.index(flat) + 1 :]:
-            # the whole module is no unit that backward passes: it begins before all units
-            if not later.trains and flat.unit is not self.module:
-                later.reshard()
+    def reshard_finished_units(self, entered: FlatParameter) -> None:
+        """Backward enters a unit when it has left those that forward entered later.
+
+        It may need a unit's parameters after their gradients are final, for instance where the
+        unit uses `weight.detach()` as well. A frozen unit has no gradients to wait for.
+        """
+        if entered.unit is not self.module:  # the whole module begins before all units
+            finished, self.finished = self.finished, []
+            for flat in finished:
+                if flat.turn > entered.turn and flat.unit is not entered.unit:
+                    flat.reshard()
+                else:
+                    self.finished.append(flat)
+        if not entered.waiting_for:
+            self.finished.append(entered)
+
+    def outputs_of(self, flat: FlatParameter, args, kwargs, output) -> tuple[list[Tensor], bool]:
+        """The outputs that require a gradient, and whether the unit may have others, hidden ones.
+
+        Backward can enter the unit by a hidden output, without a hook that unshards it. So the
+        unit stays unsharded if it returns an object that is no container, or nothing that requires
+        a gradient. Tensors that it puts into a list, a dict or a dataclass count as outputs.
+        """
+        if not torch.is_grad_enabled():
+            return [], False
+        tensors, some_are_hidden = tensors_in(output)
+        for tensor in tensors_in(containers(args, kwargs))[0]:
+            if all(tensor is not x for x in flat.inputs):
+                tensors.append(tensor)
+        outputs, flat.inputs = [t for t in tensors if t.requires_grad], []
+        if not outputs:
+            used = [*flat.unit.parameters(), *tensors_in((args, kwargs))[0]]
+            some_are_hidden = any(t.requires_grad for t in used)
+        return outputs, some_are_hidden
+
+    # ---- arbitrary training loops ----
+
+    def unshard_alone(self, flat: FlatParameter) -> None:
+        """A unit that is called outside of the wrapper's forward: nothing to prefetch, and what an
+        earlier call has left unsharded may be older than the shard."""
+        flat.reshard()
+        self.unshard(flat, None)
+
+    def enter_backward(self) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: parameters are freed before a second backward")
+        self.call_at_end_of_backward()
+
+    def drop_failed_backward(self) -> None:
+        """Forget the gradients of a backward that ended in an exception, if there was one."""
+        # activation checkpointing may run forward in backward; nothing public tells
+        if self.in_backward and torch._C._current_graph_task_id() == -1:
+            self.launched, self.finished, self.in_backward = 0, [], False
+            for bucket in self.buckets:
+                bucket.drop_gradients()
+
+    @torch.no_grad()
+    def share_overflow(self) -> None:
+        """For `torch.amp.GradScaler`, before its `unscale_` or `step`.
+
+        It looks for infinities in this rank's shards only, and ranks that skip different steps
+        drift apart. An infinity on one rank becomes a NaN on every rank.
+        """
+        grads = [p.grad for p in self.shards() if p.grad is not None]
+        norm = all_reduce_control(global_norm(grads), group=self.group)
+        for grad in grads[:1]:
+            grad[:1] += 0 * norm  # NaN if the norm is infinite or NaN
+
+    def train(self, mode: bool = True) -> FullyShardedDataParallel:
+        self.module.train(mode)
+        return super().train(mode)
+
+    def state_dict(self, *args, **kwargs):
+        raise RuntimeError("this rank has shards only: full_state_dict() gathers the parameters")
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        raise RuntimeError("load the module before wrapping it; full_state_dict() is what to save")
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("copy the module before wrapping it, or load full_state_dict() into one")
+
+    def _apply(self, fn, recurse: bool = True):
+        for shard in self.parameters():
+            before, after = shard.detach()[:0], fn(shard.detach()[:0])
+            if (before.dtype, before.device) != (after.dtype, after.device):
+                raise RuntimeError("cast or move the module before wrapping it")
+        return super()._apply(fn, recurse)
 
 
 class FlatParameter:
@@ -314,7 +424,7 @@ class FlatParameter:
 
     shard: [shard], the part that this rank's optimizer updates, in the parameters' own dtype.
     full: [N * shard], padded, in `param_dtype`; has memory only while unsharded. The parameters
-    are views into it. grads: [N * shard] in `reduce_dtype`, during backward.
+    are views into it then, and NaN otherwise. grads: [N * shard] in `reduce_dtype`, in backward.
     waiting_for: the parameters whose gradients this backward has not finished yet.
     """
 
@@ -333,16 +443,21 @@ class FlatParameter:
         shard = F.pad(values, (0, self.padding))[self.owned].to(shard_device, copy=True)
         self.trains = self.params[0].requires_grad
         self.shard = nn.Parameter(shard, requires_grad=self.trains)
-        self.full = torch.empty(n_shards * length, dtype=param_dtype or shard.dtype, device=device)
-        for param, view in self.views_into(self.full).items():
-            param.data = view
+        dtype = param_dtype if param_dtype and shard.is_floating_point() else shard.dtype
+        self.full = torch.empty(n_shards * length, dtype=dtype, device=device)
+        self.full_views = self.views_into(self.full)
+        nan = not_a_number(dtype, device)
+        self.freed_views = {p: nan.expand(p.shape) for p in self.params}
         self.reduce_dtype = reduce_dtype or self.full.dtype
         self.grads: Tensor | None = None
         self.waiting_for = set(self.params) if self.trains else set()
         self.reduction: Work | None = None  # the collectives in flight
         self.gathering: Work | None = None
         self.replicating: Work | None = None
-        self.in_backward = False
+        self.shown: Tensor | None = None  # the shard's gradient while its reduction is in flight
+        self.inputs: list[Tensor] = []  # in containers that the unit may fill
+        self.turn = 0  # when forward has entered the unit
+        self.in_backward = self.is_replicated = False
         owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
         # the gradient of an embedding lookup does not depend on the weights
         self.unshards_in_backward = not all(isinstance(m, nn.Embedding) for m in owners)
@@ -362,6 +477,7 @@ class FlatParameter:
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.full.numel() * self.full.element_size())
+            self.point_parameters_to(self.full_views)
             out, self.sent = self.full.data, self.shard.detach().to(self.full, non_blocking=True)
             self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
 
@@ -372,14 +488,20 @@ class FlatParameter:
 
     def reshard(self) -> None:
         """Free the full parameters: the storage shrinks to nothing, its views stay valid."""
-        self.wait()
-        self.full.untyped_storage().resize_(0)
+        if self.full.untyped_storage().nbytes() > 0:
+            self.wait()
+            self.full.untyped_storage().resize_(0)
+            self.point_parameters_to(self.freed_views)
+        self.in_backward = False
+
+    def point_parameters_to(self, views: dict[nn.Parameter, Tensor]) -> None:
+        for param, view in views.items():
+            param.data = view
 
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
         """Move the gradient of `param` into the buffer, which is freed after the reduction."""
-        if self.replicating is not None:
-            raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
         self.finish_reduction()  # of the previous backward
+        self.check_not_replicated()
         self.copy_gradient(param, divide_by)
         param.grad = None
 
@@ -408,27 +530,98 @@ class FlatParameter:
         self.waiting_for = set()
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
+        self.show_gradient()
 
     def finish_reduction(self) -> None:
         """Add the average to `shard.grad` and free the full gradients."""
         if self.reduction is not None:
             self.reduction.wait()
-            average, sum_so_far = self.grads[self.owned].to(self.shard, copy=True), self.shard.grad
-            self.shard.grad = average if sum_so_far is None else sum_so_far.add_(average)
-            self.reduction = self.grads = self.grad_views = None
+            average, sum_so_far = self.grads[self.owned].to(self.shard), self.shard.grad
+            if not self.was_zeroed():
+                sum_so_far.copy_(average) if self.is_first else sum_so_far.add_(average)
+            self.reduction = self.grads = self.grad_views = self.shown = None
 
     # ---- hybrid sharding: all-reduce the shards' gradients over the replicas ----
 
     def start_replicating(self) -> None:
         """Once per step, after the last micro-batch."""
-        if self.replicate_group is not None and self.replicating is None:
-            grad = self.shard.grad
+        grad = self.shard.grad
+        if self.replicate_group is not None and grad is not None and not self.is_replicated:
+            self.is_replicated, self.shown, self.shown_version = True, grad, grad._version
             self.replicating = all_reduce(grad, group=self.replicate_group, async_op=True)
 
     def finish_replicating(self) -> None:
         if self.replicating is not None:
             self.replicating.wait()
-            self.replicating = None
+            if self.shard.grad is self.shown and self.shown._version != self.shown_version:
+                self.shown.zero_()  # as `zero_grad` has done while the all-reduce was in flight
+            self.replicating = self.shown = None
+
+    def check_not_replicated(self) -> None:
+        """What is averaged over the replicas must not be added to and averaged again."""
+        if self.is_replicated:
+            self.finish_replicating()
+            if self.shard.grad is not None and self.shard.grad.any():
+                raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
+            self.is_replicated = False
+
+    # ---- arbitrary training loops: a step that is skipped, an exception in backward ----
+
+    def show_gradient(self) -> None:
+        """Let the optimizer's `zero_grad` find a gradient: NaN until the reduction is finished."""
+        self.is_first = self.shard.grad is None
+        if self.is_first:
+            self.shard.grad = torch.full_like(self.shard, torch.nan)
+        self.shown, self.shown_version = self.shard.grad, self.shard.grad._version
+
+    def was_zeroed(self) -> bool:
+        """Whether `zero_grad` was called before the reduction was finished: the step is skipped."""
+        if self.shard.grad is not self.shown:
+            return True
+        if self.shown._version == self.shown_version:
+            return False
+        if self.shown.any():
+            raise RuntimeError("gradients changed before finish_gradient_synchronization()")
+        return True
+
+    def drop_gradients(self) -> None:
+        self.finish_reduction()
+        self.grads, self.waiting_for = None, set(self.params)
+        for param in self.params:
+            param.grad = None
+
+
+def tensors_in(value) -> tuple[list[Tensor], bool]:
+    """The tensors in nested containers and dataclasses, and whether other objects are there too.
+
+    Containers are those that `torch.utils._pytree` knows. Another object may hide tensors.
+    """
+    if isinstance(value, Tensor):
+        return [value], False
+    tensors, some_are_hidden = [], False
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            inner, hidden = tensors_in([getattr(leaf, f.name, None) for f in fields(leaf)])
+            tensors, some_are_hidden = tensors + inner, some_are_hidden or hidden
+        elif not isinstance(leaf, (int, float, complex, str, bytes, type(None))):
+            some_are_hidden = True
+    return tensors, some_are_hidden
+
+
+def containers(args: tuple, kwargs: dict) -> list:
+    """The arguments that a module can put tensors into."""
+    values = [*args, *kwargs.values()]
+    return [x for x in values if isinstance(x, (list, tuple, dict)) or is_dataclass(x)]
+
+
+def not_a_number(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A scalar that makes everything computed from it NaN; for integers the largest value."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full((), torch.nan, dtype=dtype, device=device)
+    largest = True if dtype is torch.bool else torch.iinfo(dtype).max
+    return torch.full((), largest, dtype=dtype, device=device)
 
 
 def opened(module: nn.Module) -> list[nn.Module]:
@@ -510,7 +703,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     with torch.device("meta"):
         model = Transformer(config)
     model = sharded_from_meta(model, args, world)
-    optimizer = torch.optim.AdamW(model.shards(), **adamw_settings(args))
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
 
     run = Run(args, __file__, config, device, corpus)
     state = model.training_state(optimizer)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+import math
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -633,6 +638,455 @@ def error_of_the_average(way: str) -> float:
 def test_gradients_of_bf16_weights_are_averaged_in_float32(pools, way):
     """Three ranks: a third of a number in bf16 is another."""
     assert max(pools(3).run(error_of_the_average, way)) < 1e-6
+
+
+# ---- FullyShardedDataParallel in other people's hands ----
+
+
+@dataclass
+class Box:
+    """A container that pytree does not know."""
+
+    x: Tensor
+
+
+class Opaque:
+    def __init__(self, x: Tensor):
+        self.x = x
+
+
+class Hides(nn.Module):
+    """A unit with two branches that come out in a container, or partly so."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.first, self.second = how, nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, filled: list[Tensor]):
+        a, b = self.first(x).tanh(), self.second(x.sin())
+        if self.how == "list":
+            return filled.append(a + b)
+        if self.how == "part in a list":
+            filled.append(b)
+            return a
+        return {
+            "shown": lambda: a + b,
+            "dataclass": lambda: Box(a + b),
+            "object": lambda: Opaque(a + b),
+            "part in a dataclass": lambda: (a, Box(b)),
+            "part in an object": lambda: {"a": a, "b": Opaque(b)},
+        }[self.how]()
+
+
+def found_in(output, filled: list[Tensor]) -> Tensor:
+    if output is None or isinstance(output, Tensor):
+        return sum(filled, start=torch.zeros(()) if output is None else output)
+    if isinstance(output, (Box, Opaque)):
+        return output.x
+    a, b = output.values() if isinstance(output, dict) else output
+    return a + b.x
+
+
+class Hiding(nn.Module):
+    def __init__(self, hows: list[str]):
+        super().__init__()
+        self.units = nn.ModuleList(map(Hides, hows))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            filled: list[Tensor] = []
+            x = found_in(unit(x, filled), filled)
+        return x
+
+
+def unsharded(fsdp: nn.Module) -> list[int]:
+    """Which units have memory for their full parameters."""
+    return [i for i, f in enumerate(fsdp.flats) if f.full.untyped_storage().nbytes()]
+
+
+def steps_of_hiding(way: str, hows: list[str]) -> tuple[dict[str, float], list[int], list[int]]:
+    """Differences after two steps; the units that are unsharded after forward, and at the end."""
+    torch.manual_seed(0)
+    plain = Hiding(hows)
+    trainer = Trainer(way, copy.deepcopy(plain), SGD, lr=0.5)
+    optimizer = SGD(plain.parameters(), lr=0.5)
+    for step in range(2):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
+        losses = [lambda model, x=x: model(x).square().sum()]
+        trainer.step(losses)
+        plain_step(plain, optimizer, losses, over_ranks=False)
+    left = unsharded(trainer.model)
+    x = trainer.model(x)
+    return differences(trainer.parameters(), plain), unsharded(trainer.model), left
+
+
+HIDING = [
+    "list",
+    "dataclass",
+    "object",
+    *(f"part in a{x}" for x in (" list", " dataclass", "n object")),
+]
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("how", HIDING)
+@pytest.mark.parametrize("units", [(1,), (2,), (0, 1, 2)], ids=["one", "the last", "all"])
+def test_a_unit_that_hides_its_outputs_has_the_gradients_of_the_plain_model(pools, way, how, units):
+    hows = [how if i in units else "shown" for i in range(3)]
+    for worst, after_forward, left in pools(2).run(steps_of_hiding, way, hows):
+        assert worst == {} and left == []
+        seen = "object" not in how
+        if way == "fsdp":  # what stays unsharded is what cannot be seen into
+            assert after_forward == ([] if seen else list(units))
+
+
+class Trick(nn.Module):
+    """A unit that does something unusual with its weight, between two plain ones."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.middle = Tricky(how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).tanh()).tanh())
+
+
+class Tricky(nn.Module):
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.randn(6, 6) / 3)
+        self.table = nn.Parameter(torch.randint(0, 100, (6,)), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "detached":  # whose product comes last in backward
+            return F.linear(F.linear(x, self.weight.detach()).tanh(), self.weight)
+        if self.how == "detached unit":
+            return x + F.linear(x, self.weight).detach()
+        assert self.table.dtype == torch.int64  # frozen
+        return F.linear(x, self.weight) * (self.table % 7)
+
+
+def steps_of_tricks(way: str, how: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    plain = Trick(how)
+    trainer = Trainer(way, copy.deepcopy(plain), SGD, lr=0.1)
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
+        losses = [lambda model, x=x: model(x).square().sum()] * 2
+        trainer.step(losses)
+        plain_step(plain, optimizer, losses, over_ranks=False)
+    return differences(trainer.parameters(), plain)
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("how", ["detached", "detached unit", "integers"])
+def test_a_weight_may_be_detached_and_an_integer_frozen(pools, way, how):
+    for worst in pools(2).run(steps_of_tricks, way, how):
+        assert worst == {}
+
+
+def integers_under_bf16() -> tuple[torch.dtype, Tensor]:
+    torch.manual_seed(0)
+    trainer = Trainer("fsdp", Trick("integers"), SGD, gathered=torch.bfloat16, lr=0.1)
+    before = trainer.parameters()["middle.table"]
+    trainer.step([lambda model: model(torch.randn(3, 6)).float().square().sum()])
+    return before.dtype, trainer.parameters()["middle.table"] - before
+
+
+def test_frozen_integers_are_not_cast_to_the_dtype_of_the_parameters(pools):
+    for dtype, difference in pools(2).run(integers_under_bf16):
+        assert dtype == torch.int64 and not difference.any()
+
+
+def linears(n: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(n)))
+
+
+def loss_on_rows(rows: int, seed: int) -> Callable[[nn.Module], Tensor]:
+    x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed))
+    return lambda model: model(x).square().sum()
+
+
+def skip_a_step(way: str, micro_batches: int, set_to_none: bool) -> dict[str, float]:
+    """A backward whose gradients are thrown away, as after an overflow, and a step after it."""
+    plain = linears()
+    if way == "fsdp-hybrid":
+        trainer = hybrid(copy.deepcopy(plain), shards=1, lr=0.1)
+    else:
+        trainer = Trainer(way, copy.deepcopy(plain), SGD, lr=0.1)
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        for i in range(micro_batches):
+            with trainer.sync.no_sync() if i < micro_batches - 1 else nullcontext():
+                loss_on_rows(3, seed=9)(trainer.model).backward()
+        trainer.optimizer.zero_grad(set_to_none=set_to_none)
+        trainer.step([loss_on_rows(3, seed=1)])
+        plain_step(plain, optimizer, [loss_on_rows(3, seed=1)], over_ranks=False)
+    return differences(trainer.parameters(), plain)
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep", "fsdp-hybrid"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["set-to-none", "zeroed"])
+def test_gradients_that_are_zeroed_before_they_are_reduced_do_not_come_back(
+    pools, way, micro_batches, set_to_none
+):
+    for worst in pools(2).run(skip_a_step, way, micro_batches, set_to_none):
+        assert worst == {}
+
+
+def touch_a_gradient() -> None:
+    trainer = Trainer("fsdp", linears(), SGD, lr=0.1)
+    loss_on_rows(3, seed=0)(trainer.model).backward()
+    for p in trainer.model.parameters():
+        p.grad.mul_(2)
+    with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
+        trainer.sync.finish_gradient_synchronization()
+
+
+def test_a_gradient_that_is_changed_while_it_is_reduced_is_an_error(pools):
+    pools(2).run(touch_a_gradient)
+
+
+def finish_twice() -> tuple[float, str]:
+    """The largest difference of gradients from the average; what a second backward says."""
+    plain = linears()
+    trainer = hybrid(copy.deepcopy(plain), shards=1, lr=0.1)
+    losses = [loss_on_rows(3, seed=dist.get_rank())]
+    trainer.backward(losses)
+    trainer.sync.finish_gradient_synchronization()
+    average_gradients(plain, losses, over_ranks=True)
+    ours = torch.cat([p.grad for p in trainer.model.parameters()])
+    theirs = torch.cat([p.grad.flatten() for p in plain.parameters()])
+    try:
+        trainer.backward(losses)
+    except RuntimeError as error:
+        return (ours - theirs).abs().max().item(), str(error)
+    return (ours - theirs).abs().max().item(), ""
+
+
+def test_finishing_twice_sums_once_and_no_backward_is_added_to_a_sum_over_the_replicas(pools):
+    for difference, said in pools(2).run(finish_twice):
+        assert difference == 0.0 and "no_sync" in said
+
+
+class Breaks(torch.autograd.Function):
+    broken = True
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        if Breaks.broken:
+            raise ArithmeticError("a backward of somebody else")
+        return grad
+
+
+class Breaking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = linears()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(Breaks.apply(self.first(x))))
+
+
+def go_on_after_an_error(way: str) -> dict[str, float]:
+    plain = Breaking()
+    trainer = Trainer(way, copy.deepcopy(plain), SGD, lr=0.1)
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        Breaks.broken = True
+        with pytest.raises(ArithmeticError):
+            loss_on_rows(3, seed=9)(trainer.model).backward()
+        Breaks.broken = False
+        trainer.optimizer.zero_grad()
+        trainer.step([loss_on_rows(3, seed=step)])
+        plain_step(plain, optimizer, [loss_on_rows(3, seed=step)], over_ranks=False)
+    return differences(trainer.parameters(), plain)
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
+def test_training_goes_on_after_an_error_in_backward(pools, way):
+    for worst in pools(2).run(go_on_after_an_error, way):
+        assert worst == {}
+
+
+def call_a_unit_alone(way: str, grad: bool) -> list[float]:
+    """How far a unit's output, called alone, is from the plain unit's, before and after a step."""
+    plain = linears()
+    trainer = Trainer(way, copy.deepcopy(plain), AdamW, lr=0.1, fused=True)
+    optimizer = AdamW(plain.parameters(), lr=0.1, fused=True)
+    losses, x, found = [loss_on_rows(3, seed=0)], torch.ones(1, 6), []
+    trainer.backward(losses)
+    with torch.set_grad_enabled(grad):
+        found.append((trainer.plain[0](x) - plain[0](x)).abs().max().item())
+        assert grad or unsharded(trainer.model) == []
+    trainer.optimizer.step()
+    plain_step(plain, optimizer, losses, over_ranks=False)
+    for unit, ours in zip(plain, trainer.plain, strict=True):
+        found.append((ours(x) - unit(x)).abs().max().item())
+    return found
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+def test_a_unit_that_is_called_alone_has_the_parameters_of_now(pools, way, grad):
+    for found in pools(2).run(call_a_unit_alone, way, grad):
+        assert found == [0.0] * 4
+
+
+def double_backward(how: str) -> None:
+    trainer = Trainer("fsdp", linears(), SGD, lr=0.1)
+    x = torch.ones(2, 6, requires_grad=True)
+    loss = trainer.model(x).square().sum()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        if how == "backward":
+            loss.backward(create_graph=True)
+        else:
+            torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("how", ["backward", "grad"])
+def test_a_graph_of_the_gradients_is_refused(pools, how):
+    pools(2).run(double_backward, how)
+
+
+def scale_gradients(overflow: bool) -> tuple[float, dict[str, float]]:
+    """The scale after a step by GradScaler, and differences from the plain model."""
+    plain = linears()
+    trainer = Trainer("fsdp", copy.deepcopy(plain), SGD, lr=0.1)
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    scaler.scale(loss_on_rows(3, seed=0)(trainer.model)).backward()
+    trainer.sync.finish_gradient_synchronization()
+    if overflow and dist.get_rank() == 1:
+        trainer.model.shards()[-1].grad[0] = torch.inf
+    trainer.sync.share_overflow()
+    scaler.step(trainer.optimizer)
+    scaler.update()
+    if not overflow:
+        plain_step(plain, optimizer, [loss_on_rows(3, seed=0)], over_ranks=False)
+    return scaler.get_scale(), differences(trainer.parameters(), plain)
+
+
+@pytest.mark.parametrize("overflow", [True, False])
+def test_every_rank_skips_a_step_whose_gradients_overflow_on_one(pools, overflow):
+    for scale, worst in pools(2).run(scale_gradients, overflow):
+        assert scale == (2.0 if overflow else 4.0) and worst == {}
+
+
+class Parent(nn.Module):
+    """A module that has the wrapper as a part."""
+
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.part, self.head = part, nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.part(x))
+
+
+def as_it_is_usually_written() -> dict[str, float]:
+    """A loop that knows modules and optimizers only, over a module that contains the wrapper."""
+    torch.manual_seed(0)
+    plain = Parent(nn.Sequential(linears(), nn.Dropout(0.5)))
+    ours = copy.deepcopy(plain)
+    ours.part = load_stage("04").FullyShardedDataParallel(ours.part)
+    steps = [(m, AdamW(m.parameters(), lr=0.1)) for m in (plain, ours)]
+    for step in range(4):
+        for model, optimizer in steps:
+            model.train(step % 2 == 0)
+            torch.manual_seed(step)
+            loss_on_rows(3, seed=step)(model).backward()
+            if model is ours:
+                model.part.finish_gradient_synchronization()
+            optimizer.step()
+            if step < 2:
+                optimizer.zero_grad()
+            else:
+                model.zero_grad()
+    worst = differences(ours.part.full_state_dict(), plain.part)
+    return worst | differences(dict(ours.head.named_parameters()), plain.head)
+
+
+def test_a_loop_that_knows_modules_only_trains_the_wrapper(pools):
+    for worst in pools(2).run(as_it_is_usually_written):
+        assert worst == {}
+
+
+def shards_are_the_parameters() -> None:
+    model = linears()
+    model[1].requires_grad_(False)
+    fsdp = load_stage("04").FullyShardedDataParallel(model)
+    ours = list(fsdp.parameters())
+    assert [p.numel() for p in ours] == [21] * 3
+    assert [p for p in ours if p.requires_grad] == fsdp.shards() and len(fsdp.shards()) == 2
+    assert list(fsdp.modules()) == [fsdp]
+    for p in model.parameters():
+        assert p.isnan().all()
+    assert model[0](torch.ones(6)).isfinite().all()
+    with pytest.raises(RuntimeError):
+        nn.init.normal_(model[0].weight)
+
+
+def test_parameters_are_the_shards_and_a_freed_parameter_reads_as_nan(pools):
+    pools(2).run(shards_are_the_parameters)
+
+
+def ask_what_cannot_be(what: str) -> str:
+    fsdp = load_stage("04").FullyShardedDataParallel(linears())
+    model = nn.ModuleList([fsdp]) if what.startswith("parent") else fsdp
+    assert model.to("cpu", torch.float32) is model and model.float() is model
+    asked = {
+        "state_dict": model.state_dict,
+        "load_state_dict": lambda: model.load_state_dict({}),
+        "deepcopy": lambda: copy.deepcopy(model),
+        "to": lambda: model.to(torch.float64),
+        "half": model.half,
+        "meta": lambda: model.to("meta"),
+    }
+    with pytest.raises(RuntimeError) as error:
+        asked[what.removeprefix("parent ")]()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("parent", ["", "parent "])
+@pytest.mark.parametrize(
+    "what", ["state_dict", "load_state_dict", "deepcopy", "to", "half", "meta"]
+)
+def test_what_needs_the_full_parameters_is_an_error_that_says_so(pools, parent, what):
+    for said in pools(2).run(ask_what_cannot_be, parent + what):
+        if "dict" in what or "copy" in what:
+            assert "full_state_dict()" in said
+        else:
+            assert "before wrapping" in said
+
+
+def seconds_per_unit(n_units: int) -> float:
+    """Of this process's own time, without the garbage collector's."""
+    units = (nn.Linear(2, 2) for _ in range(n_units))
+    trainer = Trainer("fsdp", nn.Sequential(*units), SGD, lr=0.1)
+    fastest = math.inf
+    gc.disable()
+    try:
+        for _ in range(3):
+            start = time.process_time()
+            trainer.backward([lambda model: model(torch.ones(1, 2)).sum()])
+            fastest = min(fastest, time.process_time() - start)
+    finally:
+        gc.enable()
+    return fastest / n_units
+
+
+def test_the_hooks_of_a_unit_cost_the_same_among_many_units(pools):
+    few, many = (pools(1).run(seconds_per_unit, n)[0] for n in (200, 4000))
+    assert many < 1.5 * few
 
 
 # ---- stale weights ----
