@@ -30,8 +30,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,7 +40,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
-from torch.utils._pytree import tree_leaves
 
 from common.arguments import base_parser, check_arguments, model_config, seconds
 from common.checkpoint import (
@@ -61,13 +60,22 @@ from common.distributed import World, cleanup, setup, world_size
 from common.model import IGNORED, Transformer, init_weights
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.run import Run
+from common.wrapping import (
+    HiddenGradients,
+    OptimizerOfShards,
+    cast_inputs,
+    no_state_dict,
+    not_a_number,
+    outputs_of,
+    tensors_in_containers,
+)
 
 # ------------------------------------------------------------------------------------------------
 # The technique: flat buckets, each rank owns a shard of every one
 # ------------------------------------------------------------------------------------------------
 
 
-class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+class ZeroRedundancyOptimizer(OptimizerOfShards):
     """Shard an element-wise optimizer across the data-parallel ranks: ZeRO stages 1, 2 and 3.
 
     params: parameters or parameter groups, the same on every rank. optimizer_class: for instance
@@ -91,12 +99,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         **defaults,
     ):
         super().__init__(params, defaults)
-        groups = self.param_groups
         bucket_class = (Bucket, ShardedGradientBucket, ShardedParameterBucket)[zero_stage - 1]
         self.shards_gradients, self.shards_parameters = zero_stage >= 2, zero_stage == 3
         self.group, self.n_ranks = process_group, dist.get_world_size(process_group)
         self.buckets, sharded_groups = [], []
-        for group in groups:
+        for group in self.param_groups:
             # in reverse order: backward finishes the last layer first
             params = list(dict.fromkeys(p for p in group["params"] if p.requires_grad))[::-1]
             split = (
@@ -105,15 +112,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             buckets = [bucket_class(part, process_group) for part in split if part]
             sharded_groups.append({**group, "params": [bucket.shard for bucket in buckets]})
             self.buckets = buckets + self.buckets
-        self.inner = optimizer_class(sharded_groups, **defaults)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        self.defaults = self.inner.defaults
-        self.frozen = [p for g in groups for p in g["params"] if not p.requires_grad]
+        self.step_on_shards_by(optimizer_class(sharded_groups, **defaults))
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes, self.in_backward = True, False
+        self.param_dtype: torch.dtype | None = None
         self.has_unreduced_gradients = False
-        self.finished: list[ShardedParameterBucket] = []  # all their gradients have been computed
+        self.finished: list[ShardedParameterBucket] = []  # units with all gradients
+        self.turns = count()  # in which forward enters the units
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(self.mark_ready)
 
@@ -170,7 +176,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if self.has_unreduced_gradients:
             self.launch_ready_buckets(backward_has_ended=True)
             for bucket in self.buckets:
-                bucket.hide_gradients()
+                bucket.hidden.start()
         self.launched, self.in_backward, self.has_unreduced_gradients = 0, False, False
         self.finished.clear()
         for bucket in self.buckets:
@@ -181,7 +187,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if self.has_unreduced_gradients:  # every backward was under no_sync()
             self.end_backward()
         for bucket in self.buckets:
-            bucket.follow_zero_grad()
+            bucket.drop_zeroed_gradients()
             bucket.finish_reduction()
 
     @torch.no_grad()
@@ -199,7 +205,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """Update this rank's shards, then all-gather the updated parameters (stages 1 and 2)."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.finish_gradient_synchronization()
-        self.check_parameters()
+        self.check_requires_grad()
+        for bucket in self.buckets:
+            bucket.check_parameters()
         self.inner.step()
         for bucket in self.buckets:
             bucket.shard_was_updated()
@@ -237,23 +245,27 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         every all-gather. All ranks must use the same parameters, because their all-gathers are
         matched by order.
         """
+        self.param_dtype = dtype
         trained = [unit for unit in units if any(p.requires_grad for p in unit.parameters())]
         for unit, bucket in zip(trained, self.buckets[::-1], strict=True):
             bucket.shard_parameters(unit, dtype)
-            unit.register_forward_pre_hook(partial(self.before_forward, bucket))
+            unit.register_forward_pre_hook(partial(self.before_forward, bucket), with_kwargs=True)
             unit.register_forward_hook(partial(self.after_forward, bucket), with_kwargs=True)
             unit.register_state_dict_pre_hook(no_state_dict)
             unit.register_load_state_dict_pre_hook(no_state_dict)
 
-    def before_forward(self, bucket: ShardedParameterBucket, module: nn.Module, args) -> None:
+    def before_forward(self, bucket: ShardedParameterBucket, module: nn.Module, args, kwargs):
         bucket.unshard()
         bucket.wait()
+        bucket.turn = next(self.turns)
+        bucket.inputs = tensors_in_containers(args, kwargs)
+        return cast_inputs(args, kwargs, self.param_dtype)
 
     def after_forward(self, bucket, module: nn.Module, args, kwargs, output) -> None:
         if bucket.in_backward:
             return  # activation checkpointing has recomputed forward: backward needs the parameters
-        outputs, all_seen = outputs_of(args, kwargs, output)
-        if all_seen or not torch.is_grad_enabled():
+        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, bucket.inputs)
+        if not torch.is_grad_enabled() or not some_are_hidden:
             bucket.reshard()
         for tensor in outputs:
             tensor.register_hook(partial(self.before_backward, bucket))
@@ -261,54 +273,23 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def before_backward(self, bucket: ShardedParameterBucket, _: Tensor) -> None:
         """The gradient of the unit's output has been computed: the unit's backward is next."""
         self.call_at_end_of_backward()
-        self.reshard_finished(bucket)
+        self.reshard_finished_units(bucket)
         bucket.in_backward = True
         if bucket.unshards_in_backward:
             bucket.unshard()
             bucket.wait()
 
-    def reshard_finished(self, entered: ShardedParameterBucket) -> None:
-        """Reshard the units that backward has left: it has, when it enters another one.
+    def reshard_finished_units(self, entered: ShardedParameterBucket) -> None:
+        """Backward enters a unit when it has left those that forward entered later.
 
-        Not as soon as their gradients are there: a unit may use `weight.detach()` as well.
+        That their gradients are final is no sure sign: a unit may use `weight.detach()` as well.
         """
-        for bucket in [bucket for bucket in self.finished if bucket is not entered]:
-            self.finished.remove(bucket)
-            bucket.reshard()
-
-    # ---- other people's training loops: what they do with an optimizer ----
-
-    def add_param_group(self, param_group: dict) -> None:
-        if hasattr(self, "inner"):
-            raise RuntimeError("give all parameter groups to the constructor: buckets are fixed")
-        super().add_param_group(param_group)
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Load what `state_dict()` returned on this rank: the state of its shards."""
-        self.inner.load_state_dict(state_dict)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
-    def check_parameters(self) -> None:
-        """Raise an error if the parameters are not those that the buckets were made for."""
-        for bucket in self.buckets:
-            bucket.check_parameters()
-        if any(p.requires_grad for p in self.frozen) or not all(
-            p.requires_grad for p in self.bucket_of
-        ):
-            raise RuntimeError("freeze parameters before making their ZeroRedundancyOptimizer")
-
-    @torch.no_grad()
-    def share_overflow(self) -> None:
-        """Make an infinity in one rank's gradients a NaN in every rank's, for GradScaler.
-
-        It looks at this rank's shards alone, and ranks that skip different steps drift apart. Call
-        it before `scaler.unscale_` or `scaler.step`.
-        """
-        self.finish_gradient_synchronization()
-        grads = [bucket.shard.grad for bucket in self.buckets if bucket.shard.grad is not None]
-        norm = all_reduce_control(global_norm(grads), group=self.group)
-        for grad in grads[:1]:
-            grad[:1] += 0 * norm  # NaN if the norm is infinite or NaN
+        finished, self.finished = self.finished, []
+        for bucket in finished:
+            if bucket.turn > entered.turn:
+                bucket.reshard()
+            else:
+                self.finished.append(bucket)
 
 
 class Bucket:
@@ -339,7 +320,7 @@ class Bucket:
         self.gathering: Work | None = None
         self.in_backward = False
         self.addresses = [p.data_ptr() for p in params]
-        self.hides_gradients, self.placeholder = False, None
+        self.hidden = HiddenGradients(params)
         params[0].register_hook(self.before_accumulation)
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
@@ -349,7 +330,7 @@ class Bucket:
 
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
         """Move the gradient of `param` into the buffer, where later micro-batches add to it."""
-        self.lift_placeholder()
+        self.before_accumulation()
         self.copy_gradient(param, divide_by)
         param.grad = self.grad_views[param]
 
@@ -389,7 +370,7 @@ class Bucket:
 
     def drop_gradients(self, set_to_none: bool = True) -> None:
         self.finish_reduction()  # of a step that is skipped
-        self.hides_gradients = False
+        self.hidden.end()
         for param in self.params:
             param.grad = None
         if set_to_none:
@@ -411,39 +392,21 @@ class Bucket:
             self.gathering.wait()
             self.gathering = self.sent = None
 
-    # ---- after the reduction `param.grad` is a placeholder, for `model.zero_grad()` to clear ----
+    # ---- arbitrary training loops: `model.zero_grad()` between a reduction and the step ----
 
-    def hide_gradients(self) -> None:
-        """The gradients are in the shards: let nothing read or scale what this rank has left."""
-        for param in self.params:
-            param.grad = None
-        # on one parameter only: it costs a hook, and `model.zero_grad()` clears all alike
-        if self.placeholder is None:
-            self.placeholder = ShardedGradient(self.params[0])
-        self.placeholder.is_zeroed, self.hides_gradients = False, True
-        self.params[0].grad = self.placeholder
-
-    def follow_zero_grad(self) -> None:
-        """Drop the shard's gradient if the placeholder was removed or zeroed."""
-        if not self.hides_gradients:
-            return
-        is_there = self.params[0].grad is self.placeholder
-        if self.placeholder.is_zeroed or not is_there:
+    def drop_zeroed_gradients(self) -> None:
+        if self.hidden.were_zeroed():
             self.finish_reduction()
-            self.shard.grad, self.hides_gradients = None, False
-            if is_there:
-                self.params[0].grad = None
+            self.shard.grad = None
+            self.hidden.end()
 
-    def before_accumulation(self, _: Tensor) -> None:
-        """Autograd has computed the gradient of the first parameter, and accumulates it next."""
+    def before_accumulation(self, _: Tensor | None = None) -> None:
+        """Autograd has computed a gradient of the bucket, and accumulates it next."""
         self.check_parameters()
-        self.lift_placeholder()
-
-    def lift_placeholder(self) -> None:
-        self.follow_zero_grad()
-        if self.hides_gradients:
+        self.drop_zeroed_gradients()
+        if self.hidden.is_active:
             self.accumulate_after_reduction()
-            self.params[0].grad, self.hides_gradients = None, False
+            self.hidden.end()
 
     def accumulate_after_reduction(self) -> None:
         raise RuntimeError(
@@ -459,7 +422,7 @@ class ShardedGradientBucket(Bucket):
     """Stage 2: full gradients exist only from a bucket's first gradient until it is reduced."""
 
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
-        self.lift_placeholder()
+        self.before_accumulation()
         self.finish_reduction()  # of the previous backward
         self.copy_gradient(param, divide_by)
         param.grad = None  # the buffer is freed after the reduction
@@ -485,14 +448,17 @@ class ShardedParameterBucket(ShardedGradientBucket):
 
     def shard_parameters(self, unit: nn.Module, dtype: torch.dtype) -> None:
         self.shard.data = self.shard.data.clone()  # out of the buffer that is freed next
-        self.full = self.full.to(dtype)
-        self.views = self.views_into(self.full)
-        # what a parameter reads as while it is freed, instead of a crash: NaN everywhere
-        nan = self.full.new_full((), torch.nan)
-        self.freed = {p: nan.expand(p.shape) for p in self.params}
         owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
-        # the gradient of an embedding lookup does not depend on the weights
-        self.unshards_in_backward = not all(isinstance(m, nn.Embedding) for m in owners)
+        is_lookup = all(isinstance(m, nn.Embedding) for m in owners)
+        # the gradient of a lookup does not depend on the weights
+        self.unshards_in_backward = not is_lookup
+        # and it sums over all tokens with the same word: in bfloat16 most of them would be lost
+        self.full = self.full.to(self.shard.dtype if is_lookup else dtype)
+        self.full_views = self.views_into(self.full)
+        nan = not_a_number(
+            self.full.dtype, self.full.device
+        )  # what a parameter reads while it is freed
+        self.freed_views = {p: nan.expand(p.shape) for p in self.params}
         self.reshard()
         self.addresses = [p.data_ptr() for p in self.params]
 
@@ -506,8 +472,7 @@ class ShardedParameterBucket(ShardedGradientBucket):
         if storage.nbytes() == 0:
             self.check_parameters()
             storage.resize_(self.full.numel() * self.full.element_size())
-            for param, view in self.views.items():
-                param.data = view
+            self.point_parameters_to(self.full_views)
             out, self.sent = self.full.data, self.shard.detach().to(self.full)
             self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
 
@@ -516,9 +481,12 @@ class ShardedParameterBucket(ShardedGradientBucket):
         if self.full.untyped_storage().nbytes() > 0:
             self.wait()
             self.full.untyped_storage().resize_(0)
-            for param, nan in self.freed.items():
-                param.data = nan
+            self.point_parameters_to(self.freed_views)
         self.in_backward = False
+
+    def point_parameters_to(self, views: dict[nn.Parameter, Tensor]) -> None:
+        for param, view in views.items():
+            param.data = view
 
     def end_backward(self) -> None:
         super().end_backward()
@@ -533,71 +501,6 @@ class ShardedParameterBucket(ShardedGradientBucket):
 
     def __deepcopy__(self, memo: dict) -> None:
         raise RuntimeError("copy the model before shard_parameters(): this rank has shards only")
-
-
-class ShardedGradient(Tensor):
-    """What `param.grad` is while the gradient is in the shards: it can be zeroed and nothing else.
-
-    Has no memory.
-    """
-
-    @staticmethod
-    def __new__(cls, param: nn.Parameter):
-        like = {"dtype": param.dtype, "device": param.device, "storage_size": 0}
-        return Tensor._make_wrapper_subclass(cls, param.shape, **like)
-
-    def __init__(self, param: nn.Parameter):
-        self.is_zeroed = False
-
-    def __repr__(self) -> str:
-        return f"ShardedGradient(shape={tuple(self.shape)})"
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function is not torch.ops.aten.zero_.default:
-            raise RuntimeError(
-                "param.grad: this gradient is sharded across the ranks, use clip_grad_norm_ and "
-                f"zero_grad of ZeroRedundancyOptimizer ({function} on {args[0]})"
-            )
-        args[0].is_zeroed = True
-        return args[0]
-
-
-def outputs_of(args, kwargs, output) -> tuple[list[Tensor], bool]:
-    """The tensors by which backward can enter a unit, and whether there are no others.
-
-    A hidden one would find freed parameters. So a unit stays unsharded until backward ends if it
-    returns an object that is no container, or nothing that requires a gradient, or if it may have
-    put its results into its arguments.
-    """
-    tensors, all_seen = tensors_in(output)
-    outputs = [tensor for tensor in tensors if tensor.requires_grad]
-    given, _ = tensors_in([x for x in [*args, *kwargs.values()] if not isinstance(x, Tensor)])
-    may_be_filled = any(tensor.requires_grad for tensor in given)
-    return outputs, bool(outputs) and all_seen and not may_be_filled
-
-
-def tensors_in(value) -> tuple[list[Tensor], bool]:
-    """The tensors in containers and dataclasses, nested or not, and whether nothing else is there.
-
-    Containers are those that `torch.utils._pytree` knows; other objects may hold tensors, too.
-    """
-    if isinstance(value, Tensor):
-        return [value], True
-    tensors, all_seen = [], True
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            inner, seen = tensors_in([getattr(leaf, f.name, None) for f in fields(leaf)])
-            tensors, all_seen = tensors + inner, all_seen and seen
-        elif not isinstance(leaf, (int, float, complex, str, bytes, type(None))):
-            all_seen = False
-    return tensors, all_seen
-
-
-def no_state_dict(*_) -> None:
-    raise RuntimeError("this rank has shards only: save them by training_state(), load them before")
 
 
 def split_into_buckets(

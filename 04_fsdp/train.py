@@ -31,7 +31,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -43,7 +42,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
 from common.checkpoint import (
@@ -64,13 +62,21 @@ from common.distributed import World, cleanup, group_along, refuse, setup, world
 from common.model import IGNORED, Transformer, init_weights
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.run import Run
+from common.wrapping import (
+    ModuleOfShards,
+    PendingGradient,
+    cast_inputs,
+    not_a_number,
+    outputs_of,
+    tensors_in_containers,
+)
 
 # ------------------------------------------------------------------------------------------------
 # The technique: flat parameters, unsharded unit by unit
 # ------------------------------------------------------------------------------------------------
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(ModuleOfShards):
     """Shard a module's parameters, gradients and optimizer state; unshard them unit by unit.
 
     module: the same on every rank, or on the meta device with a `materialize(unit, name)` that
@@ -102,8 +108,7 @@ class FullyShardedDataParallel(nn.Module):
         device: torch.device | None = None,
         cpu_offload: bool = False,
     ):
-        super().__init__()
-        object.__setattr__(self, "module", module)  # unregistered: `parameters()` are the shards
+        super().__init__(module)
         self.group = shard_group
         self.param_dtype, self.reshard_after_forward = param_dtype, reshard_after_forward
         device = device or next(module.parameters()).device
@@ -116,6 +121,9 @@ class FullyShardedDataParallel(nn.Module):
             self.register_parameter(f"shard_{i}", flat.shard)
         # in reverse order: backward finishes the last layer first
         self.buckets = [flat for flat in self.flats[::-1] if flat.trains]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        for param in self.bucket_of:
+            param.register_post_accumulate_grad_hook(self.mark_ready)
         self.next_in_forward = dict(pairwise(self.flats))
         self.next_in_backward = {
             flat: earlier for earlier, flat in pairwise(self.flats) if earlier.unshards_in_backward
@@ -149,17 +157,17 @@ class FullyShardedDataParallel(nn.Module):
             self.synchronizes = True
 
     def before_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs):
-        if self.in_forward or self.in_backward:
-            self.unshard(flat, None if flat.in_backward else self.next_in_forward.get(flat))
-        else:
-            self.unshard_alone(flat)
+        if not self.in_forward and not self.in_backward:
+            flat.reshard()  # a unit called alone: what is unsharded may be stale
+        self.unshard(flat, self.next_in_forward.get(flat) if self.in_forward else None)
         flat.turn = next(self.turns)
-        return self.prepare_inputs(flat, args, kwargs)
+        flat.inputs = tensors_in_containers(args, kwargs)
+        return cast_inputs(args, kwargs, self.param_dtype)
 
     def after_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs, output) -> None:
         if flat.in_backward:
             return  # activation checkpointing has recomputed forward: backward needs the parameters
-        outputs, some_are_hidden = self.outputs_of(flat, args, kwargs, output)
+        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, flat.inputs)
         if not torch.is_grad_enabled() or (self.reshard_after_forward and not some_are_hidden):
             flat.reshard()
         for tensor in outputs:
@@ -167,7 +175,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def before_backward(self, flat: FlatParameter, _: Tensor) -> None:
         """The gradient of the unit's output has been computed: the unit's backward is next."""
-        self.enter_backward()
+        self.call_at_end_of_backward()
         self.reshard_finished_units(flat)
         flat.in_backward = True
         if flat.unshards_in_backward:
@@ -180,15 +188,32 @@ class FullyShardedDataParallel(nn.Module):
             neighbour.unshard()  # overlaps with the computation of `flat`
         flat.wait()
 
-    def mark_ready(self, flat: FlatParameter, param: nn.Parameter) -> None:
+    def reshard_finished_units(self, entered: FlatParameter) -> None:
+        """Backward enters a unit when it has left those that forward entered later.
+
+        That their gradients are final is no sure sign: a unit may use `weight.detach()` as well,
+        and a frozen unit has no gradients.
+        """
+        if entered.unit is not self.module:  # the whole module begins before all units
+            finished, self.finished = self.finished, []
+            for flat in finished:
+                if flat.turn > entered.turn and flat.unit is not entered.unit:
+                    flat.reshard()
+                else:
+                    self.finished.append(flat)
+        if not entered.waiting_for:
+            self.finished.append(entered)
+
+    def mark_ready(self, param: nn.Parameter) -> None:
         """Note that the gradient of `param` is final. Autograd calls this during backward."""
-        if param not in flat.waiting_for:
+        bucket = self.bucket_of[param]
+        if param not in bucket.waiting_for:
             raise RuntimeError("checkpoint with use_reentrant=False: a gradient is final once")
-        self.enter_backward()
-        flat.collect(param, divide_by=flat.n_ranks)
-        flat.waiting_for.remove(param)
-        if not flat.waiting_for:
-            self.finished.append(flat)  # to be resharded when backward enters the next unit
+        self.call_at_end_of_backward()
+        bucket.collect(param, divide_by=bucket.n_ranks)
+        bucket.waiting_for.remove(param)
+        if not bucket.waiting_for:
+            self.finished.append(bucket)
             self.launch_ready_buckets()
 
     def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
@@ -212,6 +237,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def call_at_end_of_backward(self) -> None:
         if not self.in_backward:
+            if torch.is_grad_enabled():
+                raise RuntimeError("create_graph=True: parameters are freed before it is used")
             self.in_backward = True
             # no public hook runs when the whole backward has ended; PyTorch's DDP uses this one
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -270,26 +297,6 @@ class FullyShardedDataParallel(nn.Module):
             state |= {n: views[p].clone() for n, p in zip(flat.names, flat.params, strict=True)}
         return state
 
-    # ---- mixed precision: inputs are cast to the parameters' dtype, as autocast would ----
-
-    def prepare_inputs(self, flat: FlatParameter, args, kwargs) -> tuple:
-        """Cast what has to be cast. A container without such tensors stays the same object,
-        because the unit may fill it."""
-
-        def stays(x) -> bool:
-            return isinstance(x, (list, dict)) and not any(map(self.is_cast, tensors_in(x)[0]))
-
-        if self.param_dtype is not None:
-            args, kwargs = tree_map_only(Tensor, self.cast, (args, kwargs), is_leaf=stays)
-        flat.inputs = tensors_in(containers(args, kwargs))[0]
-        return args, kwargs
-
-    def cast(self, x: Tensor) -> Tensor:
-        return x.to(self.param_dtype) if self.is_cast(x) else x
-
-    def is_cast(self, x: Tensor) -> bool:
-        return x.is_floating_point() and x.dtype != self.param_dtype
-
     # ---- the meta device: `materialize` fills one unit after the other ----
 
     def shard_units(self, module: nn.Module, units: list[nn.Module], materialize) -> None:
@@ -327,56 +334,6 @@ class FullyShardedDataParallel(nn.Module):
             self.flats.append(flat)
             unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
             unit.register_forward_hook(partial(self.after_forward, flat), with_kwargs=True)
-            for param in flat.waiting_for:
-                param.register_post_accumulate_grad_hook(partial(self.mark_ready, flat))
-
-    def reshard_finished_units(self, entered: FlatParameter) -> None:
-        """Backward enters a unit when it has left those that forward entered later.
-
-        It may need a unit's parameters after their gradients are final, for instance where the
-        unit uses `weight.detach()` as well. A frozen unit has no gradients to wait for.
-        """
-        if entered.unit is not self.module:  # the whole module begins before all units
-            finished, self.finished = self.finished, []
-            for flat in finished:
-                if flat.turn > entered.turn and flat.unit is not entered.unit:
-                    flat.reshard()
-                else:
-                    self.finished.append(flat)
-        if not entered.waiting_for:
-            self.finished.append(entered)
-
-    def outputs_of(self, flat: FlatParameter, args, kwargs, output) -> tuple[list[Tensor], bool]:
-        """The outputs that require a gradient, and whether the unit may have others, hidden ones.
-
-        Backward can enter the unit by a hidden output, without a hook that unshards it. So the
-        unit stays unsharded if it returns an object that is no container, or nothing that requires
-        a gradient. Tensors that it puts into a list, a dict or a dataclass count as outputs.
-        """
-        if not torch.is_grad_enabled():
-            return [], False
-        tensors, some_are_hidden = tensors_in(output)
-        for tensor in tensors_in(containers(args, kwargs))[0]:
-            if all(tensor is not x for x in flat.inputs):
-                tensors.append(tensor)
-        outputs, flat.inputs = [t for t in tensors if t.requires_grad], []
-        if not outputs:
-            used = [*flat.unit.parameters(), *tensors_in((args, kwargs))[0]]
-            some_are_hidden = any(t.requires_grad for t in used)
-        return outputs, some_are_hidden
-
-    # ---- arbitrary training loops ----
-
-    def unshard_alone(self, flat: FlatParameter) -> None:
-        """A unit that is called outside of the wrapper's forward: nothing to prefetch, and what an
-        earlier call has left unsharded may be older than the shard."""
-        flat.reshard()
-        self.unshard(flat, None)
-
-    def enter_backward(self) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: parameters are freed before a second backward")
-        self.call_at_end_of_backward()
 
     def drop_failed_backward(self) -> None:
         """Forget the gradients of a backward that ended in an exception, if there was one."""
@@ -385,38 +342,6 @@ class FullyShardedDataParallel(nn.Module):
             self.launched, self.finished, self.in_backward = 0, [], False
             for bucket in self.buckets:
                 bucket.drop_gradients()
-
-    @torch.no_grad()
-    def share_overflow(self) -> None:
-        """For `torch.amp.GradScaler`, before its `unscale_` or `step`.
-
-        It looks for infinities in this rank's shards only, and ranks that skip different steps
-        drift apart. An infinity on one rank becomes a NaN on every rank.
-        """
-        grads = [p.grad for p in self.shards() if p.grad is not None]
-        norm = all_reduce_control(global_norm(grads), group=self.group)
-        for grad in grads[:1]:
-            grad[:1] += 0 * norm  # NaN if the norm is infinite or NaN
-
-    def train(self, mode: bool = True) -> FullyShardedDataParallel:
-        self.module.train(mode)
-        return super().train(mode)
-
-    def state_dict(self, *args, **kwargs):
-        raise RuntimeError("this rank has shards only: full_state_dict() gathers the parameters")
-
-    def _load_from_state_dict(self, *args, **kwargs):
-        raise RuntimeError("load the module before wrapping it; full_state_dict() is what to save")
-
-    def __deepcopy__(self, memo):
-        raise RuntimeError("copy the module before wrapping it, or load full_state_dict() into one")
-
-    def _apply(self, fn, recurse: bool = True):
-        for shard in self.parameters():
-            before, after = shard.detach()[:0], fn(shard.detach()[:0])
-            if (before.dtype, before.device) != (after.dtype, after.device):
-                raise RuntimeError("cast or move the module before wrapping it")
-        return super()._apply(fn, recurse)
 
 
 class FlatParameter:
@@ -443,10 +368,16 @@ class FlatParameter:
         shard = F.pad(values, (0, self.padding))[self.owned].to(shard_device, copy=True)
         self.trains = self.params[0].requires_grad
         self.shard = nn.Parameter(shard, requires_grad=self.trains)
-        dtype = param_dtype if param_dtype and shard.is_floating_point() else shard.dtype
+        owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
+        is_lookup = all(isinstance(m, nn.Embedding) for m in owners)
+        # the gradient of a lookup does not depend on the weights
+        self.unshards_in_backward = not is_lookup
+        # and it sums over all tokens with the same word: in bfloat16 most of them would be lost
+        keeps_dtype = param_dtype is None or is_lookup or not shard.is_floating_point()
+        dtype = shard.dtype if keeps_dtype else param_dtype
         self.full = torch.empty(n_shards * length, dtype=dtype, device=device)
         self.full_views = self.views_into(self.full)
-        nan = not_a_number(dtype, device)
+        nan = not_a_number(dtype, device)  # what a parameter reads as while it is freed
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
         self.reduce_dtype = reduce_dtype or self.full.dtype
         self.grads: Tensor | None = None
@@ -454,13 +385,10 @@ class FlatParameter:
         self.reduction: Work | None = None  # the collectives in flight
         self.gathering: Work | None = None
         self.replicating: Work | None = None
-        self.shown: Tensor | None = None  # the shard's gradient while its reduction is in flight
+        self.pending: PendingGradient | None = None  # where the collective's result goes
         self.inputs: list[Tensor] = []  # in containers that the unit may fill
         self.turn = 0  # when forward has entered the unit
         self.in_backward = self.is_replicated = False
-        owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
-        # the gradient of an embedding lookup does not depend on the weights
-        self.unshards_in_backward = not all(isinstance(m, nn.Embedding) for m in owners)
         self.reshard()
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
@@ -530,16 +458,14 @@ class FlatParameter:
         self.waiting_for = set()
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
-        self.show_gradient()
+        self.pending = PendingGradient(self.shard)
 
     def finish_reduction(self) -> None:
         """Add the average to `shard.grad` and free the full gradients."""
         if self.reduction is not None:
             self.reduction.wait()
-            average, sum_so_far = self.grads[self.owned].to(self.shard), self.shard.grad
-            if not self.was_zeroed():
-                sum_so_far.copy_(average) if self.is_first else sum_so_far.add_(average)
-            self.reduction = self.grads = self.grad_views = self.shown = None
+            self.pending.add(self.grads[self.owned].to(self.shard))
+            self.reduction = self.grads = self.grad_views = self.pending = None
 
     # ---- hybrid sharding: all-reduce the shards' gradients over the replicas ----
 
@@ -547,15 +473,14 @@ class FlatParameter:
         """Once per step, after the last micro-batch."""
         grad = self.shard.grad
         if self.replicate_group is not None and grad is not None and not self.is_replicated:
-            self.is_replicated, self.shown, self.shown_version = True, grad, grad._version
+            self.is_replicated, self.pending = True, PendingGradient(self.shard)
             self.replicating = all_reduce(grad, group=self.replicate_group, async_op=True)
 
     def finish_replicating(self) -> None:
         if self.replicating is not None:
             self.replicating.wait()
-            if self.shard.grad is self.shown and self.shown._version != self.shown_version:
-                self.shown.zero_()  # as `zero_grad` has done while the all-reduce was in flight
-            self.replicating = self.shown = None
+            self.pending.zero_again()
+            self.replicating = self.pending = None
 
     def check_not_replicated(self) -> None:
         """What is averaged over the replicas must not be added to and averaged again."""
@@ -565,63 +490,11 @@ class FlatParameter:
                 raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
             self.is_replicated = False
 
-    # ---- arbitrary training loops: a step that is skipped, an exception in backward ----
-
-    def show_gradient(self) -> None:
-        """Let the optimizer's `zero_grad` find a gradient: NaN until the reduction is finished."""
-        self.is_first = self.shard.grad is None
-        if self.is_first:
-            self.shard.grad = torch.full_like(self.shard, torch.nan)
-        self.shown, self.shown_version = self.shard.grad, self.shard.grad._version
-
-    def was_zeroed(self) -> bool:
-        """Whether `zero_grad` was called before the reduction was finished: the step is skipped."""
-        if self.shard.grad is not self.shown:
-            return True
-        if self.shown._version == self.shown_version:
-            return False
-        if self.shown.any():
-            raise RuntimeError("gradients changed before finish_gradient_synchronization()")
-        return True
-
     def drop_gradients(self) -> None:
         self.finish_reduction()
         self.grads, self.waiting_for = None, set(self.params)
         for param in self.params:
             param.grad = None
-
-
-def tensors_in(value) -> tuple[list[Tensor], bool]:
-    """The tensors in nested containers and dataclasses, and whether other objects are there too.
-
-    Containers are those that `torch.utils._pytree` knows. Another object may hide tensors.
-    """
-    if isinstance(value, Tensor):
-        return [value], False
-    tensors, some_are_hidden = [], False
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            inner, hidden = tensors_in([getattr(leaf, f.name, None) for f in fields(leaf)])
-            tensors, some_are_hidden = tensors + inner, some_are_hidden or hidden
-        elif not isinstance(leaf, (int, float, complex, str, bytes, type(None))):
-            some_are_hidden = True
-    return tensors, some_are_hidden
-
-
-def containers(args: tuple, kwargs: dict) -> list:
-    """The arguments that a module can put tensors into."""
-    values = [*args, *kwargs.values()]
-    return [x for x in values if isinstance(x, (list, tuple, dict)) or is_dataclass(x)]
-
-
-def not_a_number(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A scalar that makes everything computed from it NaN; for integers the largest value."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.full((), torch.nan, dtype=dtype, device=device)
-    largest = True if dtype is torch.bool else torch.iinfo(dtype).max
-    return torch.full((), largest, dtype=dtype, device=device)
 
 
 def opened(module: nn.Module) -> list[nn.Module]:

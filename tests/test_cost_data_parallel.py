@@ -80,9 +80,16 @@ def table(way: str, n: int, a: int, gathered: int, reduced: int) -> dict[str, Se
         }
     s = {"fsdp-hybrid": 2, "fsdp-replicated": 1}.get(way, n)  # ranks that share out
     pad, u = padding(UNITS, s), len(UNITS)
-    gather = Sent(a * (2 * u - 1), a * (2 * P - EMBED), a * (2 * pad - -EMBED % s), gathered, s)
-    if way == "fsdp-keep":
-        gather = Sent(a * u, a * P, a * pad, gathered, s)
+    # the embedding is gathered in float32: so many times the elements of the others
+    wide, others, pad_others = 4 // gathered, P - EMBED, pad - -EMBED % s
+    turns = 1 if way == "fsdp-keep" else 2  # of the others; the embedding's backward needs none
+    gather = Sent(
+        a * (turns * (u - 1) + 1),
+        a * (turns * others + wide * EMBED),
+        a * (turns * pad_others + wide * (-EMBED % s)),
+        gathered,
+        s,
+    )
     sent = {
         "all_gather_single": gather,
         "reduce_scatter_single": Sent(a * u, a * P, a * pad, reduced, s),
@@ -404,8 +411,8 @@ def test_a_rank_holds_what_the_table_says_at_every_point_of_a_step(pools, way, p
     # the gradients of 02 and of ZeRO's stage 1 live in buffers that stay
     stays = grads if way in ("ddp", "zero-1") else 0
     # the NaN that freed parameters of ZeRO-3 and FSDP read as, one number per unit
-    has_nans = way == "zero-3" or way.startswith("fsdp")
-    nans = N_UNITS * (2 if chosen.mixed else itemsize) * has_nans
+    gathers_in = 2 if chosen.mixed else itemsize
+    nans = N_UNITS * gathers_in if way == "zero-3" or way.startswith("fsdp") else 0
     idle = N_UNITS * (weights + stays + moments) + steps + nans
     assert got["start"] == N_UNITS * (weights + (grads if way == "ddp" else 0)) + nans
     assert got["idle"] == idle
