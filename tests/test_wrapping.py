@@ -1202,3 +1202,22 @@ def final_twice(way: str) -> dict[str, float] | str:
 def test_a_gradient_that_is_final_twice_in_a_backward_is_refused_and_not_wrong(pools, way):
     for said in pools(2).run(final_twice, way):
         assert ("no_sync" if way == "ddp" else "use_reentrant=False") in said
+
+
+def gradient_of_a_shared_row(way: str, tokens: int) -> float:
+    """The gradient of an embedding's row that all tokens share, over what it should be."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1, bias=False))
+    nn.init.ones_(model[1].weight)
+    trainer = Trainer(way, model, SGD, units=list(model), gathered=torch.bfloat16, lr=1.0)
+    before = trainer.parameters()["0.weight"].clone()
+    trainer.step([lambda model: model(torch.ones(1, tokens, dtype=torch.long)).float().sum()])
+    change = before - trainer.parameters()["0.weight"]
+    return (change[1] / tokens).mean().item()
+
+
+@pytest.mark.parametrize("way", ["zero-3", "fsdp"])
+def test_a_row_shared_by_many_tokens_has_its_whole_gradient_in_bf16(pools, way):
+    """Added up in bfloat16 a row stops to grow at 256 of equal parts."""
+    for ratio in pools(2).run(gradient_of_a_shared_row, way, 4096):
+        assert abs(ratio - 1) < 1e-3
