@@ -168,26 +168,12 @@ class MLP(nn.Module):
         return self.w2(F.gelu(self.w1(x)))
 
 
-class Embedding(nn.Embedding):
-    """A lookup whose gradient is summed in float32, of bf16 weights too.
-
-    PyTorch's CPU kernel adds the gradients of all tokens that share a row in the weight's own
-    dtype, and a long sum in bf16 stops growing. (The CUDA kernel that sorts the tokens sums in
-    float32.) A float32 weight is neither copied nor cast.
-    """
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        dtype = self.weight.dtype
-        weight = self.weight.to(torch.promote_types(dtype, torch.float32))
-        return F.embedding(tokens, weight).to(dtype)
-
-
 class Embed(nn.Module):
     """The first unit: tokens to vectors."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.tokens = Embedding(config.padded_vocab, config.d_model)
+        self.tokens = nn.Embedding(config.padded_vocab, config.d_model)
         self.dropout = CounterDropout(config.dropout, site=0)
 
     def forward(self, tokens: Tensor, keys: Tensor | None = None) -> Tensor:

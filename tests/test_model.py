@@ -18,7 +18,6 @@ from torch import Tensor
 from common.model import (
     IGNORED,
     Attention,
-    Embedding,
     Layer,
     Linear,
     Transformer,
@@ -388,16 +387,3 @@ def test_activation_checkpointing_gives_the_same_bits_with_less_memory(dropout):
     vector = 3 * 16 * 32 * 4  # bytes of one [batch, seq, d_model]
     # a layer keeps its input alone; plain, it keeps at least q, k, v and the MLP's two of 4 d_model
     assert held - held_2 > 3 * 10 * vector
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_gradient_of_a_row_that_many_tokens_share_is_their_sum(dtype):
-    """A sum of equal numbers in bf16 stops at 256 of them."""
-    embed = Embedding(8, 4).to(dtype)
-    tokens = torch.zeros(4096, dtype=torch.long)
-    vectors = embed(tokens)
-    assert torch.equal(vectors, F.embedding(tokens, embed.weight)) and vectors.dtype == dtype
-    vectors.backward(torch.full_like(vectors, 0.375))
-    assert embed.weight.grad.dtype == dtype
-    assert torch.equal(embed.weight.grad[0], torch.full((4,), 4096 * 0.375, dtype=dtype))
-    assert not embed.weight.grad[1:].any()
