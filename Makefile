@@ -116,7 +116,7 @@ test-all: $(READY) ## all tests: every topology, launcher and signal, and jobs o
 	$(pytest) $(ARGS)
 chaos: $(READY) ## kill -9 runs of every stage at any moment: they must end with the same bits
 	$(BIN)/python tests/chaos.py $(ARGS)
-	CHAOS=1 $(BIN)/python -m pytest tests/test_survival.py -k node_that_is_lost
+	CHAOS=1 $(BIN)/python -m pytest tests/test_survival.py -k lost_node
 mutants: $(READY) ## break the code on purpose: the tests must see it
 	$(BIN)/python tests/mutants.py $(ARGS)
 lint: $(READY) ## ruff, and shellcheck where it is installed

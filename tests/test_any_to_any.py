@@ -34,7 +34,7 @@ TOPOLOGIES = {
 }
 
 
-def test_every_stage_has_its_topologies():
+def test_every_stage_has_topologies_to_resume_on():
     assert sorted(TOPOLOGIES) == stages()
 
 
@@ -75,7 +75,7 @@ def saved(train, curve, tmp_path_factory):
 
 @pytest.mark.parametrize("into", stages())
 @pytest.mark.parametrize("of", stages())
-def test_a_run_goes_on_in_any_stage_along_the_same_curve(train, curve, saved, of, into):
+def test_resume_in_any_other_stage_has_the_same_loss_curve(train, curve, saved, of, into):
     rest = train(into, 1, "--resume", saved(of))
     assert_same_curve(rest, [line for line in curve if line["step"] >= AFTER])
 
@@ -87,7 +87,7 @@ def plain_model(corpus_dir: Path):
 
 
 @pytest.mark.parametrize("of", stages())
-def test_pytorchs_tool_converts_it_and_the_plain_model_evaluates_to_the_same_loss(
+def test_dcp_to_torch_converts_a_checkpoint_and_the_plain_model_has_the_same_loss(
     curve, saved, corpus_dir, tmp_path, of
 ):
     dcp_to_torch_save(saved(of), tmp_path / "plain.pt")
@@ -103,7 +103,7 @@ def test_pytorchs_tool_converts_it_and_the_plain_model_evaluates_to_the_same_los
 
 
 @pytest.mark.parametrize("of", stages())
-def test_it_does_not_load_without_any_one_of_its_files(saved, corpus_dir, tmp_path, capsys, of):
+def test_checkpoint_with_any_missing_file_is_an_error(saved, corpus_dir, tmp_path, capsys, of):
     model, _, args = plain_model(corpus_dir)
     optimizer = torch.optim.AdamW(model.parameters())
     state = training_state(model, optimizer)
@@ -120,7 +120,7 @@ def test_it_does_not_load_without_any_one_of_its_files(saved, corpus_dir, tmp_pa
     assert load_checkpoint(tmp_path, str(tmp_path / "copy"), state, optimizer) == AFTER
 
 
-def test_among_these_checkpoints_are_uneven_cuts_and_ranks_that_hold_nothing_of_a_tensor(saved):
+def test_these_checkpoints_include_uneven_and_empty_shards(saved):
     uneven = empty = False
     for stage in stages():
         metadata = pickle.loads((saved(stage) / ".metadata").read_bytes())

@@ -47,7 +47,9 @@ def real(stage: str, argv: list[str]) -> Report:
 
 
 @pytest.mark.parametrize("stage, own", WAYS, ids=str)
-def test_a_dry_run_has_the_figures_of_a_real_one_on_eight_ranks(pools, corpus_dir, stage, own):
+def test_dry_run_matches_the_memory_and_communication_of_eight_real_ranks(
+    pools, corpus_dir, stage, own
+):
     argv = [*SIZE, *own]
     alone = pools(1, group=False)
     dry = {rank: alone.run(dry_run, stage, 8, rank, argv, VOCABULARY)[0] for rank in (0, 7)}
@@ -79,7 +81,7 @@ MESH = "--pp 2 --tp 2 --global-batch-size 8"
         ("07", f"{MESH} --schedule 1f1b --sequence-parallel"),
     ],
 )
-def test_bfloat16_activations_take_at_most_0_8_of_float32s(pools, stage, own):
+def test_bfloat16_activations_take_at_most_0_8_of_float32_memory(pools, stage, own):
     """No copy of the weights in bfloat16 is kept for backward, of any micro-batch in flight."""
     whole, half = (
         pools(1, group=False).run(
@@ -90,7 +92,7 @@ def test_bfloat16_activations_take_at_most_0_8_of_float32s(pools, stage, own):
     assert half.activations <= 0.8 * whole.activations, (whole.activations, half.activations)
 
 
-def test_a_dry_run_goes_beyond_the_memory_of_this_machine(pools):
+def test_dry_run_of_a_model_larger_than_this_machines_memory(pools):
     giant = "--d-model 131072 --n-layers 2 --n-heads 2 --global-batch-size 8".split()
     (got,) = pools(1, group=False).run(dry_run, "04", 8, 0, giant, VOCABULARY)
     assert 8 * got.states > 16 * 2 * 12 * 131072**2 > host_memory()
@@ -101,7 +103,7 @@ PARAMETERS = 2 * 256 * 64 + 2 * (12 * 64 * 64 + 2 * 64) + 64
 
 
 @pytest.mark.parametrize("ranks", [8, 512, 4096])
-def test_states_and_traffic_follow_the_formulas_to_4096_ranks(pools, ranks):
+def test_model_state_and_communication_follow_the_formulas_up_to_4096_ranks(pools, ranks):
     argv = [*TINY, "--global-batch-size", str(ranks)]
     around, p = (ranks - 1) / ranks, 4 * PARAMETERS  # bytes
     expected = {  # states, ring bytes; what padding may add: one number a rank and buffer
@@ -118,7 +120,7 @@ def test_states_and_traffic_follow_the_formulas_to_4096_ranks(pools, ranks):
         assert sent <= got.sent.total_ring_bytes <= sent + padding, (stage, own)
 
 
-def test_a_mesh_of_4096_ranks_shares_out_by_pp_and_tp(pools):
+def test_mesh_of_4096_ranks_shards_model_state_over_pp_and_tp(pools):
     argv = "--d-model 64 --n-layers 8 --n-heads 8 --seq-len 16 --global-batch-size 512".split()
     mesh = [*argv, "--pp", "4", "--tp", "8"]  # 128 replicas
     one, last = (
@@ -140,7 +142,7 @@ def command(*words: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_what_a_real_run_refuses_a_dry_run_refuses_by_the_same_line():
+def test_wrong_arguments_have_the_same_error_in_a_dry_run():
     done = command(*"07 --ranks 1024 --pp 8 --tp 8 --preset gpt2-xl".split())
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "--global-batch-size 24" in done.stderr
@@ -149,7 +151,7 @@ def test_what_a_real_run_refuses_a_dry_run_refuses_by_the_same_line():
 @pytest.mark.parametrize(
     ("argv", "word"), [("09 --ranks 2", "'09'"), ("02 --ranks 2 --rank 2", "--rank 2")]
 )
-def test_a_dry_run_has_arguments_of_its_own_to_refuse(argv, word, capsys):
+def test_wrong_arguments_of_the_dry_run_itself(argv, word, capsys):
     with pytest.raises(SystemExit) as exit:
         main(argv.split())
     said = capsys.readouterr().err
@@ -157,7 +159,7 @@ def test_a_dry_run_has_arguments_of_its_own_to_refuse(argv, word, capsys):
 
 
 @pytest.mark.wall_clock
-def test_a_large_model_on_a_thousand_ranks_takes_less_than_a_minute():
+def test_dry_run_of_a_large_model_on_a_thousand_ranks_takes_under_a_minute():
     start = time.monotonic()
     done = command(
         *"07 --ranks 1024 --pp 8 --tp 8 --preset gpt2-xl --n-heads 32 --n-layers 16".split(),

@@ -38,7 +38,7 @@ def call(script: str, *arguments) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def test_export_makes_one_file_that_the_plain_model_loads(run, tmp_path, corpus_dir):
+def test_export_writes_one_file_that_the_plain_model_loads(run, tmp_path, corpus_dir):
     done = call("export.py", run, "--out", tmp_path / "model.pt")
     assert done.returncode == 0 and "step-00000060" in done.stdout, done.stderr
     weights = torch.load(tmp_path / "model.pt", weights_only=True)
@@ -62,7 +62,7 @@ def test_a_checkpoint_is_exported_and_continued_by_its_own_path(run, tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr
 
 
-def test_export_says_in_one_line_what_is_wrong(tmp_path):
+def test_export_errors_are_one_line(tmp_path):
     done = call("export.py", tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "no checkpoint" in done.stderr
@@ -78,9 +78,7 @@ def test_generate_continues_a_prompt_with_words_of_the_corpus(run, corpus_dir):
     assert set(words) <= set(load_corpus(str(corpus_dir)).vocab)
 
 
-def test_each_word_is_drawn_from_what_the_model_expects_after_those_before(
-    run, monkeypatch, tmp_path
-):
+def test_generate_samples_each_word_from_the_models_distribution(run, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(REPO / "tools"))
     generate = importlib.import_module("generate")
     model, vocab = generate.load_run(run)

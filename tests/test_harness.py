@@ -66,7 +66,7 @@ def process_id() -> int:
     return os.getpid()
 
 
-def test_a_pool_runs_a_function_on_every_rank_and_keeps_its_processes(pools):
+def test_pool_runs_a_function_on_every_rank_and_reuses_its_processes(pools):
     pool = pools(2)
     assert pool.run(who, offset=10) == [(10, 2, "1"), (11, 2, "1")]
     assert pool.run(total_of_ranks) == [1.0, 1.0]
@@ -74,7 +74,7 @@ def test_a_pool_runs_a_function_on_every_rank_and_keeps_its_processes(pools):
 
 
 @pytest.mark.wall_clock
-def test_a_failing_rank_is_named_with_its_traceback_and_the_pool_recovers(pools):
+def test_failing_rank_is_named_with_its_traceback_and_the_pool_recovers(pools):
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"rank 1 of 2(.|\n)*a rank's own trouble"):
         pools(2).run(fail_on, 1)
@@ -83,7 +83,7 @@ def test_a_failing_rank_is_named_with_its_traceback_and_the_pool_recovers(pools)
 
 
 @pytest.mark.wall_clock
-def test_a_hanging_job_is_ended_and_shows_where_it_stood():
+def test_hanging_job_is_ended_at_the_timeout_and_shows_its_stack():
     pool = Pool(1, timeout=2.0)
     try:
         with pytest.raises(WorkerError, match=r"did not finish in time(.|\n)*in hang"):
@@ -97,7 +97,7 @@ def test_a_hanging_job_is_ended_and_shows_where_it_stood():
         pool.close()
 
 
-def test_an_exit_is_told_with_status_and_stderr_and_costs_no_restart(pools):
+def test_exit_status_and_stderr_are_reported_without_a_restart(pools):
     before = pools(2).run(process_id)
     with pytest.raises(WorkerExit, match="leaving 1") as error:
         pools(2).run(leave, 2)
@@ -105,7 +105,7 @@ def test_an_exit_is_told_with_status_and_stderr_and_costs_no_restart(pools):
     assert pools(2).run(process_id) == before
 
 
-def test_a_closed_pool_leaves_no_process():
+def test_closed_pool_leaves_no_process():
     pool = Pool(2)
     ids = pool.run(process_id)
     pool.close()
@@ -114,7 +114,7 @@ def test_a_closed_pool_leaves_no_process():
             os.kill(pid, 0)
 
 
-def test_stage_01_trains_in_a_pool_and_the_reference_is_run_once(reference, corpus_dir):
+def test_reference_run_of_stage_01_is_cached(reference, corpus_dir):
     argv = [*TINY, "--data", str(corpus_dir)]
     metrics = reference(argv)
     assert metrics is reference(argv)
@@ -122,7 +122,7 @@ def test_stage_01_trains_in_a_pool_and_the_reference_is_run_once(reference, corp
     assert load_stage("01") is load_stage("01")
 
 
-def test_the_parity_check_names_the_first_step_that_leaves():
+def test_parity_check_names_the_first_step_that_differs():
     curve = [{"step": s, "loss": 5.0, "grad_norm": 2.0} for s in range(4)]
     curve[3]["val_loss"] = 4.0
     assert_same_curve(curve, curve)
@@ -172,11 +172,11 @@ def traffic() -> None:
     dist.destroy_process_group(group)
 
 
-def test_the_independent_count_agrees_with_the_ledger_and_sees_what_bypasses_it(pools):
+def test_independent_count_of_collectives_matches_the_ledger_and_sees_what_bypasses_it(pools):
     pools(2).run(traffic)
 
 
-def test_live_bytes_counts_each_storage_once_and_gradients_that_python_never_saw():
+def test_live_bytes_counts_each_storage_once_and_gradients_held_in_cpp():
     before = live_bytes()
     x = torch.ones(1000, requires_grad=True)
     view = x[10:20]
@@ -189,7 +189,7 @@ def test_live_bytes_counts_each_storage_once_and_gradients_that_python_never_saw
     assert live_bytes() == before
 
 
-def test_peak_memory_sees_what_autograd_holds_and_what_is_resized_or_freed():
+def test_peak_memory_sees_tensors_saved_by_autograd_and_resized_or_freed_storages():
     x = torch.ones(1000, requires_grad=True)
     with PeakMemory() as peak:
         y = x.exp().exp().exp()  # each saves its output: 12,000 bytes, two thirds in C++ alone
@@ -210,7 +210,7 @@ def test_peak_memory_sees_what_autograd_holds_and_what_is_resized_or_freed():
     assert peak.above == 2000 and peak.left == -4000
 
 
-def test_peak_memory_of_a_backward_is_what_arithmetic_says():
+def test_peak_memory_of_a_backward_matches_arithmetic():
     w = torch.ones(100, 100, requires_grad=True)  # 40,000 bytes
     x = torch.ones(50, 100)  # 20,000 bytes
     with PeakMemory() as peak:

@@ -49,7 +49,7 @@ def normal(*shape: int, seed: int = 0, dtype=torch.float32) -> Tensor:
 # ---- what it computes ----
 
 
-def test_no_logit_depends_on_a_later_token_and_each_does_on_its_own():
+def test_causal_mask_no_logit_depends_on_a_later_token():
     model, tokens = built(), tokens_of()
     logits = model(tokens)
     for position in (1, 7, 15):
@@ -60,12 +60,12 @@ def test_no_logit_depends_on_a_later_token_and_each_does_on_its_own():
         assert moved[:, position:].min() > 1e-6
 
 
-def test_a_sample_does_not_depend_on_the_others_of_its_batch():
+def test_samples_of_a_batch_are_independent():
     model, tokens = built(), tokens_of()
     torch.testing.assert_close(model(tokens)[1:2], model(tokens[1:2]), rtol=1e-5, atol=1e-6)
 
 
-def test_rotary_scores_depend_on_the_distance_alone():
+def test_rotary_scores_depend_only_on_the_distance():
     q, k = normal(8, seed=1), normal(8, seed=2)
     qkv = torch.stack((q, k, q)).expand(1, 16, 1, 3, 8)  # the same at every position
     q, k, v = rotate(qkv)[0, :, 0].unbind(1)  # [seq, head_dim] each
@@ -105,7 +105,7 @@ def attention_by_hand(x: Tensor, wqkv: Tensor, wo: Tensor, heads: int) -> Tensor
     return torch.cat(parts, dim=-1) @ wo.t()
 
 
-def test_attention_is_the_formula_of_the_paper():
+def test_attention_matches_the_formula():
     attention = Attention(CONFIG)
     init_weights(attention, 3, "layers.0.attn.")
     x = normal(16, 32)
@@ -115,7 +115,7 @@ def test_attention_is_the_formula_of_the_paper():
     torch.testing.assert_close(attention(x[None])[0].double(), by_hand, rtol=1e-4, atol=1e-5)
 
 
-def test_a_contiguous_slice_of_wqkv_is_whole_heads():
+def test_contiguous_rows_of_wqkv_are_complete_heads():
     """Half of the rows of wqkv with the columns of wo that follow: two halves sum to the whole."""
     attention = Attention(CONFIG)
     init_weights(attention, 3, "layers.0.attn.")
@@ -128,7 +128,7 @@ def test_a_contiguous_slice_of_wqkv_is_whole_heads():
     torch.testing.assert_close(total, attention(x), rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_adds_attention_and_mlp_of_norms_to_its_input():
+def test_layer_is_pre_norm_with_residual_connections():
     layer = Layer(CONFIG, 1)
     init_weights(layer, 3, "layers.1.")
     with torch.no_grad():  # norms of ones would hide a norm that is left out
@@ -148,7 +148,7 @@ def test_a_layer_adds_attention_and_mlp_of_norms_to_its_input():
     torch.testing.assert_close(layer(x[None])[0].double(), by_hand, rtol=1e-4, atol=1e-5)
 
 
-def test_vocabulary_parameters_and_flops_are_counted_as_by_hand():
+def test_number_of_parameters_and_flops():
     d, layers, seq = 32, 3, 16
     assert [TransformerConfig(n).padded_vocab for n in (1, 128, 129, 33278)] == [
         *(128, 128, 256, 33280),
@@ -161,7 +161,7 @@ def test_vocabulary_parameters_and_flops_are_counted_as_by_hand():
     assert CONFIG.flops_per_token() == 6 * (matrices + norms) + 3 * layers * 2 * (2 * seq * d)
 
 
-def test_the_first_loss_is_that_of_a_uniform_guess():
+def test_initial_loss_is_that_of_a_uniform_guess():
     config = replace(CONFIG, vocab_size=4096)
     loss = built(config)(tokens_of(8), tokens_of(8, seed=1))
     assert abs(loss.item() - math.log(4096)) < 0.1
@@ -184,7 +184,7 @@ def loss_and_gradients(function, x, weight, targets, scale=1.0, **kwargs):
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 10, 11, 1024])
 @pytest.mark.parametrize("ignored", ["none", "some", "a whole piece", "all"])
-def test_the_loss_in_pieces_is_plain_cross_entropy_and_so_are_its_gradients(rows, ignored):
+def test_chunked_loss_and_its_gradients_match_cross_entropy(rows, ignored):
     x, weight = normal(11, 8), normal(20, 8, seed=1)
     targets = torch.arange(11) % 20
     targets[{"none": [], "some": [0, 5, 10], "a whole piece": [0, 1, 2, 3]}.get(ignored, ...)] = (
@@ -197,7 +197,7 @@ def test_the_loss_in_pieces_is_plain_cross_entropy_and_so_are_its_gradients(rows
     assert (ours[0] == 0.0) == (ignored == "all")
 
 
-def test_the_gradients_of_the_loss_are_its_slopes():
+def test_gradients_of_the_chunked_loss_match_finite_differences():
     x, weight, targets = normal(6, 4), normal(9, 4, seed=1), torch.tensor([0, 3, 8, 1, 1, IGNORED])
     _, grad_x, grad_weight = loss_and_gradients(linear_cross_entropy, x, weight, targets, rows=4)
     step = 1e-2
@@ -214,7 +214,7 @@ def test_the_gradients_of_the_loss_are_its_slopes():
             assert abs(slope - grad.flatten()[i]) < 1e-4
 
 
-def test_a_second_backward_and_a_frozen_side_get_the_same_gradients():
+def test_chunked_loss_with_a_second_backward_or_a_frozen_input():
     x, weight, targets = normal(11, 8), normal(20, 8, seed=1), torch.arange(11)
     _, grad_x, grad_weight = loss_and_gradients(linear_cross_entropy, x, weight, targets)
     w = weight.clone().requires_grad_()
@@ -227,7 +227,7 @@ def test_a_second_backward_and_a_frozen_side_get_the_same_gradients():
     torch.testing.assert_close(leaf.grad, grad_x)
 
 
-def test_a_linear_layer_under_autocast_has_the_bits_of_torchs():
+def test_linear_layer_under_autocast_is_bitwise_identical_to_pytorchs():
     """It differs only in what it keeps for backward."""
     torch.manual_seed(0)
     ours, theirs = Linear(24, 40), torch.nn.Linear(24, 40, bias=False)
@@ -245,7 +245,7 @@ def test_a_linear_layer_under_autocast_has_the_bits_of_torchs():
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-def test_the_loss_under_bf16_autocast_keeps_float32_results_close_to_float32():
+def test_chunked_loss_under_bfloat16_autocast_stays_close_to_float32():
     x, weight, targets = normal(64, 32), 0.2 * normal(100, 32, seed=1), torch.arange(64)
     exact = loss_and_gradients(linear_cross_entropy, x, weight, targets, rows=24)
     with torch.autocast("cpu", torch.bfloat16):
@@ -274,7 +274,7 @@ def test_the_gradient_of_a_bf16_head_does_not_lose_by_the_number_of_pieces():
     assert error_of_a_bf16_head(rows=16) < 5e-3
 
 
-def test_the_logits_never_exist_whole_and_evaluation_makes_no_gradient():
+def test_chunked_loss_never_materializes_the_logits():
     x = normal(512, 16).requires_grad_()
     weight = normal(2048, 16, seed=1).requires_grad_()
     targets = torch.arange(512)
@@ -290,7 +290,7 @@ def test_the_logits_never_exist_whole_and_evaluation_makes_no_gradient():
     assert evaluation.above < 2.5 * logits / 32
 
 
-def test_the_models_loss_is_the_cross_entropy_of_its_logits():
+def test_model_loss_is_the_cross_entropy_of_its_logits():
     model, tokens, targets = built(), tokens_of(), tokens_of(seed=1)
     targets[0, 3:] = IGNORED
     logits = model(tokens)
@@ -313,7 +313,7 @@ def cuts(n_units: int) -> list[list[range]]:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_parts_built_alone_compose_to_the_whole_wherever_it_is_cut(dropout):
+def test_layers_built_separately_compose_to_the_full_model(dropout):
     config = replace(CONFIG, dropout=dropout)
     whole, tokens, targets = built(config), tokens_of(), tokens_of(seed=1)
     keys = sample_keys(1, 5, torch.arange(3)) if dropout else None
@@ -329,7 +329,7 @@ def test_parts_built_alone_compose_to_the_whole_wherever_it_is_cut(dropout):
         assert [len(part.units()) for part in parts] == [len(run) for run in cut]
 
 
-def test_initial_weights_do_not_depend_on_what_is_built_nor_in_what_order():
+def test_initial_weights_do_not_depend_on_which_layers_are_built_or_their_order():
     torch.manual_seed(0)
     whole = dict(built().named_parameters())
     torch.manual_seed(99)
@@ -344,7 +344,7 @@ def test_initial_weights_do_not_depend_on_what_is_built_nor_in_what_order():
         assert torch.equal(value, initial_value(f"layers.2.{name}", value.shape, 1))
 
 
-def test_initial_weights_differ_between_seeds_and_between_names():
+def test_initial_weights_differ_between_seeds_and_names():
     shape = (64, 64)
     names = [f"layers.{i}.attn.{w}.weight" for i in (0, 1, 11) for w in ("wqkv", "wo")]
     values = [initial_value(name, shape, seed).flatten() for name in names for seed in (0, 1)]
@@ -353,7 +353,7 @@ def test_initial_weights_differ_between_seeds_and_between_names():
     assert initial_value("layers.0.attn_norm.weight", (64,), 0).eq(1).all()
 
 
-def test_initial_matrices_have_the_width_that_the_text_says():
+def test_initial_weights_have_the_documented_standard_deviation():
     for name, shape, std in (
         ("embed.tokens.weight", (400, 100), 0.02),
         ("output.head.weight", (400, 100), 0.02),
@@ -378,7 +378,7 @@ def trained(config: TransformerConfig):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_activation_checkpointing_gives_the_same_bits_with_less_memory(dropout):
+def test_activation_checkpointing_is_bitwise_identical_with_less_memory(dropout):
     config = replace(CONFIG, dropout=dropout)
     loss, gradients, held = trained(config)
     loss_2, gradients_2, held_2 = trained(replace(config, activation_checkpointing=True))

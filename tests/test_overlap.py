@@ -116,13 +116,13 @@ def trace_of_backward(pools, way: str) -> Trace:
 
 
 @pytest.mark.parametrize("way", ["ddp", "zero-1"])
-def test_all_of_backward_goes_on_while_the_first_bucket_is_reduced(pools, way):
+def test_backward_overlaps_the_reduction_of_the_first_bucket(pools, way):
     seen = trace_of_backward(pools, way)
     assert all(seen.reductions[0].holds(product) for product in seen.products[2:])
 
 
 @pytest.mark.parametrize("way", ["zero-2", "fsdp", "fsdp-keep"])
-def test_the_next_units_backward_goes_on_while_a_unit_is_reduced(pools, way):
+def test_backward_of_the_next_unit_overlaps_the_reduction_of_a_unit(pools, way):
     """And waits then: at most two units have whole gradients."""
     seen = trace_of_backward(pools, way)
     inside = [seen.reductions[0].holds(product) for product in seen.products]
@@ -130,7 +130,7 @@ def test_the_next_units_backward_goes_on_while_a_unit_is_reduced(pools, way):
 
 
 @pytest.mark.parametrize("way", ["ddp", "zero-1", "zero-2", "fsdp", "fsdp-keep"])
-def test_each_reduction_starts_before_the_next_units_backward(pools, way):
+def test_reductions_start_before_the_backward_of_the_next_unit(pools, way):
     seen = trace_of_backward(pools, way)
     for unit, reduction in enumerate(seen.reductions[:-1]):
         assert seen.products[2 * unit + 1].end < reduction.start
@@ -153,7 +153,7 @@ def forward(way: str, name: str) -> Trace:
 
 
 @pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
-def test_a_unit_computes_in_forward_while_the_next_is_gathered(pools, way):
+def test_prefetch_in_forward_overlaps_the_computation_of_a_unit(pools, way):
     seen = pools(2).run(forward, way, str(uuid.uuid4()))[0]
     assert len(seen.gathers) == len(seen.products) == N_UNITS
     for unit, gather in enumerate(seen.gathers[1:]):
@@ -161,7 +161,7 @@ def test_a_unit_computes_in_forward_while_the_next_is_gathered(pools, way):
     assert seen.gathers[2].holds(seen.products[1])
 
 
-def test_a_unit_computes_in_backward_while_the_one_before_it_is_gathered(pools):
+def test_prefetch_in_backward_overlaps_the_computation_of_a_unit(pools):
     """Rank 1, which holds up the last unit's reduction, holds up the gather behind it too."""
     seen = trace_of_backward(pools, "fsdp")
     assert len(seen.gathers) == N_UNITS

@@ -26,7 +26,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("first, last", [(0, 8), (3, 5), (7, 8)])
-def test_a_slice_of_the_batch_has_the_masks_of_the_whole(first, last):
+def test_dropout_masks_of_a_slice_of_the_batch(first, last):
     keys = sample_keys(1, 9, torch.arange(8))
     part = sample_keys(1, 9, torch.arange(first, last))
     assert torch.equal(part, keys[first:last])
@@ -34,12 +34,12 @@ def test_a_slice_of_the_batch_has_the_masks_of_the_whole(first, last):
 
 
 @pytest.mark.parametrize("first, last", [(0, 16), (16, 64), (61, 64)])
-def test_a_slice_of_the_sequence_has_the_masks_of_the_whole(first, last):
+def test_dropout_masks_of_a_slice_of_the_sequence(first, last):
     part = kept(shape=(last - first, 128), first=first)
     assert torch.equal(part, kept()[:, first:last])
 
 
-def test_every_dropout_of_the_model_has_a_site_of_its_own_wherever_it_is_built():
+def test_every_dropout_layer_has_its_own_site_id():
     config = TransformerConfig(vocab_size=10, d_model=32, n_layers=4, n_heads=2, dropout=0.1)
 
     def sites(model) -> dict[str, int]:
@@ -52,7 +52,7 @@ def test_every_dropout_of_the_model_has_a_site_of_its_own_wherever_it_is_built()
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
-def test_the_rate_is_right_and_what_is_kept_is_scaled(p):
+def test_dropout_rate_and_scaling(p):
     x = torch.full((16, 64, 128), 3.0)
     y = CounterDropout(p, site=3)(x, keys_of(samples=16))
     share = (y == 0).double().mean().item()
@@ -62,7 +62,7 @@ def test_the_rate_is_right_and_what_is_kept_is_scaled(p):
     assert (per_sample - p).abs().max() < 5 * (p * (1 - p) / (64 * 128)) ** 0.5
 
 
-def test_masks_of_other_sites_samples_steps_seeds_positions_and_features_are_unrelated():
+def test_dropout_masks_are_independent_across_sites_samples_steps_seeds_positions_and_features():
     a = kept()  # 65,536 draws: a standard deviation of 1/256
     shifted = kept(shape=(65, 129))
     others = {f"site {s}": kept(site=s) for s in (1, 2, 3, 8, 255)}
@@ -77,7 +77,7 @@ def test_masks_of_other_sites_samples_steps_seeds_positions_and_features_are_unr
         assert abs(correlation(a, b)) < 5 / 256, name
 
 
-def test_positions_far_apart_and_whole_rows_are_unrelated():
+def test_dropout_masks_of_distant_positions_are_independent():
     a = kept(shape=(256, 64), keys=keys_of(samples=1))[0]  # [256 positions, 64 features]
     assert len(a.unique(dim=0)) == 256
     table = torch.corrcoef(a) - torch.eye(256)
@@ -94,7 +94,7 @@ def test_no_dropout_in_evaluation_without_keys_or_at_rate_zero():
     assert not torch.equal(CounterDropout(0.5, 0)(x, keys_of()), x)
 
 
-def test_the_model_drops_at_the_embedding_and_behind_both_halves_of_a_layer():
+def test_dropout_follows_the_embedding_attention_and_mlp():
     config = TransformerConfig(vocab_size=50, d_model=32, n_layers=1, n_heads=2, dropout=0.5)
     seen = {}
     model = Transformer(config)
@@ -111,7 +111,7 @@ def test_the_model_drops_at_the_embedding_and_behind_both_halves_of_a_layer():
     assert all(0.4 < share < 0.6 for share in seen.values())
 
 
-def test_the_hash_is_a_bijection_and_each_bit_of_its_input_moves_half_of_its_output():
+def test_hash_is_a_bijection_with_the_avalanche_property():
     x = torch.arange(-(2**19), 2**19, dtype=torch.int32) * 4001
     assert hash32(x).unique().numel() == x.unique().numel() == 2**20
     x = x[::64]
@@ -124,7 +124,7 @@ def test_the_hash_is_a_bijection_and_each_bit_of_its_input_moves_half_of_its_out
     assert mix(torch.tensor(5, dtype=torch.int32), 0).dtype == torch.int32
 
 
-def test_seeds_differ_by_every_name_and_stay_what_they_were():
+def test_seeds_differ_by_name_and_never_change():
     assert len({seed_of("a", 1), seed_of("a", 2), seed_of("b", 1), seed_of("a", "1")}) == 4
     assert 0 <= seed_of("dropout", 0, 0) < 2**63
     # with another stream a resumed run would go on with other masks and batches than it began

@@ -54,7 +54,7 @@ every_schedule = pytest.mark.parametrize("name", NAMES)
 
 
 @every_schedule
-def test_every_micro_batch_passes_each_stage_once_each_way(name):
+def test_every_micro_batch_has_one_forward_and_one_backward_per_stage(name):
     kinds = "FBW" if name == "zero-bubble" else "FB"
     for p, m, v in cases(name):
         for rank, row in enumerate(rows(name, p, m, v)):
@@ -63,7 +63,7 @@ def test_every_micro_batch_passes_each_stage_once_each_way(name):
 
 
 @every_schedule
-def test_backward_follows_forward_and_gradients_add_up_in_one_order(name):
+def test_backward_follows_forward_and_gradients_accumulate_in_a_fixed_order(name):
     """The micro-batches of a stage go in the same order in every schedule, so gradients have the
     same bits under all of them."""
     for p, m, v in cases(name):
@@ -90,7 +90,7 @@ def most_in_flight(row: list) -> int:
 
 
 @every_schedule
-def test_in_flight(name):
+def test_micro_batches_in_flight(name):
     for p, m, v in cases(name):
         for rank, row in enumerate(rows(name, p, m, v)):
             bound = {
@@ -116,7 +116,7 @@ def claimed_length(name: str, p: int, m: int, v: int) -> float:
 
 
 @every_schedule
-def test_idle_share_with_unit_costs(name):
+def test_bubble_fraction_with_unit_costs(name):
     for p, m, v in cases(name):
         spans = timeline.simulate(stage, schedule_of(name, v), p, m)
         expected = 1 - 3 * m / claimed_length(name, p, m, v)
@@ -156,7 +156,7 @@ def _one_unit_later(state: tuple, p: int, m: int) -> Iterator[tuple]:
 
 
 @pytest.mark.parametrize("p, m", [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3), (4, 2)])
-def test_no_order_of_the_zero_bubble_actions_is_shorter(p, m):
+def test_zero_bubble_schedule_is_optimal(p, m):
     assert shortest(p, m) == claimed_length("zero-bubble", p, m, 1)
 
 
@@ -218,7 +218,7 @@ def transport(name: str, p: int, m: int, v: int) -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "evaluation"])
-def test_no_rank_waits_for_ever_without_buffers(name):
+def test_no_deadlock_without_send_buffers(name):
     for p, m, v in cases("interleaved" if name == "evaluation" else name):
         transport(name, p, m, v)
     if name == "evaluation":  # takes any number of batches, interleaved or not
@@ -343,7 +343,7 @@ def run_the_executor(name: str, p: int, m: int, v: int, buffered: bool, monkeypa
 
 @pytest.mark.parametrize("buffered", [False, True], ids=["rendezvous", "buffered"])
 @every_schedule
-def test_the_executor_needs_no_buffers(name, buffered, monkeypatch):
+def test_executor_needs_no_send_buffers(name, buffered, monkeypatch):
     sizes = [(2, 2, 2), (2, 4, 2), (2, 8, 3), (3, 6, 2), (4, 8, 2)]
     for p, m, v in sizes:
         run_the_executor(name, p, m, v if name == "interleaved" else 1, buffered, monkeypatch)
@@ -354,7 +354,7 @@ def test_the_executor_needs_no_buffers(name, buffered, monkeypatch):
 # ---- who has which units ----
 
 
-def test_units_cover_the_model_once_and_evenly():
+def test_stages_partition_the_model_evenly():
     for n_stages, n_layers in product(range(1, 9), range(1, 25)):
         if n_layers < n_stages:
             continue
@@ -369,7 +369,7 @@ def test_units_cover_the_model_once_and_evenly():
 
 
 @every_schedule
-def test_the_time_line_shows_every_action(name):
+def test_timeline_shows_every_action(name):
     spans = timeline.simulate(stage, schedule_of(name, 2), 2, 4)
     actions = sum(map(len, spans))
     root = ElementTree.fromstring(timeline.svg(spans, "a title", "units"))
@@ -381,7 +381,7 @@ def test_the_time_line_shows_every_action(name):
 
 
 @pytest.mark.parametrize("argv", ["--pp 0", "--micro 0", "--virtual -1 --schedule interleaved"])
-def test_a_schedule_of_no_ranks_is_an_error_of_one_line(monkeypatch, capsys, argv):
+def test_wrong_arguments_of_the_timeline_are_one_line(monkeypatch, capsys, argv):
     monkeypatch.setattr(sys, "argv", ["timeline.py", *argv.split()])
     with pytest.raises(SystemExit) as exit:
         timeline.main()

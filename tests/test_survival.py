@@ -38,9 +38,7 @@ def lines_of(run_dir: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("stage", ["02", "06"])
-def test_a_run_that_is_killed_twice_ends_with_the_bits_of_one_that_is_not(
-    fresh_pool, corpus_dir, tmp_path, stage
-):
+def test_resume_after_two_kills_is_bitwise_identical(fresh_pool, corpus_dir, tmp_path, stage):
     """`make chaos` does this to every stage, at more moments."""
     ranks, own = chaos.TOPOLOGIES[stage]
     pool = fresh_pool(ranks)
@@ -81,7 +79,7 @@ def train_and_signal(stage: str, argv: list[str], number: int, who: int, step: i
 
 @pytest.mark.parametrize("stage", [s for s in stages() if s > "01"])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_one_rank_has_all_save_the_same_step_and_end(
+def test_signal_to_one_rank_saves_the_same_step_on_all_and_stops(
     pools, corpus_dir, tmp_path, stage, name
 ):
     ranks, _ = chaos.TOPOLOGIES[stage]
@@ -112,7 +110,7 @@ def wait_for_checkpoint(processes: list[subprocess.Popen], run_dir: Path, step: 
     raise AssertionError([p.communicate() for p in processes])
 
 
-def test_a_signal_to_a_process_of_a_job_ends_all_with_status_0(corpus_dir, tmp_path):
+def test_signal_to_one_process_ends_the_job_with_status_0(corpus_dir, tmp_path):
     argv = argv_of("02", corpus_dir, tmp_path, "--checkpoint-every", 4, "--log-every", 1)
     processes = start("02", 2, argv, tmp_path)
     wait_for_checkpoint(processes, tmp_path, 4)
@@ -125,7 +123,7 @@ def test_a_signal_to_a_process_of_a_job_ends_all_with_status_0(corpus_dir, tmp_p
 
 
 @pytest.mark.wall_clock
-def test_a_rank_that_stops_answering_ends_the_job_after_the_time_out(corpus_dir, tmp_path):
+def test_hanging_rank_ends_the_job_after_the_timeout(corpus_dir, tmp_path):
     argv = argv_of("04", corpus_dir, tmp_path, "--checkpoint-every", 4, "--timeout", 4)
     processes = start("04", 2, argv, tmp_path)
     wait_for_checkpoint(processes, tmp_path, 4)
@@ -141,7 +139,7 @@ def test_a_rank_that_stops_answering_ends_the_job_after_the_time_out(corpus_dir,
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
-def test_torchrun_brings_a_killed_rank_back_to_the_last_checkpoint(pools, corpus_dir, tmp_path):
+def test_torchrun_restart_of_a_killed_rank_resumes_the_last_checkpoint(pools, corpus_dir, tmp_path):
     flags = "--steps 150 --log-every 1 --checkpoint-every 10".split()
     argv = argv_of("04", corpus_dir, tmp_path / "run", *flags)
     job = torchrun(
@@ -164,7 +162,7 @@ def test_torchrun_brings_a_killed_rank_back_to_the_last_checkpoint(pools, corpus
 
 @pytest.mark.skipif("CHAOS" not in os.environ, reason="takes a minute: make chaos runs it")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
-def test_a_node_that_is_lost_leaves_the_global_batch_what_it_was(reference, corpus_dir, tmp_path):
+def test_elastic_resume_after_a_lost_node_keeps_the_global_batch(reference, corpus_dir, tmp_path):
     """Two nodes of one rank; one dies with its launcher, the other goes on alone."""
     curve = [*SMALL, "--data", str(corpus_dir), *"--steps 400 --log-every 1".split()]
     argv = [*curve, "--checkpoint-every", "5", "--run-dir", str(tmp_path / "run")]

@@ -105,7 +105,7 @@ def by_hand(args, tokens: Tensor, vocab_size: int) -> list[dict]:
     return lines
 
 
-def test_stage_01_draws_the_curve_of_a_training_loop_by_hand(train, corpus_dir):
+def test_stage_01_has_the_loss_curve_of_a_hand_written_loop(train, corpus_dir):
     flags = "--steps 12 --log-every 1 --lr 3e-3 --warmup-steps 4 --grad-clip 0.5".split()
     metrics = train(*flags)
     corpus = load_corpus(str(corpus_dir))
@@ -119,7 +119,7 @@ def test_stage_01_draws_the_curve_of_a_training_loop_by_hand(train, corpus_dir):
 
 
 @pytest.mark.slow
-def test_it_learns_the_structure_of_the_corpus(reference, corpus_dir):
+def test_training_learns_the_structure_of_the_corpus(reference, corpus_dir):
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "200", "--lr", "1e-2"]
     metrics = reference(argv)
     assert metrics[0]["loss"] > 5.0
@@ -127,7 +127,9 @@ def test_it_learns_the_structure_of_the_corpus(reference, corpus_dir):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_accumulation_gives_the_loss_and_the_gradients_of_the_large_batch(train, tmp_path, dropout):
+def test_gradient_accumulation_has_the_loss_and_gradients_of_the_large_batch(
+    train, tmp_path, dropout
+):
     """At step 0 AdamW's first moment is a tenth of the gradient."""
     found = {}
     for micro in (24, 6, 1):
@@ -149,7 +151,7 @@ def test_accumulation_gives_the_loss_and_the_gradients_of_the_large_batch(train,
             assert (gradient - other_gradients[name]).abs().max() < 1e-6, name
 
 
-def test_the_logged_loss_is_that_of_the_whole_batch_whatever_the_micro_batch(train):
+def test_logged_loss_is_the_mean_over_the_global_batch(train):
     flags = "--steps 4 --log-every 1 --dropout 0.1".split()
     whole = train(*flags)
     for micro in (1, 4):
@@ -159,12 +161,12 @@ def test_the_logged_loss_is_that_of_the_whole_batch_whatever_the_micro_batch(tra
 # ---- flags ----
 
 
-def test_activation_checkpointing_draws_the_same_curve(train):
+def test_activation_checkpointing_has_the_same_loss_curve(train):
     flags = "--steps 4 --log-every 1 --dropout 0.1".split()
     assert numbers(train(*flags)) == numbers(train(*flags, "--activation-checkpointing"))
 
 
-def test_bfloat16_is_used_and_stays_near_float32(train):
+def test_bfloat16_is_used_and_stays_close_to_float32(train):
     flags = "--steps 6 --log-every 1".split()
     exact, rough = train(*flags), train(*flags, "--dtype", "bfloat16")
     differences = [abs(a["loss"] - b["loss"]) for a, b in zip(exact, rough, strict=True)]
@@ -181,7 +183,7 @@ def test_dropout_changes_training_but_not_evaluation(train):
     assert numbers(with_dropout) == numbers(train(*flags, "--dropout", "0.3"))
 
 
-def test_clipping_is_by_the_global_norm_and_zero_means_never(train):
+def test_gradient_clipping_uses_the_global_norm_and_zero_disables_it(train):
     """By AdamW's second moment: clipping changes the gradients' relative size between steps."""
     flags = "--steps 4 --log-every 1 --lr 1e-2 --warmup-steps 0".split()
     never = train(*flags, "--grad-clip", 0)
@@ -192,7 +194,7 @@ def test_clipping_is_by_the_global_norm_and_zero_means_never(train):
 
 
 @pytest.mark.slow
-def test_every_other_flag_of_the_optimizer_and_the_seed_changes_the_curve(train):
+def test_optimizer_flags_and_seed_change_the_loss_curve(train):
     flags = "--steps 4 --log-every 1 --warmup-steps 1".split()
     plain = numbers(train(*flags))
     for change in (["--weight-decay", 5], ["--lr", 2e-3], ["--min-lr-ratio", 1], ["--seed", 1]):
@@ -201,7 +203,7 @@ def test_every_other_flag_of_the_optimizer_and_the_seed_changes_the_curve(train)
         assert (other[0]["loss"] == plain[0]["loss"]) == (change[0] != "--seed")
 
 
-def test_lines_and_evaluations_come_when_they_are_asked_for(train):
+def test_logging_and_evaluation_intervals(train):
     metrics = train("--steps", 10, "--log-every", 4, "--eval-every", 3)
     # the first, every 4th, every 3rd with an evaluation, the last
     assert [x["step"] for x in metrics] == [0, 2, 3, 5, 7, 8, 9]
@@ -213,7 +215,7 @@ def test_lines_and_evaluations_come_when_they_are_asked_for(train):
     assert [x["step"] for x in metrics if "val_loss" in x] == [9]
 
 
-def test_presets_and_what_overrides_them():
+def test_flags_override_presets():
     parse = load_stage("01").parse_args
     for name, shape in PRESETS.items():
         args = parse(["--preset", name])
@@ -226,7 +228,7 @@ def test_presets_and_what_overrides_them():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="the compiler's CPU code needs g++")
-def test_compile_draws_the_same_curve(train, monkeypatch):
+def test_compile_has_the_same_loss_curve(train, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     flags = "--steps 3 --log-every 1 --dropout 0.1".split()
     assert_same_curve(train(*flags, "--compile", timeout=900), train(*flags))
@@ -246,7 +248,7 @@ def test_profile_writes_a_trace_of_forward_and_backward(train, tmp_path):
 # ---- the schedule and the figures ----
 
 
-def test_the_learning_rate_warms_up_and_falls_by_half_a_cosine():
+def test_learning_rate_warmup_and_cosine_decay():
     args = arguments("--steps", 110, "--warmup-steps", 10, "--lr", 2.0, "--min-lr-ratio", 0.1)
     rates = [learning_rate(args, step) for step in range(111)]
     assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
@@ -259,7 +261,7 @@ def test_the_learning_rate_warms_up_and_falls_by_half_a_cosine():
     assert adamw_settings(args)["weight_decay"] == 0.1
 
 
-def test_the_peak_of_a_device_is_known_by_name_or_not_at_all():
+def test_peak_flops_of_known_and_unknown_devices():
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
@@ -273,7 +275,7 @@ def test_the_peak_of_a_device_is_known_by_name_or_not_at_all():
 # ---- a run's folder ----
 
 
-def test_a_runs_folder_tells_what_was_run_and_what_came_of_it(train, tmp_path, corpus_dir):
+def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path, corpus_dir):
     flags = "--steps 4 --log-every 2 --eval-every 2 --checkpoint-every 2 --grad-clip 0".split()
     metrics = train(*flags, "--run-dir", tmp_path)
     assert lines_of(tmp_path) == metrics
@@ -307,14 +309,14 @@ def test_a_runs_folder_tells_what_was_run_and_what_came_of_it(train, tmp_path, c
     ]
 
 
-def test_the_first_line_names_the_hash_of_the_corpus(pools, corpus_dir):
+def test_first_line_names_the_hash_of_the_corpus(pools, corpus_dir):
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "1"]
     (ended,) = pools(1, group=False).attempt_train("01", argv)
     first = ended.stdout.splitlines()[0]
     assert f"data {corpus_dir} (hash {load_corpus(str(corpus_dir)).digest})" in first
 
 
-def test_model_state_is_counted_at_sixteen_bytes_a_parameter(pools, corpus_dir):
+def test_model_state_is_sixteen_bytes_per_parameter(pools, corpus_dir):
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "1"]
     pool = pools(1, group=False)
     pool.close()  # a fresh process, where nothing else lives
@@ -326,7 +328,7 @@ def test_model_state_is_counted_at_sixteen_bytes_a_parameter(pools, corpus_dir):
 # ---- resume ----
 
 
-def test_a_resumed_run_goes_on_along_the_same_bits(train, tmp_path):
+def test_resume_is_bitwise_identical(train, tmp_path):
     flags = "--steps 9 --log-every 1 --checkpoint-every 3 --keep-checkpoints 9 --dropout 0.1"
     flags = [*flags.split(), "--micro-batch-size", 4]
     whole = train(*flags, "--run-dir", tmp_path / "whole")
@@ -342,7 +344,7 @@ def test_a_resumed_run_goes_on_along_the_same_bits(train, tmp_path):
             assert_same_bits(a, b)
 
 
-def test_lines_past_the_checkpoint_are_dropped_and_half_a_line_too(train, tmp_path):
+def test_resume_drops_metrics_after_the_checkpoint_and_a_truncated_line(train, tmp_path):
     flags = "--log-every 1 --checkpoint-every 3 --run-dir".split() + [tmp_path]
     whole = train("--steps", 6, *flags)
     (checkpoints(tmp_path / "checkpoints")[-1] / ".metadata").unlink()  # the newest is not whole
@@ -353,7 +355,7 @@ def test_lines_past_the_checkpoint_are_dropped_and_half_a_line_too(train, tmp_pa
     assert numbers(lines_of(tmp_path)) == numbers(whole)
 
 
-def test_a_resumed_run_logs_the_lines_of_an_uninterrupted_one(train, tmp_path):
+def test_resume_logs_the_metrics_of_an_uninterrupted_run(train, tmp_path):
     flags = "--steps 9 --log-every 4 --checkpoint-every 5".split()
     whole = train(*flags, "--run-dir", tmp_path / "whole")
     train(*flags, "--run-dir", tmp_path / "cut")
@@ -370,7 +372,7 @@ def in_a_later_life(variable: str, argv: list[str]) -> list[dict]:
 @pytest.mark.quick_cases("never-SLURM_RESTART_COUNT")
 @pytest.mark.parametrize("variable", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
 @pytest.mark.parametrize("how", ["never", "path"])
-def test_resume_says_how_a_run_begins_and_not_how_it_goes_on(
+def test_resume_flag_applies_to_the_first_start_only_not_to_a_requeue_or_restart(
     pools, train, corpus_dir, tmp_path, variable, how
 ):
     flags = ["--log-every", 1, "--checkpoint-every", 2]
@@ -388,7 +390,7 @@ def test_resume_says_how_a_run_begins_and_not_how_it_goes_on(
     assert life("6") == [4, 5]
 
 
-def test_a_finished_run_is_not_run_again(train, tmp_path):
+def test_resume_of_a_finished_run_trains_no_step(train, tmp_path):
     flags = ["--steps", 2, "--checkpoint-every", 1, "--run-dir", tmp_path]
     train(*flags)
     before = (tmp_path / "metrics.jsonl").read_text()
@@ -413,9 +415,7 @@ def wait_for_checkpoint(process: subprocess.Popen, run_dir: Path, step: int) -> 
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_one_that_is_not(
-    train, tmp_path, corpus_dir
-):
+def test_resume_after_signal_and_kill_is_bitwise_identical(train, tmp_path, corpus_dir):
     """Real processes, from another folder: SIGTERM, then kill -9, then to the end."""
     argv = [*SMALL, "--data", str(corpus_dir), "--checkpoint-every", "8", "--steps", "80"]
     argv += "--log-every 1 --dropout 0.1 --micro-batch-size 6 --eval-every 20".split()
@@ -468,7 +468,7 @@ def train_and_signal(argv: list[str], number: int, step: int) -> tuple[list[dict
 
 @pytest.mark.quick_cases("SIGTERM")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
+def test_signal_saves_a_checkpoint_after_the_step_and_stops(
     pools, train, tmp_path, corpus_dir, name
 ):
     flags = ["--steps", "9", "--log-every", "1"]  # no checkpoints asked for: it saves all the same
@@ -492,9 +492,7 @@ def assert_stops(pools, argv: list[str], says: str) -> None:
 
 
 @pytest.mark.parametrize("log_every, step", [(1, 1), (100, 3)])
-def test_a_loss_that_becomes_nan_stops_the_run_with_a_clear_line(
-    pools, tmp_path, corpus_dir, log_every, step
-):
+def test_nan_loss_stops_the_run_with_a_clear_error(pools, tmp_path, corpus_dir, log_every, step):
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "50", "--run-dir", str(tmp_path)]
     argv += ["--lr", "1e30", "--warmup-steps", "0", "--log-every", str(log_every)]
     assert_stops(pools, [*argv, "--checkpoint-every", "4"], f" of step {step} is nan")
@@ -524,9 +522,7 @@ def poisoned(argv: list[str], step: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["weight", "gradient"])
-def test_the_last_good_checkpoint_outlives_a_run_that_goes_wrong(
-    pools, train, tmp_path, corpus_dir, what
-):
+def test_nan_does_not_overwrite_the_last_good_checkpoint(pools, train, tmp_path, corpus_dir, what):
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "12", "--run-dir", str(tmp_path)]
     argv += "--log-every 100 --checkpoint-every 4 --keep-checkpoints 1".split()
     step = 7 if what == "gradient" else 6  # the step of a save, or the one before
