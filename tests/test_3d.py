@@ -65,7 +65,7 @@ OWN = {"parse_args", "evaluate", "main", "clip_grad_norm_"}
 
 @pytest.mark.quick
 @pytest.mark.parametrize("stage", ["02", "05", "06"])
-def test_a_piece_that_07_shares_is_the_same_to_the_letter(stage):
+def test_definitions_shared_with_02_05_06_are_identical(stage):
     theirs, ours = definitions(stage), definitions("07")
     shared = (theirs.keys() & ours.keys()) - OWN
     missing = theirs.keys() - ours.keys() - OWN
@@ -89,7 +89,7 @@ TWO_LAYERS = ["--n-layers", "2"]
 
 @pytest.mark.quick_cases("(2, 2, 2)")
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
-def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, degrees):
+def test_parity_with_stage_01(pools, reference, corpus_dir, degrees):
     size, flags = mesh(*degrees)
     argv = [*RUN, "--data", str(corpus_dir), *(TWO_LAYERS if degrees[0] < 3 else [])]
     # micro-batches: one without a pipeline, two on two ranks, four on longer ones
@@ -112,7 +112,7 @@ def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, degrees):
     ],
     ids=str,
 )
-def test_the_curve_is_that_of_stage_01_with(pools, reference, corpus_dir, degrees, own, extra):
+def test_parity_with_stage_01_under_other_flags(pools, reference, corpus_dir, degrees, own, extra):
     size, flags = mesh(*degrees)
     argv = [*RUN, "--steps", "20", "--data", str(corpus_dir), *extra]
     argv += [] if "interleaved" in own else TWO_LAYERS
@@ -121,7 +121,7 @@ def test_the_curve_is_that_of_stage_01_with(pools, reference, corpus_dir, degree
         assert_same_curve(metrics, reference(argv))
 
 
-def test_bfloat16_stays_near_stage_01s(pools, reference, corpus_dir):
+def test_parity_with_stage_01_in_bfloat16(pools, reference, corpus_dir):
     argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16", "--steps", "20", *TWO_LAYERS]
     for own in ([], ["--schedule", "gpipe", *SEQUENCE]):
         size, flags = mesh(2, 1, 2)
@@ -195,7 +195,7 @@ def gradients(degrees: tuple[int, int, int], schedule: str, sequence_parallel: b
 
 @pytest.mark.quick_cases("1f1b")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_every_gradient_is_the_plain_models(pools, schedule):
+def test_gradients_match_the_plain_model(pools, schedule):
     for sequence_parallel in (False, True):
         pools(8).run(gradients, (2, 2, 2), schedule, sequence_parallel)
 
@@ -231,7 +231,7 @@ def by_collective(counter: Counter) -> dict[str, float]:
     ],
     ids=str,
 )
-def test_with_one_degree_the_traffic_is_that_of_its_stage_to_the_byte(
+def test_communication_of_one_degree_is_that_of_its_stage(
     pools, corpus_dir, tmp_path, twin, degrees, own
 ):
     size, flags = mesh(*degrees)
@@ -261,7 +261,9 @@ def sent_in_a_step(degrees, schedule: str, sequence_parallel: bool):
 @pytest.mark.quick_cases("sp-1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_traffic_is_the_sum_of_its_parts_each_in_its_group(pools, schedule, sequence_parallel):
+def test_communication_is_the_sum_of_the_parts_each_in_its_group(
+    pools, schedule, sequence_parallel
+):
     v = 2 if schedule == "interleaved" else 1
     ranks = pools(8).run(sent_in_a_step, (2, 2, 2), schedule, sequence_parallel)
     for rank, (payload, ring, parameters, norms) in enumerate(ranks):
@@ -293,7 +295,7 @@ def test_traffic_is_the_sum_of_its_parts_each_in_its_group(pools, schedule, sequ
 
 
 @pytest.mark.quick
-def test_states_are_shared_out_over_pp_and_tp(fresh_pool, corpus_dir):
+def test_model_state_is_sharded_over_pp_and_tp(fresh_pool, corpus_dir):
     flags = mesh(2, 1, 2)[1]
     argv = [*SIZE, "--steps", "2", "--log-every", "1", "--data", str(corpus_dir)]
     every = fresh_pool(4).train("07", [*argv, *flags])
@@ -318,7 +320,7 @@ def peak_of_a_step(schedule: str, autocast: bool) -> int:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_bfloat16_holds_at_most_0_8_of_what_float32_does(pools, schedule):
+def test_bfloat16_activations_take_at_most_0_8_of_float32_memory(pools, schedule):
     """No copy of the weights in bfloat16 is kept for backward, of any micro-batch in flight."""
     whole, half = (pools(4).run(peak_of_a_step, schedule, bf16) for bf16 in (False, True))
     for rank in (0, 1):  # of the first stage: the last one's loss is in float32
@@ -344,7 +346,7 @@ def first_reduction_and_last_backward(schedule: str) -> tuple[float, float]:
 
 @pytest.mark.wall_clock
 @pytest.mark.quick
-def test_gradients_are_reduced_while_the_pipeline_drains(pools):
+def test_gradient_reduction_overlaps_the_pipelines_cooldown(pools):
     """With two virtual stages the later one is done, and on its way, before the earlier one."""
     for reduced, last in pools(4).run(first_reduction_and_last_backward, "interleaved"):
         assert reduced < last
@@ -353,7 +355,7 @@ def test_gradients_are_reduced_while_the_pipeline_drains(pools):
 # ---- checkpoints ----
 
 
-def test_a_checkpoint_crosses_meshes_and_stages(pools, reference, corpus_dir, tmp_path):
+def test_resume_on_another_mesh_and_stage(pools, reference, corpus_dir, tmp_path):
     argv = [*SIZE, "--log-every", "1", "--data", str(corpus_dir), "--steps", "12"]
     expected = reference(argv)
     save = ["--checkpoint-every", "6", "--keep-checkpoints", "9", "--run-dir", str(tmp_path)]

@@ -22,7 +22,7 @@ RECV = SEND._replace(op="recv", peer=0)
 RANK_0, RANK_1 = [REDUCE, GATHER, SEND, REDUCE], [REDUCE, GATHER, RECV, REDUCE]
 
 
-def test_ranks_that_agree():
+def test_matching_collectives_agree():
     assert_ranks_agree([RANK_0, RANK_1])
     # groups are independent: only the order within one of them matters
     assert_ranks_agree([RANK_0, [RECV, REDUCE, GATHER, REDUCE]])
@@ -48,7 +48,7 @@ def test_ranks_that_agree():
     ],
     ids=str,
 )
-def test_a_difference_in_any_field_is_found(index, change):
+def test_difference_in_any_field_is_found(index, change):
     changed = [*RANK_1]
     changed[index] = changed[index]._replace(**change)
     with pytest.raises(AssertionError):
@@ -66,12 +66,12 @@ def test_a_difference_in_any_field_is_found(index, change):
     ],
     ids=["order", "one fewer", "one more", "no receive", "a receive more"],
 )
-def test_another_order_or_number_of_calls_is_found(changed):
+def test_mismatched_order_or_number_of_calls_is_found(changed):
     with pytest.raises(AssertionError):
         assert_ranks_agree([RANK_0, changed])
 
 
-def test_a_broadcast_from_two_roots_is_found():
+def test_broadcast_from_two_roots_is_found():
     calls = [Call("broadcast", *PAIR, ((4,),), ("float32",), peer=root) for root in (0, 1)]
     assert_ranks_agree([calls, calls])
     with pytest.raises(AssertionError, match="differ in peer"):
@@ -129,7 +129,7 @@ def record(stage: str, argv: list[str]) -> list:
 
 
 @pytest.mark.parametrize(("stage", "own"), STAGES, ids=str)
-def test_pytorch_finds_no_difference_and_counts_the_same_calls(
+def test_debug_detail_finds_no_mismatch_and_counts_the_same_calls(
     pools, detail_pool, reference, corpus_dir, tmp_path, stage, own
 ):
     shape = own[own.index("--n-layers") :] if "--n-layers" in own else []
@@ -165,6 +165,6 @@ def wrong_across_ranks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["operator", "shape", "dtype"])
-def test_detail_sees_what_it_claims_to_see(detail_pool, kind):
+def test_debug_detail_finds_mismatches(detail_pool, kind):
     with pytest.raises(AssertionError, match="Detected mismatch"):
         detail_pool.run(wrong_across_ranks, kind)

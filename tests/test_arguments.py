@@ -91,9 +91,7 @@ def main(stage: str, argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("stage, row", CASES, ids=[f"{s}-{r.ranks}-{r.argv}" for s, r in CASES])
-def test_wrong_arguments_are_refused_with_one_line_and_status_2(
-    pools, places, tmp_path, stage, row
-):
+def test_wrong_arguments_are_a_one_line_error_with_status_2(pools, places, tmp_path, stage, row):
     run_dir = tmp_path / "run"
     pool = pools(row.ranks, group=stage != "01")
     job = main_without_collectives if row.early else main
@@ -110,7 +108,7 @@ COMMANDS = [row for row in rows() if row.as_command]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", COMMANDS, ids=[f"{row.ranks}-{row.argv}" for row in COMMANDS])
-def test_a_job_with_wrong_arguments_says_one_line_and_every_process_ends_with_status_2(
+def test_wrong_arguments_of_a_job_are_one_line_and_every_process_exits_with_status_2(
     places, tmp_path, row
 ):
     argv = argv_of(row, places, tmp_path / "run")
@@ -134,7 +132,7 @@ runpy.run_path({script!r}, run_name="__main__")
 @pytest.mark.wall_clock
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_torchrun_shows_the_line_once_though_a_rank_is_slow_to_start(places, tmp_path, rank):
+def test_torchrun_prints_the_error_once_though_a_rank_starts_late(places, tmp_path, rank):
     script = tmp_path / "slow.py"
     script.write_text(SLOW.format(rank=rank, script=str(stage_path("04"))))
     argv = f"{BASE} --data {places['corpus']} --shard-size 3 --run-dir {tmp_path}/run".split()
@@ -159,13 +157,13 @@ def left_of(folder: Path) -> list[str]:
     return [line for line in found if str(folder) in line]
 
 
-def test_the_table_has_enough_rows_for_every_stage():
+def test_table_has_enough_rows_for_every_stage():
     assert len(rows()) >= 60
     for stage in stages():
         assert sum(stage in row.stages for row in rows()) >= 7
 
 
-def test_the_base_of_the_table_is_right(pools, places, tmp_path):
+def test_base_arguments_of_the_table_train(pools, places, tmp_path):
     argv = [*BASE.split(), "--data", places["corpus"], "--run-dir", str(tmp_path)]
     assert len(pools(1, group=False).train("01", argv)[0]) == 1
 
@@ -192,9 +190,7 @@ def with_memory_per_rank(size: float, stage: str, argv: list[str]) -> int:
         ("07", "--pp 2 --micro-batch-size 6", 6 * 16 * 32 * 4),
     ],
 )
-def test_what_cannot_fit_on_all_ranks_together_is_refused_and_nothing_less(
-    pools, places, tmp_path, stage, own, hidden
-):
+def test_model_that_cannot_fit_in_memory_is_an_error(pools, places, tmp_path, stage, own, hidden):
     argv = [*BASE.split(), *own.split(), "--data", places["corpus"], "--run-dir", str(tmp_path)]
     bound = 16 * SMALL.num_parameters() + hidden
     assert pools(2).run(with_memory_per_rank, bound / 2, stage, argv) == [1, 1]
@@ -202,7 +198,7 @@ def test_what_cannot_fit_on_all_ranks_together_is_refused_and_nothing_less(
     assert [o.exit_status for o in ended] == [2, 2] and "--micro-batch-size" in ended[0].stderr
 
 
-def test_the_ranks_memory_is_that_of_the_host_or_its_cgroup(tmp_path, monkeypatch):
+def test_memory_of_a_rank_is_that_of_the_host_or_its_cgroup(tmp_path, monkeypatch):
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert arguments.host_memory(tmp_path) == machine  # where there is no /proc
     (tmp_path / "proc/self").mkdir(parents=True)
@@ -228,7 +224,7 @@ def test_the_ranks_memory_is_that_of_the_host_or_its_cgroup(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("offload, expected", [(False, 100), (True, 180)])
-def test_a_gpus_memory_counts_and_the_hosts_where_states_are_offloaded(
+def test_memory_of_a_rank_is_its_gpus_plus_the_hosts_with_cpu_offload(
     monkeypatch, offload, expected
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -239,7 +235,7 @@ def test_a_gpus_memory_counts_and_the_hosts_where_states_are_offloaded(
     assert arguments.memory_of_rank(offload) == expected
 
 
-def test_help_lists_every_flag_that_the_design_promises(capsys):
+def test_help_lists_every_flag(capsys):
     with pytest.raises(SystemExit) as exit:
         load_stage("01").parse_args(["--help"])
     assert exit.value.code == 0

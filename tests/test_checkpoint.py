@@ -85,7 +85,7 @@ def assert_refused(capsys, function, *args, status: int = 2, says: str = "") -> 
 # ---- there and back ----
 
 
-def test_a_checkpoint_brings_back_every_bit_of_weights_and_moments(tmp_path):
+def test_round_trip_restores_every_bit_of_weights_and_optimizer_state(tmp_path):
     state = saved(tmp_path)
     found, step, optimizer = loaded(tmp_path)
     assert step == 2
@@ -97,7 +97,7 @@ def test_a_checkpoint_brings_back_every_bit_of_weights_and_moments(tmp_path):
     assert {moments["step"].item() for moments in optimizer.state.values()} == {2.0}
 
 
-def test_large_and_small_tensors_and_those_that_lie_across_come_back(tmp_path):
+def test_round_trip_of_large_small_and_non_contiguous_tensors(tmp_path):
     """An item of a few elements is read by `torch.load`, a larger one as it lies in the file."""
     dice = torch.Generator().manual_seed(0)
     state = {
@@ -115,7 +115,7 @@ def test_large_and_small_tensors_and_those_that_lie_across_come_back(tmp_path):
     assert raw == {"model.across", "model.large", "model.half"}
 
 
-def test_names_are_those_of_the_plain_model_and_its_adamw(tmp_path):
+def test_names_in_a_checkpoint_are_those_of_the_plain_model_and_adamw(tmp_path):
     state = saved(tmp_path)
     assert {"model.layers.0.attn.wqkv.weight", "model.embed.tokens.weight"} <= set(state)
     assert {"optim.exp_avg.layers.1.mlp.w1.weight", "optim.exp_avg_sq.output.norm.weight"} <= set(
@@ -124,7 +124,7 @@ def test_names_are_those_of_the_plain_model_and_its_adamw(tmp_path):
 
 
 @pytest.mark.slow
-def test_pytorchs_own_tool_converts_it(tmp_path):
+def test_dcp_to_torch_converts_a_checkpoint(tmp_path):
     state = saved(tmp_path)
     dcp_to_torch_save(checkpoints(tmp_path)[0], tmp_path / "plain.pt")
     plain = torch.load(tmp_path / "plain.pt", weights_only=True)
@@ -144,7 +144,7 @@ def box_indices(shape: torch.Size, offset: torch.Size, extent: torch.Size) -> Te
 @pytest.mark.parametrize(
     "shape", [(7,), (1,), (3, 4), (1, 5), (5, 1), (4, 4), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 )
-def test_the_boxes_of_any_flat_slice_tile_it_exactly(shape):
+def test_chunks_of_any_flat_shard_tile_it_exactly(shape):
     n = prod(shape)
     for start in range(n + 1):
         for length in range(n - start + 1):
@@ -160,7 +160,7 @@ def test_the_boxes_of_any_flat_slice_tile_it_exactly(shape):
             assert shard.size() == torch.Size(shape)
 
 
-def test_boxes_are_views_so_that_loading_writes_into_the_buffer():
+def test_chunks_are_views_into_the_buffer():
     buffer = torch.zeros(10)
     for tensor in Shard.of_flat_slice((4, 4), 3, buffer).boxes.values():
         tensor.fill_(1)
@@ -227,7 +227,7 @@ def load_cuts(folder: str) -> int:
     return right
 
 
-def test_shards_of_any_cut_on_any_number_of_ranks_load_in_any_other(pools, tmp_path):
+def test_resharded_load_between_any_shardings_and_numbers_of_ranks(pools, tmp_path):
     """Flat slices, rows, columns, copies and whole tensors; uneven, and empty on the last rank."""
     sizes = [pools(1, group=False), pools(2), pools(3)]
     for saver in sizes[1:]:
@@ -237,7 +237,7 @@ def test_shards_of_any_cut_on_any_number_of_ranks_load_in_any_other(pools, tmp_p
             assert right == [len(CUTS) ** 2] * loader.size
 
 
-def test_the_cuts_of_this_test_are_uneven_and_have_an_empty_one():
+def test_shardings_of_this_test_include_uneven_and_empty_ones():
     assert [uneven(7, r, 3) for r in range(3)] == [(0, 5), (5, 7), (7, 7)]
 
 
@@ -297,9 +297,7 @@ def save_and_die(folder: str, moment: str) -> None:
         ("while an old one is deleted", 6),
     ],
 )
-def test_a_kill_at_the_worst_moment_of_a_save_leaves_only_whole_checkpoints(
-    pools, tmp_path, moment, newest
-):
+def test_kill_during_a_save_leaves_only_complete_checkpoints(pools, tmp_path, moment, newest):
     (ended,) = pools(1, group=False).attempt(save_and_die, str(tmp_path), moment)
     assert "exit code 9" in ended.traceback, ended
     expected = training_state(*trained())
@@ -322,13 +320,13 @@ def die_on_rank_1(folder: str) -> None:
     save_checkpoint(folder, 4, state)
 
 
-def test_a_save_in_which_one_rank_dies_is_not_taken_for_whole(pools, tmp_path):
+def test_save_in_which_one_rank_dies_is_not_complete(pools, tmp_path):
     ended = pools(2).attempt(die_on_rank_1, str(tmp_path))
     assert "exit code 9" in ended[1].traceback
     assert load_checkpoint(tmp_path, "auto", cut("rows", fill=False), STUB) == 2
 
 
-def test_the_newest_whole_one_wins_and_unfinished_ones_do_not_count(tmp_path):
+def test_resume_takes_the_newest_complete_checkpoint(tmp_path):
     saved(tmp_path, step=3)
     saved(tmp_path, step=20)
     shutil.copytree(tmp_path / "step-00000020", tmp_path / "step-00000100")
@@ -339,7 +337,7 @@ def test_the_newest_whole_one_wins_and_unfinished_ones_do_not_count(tmp_path):
     assert loaded(tmp_path)[1] == 20
 
 
-def test_as_many_as_asked_for_are_kept(tmp_path):
+def test_keep_checkpoints_limits_how_many_are_kept(tmp_path):
     for keep in (1, 3):
         for step in range(10 * keep, 10 * keep + 5):
             saved(tmp_path, step, steps=0, keep=keep)
@@ -348,7 +346,7 @@ def test_as_many_as_asked_for_are_kept(tmp_path):
         assert len(list(tmp_path.iterdir())) == keep
 
 
-def test_a_run_that_goes_back_keeps_what_it_saves_and_drops_what_it_left_behind(tmp_path):
+def test_resume_from_an_older_checkpoint_removes_newer_ones(tmp_path):
     for step in (8, 10):
         saved(tmp_path, step, steps=0)
     saved(tmp_path, step=5)
@@ -356,7 +354,7 @@ def test_a_run_that_goes_back_keeps_what_it_saves_and_drops_what_it_left_behind(
     assert loaded(tmp_path)[1] == 5
 
 
-def test_saving_a_step_again_replaces_it(tmp_path):
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
     saved(tmp_path, step=2, steps=0)
     state = saved(tmp_path, step=2, steps=2)
     found, _, _ = loaded(tmp_path)
@@ -366,7 +364,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 # ---- which one to resume from ----
 
 
-def test_resume_takes_a_checkpoint_or_a_run_or_none(tmp_path):
+def test_resume_accepts_a_checkpoint_a_run_or_auto(tmp_path):
     run = tmp_path / "run"
     for step in (2, 4):
         saved(run / "checkpoints", step)
@@ -377,7 +375,7 @@ def test_resume_takes_a_checkpoint_or_a_run_or_none(tmp_path):
     assert loaded(other, "auto")[1] == 0
 
 
-def test_resuming_from_nothing_is_refused(tmp_path, capsys):
+def test_resume_from_nothing_is_an_error(tmp_path, capsys):
     for path in (tmp_path, tmp_path / "absent"):
         assert_refused(capsys, loaded, tmp_path, str(path), says=f"--resume {path}: no checkpoint")
 
@@ -387,14 +385,14 @@ def test_resuming_from_nothing_is_refused(tmp_path, capsys):
     [{"d_model": 64}, {"n_layers": 3}, {"n_layers": 1}, {"vocab_size": 200}],
     ids=str,
 )
-def test_a_checkpoint_of_another_model_is_refused(tmp_path, capsys, change):
+def test_incompatible_checkpoint_of_another_model_is_an_error(tmp_path, capsys, change):
     saved(tmp_path)
     config = TransformerConfig(**(vars(CONFIG) | change))
     said = assert_refused(capsys, loaded, tmp_path, "auto", config, says="--resume auto: ")
     assert "does not fit this model" in said
 
 
-def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
+def test_corrupt_checkpoint_is_an_error(tmp_path, capsys):
     saved(tmp_path)
     (file,) = checkpoints(tmp_path)[0].glob("*.distcp")
     whole = file.read_bytes()
@@ -408,7 +406,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
     assert_refused(capsys, loaded, tmp_path, says="damaged")
 
 
-def test_every_flipped_byte_of_a_tensor_is_noticed(tmp_path, capsys):
+def test_corrupt_byte_anywhere_in_a_tensor_is_detected(tmp_path, capsys):
     state = saved(tmp_path)
     (file,) = checkpoints(tmp_path)[0].glob("*.distcp")
     whole = file.read_bytes()
@@ -438,9 +436,7 @@ DAMAGE = {
 @pytest.mark.quick_cases("a bit flipped-__0_0.distcp", "missing-.metadata")
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_one_before_a_damaged_checkpoint_is_taken_and_both_are_named(
-    tmp_path, capsys, damage, name
-):
+def test_resume_falls_back_from_a_corrupt_checkpoint_and_names_both(tmp_path, capsys, damage, name):
     for step in (2, 4, 6):
         expected = saved(tmp_path, step, steps=2 if step == 4 else step, keep=3)
         if step == 4:
@@ -461,7 +457,7 @@ def test_the_one_before_a_damaged_checkpoint_is_taken_and_both_are_named(
         assert name in line or "__0_0.distcp" in line  # which is not what a strange metadata says
 
 
-def test_metadata_that_can_be_read_and_says_another_thing_is_damage(tmp_path, capsys):
+def test_corrupt_metadata_that_is_readable_is_detected(tmp_path, capsys):
     for step in (2, 4):
         saved(tmp_path, step)
     path = tmp_path / "step-00000004" / ".metadata"
@@ -470,14 +466,14 @@ def test_metadata_that_can_be_read_and_says_another_thing_is_damage(tmp_path, ca
     assert ".metadata: its checksum differs; going back" in capsys.readouterr().out
 
 
-def test_when_all_are_damaged_nothing_is_begun_anew(tmp_path, capsys):
+def test_resume_with_only_corrupt_checkpoints_is_an_error(tmp_path, capsys):
     for step in (2, 4):
         saved(tmp_path, step)
         flip(tmp_path / f"step-{step:08d}" / "__0_0.distcp")
     assert_refused(capsys, loaded, tmp_path, says="no older one left")
 
 
-def test_a_checkpoint_that_is_asked_for_is_not_exchanged_for_an_older_one(tmp_path, capsys):
+def test_resume_of_a_named_corrupt_checkpoint_has_no_fallback(tmp_path, capsys):
     for step in (2, 4):
         saved(tmp_path, step)
     flip(tmp_path / "step-00000004" / "__0_0.distcp")
@@ -486,7 +482,7 @@ def test_a_checkpoint_that_is_asked_for_is_not_exchanged_for_an_older_one(tmp_pa
     )
 
 
-def test_another_models_checkpoint_is_no_damaged_one(tmp_path, capsys):
+def test_incompatible_checkpoint_is_not_reported_as_corrupt(tmp_path, capsys):
     for step in (2, 4):
         saved(tmp_path, step)
     config = TransformerConfig(**(vars(CONFIG) | {"d_model": 64}))
@@ -507,7 +503,7 @@ def load_rows(folder: str) -> tuple[int, bool]:
 
 @pytest.mark.quick_cases("a bit flipped")
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_all_ranks_go_back_when_one_of_them_meets_the_damage(pools, tmp_path, damage):
+def test_all_ranks_fall_back_when_one_reads_a_corrupt_file(pools, tmp_path, damage):
     pools(3).run(save_cuts, str(tmp_path / "of"))
     for step in (2, 4):
         shutil.copytree(tmp_path / "of/rows/step-00000001", tmp_path / f"run/step-{step:08d}")
@@ -519,7 +515,7 @@ def test_all_ranks_go_back_when_one_of_them_meets_the_damage(pools, tmp_path, da
     assert ended[1].stdout == ended[2].stdout == ""
 
 
-def test_a_checksum_sees_every_bit_and_the_order_of_the_sectors():
+def test_checksum_depends_on_every_bit_and_the_order_of_sectors():
     data = bytes(range(256)) * 5  # two sectors and a half
     dice = torch.Generator().manual_seed(0)
     value = Checksum().update(data).value()
@@ -556,7 +552,7 @@ def read_of_each_file(folder: str, kind: str) -> tuple[dict[str, int], int, int]
     return dict(read), len(items), sum(items.values())
 
 
-def test_a_rank_reads_only_the_items_that_it_needs_and_each_once(pools, tmp_path):
+def test_resharded_load_reads_only_the_needed_items_and_each_once(pools, tmp_path):
     """As it was saved each rank reads its own file alone; another cut, what it overlaps."""
     folder = tmp_path / "rows"
     pools(3).run(save_cuts, str(tmp_path))
@@ -578,7 +574,7 @@ def test_a_rank_reads_only_the_items_that_it_needs_and_each_once(pools, tmp_path
         assert different == total and sum(read.values()) < sum(lengths.values())
 
 
-def test_on_disk_it_is_twelve_bytes_a_parameter_and_under_a_hundredth_more(tmp_path):
+def test_size_on_disk_is_twelve_bytes_per_parameter(tmp_path):
     config = TransformerConfig(vocab_size=4000, d_model=128, n_layers=4, n_heads=2, seq_len=8)
     model, optimizer = trained(config, steps=0)
     save_checkpoint(tmp_path, 0, training_state(model, optimizer))
@@ -625,7 +621,7 @@ def save_while_training(folder: str) -> dict:
 
 @pytest.mark.wall_clock
 @pytest.mark.slow
-def test_a_save_holds_training_for_the_copy_and_a_second_waits_for_the_first(pools, tmp_path):
+def test_async_save_blocks_training_for_the_copy_only(pools, tmp_path):
     for told in pools(2).run(save_while_training, str(tmp_path)):
         first, second, closing = told["seconds"]
         assert first < 0.4 < second and closing > 0.3
@@ -660,7 +656,7 @@ def full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_save_that_fails_on_one_rank_ends_all_with_one_line(pools, tmp_path):
+def test_save_failure_on_one_rank_ends_all_with_one_line(pools, tmp_path):
     ended = pools(2).attempt(fail_in_the_background, str(tmp_path))
     pools(2).close()  # it is patched
     assert [o.exit_status for o in ended] == [1, 1], ended[0].traceback
@@ -669,7 +665,7 @@ def test_a_save_that_fails_on_one_rank_ends_all_with_one_line(pools, tmp_path):
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000002"]
 
 
-def test_a_checkpoint_that_pytorch_wrote_is_read_too(tmp_path):
+def test_load_of_a_checkpoint_written_by_pytorch(tmp_path):
     state = saved(tmp_path / "ours")
     torch.distributed.checkpoint.save(
         state | {"step": torch.tensor(7)}, checkpoint_id=tmp_path / "theirs" / "step-00000007"
@@ -684,7 +680,7 @@ STORED = Path(__file__).with_name("stored")  # written by each version as it pic
 
 
 @pytest.mark.parametrize("folder", sorted(STORED.iterdir()), ids=lambda folder: folder.name)
-def test_a_checkpoint_that_another_version_of_python_has_written_is_read(folder):
+def test_load_of_a_stored_checkpoint_of_another_python_version(folder):
     state = {"model.w": torch.zeros(2, 3)}
     assert load_checkpoint(folder, "auto", state, STUB) == 3
     assert state["model.w"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
@@ -702,7 +698,7 @@ class Globals(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def test_metadata_asks_for_nothing_that_some_version_of_python_lacks(tmp_path, monkeypatch):
+def test_metadata_loads_in_every_python_version(tmp_path, monkeypatch):
     """Members of enums are pickled here as Python 3.11.2 does."""
     monkeypatch.setattr(
         _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))
@@ -741,7 +737,7 @@ def other_pythons() -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("python", other_pythons(), ids=str)
-def test_each_python_of_this_machine_reads_what_another_has_saved(tmp_path, python):
+def test_load_between_the_pythons_of_this_machine(tmp_path, python):
     """It imports the packages of this one, which works where both are of one minor version."""
     packages = Path(torch.__file__).parents[1]
     environment = dict(os.environ, PYTHONPATH=f"{REPO}{os.pathsep}{packages}")
@@ -774,7 +770,7 @@ def save_without_space(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_with_one_line_and_leaves_the_older_checkpoint(pools, tmp_path):
+def test_full_disk_is_a_one_line_error_and_keeps_the_older_checkpoint(pools, tmp_path):
     (ended,) = pools(1, group=False).attempt(save_without_space, str(tmp_path))
     assert ended.exit_status == 1, ended.traceback
     assert ended.stderr.count("\n") == 1 and "cannot save" in ended.stderr
@@ -794,7 +790,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_or_read_only_keeps_what_it_has(small_disk, capsys):
+def test_full_or_read_only_disk_keeps_its_checkpoints(small_disk, capsys):
     expected = saved(small_disk, step=2)
     state = training_state(*trained(steps=1))
     assert_refused(
@@ -812,7 +808,7 @@ def test_a_disk_that_is_full_or_read_only_keeps_what_it_has(small_disk, capsys):
     assert sorted(p.name for p in small_disk.iterdir()) == ["step-00000002", "step-00000006"]
 
 
-def test_a_folder_that_cannot_be_made_ends_the_run_with_one_line(tmp_path, capsys):
+def test_unwritable_checkpoint_folder_is_a_one_line_error(tmp_path, capsys):
     (tmp_path / "checkpoints").write_text("a file, where a folder is wanted")
     state = training_state(*trained(steps=0))
     assert_refused(
@@ -847,13 +843,13 @@ def assert_harmless(capsys, folder: Path, bait: Path) -> None:
     assert not bait.exists()
 
 
-def test_the_bait_works(tmp_path):
+def test_malicious_pickle_of_this_test_runs_when_loaded_unsafely(tmp_path):
     pickle.loads(pickle.dumps(Touch(tmp_path / "bait")))
     assert (tmp_path / "bait").exists()
 
 
 @pytest.mark.parametrize("where", ["alone", "planner data", "storage data", "properties"])
-def test_code_in_the_metadata_is_refused_and_does_not_run(tmp_path, capsys, where):
+def test_malicious_metadata_is_an_error_and_does_not_run(tmp_path, capsys, where):
     folder, bait = tmp_path / "c", tmp_path / "bait"
     saved(folder)
     metadata = metadata_of(folder)
@@ -872,7 +868,7 @@ def test_code_in_the_metadata_is_refused_and_does_not_run(tmp_path, capsys, wher
 @pytest.mark.parametrize(
     "module, name", [("builtins", "eval"), ("torch", "load"), ("torch", "os.system")]
 )
-def test_no_function_is_found_by_the_metadatas_unpickler(module, name):
+def test_unpickler_of_the_metadata_finds_no_functions(module, name):
     text = f"c{module}\n{name}\n.".encode()
     with pytest.raises(pickle.UnpicklingError):
         storage.MetadataUnpickler(io.BytesIO(text)).load()
@@ -881,7 +877,7 @@ def test_no_function_is_found_by_the_metadatas_unpickler(module, name):
 @pytest.mark.parametrize(
     "owner, name", [(PosixPath, "home"), (torch.Size, "count"), (_MEM_FORMAT_ENCODING, "__base__")]
 )
-def test_getattr_in_the_metadata_finds_the_members_of_one_enum_and_nothing_else(owner, name):
+def test_unpickler_of_the_metadata_restricts_getattr_to_one_enum(owner, name):
     class Attribute:
         def __reduce__(self):
             return getattr, (owner, name)
@@ -893,7 +889,7 @@ def test_getattr_in_the_metadata_finds_the_members_of_one_enum_and_nothing_else(
 
 
 @pytest.mark.parametrize("name", ["model.embed.tokens.weight", "another"])
-def test_a_byte_entry_is_refused_and_what_it_holds_does_not_run(tmp_path, capsys, name):
+def test_malicious_byte_entry_is_an_error_and_does_not_run(tmp_path, capsys, name):
     folder, bait = tmp_path / "c", tmp_path / "bait"
     saved(folder)
     metadata = metadata_of(folder)
@@ -914,7 +910,7 @@ def torch_save(obj) -> bytes:
     return buffer.getvalue()
 
 
-def test_code_in_place_of_a_tensor_is_refused_and_does_not_run(tmp_path, capsys):
+def test_malicious_tensor_file_is_an_error_and_does_not_run(tmp_path, capsys):
     folder, bait = tmp_path / "c", tmp_path / "bait"
     saved(folder)
     metadata = metadata_of(folder)
@@ -930,7 +926,7 @@ def test_code_in_place_of_a_tensor_is_refused_and_does_not_run(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_a_checkpoint_cannot_read_outside_of_its_folder(tmp_path, capsys, absolute):
+def test_malicious_path_cannot_read_outside_the_checkpoint(tmp_path, capsys, absolute):
     folder = tmp_path / "c"
     saved(folder)
     (file,) = checkpoints(folder)[0].glob("*.distcp")

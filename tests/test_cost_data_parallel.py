@@ -162,32 +162,36 @@ def assert_sends(pool, corpus_dir, way: str, a: int, flags: str, gathered: int, 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("way", EACH_WAY)
-def test_a_step_of_one_micro_batch_sends_what_the_table_says(pools, corpus_dir, way):
+def test_communication_of_one_micro_batch_matches_the_table(pools, corpus_dir, way):
     assert padding(UNITS, 2) == padding(BUCKETS, 2) == 0  # so the formulas hold as they stand
     assert_sends(pools(2), corpus_dir, way, 1, "", 4, 4)
 
 
 @pytest.mark.quick_cases("zero-2", "fsdp")
 @pytest.mark.parametrize("way", EACH_WAY)
-def test_three_micro_batches_on_three_ranks_repeat_what_the_table_says(pools, corpus_dir, way):
+def test_communication_of_three_micro_batches_on_three_ranks_matches_the_table(
+    pools, corpus_dir, way
+):
     """And activation checkpointing, which runs forward again, gathers nothing again."""
     assert padding(UNITS, 3) and padding(BUCKETS, 3)
     assert_sends(pools(3), corpus_dir, way, 3, "--activation-checkpointing", 4, 4)
 
 
 @pytest.mark.parametrize("way", ["ddp", "zero-2", "zero-3", "fsdp", "fsdp-keep"])
-def test_activation_checkpointing_alone_changes_no_byte(pools, corpus_dir, way):
+def test_communication_is_unchanged_by_activation_checkpointing(pools, corpus_dir, way):
     assert_sends(pools(2), corpus_dir, way, 1, "--activation-checkpointing", 4, 4)
 
 
 @pytest.mark.quick_cases("fsdp")
 @pytest.mark.parametrize("way", EACH_WAY)
-def test_bfloat16_halves_what_is_gathered_and_reduces_in_float32(pools, corpus_dir, way):
+def test_communication_in_bfloat16_halves_the_all_gathers_and_reduces_in_float32(
+    pools, corpus_dir, way
+):
     """Under autocast (02, ZeRO's stages 1 and 2) weights and gradients are float32 all along."""
     assert_sends(pools(2), corpus_dir, way, 3, BF16, 2, 4)
 
 
-def test_bucket_cap_sets_the_number_of_all_reduces_and_not_the_bytes(pools, corpus_dir):
+def test_bucket_cap_changes_the_number_of_all_reduces_and_not_the_bytes(pools, corpus_dir):
     parameters = 1 + 6 * LAYERS + 2
     argv = [*RUN, "--steps", "1", "--data", str(corpus_dir)]
     argv += ["--run-dir", os.path.join(os.environ["RUNS_ROOT"], "cost"), "--bucket-cap-mb"]
@@ -197,13 +201,13 @@ def test_bucket_cap_sets_the_number_of_all_reduces_and_not_the_bytes(pools, corp
 
 
 @pytest.mark.parametrize("flags", [BF16, "--dtype float32 --param-dtype bfloat16"])
-def test_the_dtypes_of_gathering_and_reducing_are_flags_of_their_own(pools, corpus_dir, flags):
+def test_param_dtype_and_reduce_dtype_set_the_communication(pools, corpus_dir, flags):
     assert_sends(pools(2), corpus_dir, "fsdp-reduced-in-bf16", 3, flags, 2, 2)
     assert_sends(pools(2), corpus_dir, "fsdp", 1, flags, 2, 4)
 
 
 @pytest.mark.parametrize("a", [1, 3])
-def test_hybrid_sharding_adds_one_all_reduce_of_the_shards_a_step(pools, corpus_dir, a):
+def test_hybrid_sharding_adds_one_all_reduce_of_the_shards_per_step(pools, corpus_dir, a):
     assert_sends(pools(4), corpus_dir, "fsdp-hybrid", a, "", 4, 4)
 
 
@@ -228,7 +232,7 @@ def step_on_the_wire(way: str) -> tuple[int, float]:
 @pytest.mark.quick_cases("fsdp-2")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_kernel_is_given_as_many_bytes_as_the_ledger_says(pools, way, ranks):
+def test_communication_ledger_matches_the_bytes_written_to_the_kernel(pools, way, ranks):
     """In sum over the ranks: only on a ring does each of them send the same."""
     written, said = zip(*pools(ranks).run(step_on_the_wire, way), strict=True)
     assert sum(written) == pytest.approx(sum(said), rel=0.01)
@@ -247,7 +251,7 @@ def forward_alone(way: str) -> tuple[dict, int]:
 
 
 @pytest.mark.parametrize("way", ["zero-3", "fsdp", "fsdp-keep"])
-def test_evaluation_gathers_each_unit_once_and_keeps_none(pools, way):
+def test_evaluation_gathers_each_unit_once_and_reshards_it(pools, way):
     for gathered, left in pools(2).run(forward_alone, way):
         assert gathered == {"all_gather_single": N_UNITS * UNIT}
         assert left == 0
@@ -399,7 +403,7 @@ def highest(way: str, idle: int, n: int, itemsize: int, mixed: bool) -> int:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_rank_holds_what_the_table_says_at_every_point_of_a_step(pools, way, precision, size):
+def test_memory_matches_the_table_at_every_point_of_a_step(pools, way, precision, size):
     chosen = PRECISIONS[precision]
     got = pools(1, group=False).run(resident, way, chosen, size)[0]
     itemsize = chosen.states.itemsize
@@ -441,7 +445,7 @@ def peak_with_frozen_units(way: str) -> int:
         return peak.above
 
 
-def test_frozen_units_too_are_freed_on_the_way_through_backward(pools):
+def test_frozen_units_are_resharded_during_backward(pools):
     """The peak is the last unit's backward: it and the one before it, its gradient, which
     autograd has made and the buffer takes over, and the slice that it is reduced to."""
     most = pools(1, group=False).run(peak_with_frozen_units, "fsdp")[0]
@@ -449,7 +453,7 @@ def test_frozen_units_too_are_freed_on_the_way_through_backward(pools):
 
 
 @pytest.mark.quick
-def test_the_states_in_bytes_a_parameter_are_those_of_the_papers():
+def test_model_state_in_bytes_per_parameter_matches_the_papers():
     """Of float32 and a parameter of one unit on n ranks: 16, 8 + 8/n, 4 + 12/n, 16/n."""
     n, whole = 4, 4 * UNIT
     for way, of_n, of_one in [
@@ -466,7 +470,7 @@ def test_the_states_in_bytes_a_parameter_are_those_of_the_papers():
 
 
 @pytest.mark.quick
-def test_a_run_reports_what_it_holds_and_sends(fresh_pool, corpus_dir):
+def test_metrics_report_memory_and_communication(fresh_pool, corpus_dir):
     """The same weights, gradients and moments as a share of 16 P bytes, from the whole program."""
     pool = fresh_pool(4)
     shares = {"ddp": 16, "zero-1": 8 + 8 / 4, "zero-2": 4 + 12 / 4, "zero-3": 4, "fsdp": 4}
@@ -488,6 +492,6 @@ def test_a_run_reports_what_it_holds_and_sends(fresh_pool, corpus_dir):
 @pytest.mark.parametrize(
     ("stage", "own"), [("03", ["--zero-stage", "3"]), ("04", [])], ids=["zero-3", "fsdp"]
 )
-def test_where_weights_are_gathered_in_bf16_autocast_keeps_no_copy_of_them(stage, own):
+def test_autocast_keeps_no_copy_of_weights_gathered_in_bf16(stage, own):
     args = load_stage(stage).parse_args([*RUN, *own, *BF16.split()])
     assert args.autocast is False and args.dtype == "bfloat16"

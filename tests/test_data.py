@@ -64,7 +64,7 @@ def windows_of(steps: list) -> list[int]:
 
 
 @pytest.mark.parametrize("n_tokens, n_windows", [(22 * SEQ + 1, 22), (22 * SEQ + 8, 22)])
-def test_an_epoch_has_every_window_once_and_the_next_another_order(n_tokens, n_windows):
+def test_epoch_has_every_window_once_in_a_new_order(n_tokens, n_windows):
     args = arguments(global_batch_size=4, micro_batch_size=2, steps=17)  # 17 x 4 = 3 x 22 + 2
     found = windows_of(steps_of(numbered(n_tokens), args))
     epochs = [found[i * n_windows : (i + 1) * n_windows] for i in range(3)]
@@ -81,7 +81,7 @@ def test_a_batch_may_be_larger_than_an_epoch():
         assert sorted(found[10 * epoch : 10 * epoch + 10]) == list(range(10))
 
 
-def test_the_order_depends_on_the_seed():
+def test_data_order_depends_on_the_seed():
     orders = [
         windows_of(steps_of(numbered(500), arguments(seed=seed), limit=3)) for seed in (1, 2, 1)
     ]
@@ -89,7 +89,7 @@ def test_the_order_depends_on_the_seed():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
-def test_the_ranks_micro_batches_in_order_are_the_global_batch(size):
+def test_micro_batches_of_all_ranks_concatenate_to_the_global_batch(size):
     tokens = numbered(50 * SEQ + 1)
     whole = steps_of(tokens, arguments(), limit=6)
     share = 12 // size
@@ -103,12 +103,12 @@ def test_the_ranks_micro_batches_in_order_are_the_global_batch(size):
                 assert torch.equal(torch.cat(part), expected)
 
 
-def test_dropout_keys_are_those_of_the_step_and_the_place_in_the_global_batch():
+def test_dropout_keys_depend_on_step_and_position_in_the_global_batch():
     for step, ((_, _, keys),) in enumerate(steps_of(numbered(500), arguments(), limit=4)):
         assert torch.equal(keys, sample_keys(1, step, torch.arange(12)))
 
 
-def test_a_resumed_run_gets_the_batches_that_were_to_come():
+def test_resume_continues_with_the_next_batch():
     tokens, args = numbered(22 * SEQ + 1), arguments(steps=9, micro_batch_size=6)
     whole = steps_of(tokens, args)
     assert len(whole) == 9
@@ -120,7 +120,7 @@ def test_a_resumed_run_gets_the_batches_that_were_to_come():
             assert all(torch.equal(x, y) for i in range(2) for x, y in zip(a[i], b[i], strict=True))
 
 
-def test_the_order_of_an_epoch_is_drawn_once(monkeypatch):
+def test_order_of_an_epoch_is_drawn_once(monkeypatch):
     drawn = []
     randperm = torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda *a, **k: drawn.append(a) or randperm(*a, **k))
@@ -139,7 +139,7 @@ def test_the_order_of_an_epoch_is_drawn_once(monkeypatch):
 @pytest.mark.parametrize("n_tokens", [2, 8, 9, 10, 16, 17, 50, 24 * SEQ + 1])
 @pytest.mark.parametrize("batch", [1, 3, 5])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_evaluation_predicts_each_token_but_the_first_once(n_tokens, batch, size):
+def test_evaluation_predicts_every_token_except_the_first_once(n_tokens, batch, size):
     args = arguments(micro_batch_size=batch)
     by_rank = [
         list(eval_batches(numbered(n_tokens), args, CPU, rank, size)) for rank in range(size)
@@ -157,7 +157,7 @@ def test_evaluation_predicts_each_token_but_the_first_once(n_tokens, batch, size
 
 
 @pytest.mark.parametrize("batch", [1, 4, 7, 64])
-def test_stage_01_evaluates_as_a_loop_over_the_whole_split_by_hand(batch):
+def test_evaluation_of_stage_01_matches_a_loop_by_hand(batch):
     config = TransformerConfig(vocab_size=50, d_model=32, n_layers=1, n_heads=2, dropout=0.5)
     model = Transformer(config)
     init_weights(model, 0)
@@ -193,7 +193,7 @@ def words(corpus, split: str) -> list[str]:
     return [corpus.vocab[t] for t in getattr(corpus, split)]
 
 
-def test_a_folders_words_come_back_with_eos_at_each_lines_end(tmp_path):
+def test_folder_corpus_has_eos_at_each_lines_end(tmp_path):
     name = folder(tmp_path / "c", "the cat  sat\n \n\tthe ünïcode\u3000end", "sat the\n", "cat\n\n")
     corpus = load_corpus(name)
     train = ["the", "cat", "sat", EOS, EOS, "the", "ünïcode", "end", EOS]
@@ -204,7 +204,7 @@ def test_a_folders_words_come_back_with_eos_at_each_lines_end(tmp_path):
     assert corpus.train.dtype == torch.int32 and corpus.train.dim() == 1
 
 
-def test_words_outside_the_vocabulary_become_unk_and_are_never_dropped(tmp_path):
+def test_words_outside_the_vocabulary_become_unk(tmp_path):
     corpus = load_corpus(folder(tmp_path / "c", "a b\n", "a never b\n", "seen nowhere\n"))
     assert words(corpus, "valid") == ["a", UNKNOWN, "b", EOS]
     assert words(corpus, "test") == [UNKNOWN, UNKNOWN, EOS]
@@ -218,7 +218,7 @@ def test_unk_is_added_only_where_it_is_needed(tmp_path):
     assert UNKNOWN not in load_corpus(folder(tmp_path / "all_known", "a b\n", "b\n")).vocab
 
 
-def test_a_folder_that_changed_is_prepared_again_and_another_of_its_name_too(tmp_path):
+def test_changed_folder_is_prepared_again(tmp_path):
     name = folder(tmp_path / "c", "one\n")
     assert "one" in load_corpus(name).vocab
     folder(tmp_path / "c", "two three\n")
@@ -228,7 +228,7 @@ def test_a_folder_that_changed_is_prepared_again_and_another_of_its_name_too(tmp
     assert "two" in load_corpus(name).vocab
 
 
-def test_what_is_prepared_is_not_prepared_again_and_is_mapped_not_read(tmp_path, monkeypatch):
+def test_prepared_corpus_is_reused_and_memory_mapped(tmp_path, monkeypatch):
     name = folder(tmp_path / "c", "a b c\n" * 1000)
     first = load_corpus(name)
 
@@ -250,9 +250,7 @@ def test_what_is_prepared_is_not_prepared_again_and_is_mapped_not_read(tmp_path,
         assert size == 16000
 
 
-def test_another_text_has_another_digest_and_the_same_text_elsewhere_the_same(
-    monkeypatch, tmp_path
-):
+def test_digest_depends_on_the_text_only(monkeypatch, tmp_path):
     monkeypatch.setenv("DATA_ROOT", str(tmp_path / "root"))
     name = folder(tmp_path / "c", "a b c d\n" * 50)
     corpus = load_corpus(name)
@@ -297,7 +295,7 @@ def load_together_without_locks(name: str, root: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", [load_together, load_together_without_locks])
-def test_processes_that_prepare_at_once_get_one_whole_corpus(pools, tmp_path, load):
+def test_concurrent_preparation_gives_one_complete_corpus(pools, tmp_path, load):
     name = folder(tmp_path / "c", "a b c d\n" * 5000, "d c\n")
     results = pools(4).run(load, name, str(tmp_path / "root"))
     assert all(r == results[0] for r in results)
@@ -323,7 +321,7 @@ def die_preparing(name: str, root: str, half_way: bool) -> None:
 
 @pytest.mark.quick_cases("True")
 @pytest.mark.parametrize("half_way", [True, False])
-def test_a_process_killed_while_it_prepares_leaves_nothing_to_be_taken_for_real(
+def test_killed_preparation_is_not_taken_for_a_complete_corpus(
     pools, tmp_path, monkeypatch, half_way
 ):
     name = folder(tmp_path / "c", "a b c d\n" * 50)
@@ -335,9 +333,7 @@ def test_a_process_killed_while_it_prepares_leaves_nothing_to_be_taken_for_real(
 
 
 @pytest.mark.parametrize("name", ["broken", "wikitext2"])
-def test_a_corpus_that_cannot_be_prepared_is_reported_with_its_lock_released(
-    monkeypatch, tmp_path, name
-):
+def test_failed_preparation_is_reported_and_releases_its_lock(monkeypatch, tmp_path, name):
     """Other ranks wait for the lock; rank 0, the one to report, may be the last to get it."""
     fake_hub(monkeypatch, tmp_path / "root", load_dataset=None)
     if name == "broken":
@@ -370,11 +366,11 @@ def digest_of_sample() -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_the_sample_is_the_same_in_every_process(pools):
+def test_sample_is_the_same_in_every_process(pools):
     assert pools(2).run(digest_of_sample) == [digest_of_sample()] * 2  # another hash seed there
 
 
-def test_the_sample_is_english_enough_to_learn_from():
+def test_sample_is_english_text():
     corpus = load_corpus("sample")
     assert 1500 < len(corpus.vocab) < 4000
     for split in ("train", "valid", "test"):
@@ -398,7 +394,7 @@ REAL = REPO.parent / "shared" / "wikitext-2"
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"the real WikiText-2 is not at {REAL.parent.name}/")
-def test_wikitext_2_has_its_published_counts():
+def test_wikitext2_has_its_published_counts():
     corpus = load_corpus(str(REAL))
     assert [len(corpus.train), len(corpus.valid), len(corpus.test)] == [2088628, 217646, 245569]
     assert len(corpus.vocab) == 33278
@@ -444,9 +440,7 @@ def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_p
     assert asked == [("Salesforce/wikitext", "wikitext-2-v1")]
 
 
-def test_wikitext2_that_cannot_be_fetched_is_refused_and_leaves_nothing(
-    monkeypatch, tmp_path, capsys
-):
+def test_wikitext2_download_failure_is_an_error_and_leaves_nothing(monkeypatch, tmp_path, capsys):
     def load_dataset(*args):
         raise ConnectionError("no route\nto host")
 
@@ -464,7 +458,7 @@ def cpu_seconds_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def test_the_hub_is_looked_for_where_it_would_be_reached(monkeypatch):
+def test_hub_address_follows_proxy_and_endpoint(monkeypatch):
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HTTPS_PROXY", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
     asked = []
@@ -491,7 +485,7 @@ def test_the_hub_is_looked_for_where_it_would_be_reached(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.wall_clock
-def test_wikitext2_without_network_is_refused_with_one_line_within_ten_seconds(tmp_path):
+def test_wikitext2_without_network_is_a_one_line_error_within_ten_seconds(tmp_path):
     environment = dict(os.environ, DATA_ROOT=str(tmp_path / "data"), HF_HOME=str(tmp_path / "hf"))
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HTTPS_PROXY", "https_proxy"):
         environment.pop(name, None)
@@ -518,7 +512,7 @@ def test_wikitext2_without_network_is_refused_with_one_line_within_ten_seconds(t
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_of_data_that_cannot_be_written_is_named(monkeypatch, tmp_path, capsys):
+def test_unwritable_data_root_is_named(monkeypatch, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DATA_ROOT", str(tmp_path / "file"))
     with pytest.raises(SystemExit) as exit:

@@ -59,7 +59,7 @@ def environment(monkeypatch, variables: dict[str, str]) -> None:
     ],
     ids=["python", "torchrun", "srun", "mpirun", "sbatch", "torchrun in srun", "one task"],
 )
-def test_every_launcher_is_understood(monkeypatch, variables, launcher, ranks):
+def test_ranks_from_every_launcher(monkeypatch, variables, launcher, ranks):
     environment(monkeypatch, variables)
     found = launch_environment()
     assert found.launcher == launcher
@@ -68,7 +68,7 @@ def test_every_launcher_is_understood(monkeypatch, variables, launcher, ranks):
     assert (rank(), world_size()) == (ranks[0], ranks[3])
 
 
-def test_the_address_is_the_launchers_and_a_port_is_a_jobs_own(monkeypatch):
+def test_master_address_and_port_of_each_launcher(monkeypatch):
     environment(monkeypatch, TORCHRUN)
     assert launch_environment().address == ("node0", 1234)
     for name in TORCHRUN:
@@ -83,7 +83,7 @@ def test_the_address_is_the_launchers_and_a_port_is_a_jobs_own(monkeypatch):
     assert len(ports) == 3
 
 
-def test_mpirun_over_several_nodes_asks_for_an_address(pools):
+def test_mpirun_on_several_nodes_needs_a_master_address(pools):
     (ended,) = pools(1, group=False).attempt(set_up_under_mpirun, {"OMPI_COMM_WORLD_RANK": "0"})
     assert ended.exit_status == 2 and ended.stderr.count("\n") == 1
     assert "MASTER_ADDR" in ended.stderr
@@ -99,7 +99,7 @@ def set_up_under_mpirun(changes: dict[str, str]) -> None:
         os.environ.update(kept)
 
 
-def test_srun_without_an_address_asks_slurm_for_the_first_host(monkeypatch, tmp_path):
+def test_srun_takes_the_first_host_as_master_address(monkeypatch, tmp_path):
     environment(monkeypatch, SRUN | {"MASTER_ADDR": "", "SLURM_STEP_NODELIST": "node[3-4]"})
     (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$3" = "node[3-4]" ] && echo node3 node4\n')
     (tmp_path / "scontrol").chmod(0o755)
@@ -123,7 +123,7 @@ def test_srun_without_an_address_asks_slurm_for_the_first_host(monkeypatch, tmp_
         ({}, None),
     ],
 )
-def test_a_requeued_job_finds_its_run_folder_again(monkeypatch, variables, expected):
+def test_requeued_job_has_the_same_run_folder(monkeypatch, variables, expected):
     environment(monkeypatch, variables)
     if expected is not None:
         assert run_id() == expected
@@ -136,7 +136,7 @@ def agree_on_the_run() -> str:
     return run_id()
 
 
-def test_ranks_agree_on_the_time_in_a_run_folders_name(pools):
+def test_ranks_agree_on_the_timestamped_run_folder(pools):
     a, b, c = pools(3).run(agree_on_the_run)
     assert a == b == c
 
@@ -148,7 +148,7 @@ def join() -> tuple:
     return world.rank, world.local_rank, world.size, world.device
 
 
-def test_setup_joins_the_group_that_exists(pools):
+def test_setup_joins_an_existing_process_group(pools):
     assert pools(2).run(join) == [(r, r, 2, torch.device("cpu")) for r in range(2)]
 
 
@@ -183,7 +183,7 @@ def speak(path: str) -> None:
     dist.barrier()
 
 
-def test_print0_and_save0_are_rank_0s_alone(pools, tmp_path):
+def test_print0_and_save0_act_on_rank_0_only(pools, tmp_path):
     path = tmp_path / "deep" / "file.pt"
     ended = pools(3).attempt(speak, str(path))
     assert [o.stdout for o in ended] == ["said-once\n", "", ""]
@@ -204,7 +204,7 @@ def refuse_late_on_rank_0() -> None:
     refuse("--flag 1: no; pass 2")
 
 
-def test_a_refusal_is_said_once_and_every_rank_ends_with_its_status(pools):
+def test_error_is_printed_once_and_every_rank_exits_with_its_status(pools):
     ended = pools(3).attempt(refuse_late_on_rank_0)
     assert [o.exit_status for o in ended] == [2, 2, 2]
     assert ended[0].stderr.endswith(": --flag 1: no; pass 2\n")
@@ -258,7 +258,7 @@ def test_torchrun_starts_a_group_and_cleanup_ends_it(tmp_path):
         ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9 (SIGKILL) received"),
     ],
 )
-def test_the_first_failure_ends_the_job_within_seconds_and_the_other_ranks_say_a_line_at_most(
+def test_first_failure_ends_the_job_within_seconds_and_other_ranks_print_at_most_a_line(
     tmp_path, failure, told
 ):
     started = time.monotonic()
@@ -297,5 +297,5 @@ def raised(error: BaseException, while_handling: BaseException | None = None) ->
         (RuntimeError("[/b/gloo/transport/tcp/pair.cc:9] Application timeout"), False),
     ],
 )
-def test_only_the_loss_of_another_rank_is_no_failure_of_ones_own(error, quiet):
+def test_lost_peer_is_told_from_a_failure_of_this_rank(error, quiet):
     assert has_lost_a_peer(error) == quiet

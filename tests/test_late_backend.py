@@ -50,7 +50,7 @@ def vectors(dtype: torch.dtype) -> tuple:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
-def test_results_are_gloos_and_come_with_the_wait(pools, dtype):
+def test_results_match_gloo_and_arrive_at_the_wait(pools, dtype):
     late, gloo = pools(2, backend="late").run(vectors, dtype), pools(2).run(vectors, dtype)
     for (ours, early), (theirs, _) in zip(late, gloo, strict=True):
         for a, b in zip(ours, theirs, strict=True):
@@ -77,7 +77,7 @@ def in_groups() -> tuple:
     return sums, early, events
 
 
-def test_groups_of_every_kind(pools):
+def test_process_groups_of_every_kind(pools):
     records = []
     for rank, (sums, early, events) in enumerate(pools(4, backend="late").run(in_groups)):
         assert sums == [6, 6, 6, 2 + 2 * (rank % 2), 6] and all(early)
@@ -131,7 +131,7 @@ def seeded_bug(kind: str) -> None:
         ("not contiguous", "contiguous tensors only"),
     ],
 )
-def test_a_mistake_that_gloo_forgives_is_an_error(pools, kind, said):
+def test_mistakes_that_gloo_forgives_are_errors(pools, kind, said):
     with pytest.raises(AssertionError, match=said):
         pools(2, backend="late").run(seeded_bug, kind)
 
@@ -200,7 +200,9 @@ def shape(own: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("size", "micro", "stage", "own"), CASES, ids=name)
-def test_a_stage_trains_over_it(pools, reference, corpus_dir, tmp_path, size, micro, stage, own):
+def test_parity_over_the_late_backend(
+    pools, reference, corpus_dir, tmp_path, size, micro, stage, own
+):
     argv = [*RUN, "--data", str(corpus_dir)]
     expected = reference([*argv, *shape(own)])
     argv += [*own, "--micro-batch-size", str(micro), "--run-dir", str(tmp_path)]
@@ -225,7 +227,9 @@ def test_a_stage_trains_over_it(pools, reference, corpus_dir, tmp_path, size, mi
     ],
     ids=name,
 )
-def test_in_bfloat16(pools, reference, corpus_dir, tmp_path, size, micro, stage, own):
+def test_parity_over_the_late_backend_in_bfloat16(
+    pools, reference, corpus_dir, tmp_path, size, micro, stage, own
+):
     argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16"]
     expected = reference([*argv, *shape(own)])
     argv += [*own, "--micro-batch-size", str(micro), "--run-dir", str(tmp_path)]
@@ -244,7 +248,9 @@ def test_in_bfloat16(pools, reference, corpus_dir, tmp_path, size, micro, stage,
     ],
     ids=name,
 )
-def test_a_checkpoint_holds_what_was_complete(pools, corpus_dir, tmp_path, size, micro, stage, own):
+def test_checkpoint_and_resume_over_the_late_backend(
+    pools, corpus_dir, tmp_path, size, micro, stage, own
+):
     """A save must not copy a parameter or a moment that is still in flight: a run that goes on
     from it continues with the same bits."""
     pool = pools(size, backend="late")

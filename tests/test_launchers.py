@@ -68,7 +68,9 @@ STARTED = [
 
 
 @pytest.mark.parametrize("launcher, stage", STARTED)
-def test_a_stage_starts_by_the_readmes_command(launcher, stage, tmp_path, reference, flags):
+def test_readme_command_of_each_launcher_starts_a_stage(
+    launcher, stage, tmp_path, reference, flags
+):
     if launcher == "mpirun":
         need("mpirun", packages="openmpi-bin")
     size = 1 if launcher == "python" else 2
@@ -101,7 +103,7 @@ def make(folder: Path, *words: str, **scripts: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize("goal", ["submit-04", "submit-all", "status", "logs-04", "cancel"])
-def test_without_slurm_one_line_says_what_to_do(tmp_path, goal):
+def test_without_slurm_a_one_line_error_says_what_to_do(tmp_path, goal):
     done = make(tmp_path, goal)
     said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert done.returncode != 0 and len(said) == 1
@@ -110,7 +112,7 @@ def test_without_slurm_one_line_says_what_to_do(tmp_path, goal):
 
 
 @pytest.mark.parametrize("goal", ["submit-04", "status", "logs-04", "cancel"])
-def test_where_slurm_does_not_answer_one_line_says_what_to_do(tmp_path, goal):
+def test_slurm_that_does_not_answer_is_a_one_line_error(tmp_path, goal):
     silent = "echo 'squeue: error: first' >&2; echo 'squeue: fatal: no configuration' >&2; exit 1"
     done = make(tmp_path, goal, sbatch="exit 1", sinfo=silent, squeue=silent)
     said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
@@ -118,7 +120,7 @@ def test_where_slurm_does_not_answer_one_line_says_what_to_do(tmp_path, goal):
     assert "(squeue: fatal: no configuration)" in said[0] and "make cluster" in said[0]
 
 
-def test_make_cluster_names_the_packages_that_are_missing(tmp_path):
+def test_make_cluster_names_missing_packages(tmp_path):
     done = make(tmp_path, "cluster")
     assert done.returncode != 0 and not (tmp_path / "copy/slurm/cluster").exists()
     assert "sbatch" in done.stderr and "apt install slurm-wlm munge" in done.stderr
@@ -127,7 +129,7 @@ def test_make_cluster_names_the_packages_that_are_missing(tmp_path):
 @pytest.mark.parametrize(
     "prompt", ['a"; touch broken; "b', "it's $HOME, $(shell touch broken) `x`"]
 )
-def test_a_prompt_reaches_generate_as_it_is_typed(tmp_path, prompt):
+def test_prompt_with_quotes_reaches_generate_unchanged(tmp_path, prompt):
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin/python"
     python.write_text('#!/bin/sh\nprintf "%s|" "$PROMPT" "$@"\n')

@@ -48,9 +48,7 @@ def absent(_: str):
     ],
     ids=["told", "not supported", "another GPU", "another library", "no library"],
 )
-def test_the_gpu_is_asked_by_its_own_name_and_whoever_cannot_answer_need_not(
-    monkeypatch, library, told
-):
+def test_gpu_utilization_or_none_where_it_is_unknown(monkeypatch, library, told):
     monkeypatch.setattr(ctypes, "CDLL", library)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a-b"), raising=False
@@ -60,7 +58,7 @@ def test_the_gpu_is_asked_by_its_own_name_and_whoever_cannot_answer_need_not(
 
 
 @pytest.mark.slow
-def test_a_line_tells_the_time_to_finish_and_the_last_that_none_is_left(pools, corpus_dir):
+def test_metrics_report_the_seconds_left(pools, corpus_dir):
     flags = [*SMALL, "--data", str(corpus_dir), "--steps", "6", "--log-every", "2"]
     (metrics,) = pools(1, group=False).train("01", flags)
     left = [line["seconds_left"] for line in metrics]

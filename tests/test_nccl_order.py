@@ -65,7 +65,7 @@ CONNECT = "sr.", "rs."  # one message each way
     ],
     ids=str,
 )
-def test_orders_that_complete(orders):
+def test_orders_that_complete_under_nccl(orders):
     assert_completes(exchange(*orders))
 
 
@@ -83,7 +83,7 @@ def test_orders_that_complete(orders):
     ],
     ids=str,
 )
-def test_orders_that_do_not(orders):
+def test_orders_that_deadlock_under_nccl(orders):
     with pytest.raises(AssertionError):
         assert_completes(exchange(*orders))
 
@@ -150,12 +150,12 @@ def cases(name: str) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_completes(name):
+def test_every_schedule_completes_without_deadlock(name):
     for p, m, v in cases(name):
         assert_completes(pipeline(name, p, m, v))
 
 
-def test_evaluation_completes():
+def test_evaluation_completes_without_deadlock():
     """The forwards of a schedule alone, of any number of batches."""
     for p, m, v in product(range(2, 6), range(1, 12), range(1, 4)):
         records: Records = []
@@ -166,7 +166,7 @@ def test_evaluation_completes():
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_an_interchange_of_two_sends_is_found(name):
+def test_swapped_sends_are_found(name):
     """Of one rank, to one rank, in one group: the messages meet each other's receives."""
     p, m, v = 3, 6, 2 if name == "interleaved" else 1
     records = pipeline(name, p, m, v)
@@ -256,7 +256,7 @@ def pipeline_events(events: list[Call | Wait]) -> list[tuple]:
 @pytest.mark.slow
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_model_issues_what_stage_06_issues(pools, corpus_dir, tmp_path, name, p):
+def test_simulated_order_is_that_of_stage_06(pools, corpus_dir, tmp_path, name, p):
     v = 2 if name == "interleaved" else 1
     argv = f"--schedule {name} --n-layers {p * v} --global-batch-size 8 --micro-batch-size 1"
     records = records_of(pools, corpus_dir, tmp_path, "06", p, argv.split())
@@ -279,7 +279,7 @@ MESHES = [  # pp, dp, tp, flags
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pp", "dp", "tp", "own"), MESHES, ids=str)
-def test_every_mesh_of_07_agrees_and_completes(pools, corpus_dir, tmp_path, pp, dp, tp, own):
+def test_every_mesh_of_07_completes_without_deadlock(pools, corpus_dir, tmp_path, pp, dp, tp, own):
     layers = 2 * pp if "interleaved" in own else pp
     argv = [*own, *f"--pp {pp} --tp {tp} --n-layers {layers}".split()]
     argv += f"--global-batch-size {8 * dp} --micro-batch-size 1".split()

@@ -36,7 +36,7 @@ def name(value) -> str:
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("way", EVERY, ids=name)
-def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, way):
+def test_parity_with_stage_01(pools, reference, corpus_dir, size, way):
     stage, own = way
     argv = [*RUN, *ONE, "--data", str(corpus_dir)]
     expected = reference(argv)
@@ -62,7 +62,7 @@ def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, way):
     ],
     ids=name,
 )
-def test_four_micro_batches_with_dropout_are_the_one_batch_of_stage_01(
+def test_parity_of_gradient_accumulation_with_dropout(
     pools, reference, corpus_dir, size, way, extra
 ):
     stage, own = way
@@ -88,7 +88,7 @@ def batches_of_run(stage: str, argv: list[str]) -> list[torch.Tensor]:
     return seen
 
 
-def test_every_stage_sees_the_same_global_batches_in_the_same_order(pools, corpus_dir, tmp_path):
+def test_every_stage_reads_the_same_global_batches_in_the_same_order(pools, corpus_dir, tmp_path):
     argv = [*SIZE, *ONE, "--steps", "3", "--data", str(corpus_dir), "--run-dir", str(tmp_path)]
     expected = pools(1, group=False).run(batches_of_run, "01", [*argv, "--resume", "never"])[0]
     assert len(expected) == 3 and not torch.equal(expected[0], expected[1])
@@ -120,7 +120,7 @@ def test_bfloat16_follows_the_bfloat16_curve_of_stage_01(pools, reference, corpu
 @pytest.mark.parametrize(
     "way", [*EVERY, ("04", KEEP), ("04", ["--reduce-dtype", "bfloat16"])], ids=name
 )
-def test_bfloat16_stays_near_stage_01s(pools, reference, corpus_dir, way):
+def test_parity_with_stage_01_in_bfloat16(pools, reference, corpus_dir, way):
     stage, own = way
     argv = [*SIZE, *ONE, *"--steps 20 --log-every 1 --resume never --dtype bfloat16".split()]
     argv += ["--data", str(corpus_dir)]

@@ -75,7 +75,7 @@ def options(schedule: str, m: int, extra: list[str]) -> list[str]:
     ("size", "m"), [(2, 4), (2, 8), (2, 3), (4, 4), (4, 8), (4, 6)], ids=lambda x: str(x)
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, m, schedule):
+def test_parity_with_stage_01(pools, reference, corpus_dir, size, m, schedule):
     if schedule == "interleaved" and m % size:
         pytest.skip("refused: see bad_arguments.txt")
     argv = [*RUN, "--data", str(corpus_dir)]
@@ -88,13 +88,13 @@ def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, m, sc
 @pytest.mark.quick_cases("dropout-interleaved", "everything-zero-bubble")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("extra", [["--dropout", "0.1"], EVERYTHING], ids=["dropout", "everything"])
-def test_the_curve_is_that_of_stage_01_with(pools, reference, corpus_dir, schedule, extra):
+def test_parity_with_stage_01_under_other_flags(pools, reference, corpus_dir, schedule, extra):
     argv = [*RUN, "--data", str(corpus_dir), *extra]
     for metrics in pools(2).train("06", [*argv, *options(schedule, 4, [])]):
         assert_same_curve(metrics, reference(argv))
 
 
-def test_virtual_stages_one_rank_and_the_default_flags(pools, reference, corpus_dir):
+def test_parity_of_virtual_stages_one_rank_and_default_flags(pools, reference, corpus_dir):
     argv = [*RUN, "--data", str(corpus_dir), "--steps", "10"]
     for size, own in (
         (2, ["--schedule", "interleaved", "--virtual-stages", "2"]),
@@ -108,14 +108,14 @@ def test_virtual_stages_one_rank_and_the_default_flags(pools, reference, corpus_
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_bfloat16_stays_near_stage_01s(pools, reference, corpus_dir, schedule):
+def test_parity_with_stage_01_in_bfloat16(pools, reference, corpus_dir, schedule):
     argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16", "--steps", "20"]
     argv += ["--micro-batch-size", "6"]
     metrics = pools(2).train("06", [*argv, "--schedule", schedule])[0]
     assert_same_curve(metrics, reference(argv), loss=1e-4, norm=1e-3)
 
 
-def test_uneven_stages(pools, reference, corpus_dir):
+def test_parity_of_uneven_stages(pools, reference, corpus_dir):
     argv = [*RUN, "--data", str(corpus_dir), "--steps", "10", "--n-layers", "5"]
     for schedule in SCHEDULES:
         size = 2 if schedule == "interleaved" else 4
@@ -161,7 +161,7 @@ def gradients_of_one_batch(schedule: str, changes: dict) -> None:
     [{}, {"activation_checkpointing": True, "dropout": 0.2}],
     ids=["plain", "checkpointing"],
 )
-def test_every_gradient_is_the_plain_models(pools, size, schedule, changes):
+def test_gradients_match_the_plain_model(pools, size, schedule, changes):
     pools(size).run(gradients_of_one_batch, schedule, changes)
 
 
@@ -176,7 +176,7 @@ def through_host_memory(schedule: str) -> None:
         collectives._goes_through_host = asked
 
 
-def test_gradients_by_way_of_host_memory(pools):
+def test_gradients_match_when_sent_through_host_memory(pools):
     pools(2).run(through_host_memory, "interleaved")
 
 
@@ -224,7 +224,7 @@ def gradients_and_products(schedule: str, changes: dict, bf16: bool) -> tuple[di
     ids=["plain", "checkpointing"],
 )
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-def test_split_backward_has_the_same_bits_and_the_same_products(pools, changes, bf16):
+def test_split_backward_is_bitwise_identical_with_the_same_matmuls(pools, changes, bf16):
     whole = pools(2).run(gradients_and_products, "1f1b", changes, bf16)
     split = pools(2).run(gradients_and_products, "zero-bubble", changes, bf16)
     for (gradients, products, _), (same, equally, by_kind) in zip(whole, split, strict=True):
@@ -239,7 +239,7 @@ def test_split_backward_has_the_same_bits_and_the_same_products(pools, changes, 
 
 
 @pytest.mark.quick
-def test_all_schedules_give_the_same_bits(pools):
+def test_all_schedules_are_bitwise_identical(pools):
     """They add up the micro-batches in the same order."""
     results = {s: pools(2).run(gradients_and_products, s, {}, False) for s in SCHEDULES[:2]}
     for (a, _, _), (b, _, _) in zip(*results.values(), strict=True):
@@ -334,7 +334,7 @@ def in_flight(schedule: str, m: int, changes: dict, bf16: bool = False) -> dict:
 
 @pytest.mark.quick_cases("plain")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-def test_no_more_is_held_than_what_is_in_flight(pools, checkpointing):
+def test_activation_memory_is_that_of_the_micro_batches_in_flight(pools, checkpointing):
     changes = {"activation_checkpointing": checkpointing}
     m, p = 12, 4
     held = {s: pools(p).run(in_flight, s, m, changes) for s in ("gpipe", "1f1b", "zero-bubble")}
@@ -354,14 +354,14 @@ def test_no_more_is_held_than_what_is_in_flight(pools, checkpointing):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
-def test_bfloat16_holds_at_most_0_8_of_what_float32_does(pools, schedule):
+def test_bfloat16_activations_take_at_most_0_8_of_float32_memory(pools, schedule):
     """No copy of the weights in bfloat16 is kept for backward, of any micro-batch in flight."""
     whole, half = (pools(4).run(in_flight, schedule, 8, {}, bf16) for bf16 in (False, True))
     for rank in range(3):  # the last rank of 1F1B has only one in flight
         assert half[rank]["bytes"] <= 0.8 * whole[rank]["bytes"], (half, whole)
 
 
-def test_a_head_in_flight_weighs_no_more_than_its_vectors(pools):
+def test_head_in_flight_holds_no_more_memory_than_its_hidden_states(pools):
     """The gradient of the head is as large as the head: not one a micro-batch."""
     vocabulary = {"vocab_size": 20000}
     for got in pools(2).run(in_flight, "gpipe", 8, vocabulary)[1:]:
@@ -389,7 +389,7 @@ def traffic(schedule: str, m: int, v: int | None, changes: dict) -> tuple[Counte
 @pytest.mark.quick_cases("1f1b-2", "interleaved-4")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_boundary_carries_a_batch_each_way(pools, size, schedule):
+def test_communication_per_boundary_is_one_batch_each_way(pools, size, schedule):
     m, v = 8, 2 if schedule == "interleaved" else 1
     for rank, (sent, received, forwards) in enumerate(pools(size).run(traffic, schedule, m, v, {})):
         last, first = rank == size - 1, rank == 0
@@ -403,20 +403,20 @@ def test_each_boundary_carries_a_batch_each_way(pools, size, schedule):
         assert sent.get("to_higher", 0) == higher
 
 
-def test_bfloat16_and_recomputation_send_the_same(pools):
+def test_communication_under_bfloat16_and_activation_checkpointing(pools):
     for got in pools(2).run(traffic, "1f1b", 4, 1, {"activation_checkpointing": True}):
         assert sum(got[0].values()) == 4 * BOUNDARY
 
 
 @pytest.mark.quick
-def test_a_training_step_sends_what_the_table_says(pools, corpus_dir):
+def test_communication_of_a_training_step_matches_the_table(pools, corpus_dir):
     argv = [*SIZE, *"--steps 3 --log-every 1 --micro-batch-size 3".split()]
     for metrics in pools(2).train("06", [*argv, "--data", str(corpus_dir)]):
         assert [x["comm_mb"] for x in metrics] == pytest.approx([24 * SEQ * D * 4 / 1e6] * 3)
 
 
 @pytest.mark.quick
-def test_states_are_those_of_the_ranks_own_units(fresh_pool, corpus_dir):
+def test_model_state_is_that_of_the_ranks_own_layers(fresh_pool, corpus_dir):
     argv = [*SIZE, *"--steps 2 --log-every 1 --resume never".split(), "--data", str(corpus_dir)]
     layer = 12 * D * D + 2 * D
     pool = fresh_pool(2)
@@ -441,7 +441,7 @@ def test_states_are_those_of_the_ranks_own_units(fresh_pool, corpus_dir):
     ],
     ids=["01-to-06", "06-to-01", "4-to-2", "2-to-4", "same"],
 )
-def test_a_run_goes_on_elsewhere_along_the_same_curve(
+def test_resume_on_another_topology_has_the_same_loss_curve(
     pools, reference, corpus_dir, tmp_path: Path, before, after
 ):
     argv = [*SIZE, *"--steps 8 --log-every 1".split(), "--data", str(corpus_dir)]

@@ -62,7 +62,7 @@ def test_consecutive_sbatch_files_differ_in_names_and_numbers_alone():
         assert b.replace(folder_of(after), "").count(after) == 0
 
 
-def test_slurm_takes_every_header_with_and_without_gpus(cluster):
+def test_sbatch_accepts_every_header_with_and_without_gpus(cluster):
     for stage in stages():
         script = f"{folder_of(stage)}/train.sbatch"
         assert "to start at" in cluster.call("sbatch", "--test-only", script)
@@ -110,7 +110,7 @@ def test_tensor_parallel_jobs_have_one_hardware_queue(tmp_path, job, given, expe
     assert done.stdout.split() == [expected], done.stderr
 
 
-def test_submit_all_runs_the_stages_in_order_each_when_the_one_before_is_done(row):
+def test_submit_all_runs_the_stages_in_order(row):
     before = ""
     for job in row.values():
         info = job.ends()
@@ -119,7 +119,7 @@ def test_submit_all_runs_the_stages_in_order_each_when_the_one_before_is_done(ro
 
 
 @pytest.mark.parametrize("stage", stages())
-def test_a_stage_on_two_nodes_has_the_losses_of_stage_01(row, stage):
+def test_parity_of_a_stage_on_two_nodes(row, stage):
     row[stage].ends()
     config = json.loads((row[stage].run_folder / "config.json").read_text())
     assert config["stage"] == folder_of(stage)
@@ -128,12 +128,12 @@ def test_a_stage_on_two_nodes_has_the_losses_of_stage_01(row, stage):
     assert_same_curve(row[stage].metrics(), row["01"].metrics())
 
 
-def test_a_wrong_partition_is_said_at_once(cluster):
+def test_wrong_partition_is_an_error_at_once(cluster):
     said = cluster.make("submit-02", "PARTITION=nowhere", fails=True)
     assert "invalid partition" in said.lower() and "nowhere" in said
 
 
-def test_a_first_job_that_fails_ends_those_behind_it_and_is_reported(cluster):
+def test_failed_job_cancels_its_dependents_and_is_reported(cluster):
     first, *others = cluster.submit("submit-all", "ARGS=--steps 0")
     first.ends("FAILED")
     for job in others:
@@ -147,7 +147,7 @@ def test_a_first_job_that_fails_ends_those_behind_it_and_is_reported(cluster):
     assert "CANCELLED" in cluster.make("logs-02")
 
 
-def test_cancel_ends_the_jobs_from_here(cluster):
+def test_cancel_ends_the_jobs_of_this_folder(cluster):
     job = cluster.submit("submit-02", "NODES=3", "ARGS=--data sample --steps 100000")[0]
     assert f"cancelled job {job.number}: 02_ddp" in cluster.make("cancel")
     job.ends("CANCELLED")
@@ -186,7 +186,9 @@ def launched(cluster, corpus_dir) -> Job:
 @pytest.mark.parametrize(
     "launcher, stage", [*(("srun", x) for x in MANY), ("mpirun", "02"), ("torchrun", "03")]
 )
-def test_a_stage_starts_on_two_nodes_by_the_readmes_command(row, launched, launcher, stage):
+def test_readme_command_of_each_launcher_starts_a_stage_on_two_nodes(
+    row, launched, launcher, stage
+):
     if launcher == "mpirun":
         need("mpirun", packages="openmpi-bin")
     launched.ends()
@@ -233,7 +235,7 @@ def probe(cluster, site: str, *flags: str) -> list[dict]:
     return found
 
 
-def test_a_plain_site_meets_at_the_first_node_and_reads_its_data_from_memory(cluster, tmp_path):
+def test_plain_site_uses_the_first_node_as_master_and_stages_data_in_memory(cluster, tmp_path):
     (tmp_path / "corpora/wikitext2").mkdir(parents=True)
     site = (cluster.folder / "slurm/site.env.plain.example").read_text()
     site += f"STAGE_DATA=1\nDATA_ROOT={tmp_path}/corpora\nunset OMP_NUM_THREADS"
@@ -249,7 +251,7 @@ def test_a_plain_site_meets_at_the_first_node_and_reads_its_data_from_memory(clu
     assert len({env["SLURM_NODEID"] for env in found}) == 2
 
 
-def test_a_site_like_jsc_meets_over_infiniband_by_the_name_with_an_i(cluster):
+def test_jsc_site_uses_the_infiniband_host_name(cluster):
     site = "module() { :; }\nSCRATCH=/tmp/scratch\n"
     site += (cluster.folder / "slurm/site.env.jsc.example").read_text()
     found = probe(cluster, site, "--gpus-per-node=1")
@@ -260,7 +262,7 @@ def test_a_site_like_jsc_meets_over_infiniband_by_the_name_with_an_i(cluster):
         assert env["HF_HOME"] == "/tmp/scratch/cache/huggingface"
 
 
-def test_a_wrong_master_address_fails_here_as_it_would_on_a_cluster(cluster):
+def test_wrong_master_address_fails_as_on_a_cluster(cluster):
     script = "source slurm/env.sh\nexport MASTER_ADDR=localhost\n"
     script += "timeout 20 srun --kill-on-bad-exit=1 --ntasks-per-node=1 python probe.py"
     (cluster.folder / "probe.py").write_text(PROBE.replace("setup(60)", "setup(5)"))
@@ -321,9 +323,7 @@ def steps_of(job: Job) -> str:
 
 
 @pytest.mark.parametrize("stage", ["01", "02"])
-def test_a_job_cut_by_its_signal_goes_on_by_itself_to_the_bits_of_an_uncut_one(
-    cluster, uncut, corpus_dir, stage
-):
+def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, uncut, corpus_dir, stage):
     job = long_run(cluster, corpus_dir, stage)
 
     def ask(lives: int) -> None:
@@ -368,9 +368,7 @@ def lose(cluster):
     cluster.call("scontrol", "reconfigure")
 
 
-def test_a_job_that_loses_a_node_in_mid_run_comes_back_and_finishes(
-    cluster, uncut, corpus_dir, lose
-):
+def test_requeue_after_a_lost_node_resumes_and_finishes(cluster, uncut, corpus_dir, lose):
     job = long_run(cluster, corpus_dir, "02")
     job.until("step 80", has_reached(job, 79))
     lost = job.nodes()[1]  # the batch script runs on the other
@@ -385,7 +383,7 @@ def test_a_job_that_loses_a_node_in_mid_run_comes_back_and_finishes(
 # ---- the cluster of a learner ----
 
 
-def test_a_new_user_goes_from_make_cluster_to_a_trained_model(tmp_path):
+def test_make_cluster_submit_logs_and_cluster_down(tmp_path):
     need("sbatch", "slurmctld", "slurmd", "munged", packages=PACKAGES)
     laptop = Cluster(copy_of_repository(tmp_path / "copy"))
     try:
@@ -399,7 +397,7 @@ def test_a_new_user_goes_from_make_cluster_to_a_trained_model(tmp_path):
     assert not (tmp_path / "copy/slurm/cluster").exists()
 
 
-def test_an_ordinary_user_can_start_a_cluster():
+def test_cluster_can_be_started_without_root():
     need("sbatch", "slurmctld", "slurmd", "munged", packages=PACKAGES)
     nobody = pwd.getpwnam("nobody")
     with tempfile.TemporaryDirectory() as home:  # not pytest's folder, which is its user's alone

@@ -91,7 +91,7 @@ def gathered(piece: torch.Tensor, dim: int | None) -> torch.Tensor:
     [(1, []), (2, []), (2, ACCUMULATED), (4, EVERYTHING)],
     ids=["1-plain", "2-plain", "2-everything", "4-everything"],
 )
-def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, extra, own):
+def test_parity_with_stage_01(pools, reference, corpus_dir, size, extra, own):
     argv = [*RUN, "--data", str(corpus_dir), *extra]
     expected = reference(argv)
     every = pools(size).train("05", [*argv, *own])
@@ -99,7 +99,7 @@ def test_the_curve_is_that_of_stage_01(pools, reference, corpus_dir, size, extra
         assert_same_curve(metrics, expected)
 
 
-def test_bfloat16_stays_near_stage_01s(pools, reference, corpus_dir):
+def test_parity_with_stage_01_in_bfloat16(pools, reference, corpus_dir):
     argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16", "--steps", "20"]
     expected = reference(argv)
     for own in ([], ["--sequence-parallel"]):
@@ -144,7 +144,7 @@ def gradients_of_one_batch(sequence_parallel: bool, changes: dict) -> float:
     [{}, {"dropout": 0.2}, {"activation_checkpointing": True, "dropout": 0.2}],
     ids=["plain", "dropout", "checkpointing"],
 )
-def test_every_gradient_is_the_plain_models(pools, size, sequence_parallel, changes):
+def test_gradients_match_the_plain_model(pools, size, sequence_parallel, changes):
     assert max(pools(size).run(gradients_of_one_batch, sequence_parallel, changes)) <= 1e-6
 
 
@@ -193,7 +193,7 @@ def linear_alone(kind: str, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["Column", "Row"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_a_linear_alone_is_the_plain_one(pools, size, kind, sequence_parallel):
+def test_column_and_row_parallel_linear_match_the_plain_layer(pools, size, kind, sequence_parallel):
     pools(size).run(linear_alone, kind, sequence_parallel)
 
 
@@ -215,7 +215,9 @@ def embedding_alone(sequence_parallel: bool) -> None:
 @pytest.mark.quick_cases("tp-2")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_the_embedding_alone_is_the_plain_one_to_the_bit(pools, size, sequence_parallel):
+def test_vocab_parallel_embedding_is_bitwise_identical_to_the_plain_layer(
+    pools, size, sequence_parallel
+):
     pools(size).run(embedding_alone, sequence_parallel)
 
 
@@ -243,7 +245,7 @@ def cross_entropy_alone(scale: float, n_ignored: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize("n_ignored", [0, 7, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_loss_alone_is_the_plain_one(pools, scale, n_ignored, dtype):
+def test_vocab_parallel_cross_entropy_matches_the_plain_loss(pools, scale, n_ignored, dtype):
     for size in (2, 4):
         pools(size).run(cross_entropy_alone, scale, n_ignored, dtype)
 
@@ -272,7 +274,7 @@ def cross_entropy_of_masked_logits() -> None:
 
 
 @pytest.mark.quick
-def test_a_logit_of_minus_infinity_leaves_the_loss_finite(pools):
+def test_logit_of_minus_infinity_leaves_the_loss_finite(pools):
     pools(2).run(cross_entropy_of_masked_logits)
 
 
@@ -285,7 +287,7 @@ def second_backward() -> None:
         loss.backward()
 
 
-def test_a_second_backward_is_refused_and_not_wrong(pools):
+def test_second_backward_is_an_error(pools):
     pools(2).run(second_backward)
 
 
@@ -307,7 +309,7 @@ def dropped() -> None:
 
 
 @pytest.mark.quick
-def test_dropout_is_the_plain_models_to_the_bit(pools):
+def test_dropout_is_bitwise_identical_to_the_plain_model(pools):
     pools(2).run(dropped)
     pools(4).run(dropped)
 
@@ -345,7 +347,7 @@ NORMS = 2 * L + 1
 
 @pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_micro_batch_sends_what_the_table_says(pools, size):
+def test_communication_of_a_micro_batch_matches_the_table(pools, size):
     for got in pools(size).run(traffic, False, {}):
         assert (got["large"], got["small"]) == (4 * L + 2, 3)
         assert got["calls"] == 4 * L + 2 + 3
@@ -355,7 +357,7 @@ def test_a_micro_batch_sends_what_the_table_says(pools, size):
 
 @pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("size", [2, 4])
-def test_sequence_parallelism_sends_the_same_bytes_in_other_words(pools, size):
+def test_communication_of_sequence_parallelism_has_the_same_bytes_in_other_collectives(pools, size):
     for got in pools(size).run(traffic, True, {}):
         assert (got["gathers"], got["scatters"]) == (4 * L + 2, 4 * L + 2)
         assert (got["large"], got["small"], got["norms"]) == (0, 3, 1)
@@ -365,7 +367,7 @@ def test_sequence_parallelism_sends_the_same_bytes_in_other_words(pools, size):
         assert got["ring"] == pytest.approx(large + ring * 4 * NORMS * 64)
 
 
-def test_activation_checkpointing_repeats_what_a_layers_backward_needs(pools):
+def test_communication_repeated_by_activation_checkpointing(pools):
     """The sum behind the MLP is not among it: only a dropout behind it makes it run again."""
     for dropout, again in ((0.0, 1), (0.1, 2)):
         changes = {"activation_checkpointing": True, "dropout": dropout}
@@ -376,7 +378,7 @@ def test_activation_checkpointing_repeats_what_a_layers_backward_needs(pools):
             assert got["scatters"] == 4 * L + 2 + again * L
 
 
-def test_bfloat16_halves_the_traffic_of_the_layers(pools):
+def test_communication_of_the_layers_is_halved_by_bfloat16(pools):
     whole, half = (pools(2).run(traffic, True, {}, dtype)[0] for dtype in ("float32", "bfloat16"))
     assert (half["gathers"], half["scatters"]) == (whole["gathers"], whole["scatters"])
     # the embedding's sum, the loss and the norms stay in float32
@@ -385,7 +387,7 @@ def test_bfloat16_halves_the_traffic_of_the_layers(pools):
 
 
 @pytest.mark.quick
-def test_what_a_training_step_sends(pools, corpus_dir):
+def test_communication_of_a_training_step(pools, corpus_dir):
     """Clipping adds one control call a step, accumulation repeats, evaluation sends forwards."""
     argv = [*SIZE, "--steps", "3", "--log-every", "1", "--micro-batch-size", "2"]
     metrics = pools(2).train("05", [*argv, "--data", str(corpus_dir)])[0]
@@ -423,7 +425,7 @@ def largest(sequence_parallel: bool) -> tuple[int, int]:
 
 @pytest.mark.quick_cases("tp")
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_no_rank_ever_has_all_the_logits(pools, sequence_parallel):
+def test_logits_are_never_gathered(pools, sequence_parallel):
     for elements in pools(4).run(largest, sequence_parallel):
         assert elements == (TOKENS * 5120 // 4, TOKENS * 5120 // 4)
 
@@ -439,7 +441,7 @@ def start_up() -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_model_is_whole_nowhere_while_it_is_built(pools, size):
+def test_model_is_never_materialized_unsharded(pools, size):
     whole, norms = config(n_layers=6).num_parameters() * 4, 13 * 64 * 4
     for mine, peak, largest in pools(size).run(start_up):
         assert mine == (whole - norms) // size + norms
@@ -448,7 +450,7 @@ def test_the_model_is_whole_nowhere_while_it_is_built(pools, size):
 
 
 @pytest.mark.quick
-def test_states_are_shared_out(fresh_pool, corpus_dir):
+def test_model_state_is_sharded(fresh_pool, corpus_dir):
     argv = [*SIZE, "--steps", "2", "--log-every", "1", "--data", str(corpus_dir)]
     whole, norms = CONFIG.num_parameters() * 16, NORMS * 64 * 16
     for size in (2, 4):
@@ -480,7 +482,7 @@ def kept_between_layers(sequence_parallel: bool) -> int:
 
 @pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("size", [2, 4])
-def test_what_is_kept_between_layers_is_divided_by_the_degree(pools, size):
+def test_activation_memory_between_layers_is_divided_by_the_degree(pools, size):
     whole = pools(size).run(kept_between_layers, False)[0]
     assert whole == (L + 1) * TOKENS * 64 * 4
     assert pools(size).run(kept_between_layers, True) == [whole // size] * size
@@ -505,7 +507,7 @@ def saved_shapes(sequence_parallel: bool) -> list[tuple[int, ...]]:
     return [tuple(t.shape) for t in saved.values()]
 
 
-def test_the_norms_inputs_are_slices_and_a_pairs_input_is_whole(pools):
+def test_activations_saved_under_sequence_parallelism(pools):
     """A pair keeps its input as it was gathered: to gather again would cost traffic."""
     whole = pools(2).run(saved_shapes, False)[0].count((BATCH, 32, 64))
     assert whole >= 4  # each norm's input and each pair's, and what a norm makes on the way
@@ -530,7 +532,7 @@ def saved_bytes(sequence_parallel: bool, dtype: str) -> int:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_bfloat16_keeps_at_most_0_8_of_what_float32_does(pools, sequence_parallel):
+def test_bfloat16_activations_take_at_most_0_8_of_float32_memory(pools, sequence_parallel):
     """No copy of the weights in bfloat16 is among it."""
     whole, half = (
         pools(2).run(saved_bytes, sequence_parallel, dtype)[0] for dtype in ("float32", "bfloat16")
@@ -567,7 +569,9 @@ def sum_and_product(sequence_parallel: bool) -> tuple[float, float] | None:
 @pytest.mark.wall_clock
 @pytest.mark.quick
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_backward_multiplies_while_the_sum_is_on_its_way(pools, sequence_parallel):
+def test_backward_overlaps_the_all_reduce_with_the_weight_gradients_matmul(
+    pools, sequence_parallel
+):
     product, total = pools(2).run(sum_and_product, sequence_parallel)[0]
     assert total - product > 200e3, "the product has waited for the sum"
 
@@ -576,7 +580,7 @@ def test_backward_multiplies_while_the_sum_is_on_its_way(pools, sequence_paralle
 
 
 @pytest.mark.parametrize("target", [("05", 4), ("01", 1), ("02", 2)], ids=lambda t: t[0])
-def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(
+def test_resume_a_checkpoint_of_two_ranks_in_another_stage(
     pools, reference, corpus_dir, tmp_path, target
 ):
     argv = [*SIZE, "--log-every", "1", "--data", str(corpus_dir), "--steps", "12"]
@@ -590,7 +594,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_elsewhere(
     assert_same_curve(metrics, expected[6:])
 
 
-def test_stage_01s_checkpoint_goes_on_here_and_a_resumed_run_has_the_same_bits(
+def test_resume_from_stage_01_and_resume_is_bitwise_identical(
     pools, reference, corpus_dir, tmp_path
 ):
     argv = [*SIZE, "--log-every", "1", "--data", str(corpus_dir), "--steps", "12"]
@@ -621,7 +625,7 @@ def test_stage_01s_checkpoint_goes_on_here_and_a_resumed_run_has_the_same_bits(
     ],
     ids=["heads", "sequence", "vocabulary"],
 )
-def test_sizes_that_do_not_divide_are_refused_in_one_line(pools, corpus_dir, size, flags, said):
+def test_sizes_that_do_not_divide_are_a_one_line_error(pools, corpus_dir, size, flags, said):
     argv = [*SIZE, "--data", str(corpus_dir), "--steps", "1", *flags.split()]
     with pytest.raises(WorkerExit) as error:
         pools(size).train("05", argv)
@@ -648,9 +652,9 @@ def a_bias_is_not_ignored() -> None:
             module(nn.Linear(8, 8), region)
 
 
-def test_a_linear_layer_with_a_bias_needs_the_class_for_it(pools):
+def test_linear_with_a_bias_needs_its_own_class(pools):
     pools(2).run(a_bias_is_not_ignored)
 
 
-def test_widths_that_do_not_divide_are_refused(pools):
+def test_widths_that_do_not_divide_are_an_error(pools):
     pools(4).run(odd_width)
