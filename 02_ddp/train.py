@@ -8,8 +8,9 @@ gradient of a bucket is ready, its all-reduce starts and overlaps with the rest 
 New since stage 01: a process group (`setup`, `cleanup`), each rank's part of the data, losses
 averaged over the ranks, and `DistributedDataParallel`.
 
-    memory          16 P bytes per rank for P parameters: nothing is sharded
-    communication   all-reduce: P elements per step, for any number of micro-batches
+    memory          16 P bytes per rank for P parameters (4 the parameters, 4 the gradients,
+                    8 AdamW's moments, in float32): nothing is sharded
+    communication   all-reduces of P elements in all per step, for any number of micro-batches
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
@@ -56,7 +57,7 @@ class DistributedDataParallel(nn.Module):
 
     module: has the same parameters in the same order on every rank. process_group: the ranks
     whose gradients are averaged; None for all. bucket_cap_mb: the most MB of gradients in one
-    all-reduce; the first bucket holds at most 1 MB, so that communication starts early.
+    all-reduce; the first bucket is limited to 1 MB, so that communication starts early.
 
     Call `finish_gradient_synchronization` after the last backward of a step.
     """
@@ -88,7 +89,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients: for the backward of every micro-batch but the last."""
+        """Accumulate gradients and start no all-reduce: for all micro-batches but the last."""
         self.synchronizes = False
         try:
             yield
@@ -96,12 +97,12 @@ class DistributedDataParallel(nn.Module):
             self.synchronizes = True
 
     def mark_ready(self, param: nn.Parameter) -> None:
-        """Note that the gradient of `param` is final. Autograd calls this during backward."""
+        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
             raise RuntimeError(
-                "finish_gradient_synchronization() ends the last backward of a step; the other "
-                "micro-batches belong in no_sync()"
+                "a second backward: call finish_gradient_synchronization() after the last one of a "
+                "step, and put the others under no_sync()"
             )
         bucket.collect(param, divide_by=self.n_ranks if self.synchronizes else 1)
         if self.synchronizes:
@@ -109,10 +110,10 @@ class DistributedDataParallel(nn.Module):
             self.launch_ready_buckets()
 
     def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
-        """Reduce every bucket whose gradients are ready, while backward computes the others.
+        """Start to reduce each next bucket that is ready; after backward, all that remain.
 
-        Buckets are launched strictly in order. Ranks may finish gradients in different orders,
-        but must issue their collectives in the same one.
+        Buckets are launched strictly in order: ranks may finish gradients in different orders, but
+        collectives are matched by the order of the calls.
         """
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
@@ -122,7 +123,7 @@ class DistributedDataParallel(nn.Module):
             self.launched += 1
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the average over the ranks. Call it once per step."""
+        """Reduce what remains, and wait until every gradient is the average over the ranks."""
         self.launch_ready_buckets(backward_has_ended=True)
         for bucket in self.buckets:
             bucket.finish_reduction()
@@ -133,7 +134,7 @@ class Bucket:
     """Parameters whose gradients lie side by side in one flat buffer: one all-reduce sends all.
 
     grads: [numel of all parameters]; grad_views: each parameter's gradient, a view into `grads`.
-    waiting_for: the parameters whose gradients this backward has not finished yet.
+    waiting_for: the parameters whose gradients the step's last backward has not produced yet.
     """
 
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
@@ -150,21 +151,22 @@ class Bucket:
         return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
 
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
-        """Move the gradient of `param` into the buffer. A missing gradient counts as zero.
+        """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
 
         After `zero_grad(set_to_none=True)` backward allocates a new gradient outside the buffer;
-        the next micro-batches then add to the view in place. Dividing by the number of ranks
-        here, before the sum, makes the sum the average and costs no extra pass over the memory.
+        the next micro-batches then add to the view in place. A missing gradient counts as zero.
+        Dividing by the number of ranks here, before the sum, makes the sum the average, and needs
+        no extra pass over the memory where the gradient has to be copied anyway.
         """
         view = self.grad_views[param]
         if param.grad is None:
             view.zero_()
         elif param.grad is not view or divide_by > 1:
-            torch.div(param.grad, divide_by, out=view)  # copies and divides in one pass
+            torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
         param.grad = view
 
     def start_reduction(self) -> None:
-        for param in self.waiting_for:  # unused in this backward, or on this rank
+        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
             self.collect(param, divide_by=self.n_ranks)
         self.waiting_for = set()
         self.reduction = all_reduce(self.grads, group=self.group, async_op=True)

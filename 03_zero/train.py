@@ -7,8 +7,8 @@ as well (2), of the parameters as well (3).
 
 New since stage 02: `ZeroRedundancyOptimizer` in place of DDP and optimizer. A reduce-scatter leaves
 each rank the average gradient of its shard. The rank updates that shard, and an all-gather
-distributes the updated parameters. Stage 3 all-gathers a unit's parameters each time that it
-computes, and frees them afterwards.
+distributes the updated parameters. Stage 3 all-gathers the parameters of a unit (here a layer)
+before its forward and before its backward, and frees them afterwards.
 
     P parameters, N ranks, m micro-batches per step, E the embedding; float32
 
@@ -16,6 +16,8 @@ computes, and frees them afterwards.
     1             8 P + 8 P / N                  reduce-scatter P + all-gather P
     2             4 P + 12 P / N                 reduce-scatter m P + all-gather P
     3             16 P / N + one unit unsharded  reduce-scatter m P + all-gather m (2 P - E)
+
+    During backward stages 2 and 3 also hold the full gradients of two or three buckets.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
@@ -80,8 +82,9 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
 
     params: parameters or parameter groups, the same on every rank. optimizer_class: for instance
     torch.optim.AdamW; defaults: its keyword arguments. zero_stage: 1 shards the optimizer state,
-    2 the gradients as well, 3 the parameters as well. With stage 3 the parameters of each unit
-    are a group, and `shard_parameters` is called once before training.
+    2 the gradients as well, 3 the parameters as well. With stage 3 the parameters of each unit (a
+    module whose parameters are gathered together) are a group, and `shard_parameters` is called
+    once before training. bucket_cap_mb: the most MB of one bucket; in stage 3 a unit is a bucket.
 
     Call `finish_gradient_synchronization` after the last backward of a step. `param_groups` and
     `state` are those of the inner optimizer, which steps on the `shard` of every bucket. A
@@ -105,27 +108,28 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         self.buckets, sharded_groups = [], []
         for group in self.param_groups:
             # in reverse order: backward finishes the last layer first
-            params = list(dict.fromkeys(p for p in group["params"] if p.requires_grad))[::-1]
-            split = (
-                [params] if self.shards_parameters else split_into_buckets(params, bucket_cap_mb)
-            )
+            trained = list(dict.fromkeys(p for p in group["params"] if p.requires_grad))[::-1]
+            split = split_into_buckets(trained, bucket_cap_mb)
+            if self.shards_parameters:
+                split = [trained]  # all parameters of a unit are gathered together
             buckets = [bucket_class(part, process_group) for part in split if part]
             sharded_groups.append({**group, "params": [bucket.shard for bucket in buckets]})
-            self.buckets = buckets + self.buckets
+            self.buckets = buckets + self.buckets  # the last group first
+        # from here on `param_groups` and `state` are those of the inner optimizer, over the shards
         self.step_on_shards_by(optimizer_class(sharded_groups, **defaults))
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes, self.in_backward = True, False
         self.param_dtype: torch.dtype | None = None
-        self.has_unreduced_gradients = False
-        self.finished: list[ShardedParameterBucket] = []  # units with all gradients
-        self.turns = count()  # in which forward enters the units
+        self.has_new_gradients = False  # since the last `end_backward`
+        self.finished: list[ShardedParameterBucket] = []  # gradients complete, not yet resharded
+        self.turns = count()  # numbers the units in the order of forward
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(self.mark_ready)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients: for the backward of every micro-batch but the last.
+        """Accumulate gradients and start no reduction: for all micro-batches but the last.
 
         Stages 2 and 3 have no full gradients to accumulate in: they reduce every micro-batch.
         """
@@ -136,55 +140,55 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
             self.synchronizes = True
 
     def mark_ready(self, param: nn.Parameter) -> None:
-        """Note that the gradient of `param` is final. Autograd calls this during backward."""
+        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError("checkpoint with use_reentrant=False: a gradient is final once")
+            raise RuntimeError("a gradient is final once: use checkpoint(..., use_reentrant=False)")
         bucket.collect(param, divide_by=self.n_ranks if self.synchronizes else 1)
-        self.has_unreduced_gradients = True
+        self.has_new_gradients = True
         if self.synchronizes:
-            self.call_at_end_of_backward()
+            self.queue_end_backward()
             bucket.waiting_for.remove(param)
             if self.shards_parameters and not bucket.waiting_for:
                 self.finished.append(bucket)
             self.launch_ready_buckets()
 
     def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
-        """Reduce every bucket whose gradients are ready, while backward computes the others.
+        """Start to reduce each next bucket that is ready; after backward, all that remain.
 
-        Buckets are launched strictly in order. Ranks may finish gradients in different orders,
-        but must issue their collectives in the same one. In stages 2 and 3 at most two buckets
-        hold full gradients at a time.
+        Buckets are launched strictly in order: ranks may finish gradients in different orders, but
+        collectives are matched by the order of the calls. Stages 2 and 3 free the full gradients of
+        a bucket when the next bucket has been launched.
         """
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
             if bucket.waiting_for and not backward_has_ended:
                 return
-            bucket.start_reduction()
+            bucket.start_reduction()  # first, so that the network is busy during the wait below
             if self.shards_gradients and self.launched > 0:
                 self.buckets[self.launched - 1].finish_reduction()
             self.launched += 1
 
-    def call_at_end_of_backward(self) -> None:
+    def queue_end_backward(self) -> None:
         if not self.in_backward:
             self.in_backward = True
             # no public hook runs when the whole backward has ended; PyTorch's DDP uses this one
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
-        """Reduce the buckets that unused parameters have delayed, before the next backward."""
-        if self.has_unreduced_gradients:
+        """Launch the buckets that unused parameters have delayed, and reset."""
+        if self.has_new_gradients:
             self.launch_ready_buckets(backward_has_ended=True)
             for bucket in self.buckets:
-                bucket.hidden.start()
-        self.launched, self.in_backward, self.has_unreduced_gradients = 0, False, False
+                bucket.hidden.start()  # `param.grad` is a placeholder until `zero_grad`
+        self.launched, self.in_backward, self.has_new_gradients = 0, False, False
         self.finished.clear()
         for bucket in self.buckets:
             bucket.end_backward()
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until each shard's gradient is the average over the ranks. Call it once per step."""
-        if self.has_unreduced_gradients:  # every backward was under no_sync()
+        """After the last backward of a step: wait until each shard has its average gradient."""
+        if self.has_new_gradients:  # every backward was under no_sync()
             self.end_backward()
         for bucket in self.buckets:
             bucket.drop_zeroed_gradients()
@@ -208,7 +212,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         self.check_requires_grad()
         for bucket in self.buckets:
             bucket.check_parameters()
-        self.inner.step()
+        self.inner.step()  # writes the shards, which the all-gathers below send
         for bucket in self.buckets:
             bucket.shard_was_updated()
         for bucket in self.buckets:
@@ -219,7 +223,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         """Drop the gradients, also those of a step that is skipped or of a backward that failed."""
         for bucket in self.buckets:
             bucket.drop_gradients(set_to_none)
-        self.has_unreduced_gradients = False
+        self.has_new_gradients = False
         if self.in_backward:  # it ended in an exception
             self.end_backward()
 
@@ -231,7 +235,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
             shapes = {names[p]: p.shape for p in bucket.params}
             tensors = {f"optim.{k}": t for k, t in adamw_moments(self, bucket.shard).items()}
             if self.shards_parameters:
-                tensors["model"] = bucket.shard.detach()
+                tensors["model"] = bucket.shard.detach()  # in place of the freed parameters
             for prefix, tensor in tensors.items():
                 state |= shards_of_flat_slice(f"{prefix}.", shapes, bucket.owned.start, tensor)
         return state
@@ -242,12 +246,12 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         """Keep only the shards, and unshard each unit's parameters, in `dtype`, where it computes.
 
         units: in the order of the parameter groups. The simple version: computation waits for
-        every all-gather. All ranks must use the same parameters, because their all-gathers are
-        matched by order.
+        every all-gather. All ranks must run the same units in the same order, because their
+        collectives are matched by order.
         """
         self.param_dtype = dtype
         trained = [unit for unit in units if any(p.requires_grad for p in unit.parameters())]
-        for unit, bucket in zip(trained, self.buckets[::-1], strict=True):
+        for unit, bucket in zip(trained, self.buckets[::-1], strict=True):  # the last unit is first
             bucket.shard_parameters(unit, dtype)
             unit.register_forward_pre_hook(partial(self.before_forward, bucket), with_kwargs=True)
             unit.register_forward_hook(partial(self.after_forward, bucket), with_kwargs=True)
@@ -258,13 +262,14 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         bucket.unshard()
         bucket.wait()
         bucket.turn = next(self.turns)
-        bucket.inputs = tensors_in_containers(args, kwargs)
+        bucket.tensors_before = tensors_in_containers(args, kwargs)
         return cast_inputs(args, kwargs, self.param_dtype)
 
     def after_forward(self, bucket, module: nn.Module, args, kwargs, output) -> None:
         if bucket.in_backward:
             return  # activation checkpointing has recomputed forward: backward needs the parameters
-        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, bucket.inputs)
+        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, bucket.tensors_before)
+        bucket.tensors_before = []
         if not torch.is_grad_enabled() or not some_are_hidden:
             bucket.reshard()
         for tensor in outputs:
@@ -272,7 +277,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
 
     def before_backward(self, bucket: ShardedParameterBucket, _: Tensor) -> None:
         """The gradient of the unit's output has been computed: the unit's backward is next."""
-        self.call_at_end_of_backward()
+        self.queue_end_backward()
         self.reshard_finished_units(bucket)
         bucket.in_backward = True
         if bucket.unshards_in_backward:
@@ -280,9 +285,10 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
             bucket.wait()
 
     def reshard_finished_units(self, entered: ShardedParameterBucket) -> None:
-        """Backward enters a unit when it has left those that forward entered later.
+        """Free the units that forward ran after `entered`: backward is done with them.
 
-        That their gradients are final is no sure sign: a unit may use `weight.detach()` as well.
+        Complete gradients alone do not prove that: backward may still read the parameters of a unit
+        that also uses `weight.detach()`.
         """
         finished, self.finished = self.finished, []
         for bucket in finished:
@@ -295,8 +301,8 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
 class Bucket:
     """Stage 1: parameters side by side in one flat buffer, each rank owns an equal shard of it.
 
-    full: [N * shard], padded; the parameters are views into it. shard: [shard], the part that
-    this rank's optimizer updates, itself a view into `full`. grads: [N * shard], of which a
+    full: [N * length], padded; the parameters are views into it. shard: [length], the part that
+    this rank's optimizer updates, itself a view into `full`. grads: [N * length], of which a
     reduce-scatter leaves the average in the owned part.
     waiting_for: the parameters whose gradients this backward has not finished yet.
     """
@@ -319,8 +325,9 @@ class Bucket:
         self.reduction: Work | None = None  # the collectives in flight
         self.gathering: Work | None = None
         self.in_backward = False
-        self.addresses = [p.data_ptr() for p in params]
+        self.addresses = [p.data_ptr() for p in params]  # to notice `model.to()` and other casts
         self.hidden = HiddenGradients(params)
+        # the first parameter has the placeholder, which must go before autograd adds to it
         params[0].register_hook(self.before_accumulation)
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
@@ -337,8 +344,8 @@ class Bucket:
     def copy_gradient(self, param: nn.Parameter, divide_by: int) -> None:
         """Copy the gradient of `param` into the buffer. A missing gradient counts as zero.
 
-        Dividing by the number of ranks here, before the sum, makes the sum the average and costs
-        no extra pass over the memory.
+        Dividing by the number of ranks here, before the sum, makes the sum the average, and most
+        often in the same pass as the copy.
         """
         if self.grads is None:
             self.grads = torch.empty_like(self.full, dtype=self.shard.dtype)
@@ -348,13 +355,13 @@ class Bucket:
         if param.grad is None:
             view.zero_()
         elif param.grad.dtype != view.dtype:
-            view.copy_(param.grad).div_(divide_by)  # divided in float32, not in bfloat16
+            view.copy_(param.grad).div_(divide_by)  # divided in the dtype of the buffer
         elif param.grad is not view or divide_by > 1:
-            torch.div(param.grad, divide_by, out=view)  # copies and divides in one pass
+            torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
 
     def start_reduction(self) -> None:
-        """Sum each shard of the gradients on the rank that owns it, in place."""
-        for param in self.waiting_for:  # unused in this backward, or on this rank
+        """Reduce-scatter: each rank gets the sum of its own part of `grads`, written there."""
+        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
             self.collect(param, divide_by=self.n_ranks)
         self.waiting_for = set()
         owned = self.grads[self.owned]
@@ -384,7 +391,7 @@ class Bucket:
 
     def unshard(self) -> None:
         """Start the all-gather that fills `full` from the shards of all ranks."""
-        self.sent = self.shard.detach()
+        self.sent = self.shard.detach()  # kept alive until the all-gather has ended
         self.gathering = all_gather_single(self.full, self.sent, group=self.group, async_op=True)
 
     def wait(self) -> None:
@@ -392,7 +399,8 @@ class Bucket:
             self.gathering.wait()
             self.gathering = self.sent = None
 
-    # ---- arbitrary training loops: `model.zero_grad()` between a reduction and the step ----
+    # ---- arbitrary training loops: `model.zero_grad()` between a reduction and the step. With this
+    # repository's loop there is nothing to drop ----
 
     def drop_zeroed_gradients(self) -> None:
         if self.hidden.were_zeroed():
@@ -431,7 +439,7 @@ class ShardedGradientBucket(Bucket):
         """Add the average to `shard.grad` and free the full gradients."""
         if self.reduction is not None:
             self.reduction.wait()
-            average, sum_so_far = self.grads[self.owned].to(self.shard, copy=True), self.shard.grad
+            average, sum_so_far = self.grads[self.owned].clone(), self.shard.grad
             self.shard.grad = average if sum_so_far is None else sum_so_far.add_(average)
             self.reduction = self.grads = self.grad_views = None
 
@@ -440,25 +448,27 @@ class ShardedGradientBucket(Bucket):
         self.grads = self.grad_views = None  # of a backward that failed
 
     def accumulate_after_reduction(self) -> None:
-        """The next reduction adds to `shard.grad`."""
+        """Allowed: `finish_reduction` adds to `shard.grad`."""
 
 
 class ShardedParameterBucket(ShardedGradientBucket):
     """Stage 3: full parameters exist only while their unit computes. One bucket is one unit."""
 
     def shard_parameters(self, unit: nn.Module, dtype: torch.dtype) -> None:
-        self.shard.data = self.shard.data.clone()  # out of the buffer that is freed next
+        self.shard.data = (
+            self.shard.data.clone()
+        )  # `reshard` frees the buffer that it is a view into
         owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
         is_lookup = all(isinstance(m, nn.Embedding) for m in owners)
-        # the gradient of a lookup does not depend on the weights
+        # the gradient of a lookup does not depend on the weights (they must not be used otherwise)
         self.unshards_in_backward = not is_lookup
-        # and it sums over all tokens with the same word: in bfloat16 most of them would be lost
+        # and a row's gradient is a sum over many tokens: bfloat16 would round most of them away
         self.full = self.full.to(self.shard.dtype if is_lookup else dtype)
         self.full_views = self.views_into(self.full)
-        nan = not_a_number(
-            self.full.dtype, self.full.device
-        )  # what a parameter reads while it is freed
+        # what a parameter reads as while it is freed
+        nan = not_a_number(self.full.dtype, self.full.device)
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
+        self.turn, self.tensors_before = 0, []  # of the unit's last forward
         self.reshard()
         self.addresses = [p.data_ptr() for p in self.params]
 
@@ -466,7 +476,7 @@ class ShardedParameterBucket(ShardedGradientBucket):
         """Start the all-gather that fills `full`, unless it is there or in flight.
 
         Tensors saved for backward alias this buffer, so its storage is resized in place and
-        written through `.data`, which leaves the version counter unchanged.
+        written through `.data`, so that autograd does not report them as modified.
         """
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
@@ -477,7 +487,7 @@ class ShardedParameterBucket(ShardedGradientBucket):
             self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
 
     def reshard(self) -> None:
-        """Free the full parameters: the storage shrinks to nothing, its views stay valid."""
+        """Free the full parameters: the storage shrinks to nothing until the next `unshard`."""
         if self.full.untyped_storage().nbytes() > 0:
             self.wait()
             self.full.untyped_storage().resize_(0)
@@ -499,7 +509,7 @@ class ShardedParameterBucket(ShardedGradientBucket):
         if self.full.untyped_storage().nbytes() == 0:
             super().check_parameters()
 
-    def __deepcopy__(self, memo: dict) -> None:
+    def __deepcopy__(self, memo: dict) -> None:  # reached by `deepcopy(model)`, through its hooks
         raise RuntimeError("copy the model before shard_parameters(): this rank has shards only")
 
 

@@ -1,18 +1,19 @@
 """Stage 04: fully sharded data parallelism (FSDP): ZeRO stage 3 with prefetching.
 
-Every rank owns a shard of each unit's parameters, gradients and optimizer state. A unit's
-parameters are all-gathered just before it computes and freed right after. The all-gather of the
-next unit overlaps with the computation of this one (prefetch), and so does the reduce-scatter of
-the gradients of the unit before.
+Every rank owns a shard of each unit's parameters, gradients and optimizer state. The parameters of
+a unit (here a layer) are all-gathered one unit ahead, while the previous unit computes (prefetch),
+and freed right after use. In backward, the reduce-scatter of the gradients of the unit that
+backward has just left overlaps with the computation of the next.
 
 New since stage 03: prefetching; the model is built on the meta device and filled unit by unit, so
-that no rank ever holds all of it; unsharded parameters and gradients have dtypes of their own over
-float32 shards; shards may be split over --shard-size ranks only, with replicas of these groups
+that no rank ever holds all of it; shards are float32, but unsharded parameters and gradients may be
+bfloat16; shards may be split over --shard-size ranks only, with replicas of these groups
 (hybrid sharding), or be kept on the CPU.
 
     P parameters, N ranks that shard, m micro-batches per step, E the embedding; float32
 
-    memory per rank     16 P / N bytes, and two unsharded units
+    memory per rank     16 P / N bytes, the full parameters of two units, and in backward the full
+                        gradients of two or three
     communication       reduce-scatter m P + all-gather m (2 P - E) elements per step;
                         without resharding after forward all-gather m P;
                         hybrid sharding adds an all-reduce of P / N
@@ -119,7 +120,7 @@ class FullyShardedDataParallel(ModuleOfShards):
         self.shard_units(module, opened(module) if units is None else units, materialize)
         for i, flat in enumerate(self.flats):
             self.register_parameter(f"shard_{i}", flat.shard)
-        # in reverse order: backward finishes the last layer first
+        # the flat parameters that train, in reverse order: backward finishes the last layer first
         self.buckets = [flat for flat in self.flats[::-1] if flat.trains]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         for param in self.bucket_of:
@@ -129,14 +130,14 @@ class FullyShardedDataParallel(ModuleOfShards):
             flat: earlier for earlier, flat in pairwise(self.flats) if earlier.unshards_in_backward
         }
         self.launched = 0  # how many buckets' reductions have started
-        self.finished: list[FlatParameter] = []  # units that have all gradients in this backward
-        self.turns = count()  # in which forward enters the units
+        self.finished: list[FlatParameter] = []  # gradients complete, not yet resharded
+        self.turns = count()  # numbers the units in the order of forward
         self.synchronizes, self.in_forward, self.in_backward = True, False, False
 
     def forward(self, *args, **kwargs):
         self.drop_failed_backward()
         for flat in self.flats:
-            flat.reshard()  # left unsharded by a forward without backward, and older than the shard
+            flat.reshard()  # left by a forward without backward, and stale after an optimizer step
         self.in_forward = True
         try:
             return self.module(*args, **kwargs)
@@ -145,10 +146,10 @@ class FullyShardedDataParallel(ModuleOfShards):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For the backward of every micro-batch but the last.
+        """Postpone hybrid sharding's all-reduce over the replicas to the last micro-batch.
 
-        There are no full gradients to accumulate in: every micro-batch is reduced to the shards.
-        Hybrid sharding averages the shards' gradients over the replicas after the last one only.
+        There are no full gradients to accumulate in: every micro-batch is reduce-scattered.
+        Without replicas this changes nothing.
         """
         self.synchronizes = False
         try:
@@ -161,13 +162,14 @@ class FullyShardedDataParallel(ModuleOfShards):
             flat.reshard()  # a unit called alone: what is unsharded may be stale
         self.unshard(flat, self.next_in_forward.get(flat) if self.in_forward else None)
         flat.turn = next(self.turns)
-        flat.inputs = tensors_in_containers(args, kwargs)
+        flat.tensors_before = tensors_in_containers(args, kwargs)
         return cast_inputs(args, kwargs, self.param_dtype)
 
     def after_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs, output) -> None:
         if flat.in_backward:
             return  # activation checkpointing has recomputed forward: backward needs the parameters
-        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, flat.inputs)
+        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, flat.tensors_before)
+        flat.tensors_before = []
         if not torch.is_grad_enabled() or (self.reshard_after_forward and not some_are_hidden):
             flat.reshard()
         for tensor in outputs:
@@ -175,7 +177,7 @@ class FullyShardedDataParallel(ModuleOfShards):
 
     def before_backward(self, flat: FlatParameter, _: Tensor) -> None:
         """The gradient of the unit's output has been computed: the unit's backward is next."""
-        self.call_at_end_of_backward()
+        self.queue_end_backward()
         self.reshard_finished_units(flat)
         flat.in_backward = True
         if flat.unshards_in_backward:
@@ -189,12 +191,12 @@ class FullyShardedDataParallel(ModuleOfShards):
         flat.wait()
 
     def reshard_finished_units(self, entered: FlatParameter) -> None:
-        """Backward enters a unit when it has left those that forward entered later.
+        """Free the units that forward ran after `entered`: backward is done with them.
 
-        That their gradients are final is no sure sign: a unit may use `weight.detach()` as well,
-        and a frozen unit has no gradients.
+        Complete gradients alone do not prove that: backward may still read the parameters of a unit
+        that also uses `weight.detach()`. A frozen unit has no gradients at all.
         """
-        if entered.unit is not self.module:  # the whole module begins before all units
+        if entered.unit is not self.module:  # whose hook fires first, though its turn is the lowest
             finished, self.finished = self.finished, []
             for flat in finished:
                 if flat.turn > entered.turn and flat.unit is not entered.unit:
@@ -205,11 +207,11 @@ class FullyShardedDataParallel(ModuleOfShards):
             self.finished.append(entered)
 
     def mark_ready(self, param: nn.Parameter) -> None:
-        """Note that the gradient of `param` is final. Autograd calls this during backward."""
+        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError("checkpoint with use_reentrant=False: a gradient is final once")
-        self.call_at_end_of_backward()
+            raise RuntimeError("a gradient is final once: use checkpoint(..., use_reentrant=False)")
+        self.queue_end_backward()
         bucket.collect(param, divide_by=bucket.n_ranks)
         bucket.waiting_for.remove(param)
         if not bucket.waiting_for:
@@ -217,17 +219,17 @@ class FullyShardedDataParallel(ModuleOfShards):
             self.launch_ready_buckets()
 
     def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
-        """Reduce every bucket whose gradients are ready, while backward computes the others.
+        """Start to reduce each next bucket that is ready; after backward, all that remain.
 
-        Buckets are launched strictly in order. Ranks may finish gradients in different orders,
-        but must issue their collectives in the same one. At most two buckets hold full gradients
-        at a time.
+        Buckets are launched strictly in order: ranks may finish gradients in different orders, but
+        collectives are matched by the order of the calls. The full gradients of a bucket are freed
+        when the next bucket has been launched.
         """
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
             if bucket.waiting_for and not backward_has_ended:
                 return
-            bucket.start_reduction()
+            bucket.start_reduction()  # first, so that the network is busy during the wait below
             if self.launched > 0:
                 previous = self.buckets[self.launched - 1]
                 previous.finish_reduction()
@@ -235,16 +237,18 @@ class FullyShardedDataParallel(ModuleOfShards):
                     previous.start_replicating()
             self.launched += 1
 
-    def call_at_end_of_backward(self) -> None:
+    def queue_end_backward(self) -> None:
         if not self.in_backward:
             if torch.is_grad_enabled():
-                raise RuntimeError("create_graph=True: parameters are freed before it is used")
+                raise RuntimeError(
+                    "create_graph=True: parameters are freed before the graph is used"
+                )
             self.in_backward = True
             # no public hook runs when the whole backward has ended; PyTorch's DDP uses this one
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
-        """Reduce the buckets that unused parameters have delayed, and reshard every unit."""
+        """Launch the buckets that unused parameters have delayed, and reshard every unit."""
         self.launch_ready_buckets(backward_has_ended=True)
         self.launched, self.finished, self.in_backward = 0, [], False
         for flat in self.flats:
@@ -253,7 +257,7 @@ class FullyShardedDataParallel(ModuleOfShards):
             bucket.waiting_for = set(bucket.params)
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until each shard's gradient is the average over the ranks. Call it once per step."""
+        """After the last backward of a step: wait until each shard has its average gradient."""
         for bucket in self.buckets:
             bucket.finish_reduction()
             bucket.start_replicating()
@@ -300,7 +304,7 @@ class FullyShardedDataParallel(ModuleOfShards):
     # ---- the meta device: `materialize` fills one unit after the other ----
 
     def shard_units(self, module: nn.Module, units: list[nn.Module], materialize) -> None:
-        """Shard each unit before the next one is filled: no rank ever holds two full units."""
+        """Shard each unit before the next one gets values: no rank ever holds the full model."""
         names = {m: name for name, m in module.named_modules()}
         users = Counter(p for unit in units for p in unit.parameters())
         # of no unit, or of several (tied): unsharded around the whole module
@@ -314,7 +318,7 @@ class FullyShardedDataParallel(ModuleOfShards):
                 materialize(unit, names[unit])
             params = dict(unit.named_parameters(prefix=names[unit]))
             if len(params) != before:
-                raise ValueError(f"{names[unit]}: its tied parameters are apart on leaving meta")
+                raise ValueError(f"{names[unit]}: `materialize` has untied its tied parameters")
             if any(p.is_meta for p in params.values()):
                 raise ValueError(f"{names[unit]}: still on the meta device, without values")
             self.shard_unit(unit, {n: p for n, p in params.items() if users[p] < 2})
@@ -345,11 +349,11 @@ class FullyShardedDataParallel(ModuleOfShards):
 
 
 class FlatParameter:
-    """A unit's parameters side by side in one flat buffer, each rank owns an equal shard of it.
+    """A unit's parameters side by side in one flat buffer, of which each rank owns an equal shard.
 
-    shard: [shard], the part that this rank's optimizer updates, in the parameters' own dtype.
-    full: [N * shard], padded, in `param_dtype`; has memory only while unsharded. The parameters
-    are views into it then, and NaN otherwise. grads: [N * shard] in `reduce_dtype`, in backward.
+    shard: [length], the part that this rank's optimizer updates, in the parameters' own dtype.
+    full: [N * length], padded, in `param_dtype`; has memory only while unsharded. The parameters
+    are views into it then, and NaN otherwise. grads: [N * length] in `reduce_dtype`, in backward.
     waiting_for: the parameters whose gradients this backward has not finished yet.
     """
 
@@ -370,14 +374,15 @@ class FlatParameter:
         self.shard = nn.Parameter(shard, requires_grad=self.trains)
         owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
         is_lookup = all(isinstance(m, nn.Embedding) for m in owners)
-        # the gradient of a lookup does not depend on the weights
+        # the gradient of a lookup does not depend on the weights (they must not be used otherwise)
         self.unshards_in_backward = not is_lookup
-        # and it sums over all tokens with the same word: in bfloat16 most of them would be lost
+        # and a row's gradient is a sum over many tokens: bfloat16 would round most of them away
         keeps_dtype = param_dtype is None or is_lookup or not shard.is_floating_point()
         dtype = shard.dtype if keeps_dtype else param_dtype
         self.full = torch.empty(n_shards * length, dtype=dtype, device=device)
         self.full_views = self.views_into(self.full)
-        nan = not_a_number(dtype, device)  # what a parameter reads as while it is freed
+        # what a parameter reads as while it is freed
+        nan = not_a_number(dtype, device)
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
         self.reduce_dtype = reduce_dtype or self.full.dtype
         self.grads: Tensor | None = None
@@ -385,8 +390,8 @@ class FlatParameter:
         self.reduction: Work | None = None  # the collectives in flight
         self.gathering: Work | None = None
         self.replicating: Work | None = None
-        self.pending: PendingGradient | None = None  # where the collective's result goes
-        self.inputs: list[Tensor] = []  # in containers that the unit may fill
+        self.pending: PendingGradient | None = None  # `shard.grad` while a collective is in flight
+        self.tensors_before: list[Tensor] = []  # in containers that the unit may fill
         self.turn = 0  # when forward has entered the unit
         self.in_backward = self.is_replicated = False
         self.reshard()
@@ -400,7 +405,7 @@ class FlatParameter:
         """Start the all-gather that fills `full`, unless it is there or in flight.
 
         Tensors saved for backward alias this buffer, so its storage is resized in place and
-        written through `.data`, which leaves the version counter unchanged.
+        written through `.data`, so that autograd does not report them as modified.
         """
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
@@ -415,7 +420,7 @@ class FlatParameter:
             self.gathering = self.sent = None
 
     def reshard(self) -> None:
-        """Free the full parameters: the storage shrinks to nothing, its views stay valid."""
+        """Free the full parameters: the storage shrinks to nothing until the next `unshard`."""
         if self.full.untyped_storage().nbytes() > 0:
             self.wait()
             self.full.untyped_storage().resize_(0)
@@ -436,8 +441,8 @@ class FlatParameter:
     def copy_gradient(self, param: nn.Parameter, divide_by: int) -> None:
         """Copy the gradient of `param` into the buffer. A missing gradient counts as zero.
 
-        Dividing by the number of ranks here, before the sum, makes the sum the average and costs
-        no extra pass over the memory.
+        Dividing by the number of ranks here, before the sum, makes the sum the average, and most
+        often in the same pass as the copy.
         """
         if self.grads is None:
             self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
@@ -447,13 +452,13 @@ class FlatParameter:
         if param.grad is None:
             view.zero_()
         elif param.grad.dtype != view.dtype:
-            view.copy_(param.grad).div_(divide_by)  # divided in float32, not in bfloat16
+            view.copy_(param.grad).div_(divide_by)  # divided in the dtype of the buffer
         elif param.grad is not view or divide_by > 1:
-            torch.div(param.grad, divide_by, out=view)  # copies and divides in one pass
+            torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
 
     def start_reduction(self) -> None:
-        """Sum each shard of the gradients on the rank that owns it, in place."""
-        for param in self.waiting_for:  # unused in this backward, or on this rank
+        """Reduce-scatter: each rank gets the sum of its own part of `grads`, written there."""
+        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
             self.collect(param, divide_by=self.n_ranks)
         self.waiting_for = set()
         owned = self.grads[self.owned]
@@ -470,7 +475,7 @@ class FlatParameter:
     # ---- hybrid sharding: all-reduce the shards' gradients over the replicas ----
 
     def start_replicating(self) -> None:
-        """Once per step, after the last micro-batch."""
+        """Start the all-reduce: once per step, after the last micro-batch."""
         grad = self.shard.grad
         if self.replicate_group is not None and grad is not None and not self.is_replicated:
             self.is_replicated, self.pending = True, PendingGradient(self.shard)
@@ -483,7 +488,7 @@ class FlatParameter:
             self.replicating = self.pending = None
 
     def check_not_replicated(self) -> None:
-        """What is averaged over the replicas must not be added to and averaged again."""
+        """Raise an error if a backward would add to gradients that are averaged already."""
         if self.is_replicated:
             self.finish_replicating()
             if self.shard.grad is not None and self.shard.grad.any():
@@ -538,7 +543,7 @@ def parse_args(argv: list[str] | None = None):
     )
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--no-reshard-after-forward", action="store_true", help="keep it unsharded")
+    parser.add_argument("--no-reshard-after-forward", action="store_true", help="until backward")
     parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())

@@ -149,7 +149,7 @@ REFINED = {
         "FullyShardedDataParallel.after_forward": "may leave the unit unsharded",
         "FullyShardedDataParallel.before_backward": "prefetches; reshards frozen units",
         "FullyShardedDataParallel.reshard_finished_units": "units may be frozen or nested",
-        "FullyShardedDataParallel.call_at_end_of_backward": "parameters are freed: no create_graph",
+        "FullyShardedDataParallel.queue_end_backward": "parameters are freed: no create_graph",
         "FullyShardedDataParallel.mark_ready": "always reduces",
         "FullyShardedDataParallel.launch_ready_buckets": "also starts the replicas' all-reduce",
         "FullyShardedDataParallel.end_backward": "reshards every unit",
