@@ -48,8 +48,10 @@ data: $(READY) ## fetch and prepare WikiText-2, once, where there is internet
 quickstart: $(READY) ## train every stage for a few steps on the embedded sample; one table
 	@$(BIN)/python tools/quickstart.py
 
+# --standalone would name the run by a UUID; the time sorts, and stays when torchrun restarts a rank
 launch = $(if $(filter 01,$*),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) \
-	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC))
+	$(BIN)/torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 \
+	--rdzv-id $(shell date +%Y%m%d-%H%M%S) --nproc-per-node $(NPROC))
 
 run-%: $$(folder)/train.py $(READY) ## train stage NN (01 ... 07) here
 ifdef EDIT

@@ -55,6 +55,27 @@ PEAK_FLOPS = {
 }
 
 
+# where TensorBoard, which groups its charts by the word before the slash, shows a metric
+TAGS = {
+    "loss": "loss/train",
+    "val_loss": "loss/val",
+    "test_loss": "loss/test",
+    "val_ppl": "perplexity/val",
+    "test_ppl": "perplexity/test",
+    "grad_norm": "optimizer/grad_norm",
+    "lr": "optimizer/lr",
+    "tokens_per_s": "speed/tokens_per_s",
+    "step_ms": "speed/step_ms",
+    "save_ms": "speed/save_ms",
+    "seconds_left": "speed/seconds_left",
+    "gpu_utilisation": "speed/gpu_utilisation",
+    "mfu": "speed/mfu",
+    "memory_mb": "memory/memory_mb",
+    "model_state_mb": "memory/model_state_mb",
+    "comm_mb": "comm/comm_mb",
+}
+
+
 def peak_flops(device_name: str) -> float | None:
     """bf16 peak of a GPU by its name, None if it is not known."""
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
@@ -315,7 +336,7 @@ class Run:
         self._metrics.flush()
         for name, value in line.items():
             if name != "step":
-                self._board.add_scalar(name, value, line["step"])
+                self._board.add_scalar(TAGS.get(name, name), value, line["step"])
         if self._bar is not None:
             self._bar.clear()
         print0(_readable(line))

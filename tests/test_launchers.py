@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,18 @@ def test_readme_command_of_each_launcher_starts_a_stage(
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert (config["launcher"], config["world_size"]) == (launcher, size)
     assert_same_curve(metrics, reference(flags))
+
+
+def test_make_names_a_runs_folder_by_the_time(tmp_path, flags):
+    copy = copy_of_repository(tmp_path / "copy")
+    kept = {k: v for k, v in os.environ.items() if not STRAY.match(k)}
+    words = ["run-02", "NPROC=2", f"VENV={sys.prefix}", f"ARGS={' '.join(flags)}"]
+    command = ["make", "-o", f"{sys.prefix}/.installed", *words]
+    done = subprocess.run(command, cwd=copy, env=kept, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (copy / "runs/02_ddp").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{6}", folder.name)
+    assert json.loads((folder / "config.json").read_text())["world_size"] == 2
 
 
 # ---- what is said where something is missing ----

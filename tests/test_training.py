@@ -301,9 +301,12 @@ def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path,
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(tmp_path)).Reload()
-    for name in ("loss", "grad_norm", "lr", "tokens_per_s", "val_loss", "test_ppl"):
-        points = {e.step: e.value for e in board.Scalars(name)}
+    tags = "loss/train loss/val perplexity/test optimizer/lr speed/step_ms comm/comm_mb".split()
+    for name, tag in zip("loss val_loss test_ppl lr step_ms comm_mb".split(), tags, strict=True):
+        points = {e.step: e.value for e in board.Scalars(tag)}
         assert points == pytest.approx({x["step"]: x[name] for x in metrics if name in x})
+    groups = {tag.split("/")[0] for tag in board.Tags()["scalars"]}
+    assert groups == {"loss", "perplexity", "optimizer", "speed", "memory", "comm"}
     assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == [
         *("step-00000002", "step-00000004"),
     ]
