@@ -67,6 +67,8 @@ def base_parser(description: str) -> Parser:
     """A parser with the flags that every stage has. Defaults are printed by --help."""
     p = Parser(
         description=description.strip().split("\n")[0],
+        epilog="SIGTERM or SIGUSR1: finish the step, save, and exit. Ctrl-C: exit without saving. "
+        "A second SIGTERM or Ctrl-C, two seconds later: exit at once, in the midst of a step.",
         formatter_class=_Help,
         allow_abbrev=False,
     )

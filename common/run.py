@@ -15,8 +15,10 @@ import os
 import platform
 import resource
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -122,6 +124,38 @@ def gpu_utilisation(device: torch.device) -> Callable[[], int | None]:
     return lambda: None if nvml.nvmlDeviceGetUtilizationRates(handle, rates) else rates[0]
 
 
+class SecondSignal:
+    """End the process when SIGTERM or Ctrl-C comes again, two seconds or more after the first.
+
+    Python runs its handlers between two of its own instructions, and a backward is one of them,
+    however long. The C handler writes the signal's number to a wake-up socket at once, and a
+    thread reads it there. A launcher may pass on what a process has got already: that is no second
+    signal. is_stopping: whether the first was heeded, and a checkpoint is being written.
+    """
+
+    def __init__(self, is_stopping: Callable[[], bool]):
+        self.is_stopping = is_stopping
+        self.reader, self.writer = socket.socketpair()
+        self.writer.setblocking(False)  # as set_wakeup_fd wants it
+        self.before = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        first = math.inf
+        while numbers := self.reader.recv(64):
+            for number in set(numbers) & {signal.SIGTERM, signal.SIGINT}:
+                now = time.monotonic()
+                first = min(first, now)
+                if now - first >= 2.0 and not self.is_stopping():
+                    print0("ended at once by a second signal, without saving", file=sys.stderr)
+                    os._exit(128 + number)
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self.before)
+        self.writer.shutdown(socket.SHUT_RDWR)  # ends the thread
+        self.writer.close()
+
+
 class Run:
     """One training run, from the flags; see the module's docstring.
 
@@ -206,6 +240,7 @@ class Run:
         ledger.reset()  # what the start has sent belongs to no step
         for number in (signal.SIGTERM, signal.SIGUSR1):
             self._handlers[number] = signal.signal(number, self._ask_to_stop)
+        second_signal = SecondSignal(lambda: self._stopping)
         self._bar = tqdm(
             total=self.args.steps,
             initial=first,
@@ -224,6 +259,7 @@ class Run:
                 if self._stopping:
                     break
         finally:
+            second_signal.close()
             if profiler:
                 profiler.stop()
             self._bar.close()

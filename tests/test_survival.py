@@ -8,12 +8,14 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import chaos
 import pytest
-from harness import assert_same_curve, load_stage, stages
+from harness import REPO, assert_same_curve, load_stage, stages
 from jobs import free_port, start, torchrun, workers_of
 
 from common import checkpoint
@@ -96,6 +98,37 @@ def test_signal_to_one_rank_saves_the_same_step_on_all_and_stops(
     assert saved.name == f"step-{len(ended[0].value):08d}"
 
 
+def train_and_signal_twice(argv: list[str]) -> list[dict]:
+    """One SIGTERM in the first step, another two seconds later, while its checkpoint is saved."""
+    from common.run import Run
+
+    def log_and_signal(self, now, *args):
+        log(self, now, *args)
+        if now == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def signal_and_wait(self):
+        time.sleep(2.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        with patch.object(checkpoint.CheckpointFolder, "wait", wait):
+            wait(self)
+
+    log, wait = Run.log, checkpoint.CheckpointFolder.wait
+    with (
+        patch.object(Run, "log", log_and_signal),
+        patch.object(checkpoint.CheckpointFolder, "wait", signal_and_wait),
+    ):
+        return load_stage("01").main(argv)
+
+
+def test_a_second_signal_while_it_saves_does_not_end_the_save(pools, corpus_dir, tmp_path):
+    argv = argv_of("01", corpus_dir, tmp_path, "--steps", 20)
+    (lines,) = pools(1, group=False).run(train_and_signal_twice, argv)
+    (saved,) = checkpoints(tmp_path / "checkpoints")
+    assert len(lines) == 1 and saved.name == "step-00000001"
+
+
 # ---- real processes ----
 
 
@@ -120,6 +153,48 @@ def test_signal_to_one_process_ends_the_job_with_status_0(corpus_dir, tmp_path):
     assert said[0][0].count("asked to stop") == 1 and said[0][1] == said[1][1] == ""
     steps = lines_of(tmp_path)[-1]["step"] + 1
     assert checkpoints(tmp_path / "checkpoints")[-1].name == f"step-{steps:08d}"
+
+
+LONG_STEP = """
+import sys
+sys.path[:0] = [{repo!r}, {tests!r}]
+import torch
+from common.run import Run
+from harness import load_stage
+def log(self, *_):
+    print("in a long step", flush=True)
+    torch.futures.Future().wait()  # no Python runs meanwhile, as in a long backward
+Run.log = log
+load_stage("01").main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_second_signal_ends_a_process_in_the_midst_of_a_long_step(corpus_dir, tmp_path, name):
+    script = LONG_STEP.format(repo=str(REPO), tests=str(REPO / "tests"))
+    argv = [*SMALL, "--data", str(corpus_dir), "--run-dir", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    number = getattr(signal, name)
+    try:
+        assert any("in a long step" in line for line in process.stdout)
+        for other in (number, number, signal.SIGUSR1):  # a launcher may pass on what all have got
+            process.send_signal(other)
+            time.sleep(0.2)
+        assert process.poll() is None
+        time.sleep(2.0)
+        process.send_signal(signal.SIGUSR1)  # Slurm's jobs are asked again and again
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(number)
+        _, said = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number and "second signal" in said
 
 
 @pytest.mark.wall_clock
