@@ -10,6 +10,8 @@ its AdamW, so that a checkpoint of any stage on any topology loads in any other:
 
 A folder is written under another name and renamed when every rank is done: what is called
 `step-...` is whole. Seed and step give weights, data order and dropout, so nothing else is saved.
+Beside the tensors `run.json` tells the arguments and the hashes of vocabulary and corpus, so that
+to resume with others is an error or is said.
 """
 
 from __future__ import annotations
@@ -43,8 +45,17 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from common.distributed import print0, refuse
-from common.storage import Damaged, LoadPlanner, Misfit, Reader, SavePlanner, Writer
+from common.distributed import print0, rank, refuse
+from common.storage import (
+    Damaged,
+    LoadPlanner,
+    Misfit,
+    Reader,
+    SavePlanner,
+    Writer,
+    read_description,
+    write_description,
+)
 
 
 class Shard:
@@ -178,9 +189,10 @@ def shards_of_flat_slice(
 class _Commit(Writer):
     """Writes aside; the folder gets its name when all ranks have written and synced."""
 
-    def __init__(self, folder: Path, step: int, keep: int):
+    def __init__(self, folder: Path, step: int, keep: int, run: dict | None):
         super().__init__(folder / f"writing-{step:08d}")
         self.folder, self.final, self.keep = folder, folder / f"step-{step:08d}", keep
+        self.run = run
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # PyTorch's makes the folder, on every rank
@@ -196,6 +208,8 @@ class _Commit(Writer):
     def finish(self, metadata: Metadata, results: list) -> None:
         """On rank 0, when everybody has written."""
         super().finish(metadata, results)
+        if self.run is not None:
+            write_description(self.path, self.run)
         if self.final.exists():
             _delete(self.final)
         self.path.rename(self.final)
@@ -231,15 +245,22 @@ class CheckpointFolder(os.PathLike):
 
     timeout: of the collectives of saves, which have a process group of their own: they come when
     a disk is ready, and on training's group they would get in between training's.
+    run: `arguments`, and the hashes `vocabulary` and `corpus`. Saved with each checkpoint, and
+    compared with those of the one that is resumed from.
     """
 
-    def __init__(self, path: str | os.PathLike, timeout: timedelta | None = None):
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        timeout: timedelta | None = None,
+        run: dict | None = None,
+    ):
+        self.path, self.run = Path(path), run
         self.group = None
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
         self.held = 0.0  # seconds that saves have kept training waiting
-        self._saving: tuple[Path, Future] | None = None
+        self._saving: tuple[_Commit, Future] | None = None
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -248,7 +269,7 @@ class CheckpointFolder(os.PathLike):
         """Wait for the save before, copy `state` to host memory, and write it in the background."""
         started = time.perf_counter()
         self.wait()
-        writer = _Commit(self.path, step, keep)
+        writer = _Commit(self.path, step, keep, self.run)
         future = dcp.async_save(
             {**state, "step": torch.tensor(step)},
             storage_writer=writer,
@@ -257,7 +278,7 @@ class CheckpointFolder(os.PathLike):
             async_stager=_HostCopy(),
             no_dist=self.group is None,
         )
-        self._saving = writer.final, future
+        self._saving = writer, future
         self.held += time.perf_counter() - started
 
     def has_failed(self) -> bool:
@@ -269,12 +290,14 @@ class CheckpointFolder(os.PathLike):
         """Until the save under way is whole on disk. Refuses to go on if it cannot be."""
         if self._saving is None:
             return
-        (path, future), self._saving = self._saving, None
+        (writer, future), self._saving = self._saving, None
         try:
             future.result()
         except dcp.api.CheckpointException as error:
+            if rank() == 0:  # no rank writes any longer
+                shutil.rmtree(writer.path, ignore_errors=True)
             why = _first_cause(error)
-            refuse(f"cannot save {path}: {why}; older ones are untouched", status=1)
+            refuse(f"cannot save {writer.final}: {why}; older ones are untouched", status=1)
 
     def close(self) -> None:
         self.wait()
@@ -336,7 +359,7 @@ def load_checkpoint(
         refuse(f"--resume {resume}: no checkpoint there (a folder step-..., or a run's folder)")
     for path, older in zip(found, [*found[1:], None], strict=True):
         try:
-            step = _fill(state, path)
+            step, notes = _fill(state, path, getattr(folder, "run", None))
             break
         except Misfit as error:
             refuse(f"--resume {resume}: {path} does not fit this model: {error}")
@@ -346,6 +369,8 @@ def load_checkpoint(
             print0(f"{path} is damaged: {error}; going back to {older.name}")
     for moments in optimizer.state.values():
         moments["step"].fill_(step)
+    for note in notes:
+        print0(note)
     print0(f"resumed from {path}, {step} steps done")
     return step
 
@@ -358,14 +383,48 @@ def _candidates(folder: str | os.PathLike, resume: str) -> list[Path]:
     return checkpoints(folder if resume == "auto" else path / "checkpoints")[::-1]
 
 
-def _fill(state: State, path: Path) -> int:
-    """Fill `state` from one checkpoint; the steps done. Every rank raises the same, or none.
+# arguments that may differ from those of the run that saved, but not in silence
+NOTED = ("seed", "seq_len", "global_batch_size", "lr", "warmup_steps", "min_lr_ratio", "steps")
+NOTED += ("weight_decay", "grad_clip", "dropout")
 
-    Raises `Damaged` if any rank cannot read what it needs, `Misfit` if it is of another model.
+
+def _compare(path: Path, run: dict) -> list[str]:
+    """What to tell of the differences between this run and the one that saved the checkpoint.
+
+    Raises `Misfit` for a model whose shapes may be the same but not their meaning.
     """
+    before = read_description(path)
+    if not before:
+        return [f"{path} has no run.json: its arguments and vocabulary are not compared"]
+    try:
+        old, new = before["arguments"], run["arguments"]
+        if old["n_heads"] != new["n_heads"]:
+            raise Misfit(f"it has {old['n_heads']!r} heads, not --n-heads {new['n_heads']}")
+        if before["vocabulary"] != run["vocabulary"]:
+            raise Misfit("it has another vocabulary: pass the --data it was trained on")
+        notes = [
+            f"--{name.replace('_', '-')} is now {new[name]}, was {old[name]!r}"
+            for name in NOTED
+            if old[name] != new[name]
+        ]
+        if before["corpus"] != run["corpus"]:
+            notes.append(f"the corpus is now {run['corpus']}, was {before['corpus']!r} (hashes)")
+    except (KeyError, TypeError) as error:
+        raise Damaged(f"run.json: {type(error).__name__}: {error}") from None
+    return notes
+
+
+def _fill(state: State, path: Path, run: dict | None) -> tuple[int, list[str]]:
+    """Fill `state` from one checkpoint; the steps done, and what to tell of it.
+
+    Every rank raises the same, or none: `Damaged` if any rank cannot read what it needs, `Misfit`
+    if it is of another model.
+    """
+    notes: list[str] = []
     try:
         reader, problem = Reader(path), None
-    except Damaged as error:
+        notes = _compare(path, run) if run is not None else []
+    except (Damaged, Misfit) as error:
         reader, problem = None, error
     told = _of_all_ranks((problem, set(state)))
     for problem, _ in told:
@@ -383,7 +442,7 @@ def _fill(state: State, path: Path) -> int:
         why = _first_cause(error)
         kind = Misfit if isinstance(why, Misfit) else Damaged
         raise kind(str(why).strip().split("\n")[0]) from None
-    return int(step.item())
+    return int(step.item()), notes
 
 
 def _of_all_ranks(value: object) -> list:

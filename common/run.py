@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import hashlib
+import itertools
 import json
 import math
 import os
@@ -18,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -170,17 +173,23 @@ class Run:
         device: torch.device,
         corpus: Corpus,
     ):
-        self.args, self.config, self.device, self.corpus = args, config, device, corpus
+        self.args, self.config, self.device = args, config, device
         if device.type == "cpu":
             keep_freed_memory()
         self.stage = Path(script).resolve().parent.name
-        self.folder = Path(args.run_dir or Path("runs", self.stage, run_id()))
+        stage_folder = Path("runs", self.stage)
+        self.folder = Path(args.run_dir or stage_folder / run_id(stage_folder))
         self.history: list[dict] = []
         self.stop_group = timeout = None
         if dist.is_initialized():
             timeout = timedelta(seconds=args.timeout)
             self.stop_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="stop")
-        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", timeout)
+        vocabulary = hashlib.sha256("\n".join(corpus.vocab).encode()).hexdigest()[:12]
+        self._described = {
+            "arguments": {k: 0 if v == math.inf else v for k, v in vars(args).items()},
+            **{"vocabulary": vocabulary, "corpus": corpus.digest},
+        }
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", timeout, self._described)
         self._handlers: dict = {}
         self._asked_to_stop = False
         self._stopping = False
@@ -205,11 +214,10 @@ class Run:
         from torch.utils.tensorboard import SummaryWriter
 
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make_checkpoint_folder()
             described = {
                 "stage": self.stage,
-                "arguments": {k: 0 if v == math.inf else v for k, v in vars(self.args).items()},
-                "corpus": self.corpus.digest,
+                **self._described,
                 "parameters": self.config.num_parameters(),
                 "world_size": world_size(),
                 "launcher": launch_environment().launcher,
@@ -224,9 +232,19 @@ class Run:
         millions = described["parameters"] / 1e6
         print0(
             f"{self.stage}: {millions:.2f} M parameters, {world_size()} x {self.device.type}, "
-            f"data {self.args.data} (hash {self.corpus.digest}), run folder {self.folder}"
+            f"data {self.args.data} (hash {described['corpus']}), run folder {self.folder}"
         )
         return None
+
+    def _make_checkpoint_folder(self) -> None:
+        """And try it; under `--resume never` an earlier run's checkpoints are moved aside."""
+        folder = self.checkpoints.path
+        if self.args.resume == "never" and not has_restarted() and checkpoints(folder):
+            earlier = _new_folder(self.folder, "checkpoints-earlier")
+            folder.rename(earlier)
+            print0(f"--resume never: the checkpoints of the earlier run are now in {earlier}")
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
     # ---- steps ----
 
@@ -236,6 +254,8 @@ class Run:
         Drops the lines that a run which went further has left behind; shows a progress bar at a
         terminal; with `--profile` traces steps 4 to 6 after the first.
         """
+        if first >= self.args.steps:
+            print0(f"nothing left to do: {first} steps are done, --steps is {self.args.steps}")
         self._drop_lines_from(first)
         ledger.reset()  # what the start has sent belongs to no step
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -384,6 +404,8 @@ class Run:
         """
         self.write()
         self.checkpoints.close()
+        if self.history and not self.args.checkpoint_every and not self._stopping:
+            print0("no checkpoint was saved: pass --checkpoint-every to resume or export a run")
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if rank() == 0:
@@ -479,18 +501,35 @@ def keep_freed_memory() -> None:
         pass
 
 
-def run_id() -> str:
-    """The launcher's id of this run, which a requeued job keeps; else the time on rank 0."""
+def run_id(parent: Path) -> str:
+    """The launcher's id of this run, which a requeued job keeps; else the time on rank 0.
+
+    parent: of the run's folder.
+    """
     env = os.environ
     elastic = env.get("TORCHELASTIC_RUN_ID", "none")
     if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" in env:
-        return env["SLURM_JOB_ID"]
+        job, step = env["SLURM_JOB_ID"], env["SLURM_STEP_ID"]
+        return job if step == "0" else f"{job}.{step}"  # each srun of a job is a run
     if elastic != "none":
         return elastic
-    told = [time.strftime("%Y%m%d-%H%M%S")]
+    told = [_new_folder(parent, time.strftime("%Y%m%d-%H%M%S")).name if rank() == 0 else None]
     if dist.is_initialized():
         dist.broadcast_object_list(told, src=0)
     return told[0]
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """Make a folder of this name, or with a number behind it where another has the name."""
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            pass  # `Run._open` will meet it too, and reports it
+        return folder
 
 
 def has_restarted() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import io
+import json
 import os
 import pickle
 import zlib
@@ -165,6 +166,13 @@ class _SummedItems:
         return self.streams[item.index], []  # no transformation that a reader must undo
 
 
+def _os_error_behind(error: BaseException | None) -> OSError | None:
+    """A full disk, for instance."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
+
+
 # Python 3.11.2 pickles a member of an enum as getattr(cls, name), later versions as cls(value),
 # which every version reads
 copyreg.pickle(_MEM_FORMAT_ENCODING, lambda member: (type(member), (member.value,)))
@@ -183,6 +191,8 @@ class Writer(dcp.FileSystemWriter):
         set_crc32_options(False)  # of the zip that holds an item; nobody compares it
         try:
             written = super().write_data(plan, planner)
+        except RuntimeError as error:  # the zip writer's, which covers up why a write failed
+            raise _os_error_behind(error) or error from None
         finally:
             set_crc32_options(theirs)
         for result in written.value():
@@ -203,6 +213,31 @@ class Writer(dcp.FileSystemWriter):
             file.write(_MARK + b"%d" % checksum)
             file.flush()
             os.fsync(file.fileno())
+
+
+# ---- the run that a checkpoint is of ----
+
+
+def write_description(folder: str | os.PathLike, run: dict[str, Any]) -> None:
+    """Write what `run` tells (its arguments, hashes of its corpus) as JSON, with a checksum."""
+    checksum = zlib.crc32(json.dumps(run).encode())
+    with open(Path(folder) / "run.json", "w") as file:
+        json.dump({**run, "checksum": checksum}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_description(folder: str | os.PathLike) -> dict[str, Any]:
+    """What `write_description` was given; {} where an older version has saved. Raises `Damaged`."""
+    try:
+        run = json.loads((Path(folder) / "run.json").read_bytes())
+        if run.pop("checksum") != zlib.crc32(json.dumps(run).encode()):
+            raise ValueError("its checksum differs")
+    except FileNotFoundError:
+        return {}
+    except Exception as error:
+        raise Damaged(f"run.json: {error}") from None
+    return run
 
 
 # ---- reading what may come from anybody ----

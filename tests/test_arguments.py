@@ -69,6 +69,8 @@ def places(tmp_path_factory, corpus_dir) -> dict[str, str]:
         shutil.copy(corpus_dir / "train.txt", folder / name)
         (folder / name / "valid.txt").write_text(valid, encoding="latin-1")
         (folder / name / "test.txt").write_text(test)
+    (folder / "blocked").mkdir()
+    (folder / "blocked" / "checkpoints").write_text("")
     names = {path.name: str(path) for path in (*folder.iterdir(), folder / "absent")}
     return names | {"corpus": str(corpus_dir)}
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,30 +116,41 @@ def test_srun_takes_the_first_host_as_master_address(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "variables, expected",
     [
-        (SRUN, "77"),
+        (SRUN | {"SLURM_STEP_ID": "0"}, "77"),
+        (SRUN, "77.3"),  # a later srun of the same job is another run
         ({"TORCHELASTIC_RUN_ID": "abc"}, "abc"),
-        (SRUN | {"TORCHELASTIC_RUN_ID": "abc"}, "77"),
+        (SRUN | {"SLURM_STEP_ID": "0", "TORCHELASTIC_RUN_ID": "abc"}, "77"),
         # torchrun without --rdzv-id and without Slurm: the time
         ({"TORCHELASTIC_RUN_ID": "none"}, None),
         ({}, None),
     ],
 )
-def test_requeued_job_has_the_same_run_folder(monkeypatch, variables, expected):
+def test_requeued_job_has_the_same_run_folder(monkeypatch, tmp_path, variables, expected):
     environment(monkeypatch, variables)
+    found = [run_id(tmp_path) for _ in range(2)]
     if expected is not None:
-        assert run_id() == expected
+        assert found == [expected] * 2
     else:
-        assert time.strftime("%Y%m%d") in run_id() or time.strftime("%H%M") < "0001"
+        assert all(time.strftime("%Y%m%d") in x for x in found) or time.strftime("%H%M") < "0001"
 
 
-def agree_on_the_run() -> str:
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(monkeypatch, tmp_path):
+    environment(monkeypatch, {"RANK": "0", "WORLD_SIZE": "1"})
+    monkeypatch.setattr(time, "strftime", lambda _: "20250101-120000")
+    found = [run_id(tmp_path / "runs") for _ in range(3)]
+    assert found == ["20250101-120000", "20250101-120000-2", "20250101-120000-3"]
+    (tmp_path / "file").write_text("")  # where no folder can be made, the run reports it
+    assert run_id(tmp_path / "file") == "20250101-120000"
+
+
+def agree_on_the_run(folder: str) -> str:
     time.sleep(0.6 * dist.get_rank())  # clocks of ranks differ
-    return run_id()
+    return run_id(Path(folder))
 
 
-def test_ranks_agree_on_the_timestamped_run_folder(pools):
-    a, b, c = pools(3).run(agree_on_the_run)
-    assert a == b == c
+def test_ranks_agree_on_the_timestamped_run_folder(pools, tmp_path):
+    a, b, c = pools(3).run(agree_on_the_run, str(tmp_path))
+    assert a == b == c and [p.name for p in tmp_path.iterdir()] == [a]
 
 
 def join() -> tuple:

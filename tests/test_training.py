@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from unittest.mock import patch
 
@@ -328,6 +330,24 @@ def test_model_state_is_sixteen_bytes_per_parameter(pools, corpus_dir):
     assert 16 * parameters <= line["model_state_mb"] * 1e6 < 16 * parameters * 1.05
 
 
+def read_only(*_, **__):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def train_on_read_only_checkpoints(argv: list[str]) -> None:
+    with patch("tempfile.TemporaryFile", read_only):
+        load_stage("01").main(argv)
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_is_reported_before_the_first_step(
+    pools, corpus_dir, tmp_path
+):
+    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "1", "--run-dir", str(tmp_path)]
+    (ended,) = pools(1, group=False).attempt(train_on_read_only_checkpoints, argv)
+    assert ended.exit_status == 2 and "step" not in ended.stdout, ended
+    assert ended.stderr.count("\n") == 1 and "Read-only file system" in ended.stderr
+
+
 # ---- resume ----
 
 
@@ -400,6 +420,122 @@ def test_resume_of_a_finished_run_trains_no_step(train, tmp_path):
     assert train(*flags) == []
     assert (tmp_path / "metrics.jsonl").read_text() == before
     assert [x["step"] for x in train(*flags, "--resume", "never")] == [0, 1]
+
+
+def test_a_run_that_has_nothing_to_do_or_to_keep_says_so(pools, corpus_dir, tmp_path):
+    def said(*flags) -> str:
+        argv = [*SMALL, "--data", str(corpus_dir), "--steps", "2", "--run-dir", str(tmp_path)]
+        (ended,) = pools(1, group=False).attempt_train("01", [*argv, *flags])
+        assert ended.exit_status is None and ended.traceback is None, ended
+        return ended.stdout
+
+    assert "no checkpoint was saved: pass --checkpoint-every" in said()
+    out = said("--checkpoint-every", "1")
+    assert "no checkpoint" not in out and "nothing left" not in out
+    out = said("--checkpoint-every", "1")
+    assert "nothing left to do: 2 steps are done, --steps is 2" in out
+    out = said()
+    assert "nothing left" in out and "no checkpoint" not in out
+
+
+def test_resume_never_keeps_an_earlier_runs_checkpoints_apart(pools, train, corpus_dir, tmp_path):
+    place = ["--run-dir", tmp_path, "--checkpoint-every", 2]
+    train("--steps", 6, *place)
+    for folders in (["checkpoints-earlier"], ["checkpoints-earlier", "checkpoints-earlier-2"]):
+        assert train("--steps", 4, *place, "--resume", "never")[0]["step"] == 0
+        assert [p.name for p in sorted(tmp_path.glob("checkpoints-*"))] == folders
+        assert [p.name[-1] for p in checkpoints(tmp_path / "checkpoints")] == ["2", "4"]
+    assert [p.name[-1] for p in checkpoints(tmp_path / "checkpoints-earlier")] == ["4", "6"]
+    # a restart goes on from the run's own, and moves nothing
+    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "6", *map(str, place)]
+    job = (in_a_later_life, "SLURM_RESTART_COUNT", [*argv, "--resume", "never"])
+    assert pools(1, group=False).run(*job)[0][0]["step"] >= 4
+    assert len(list(tmp_path.glob("checkpoints-*"))) == 2
+
+
+def notes_of_resuming(pools, argv: list, run_dir: Path) -> list[str]:
+    """What is printed between the run's first line and its first step."""
+    argv = [*map(str, argv), "--resume", str(run_dir)]
+    (ended,) = pools(1, group=False).attempt_train("01", argv)
+    assert ended.exit_status is None and ended.traceback is None, ended
+    lines = ended.stdout.splitlines()
+    return lines[1 : next(i for i, line in enumerate(lines) if line.startswith("resumed from"))]
+
+
+@pytest.fixture(scope="module")
+def saved_run(pools, corpus_dir, tmp_path_factory) -> tuple[list, Path]:
+    """A run of two steps with a checkpoint of each: its arguments and its folder."""
+    run_dir = tmp_path_factory.mktemp("saved")
+    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "2"]
+    pools(1, group=False).train("01", [*argv, "--checkpoint-every", "1", "--run-dir", str(run_dir)])
+    return argv, run_dir
+
+
+def test_resuming_with_other_arguments_prints_one_line_for_each(pools, saved_run):
+    argv, run_dir = saved_run
+    changed = {"seed": 1, "seq-len": 8, "global-batch-size": 6, "lr": 0.01, "warmup-steps": 3}
+    changed |= {"min-lr-ratio": 0.5, "steps": 3, "weight-decay": 0.2, "grad-clip": 0}
+    changed |= {"dropout": 0.1}
+    flags = [str(x) for name, value in changed.items() for x in (f"--{name}", value)]
+    notes = notes_of_resuming(pools, [*argv, *flags], run_dir)
+    before = dict(zip(argv[::2], argv[1::2], strict=True))
+    for (name, value), note in zip(sorted(changed.items()), sorted(notes), strict=True):
+        assert note.startswith(f"--{name} is now {value}, was {before.get(f'--{name}', '')}"), note
+    silent = "--micro-batch-size 3 --log-every 1 --checkpoint-every 5 --dtype bfloat16".split()
+    assert notes_of_resuming(pools, [*argv, *silent], run_dir) == []
+
+
+def copy_of_corpus(corpus_dir: Path, folder: Path, name: str, old: str, new: str) -> list[str]:
+    shutil.copytree(corpus_dir, folder)
+    file = folder / f"{name}.txt"
+    file.write_text(file.read_text().replace(old, new))
+    return ["--data", str(folder)]
+
+
+def test_resuming_with_another_corpus_is_said_and_with_another_vocabulary_an_error(
+    pools, saved_run, corpus_dir, tmp_path
+):
+    argv, run_dir = saved_run
+    other = copy_of_corpus(corpus_dir, tmp_path / "valid", "valid", "\n", "\n\n")
+    (note,) = notes_of_resuming(pools, [*argv, *other], run_dir)
+    digests = [load_corpus(d).digest for d in (other[1], str(corpus_dir))]
+    assert note == f"the corpus is now {digests[0]}, was {digests[1]!r} (hashes)"
+    same = copy_of_corpus(corpus_dir, tmp_path / "same", "valid", "", "")
+    assert notes_of_resuming(pools, [*argv, *same], run_dir) == []
+    words = copy_of_corpus(corpus_dir, tmp_path / "words", "train", "word1 ", "ward1 ")
+    for flags, says in ((words, "another vocabulary"), (["--n-heads", "4"], "2 heads")):
+        flags = [*argv, *flags, "--resume", str(run_dir)]
+        (ended,) = pools(1, group=False).attempt_train("01", flags)
+        assert ended.exit_status == 2 and ended.stderr.count("\n") == 1, ended
+        assert "does not fit this model" in ended.stderr and says in ended.stderr
+
+
+def with_checksum(run: dict) -> str:
+    return json.dumps({**run, "checksum": zlib.crc32(json.dumps(run).encode())})
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (None, "no run.json: its arguments and vocabulary are not compared"),
+        (lambda text: text.replace('"seed": 1337', '"seed": 1338'), "its checksum differs"),
+        (lambda text: text[: len(text) // 2], "run.json"),
+        (lambda text: "[" * 100_000, "run.json"),
+        (lambda text: '["checksum"]', "run.json"),
+        (lambda text: with_checksum({}), "no run.json"),
+        (lambda text: with_checksum({"a": 1}), "run.json"),
+    ],
+    ids=["missing", "changed", "cut short", "too deep", "a list", "empty", "another's"],
+)
+def test_a_damaged_run_json_is_damage_and_a_missing_one_an_older_versions(
+    pools, saved_run, tmp_path, content, says
+):
+    argv, run_dir = saved_run
+    shutil.copytree(run_dir, tmp_path / "run")
+    file = checkpoints(tmp_path / "run/checkpoints")[-1] / "run.json"
+    file.write_text(content(file.read_text())) if content else file.unlink()
+    (note,) = notes_of_resuming(pools, argv, tmp_path / "run")
+    assert says in note and ("going back" in note) == ("no run.json" not in says), note
 
 
 def start(argv: list[str], cwd: Path) -> subprocess.Popen:
