@@ -122,7 +122,7 @@ def train_and_signal_twice(argv: list[str]) -> list[dict]:
         return load_stage("01").main(argv)
 
 
-def test_a_second_signal_while_it_saves_does_not_end_the_save(pools, corpus_dir, tmp_path):
+def test_second_signal_while_saving_does_not_end_the_save(pools, corpus_dir, tmp_path):
     argv = argv_of("01", corpus_dir, tmp_path, "--steps", 20)
     (lines,) = pools(1, group=False).run(train_and_signal_twice, argv)
     (saved,) = checkpoints(tmp_path / "checkpoints")
@@ -170,7 +170,7 @@ load_stage("01").main(sys.argv[1:])
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_second_signal_ends_a_process_in_the_midst_of_a_long_step(corpus_dir, tmp_path, name):
+def test_second_signal_ends_the_process_within_a_step(corpus_dir, tmp_path, name):
     script = LONG_STEP.format(repo=str(REPO), tests=str(REPO / "tests"))
     argv = [*SMALL, "--data", str(corpus_dir), "--run-dir", str(tmp_path)]
     process = subprocess.Popen(
@@ -182,6 +182,7 @@ def test_a_second_signal_ends_a_process_in_the_midst_of_a_long_step(corpus_dir, 
     number = getattr(signal, name)
     try:
         assert any("in a long step" in line for line in process.stdout)
+        time.sleep(1.0)  # from the line to the wait
         for other in (number, number, signal.SIGUSR1):  # a launcher may pass on what all have got
             process.send_signal(other)
             time.sleep(0.2)
