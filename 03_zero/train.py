@@ -139,6 +139,65 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         finally:
             self.synchronizes = True
 
+    # ---- stage 3 only: hooks that unshard a unit's parameters while it computes ----
+
+    def shard_parameters(self, units: list[nn.Module], dtype: torch.dtype) -> None:
+        """Keep only the shards, and unshard each unit's parameters, in `dtype`, where it computes.
+
+        units: in the order of the parameter groups. The simple version: computation waits for
+        every all-gather. All ranks must run the same units in the same order, because their
+        collectives are matched by order.
+        """
+        self.param_dtype = dtype
+        trained = [unit for unit in units if any(p.requires_grad for p in unit.parameters())]
+        for unit, bucket in zip(trained, self.buckets[::-1], strict=True):  # the last unit is first
+            bucket.shard_parameters(unit, dtype)
+            unit.register_forward_pre_hook(partial(self.before_forward, bucket), with_kwargs=True)
+            unit.register_forward_hook(partial(self.after_forward, bucket), with_kwargs=True)
+            unit.register_state_dict_pre_hook(no_state_dict)
+            unit.register_load_state_dict_pre_hook(no_state_dict)
+
+    def before_forward(self, bucket: ShardedParameterBucket, module: nn.Module, args, kwargs):
+        bucket.unshard()
+        bucket.wait()
+        bucket.turn = next(self.turns)
+        bucket.tensors_before = tensors_in_containers(args, kwargs)
+        return cast_inputs(args, kwargs, self.param_dtype)
+
+    def after_forward(self, bucket, module: nn.Module, args, kwargs, output) -> None:
+        if bucket.in_backward:
+            return  # activation checkpointing has recomputed forward: backward needs the parameters
+        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, bucket.tensors_before)
+        bucket.tensors_before = []
+        if not torch.is_grad_enabled() or not some_are_hidden:
+            bucket.reshard()
+        for tensor in outputs:
+            tensor.register_hook(partial(self.before_backward, bucket))
+
+    def before_backward(self, bucket: ShardedParameterBucket, _: Tensor) -> None:
+        """The gradient of the unit's output has been computed: the unit's backward is next."""
+        self.queue_end_backward()
+        self.reshard_finished_units(bucket)
+        bucket.in_backward = True
+        if bucket.unshards_in_backward:
+            bucket.unshard()
+            bucket.wait()
+
+    def reshard_finished_units(self, entered: ShardedParameterBucket) -> None:
+        """Free the units that forward ran after `entered`: backward is done with them.
+
+        Complete gradients alone do not prove that: backward may still read the parameters of a unit
+        that also uses `weight.detach()`.
+        """
+        finished, self.finished = self.finished, []
+        for bucket in finished:
+            if bucket.turn > entered.turn:
+                bucket.reshard()
+            else:
+                self.finished.append(bucket)
+
+    # ---- all stages: reduce, step, gather ----
+
     def mark_ready(self, param: nn.Parameter) -> None:
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
@@ -239,63 +298,6 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
             for prefix, tensor in tensors.items():
                 state |= shards_of_flat_slice(f"{prefix}.", shapes, bucket.owned.start, tensor)
         return state
-
-    # ---- stage 3: hooks that unshard a unit's parameters while it computes ----
-
-    def shard_parameters(self, units: list[nn.Module], dtype: torch.dtype) -> None:
-        """Keep only the shards, and unshard each unit's parameters, in `dtype`, where it computes.
-
-        units: in the order of the parameter groups. The simple version: computation waits for
-        every all-gather. All ranks must run the same units in the same order, because their
-        collectives are matched by order.
-        """
-        self.param_dtype = dtype
-        trained = [unit for unit in units if any(p.requires_grad for p in unit.parameters())]
-        for unit, bucket in zip(trained, self.buckets[::-1], strict=True):  # the last unit is first
-            bucket.shard_parameters(unit, dtype)
-            unit.register_forward_pre_hook(partial(self.before_forward, bucket), with_kwargs=True)
-            unit.register_forward_hook(partial(self.after_forward, bucket), with_kwargs=True)
-            unit.register_state_dict_pre_hook(no_state_dict)
-            unit.register_load_state_dict_pre_hook(no_state_dict)
-
-    def before_forward(self, bucket: ShardedParameterBucket, module: nn.Module, args, kwargs):
-        bucket.unshard()
-        bucket.wait()
-        bucket.turn = next(self.turns)
-        bucket.tensors_before = tensors_in_containers(args, kwargs)
-        return cast_inputs(args, kwargs, self.param_dtype)
-
-    def after_forward(self, bucket, module: nn.Module, args, kwargs, output) -> None:
-        if bucket.in_backward:
-            return  # activation checkpointing has recomputed forward: backward needs the parameters
-        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, bucket.tensors_before)
-        bucket.tensors_before = []
-        if not torch.is_grad_enabled() or not some_are_hidden:
-            bucket.reshard()
-        for tensor in outputs:
-            tensor.register_hook(partial(self.before_backward, bucket))
-
-    def before_backward(self, bucket: ShardedParameterBucket, _: Tensor) -> None:
-        """The gradient of the unit's output has been computed: the unit's backward is next."""
-        self.queue_end_backward()
-        self.reshard_finished_units(bucket)
-        bucket.in_backward = True
-        if bucket.unshards_in_backward:
-            bucket.unshard()
-            bucket.wait()
-
-    def reshard_finished_units(self, entered: ShardedParameterBucket) -> None:
-        """Free the units that forward ran after `entered`: backward is done with them.
-
-        Complete gradients alone do not prove that: backward may still read the parameters of a unit
-        that also uses `weight.detach()`.
-        """
-        finished, self.finished = self.finished, []
-        for bucket in finished:
-            if bucket.turn > entered.turn:
-                bucket.reshard()
-            else:
-                self.finished.append(bucket)
 
 
 class Bucket:

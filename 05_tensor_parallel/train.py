@@ -2,21 +2,22 @@
 
 A layer is two pairs of linear layers: wqkv and wo, w1 and w2. The first of a pair is sharded by
 columns, so that each rank computes some heads, or some hidden units, completely. The second is
-sharded by rows, so that each rank computes a partial sum of every output. One all-reduce per pair
-is all the communication of forward, one all that of backward.
+sharded by rows, so that each rank computes a partial sum of every output. Each pair needs one
+all-reduce in forward and one in backward; the embedding, the head and the loss add a few more.
 
 New since stage 04: every rank sees the whole batch, and no weight is ever gathered: the ranks
 exchange activations. The loss is computed on logits sharded by the vocabulary. With
---sequence-parallel, activations between the pairs are sharded as well, along the sequence.
+--sequence-parallel, the activations outside of the pairs (norms, residuals, dropout) are sharded as
+well, along the sequence.
 
     P parameters, N ranks, L layers, m micro-batches per step, A = batch x seq x d_model; float32
 
     memory per rank           16 P / N bytes (norms are replicated); activations: 1 / N inside of a
                               pair, full outside of it (--sequence-parallel: 1 / N, except for the
-                              input of each pair)
+                              gathered input of each pair and of the head, kept for backward)
     communication per step    (4 L + 2) m all-reduces of A elements, 3 m of batch x seq (the loss)
-    --sequence-parallel       each large all-reduce becomes a reduce-scatter and an all-gather, of
-                              as many bytes; one all-reduce of the norms' gradients per step
+    --sequence-parallel       each large all-reduce becomes a reduce-scatter and an all-gather, with
+                              as many bytes in all; one all-reduce of the norms' gradients per step
     --activation-checkpointing  repeats the communication of the layers' forward
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
@@ -91,7 +92,7 @@ def tensor_parallel(
     if model.embed is not None:
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
     for layer in model.layers.values():
-        layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # n_heads / tp heads
+        layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # rows: whole heads
         layer.attn.wo = RowParallelLinear(layer.attn.wo, region)
         layer.mlp.w1 = ColumnParallelLinear(layer.mlp.w1, region)
         layer.mlp.w2 = RowParallelLinear(layer.mlp.w2, region)
@@ -116,7 +117,7 @@ class TensorParallelModule(nn.Module):
 
 
 class ColumnParallelLinear(TensorParallelModule):
-    """y = x W^T, of which each rank computes some features. x [batch, seq, in], full."""
+    """y = x W^T, of which each rank computes some features from all features of x."""
 
     shard_dims = {"weight": 0}  # [out / tp, in]
 
@@ -134,7 +135,7 @@ class RowParallelLinear(TensorParallelModule):
 
 
 class LinearWithAsyncCommunication(torch.autograd.Function):
-    """f, then y = x W^T. One function, so that backward overlaps the all-reduce of dX with dW."""
+    """f, then y = x W^T. One function, so that backward computes dW while dX is being reduced."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, region: TensorParallelRegion) -> Tensor:
@@ -163,7 +164,8 @@ class ReduceFromRegion(torch.autograd.Function):
         ctx.region = region
         total, work = region.start_exit(partial)
         work.wait()
-        if total is partial:  # reduced in place: the op that computed it does not save its output
+        if total is partial:
+            # overwritten by the all-reduce. Safe: what computed it does not need it in backward
             ctx.mark_dirty(partial)
         return total
 
@@ -173,7 +175,8 @@ class ReduceFromRegion(torch.autograd.Function):
 
 
 class TensorParallelRegion:
-    """Between f and g, ranks compute different features; outside, all hold the full activations.
+    """Between f and g, ranks compute different features. Outside, every rank holds the full
+    activations.
 
     f enters the region and g exits it; in backward the gradients pass the other way, so f's
     backward is an exit and g's backward an enter.
@@ -259,7 +262,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         all_reduce(total, group=group)
 
         ctx.save_for_backward(logits, column, scale / total, scale * is_local)
-        losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # -inf * 0 is NaN
+        losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # infinity * 0 is NaN
         return (losses * scale).sum()
 
     @staticmethod

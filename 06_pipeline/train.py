@@ -1,10 +1,10 @@
 """Stage 06: pipeline parallelism: each rank owns some layers, micro-batches pass through the ranks.
 
-Each rank owns one contiguous pipeline stage. It receives activations from the previous rank and
-sends its own to the next one; in backward, their gradients travel in the other direction. The
-batch is split into micro-batches, so that all ranks compute at the same time. A schedule orders
-their forwards and backwards. It decides how many micro-batches are in flight, and how long ranks
-wait while the pipeline fills and drains: the bubble.
+Each rank owns one contiguous pipeline stage (interleaved: several). It receives activations from
+the previous rank and sends its own to the next one; in backward, their gradients travel in the
+other direction. The batch is split into micro-batches, so that all ranks compute at the same time.
+A schedule orders their forwards and backwards. It decides how many micro-batches are in flight, and
+how long ranks wait while the pipeline fills and drains: the bubble.
 
 New since stage 05: no layer is sharded any more. `Pipeline` runs any schedule, `PipelineStage` is
 this rank's part of the model, and the global norm is over all stages. Every rank reads all batches.
@@ -12,7 +12,8 @@ this rank's part of the model, and the global norm is over all stages. Every ran
     p ranks, m >= p micro-batches per step, v virtual stages per rank
 
     memory per rank           16 bytes per parameter of its own units, and the activations of the
-                              micro-batches in flight: m (gpipe), at most p (1f1b, zero-bubble)
+                              micro-batches in flight: m (gpipe), at most p (1f1b, zero-bubble),
+                              somewhat more (interleaved)
     communication per step    m x (micro-batch x seq x d_model) floats per boundary and direction
     bubble fraction           (p - 1) / (m + p - 1) gpipe, 1f1b; (p - 1) / (v m + p - 1)
                               interleaved; (p - 1) / (3 m + p - 1) zero-bubble
@@ -69,10 +70,11 @@ from common.run import Run
 class Pipeline:
     """Run a schedule: forward and backward of all micro-batches through all stages.
 
-    units: of each stage of this rank, by the stage's number; stage s is on rank s % p. to_lower,
-    to_higher: two groups of the same ranks. Between two ranks a group carries one direction: NCCL
-    runs the operations of a group in order, and no send may wait behind a receive that depends on
-    it. autocast: compute in bfloat16; stages exchange float32 all the same.
+    units: which units (embedding, layers, output) each stage of this rank has, by the stage's
+    number; stage s is on rank s % p. to_lower, to_higher: two groups of the same ranks, each for
+    one direction. NCCL runs the operations between two ranks of a group in order, and no send may
+    wait behind a receive that depends on it. autocast: compute in bfloat16; stages exchange float32
+    all the same.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class Pipeline:
         self.open_channels()
 
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
-        """Train on micro-batches (tokens, targets, dropout keys); under `no_grad` forward only.
+        """Forward and backward of micro-batches (tokens, targets, dropout keys), all of one shape;
+        under `no_grad` forward only.
 
         Returns their losses, [m], on the rank of the last stage, and zeros on the others.
         """
@@ -111,7 +114,7 @@ class Pipeline:
                 result = self.do(action, received, micro_batches, losses)
             if produced:
                 self.start_send(produced, result)
-        while self.sends:
+        while self.sends:  # the last ones
             self.sends.popleft()[0].wait()
         return losses
 
@@ -141,7 +144,7 @@ class Pipeline:
         return buffer
 
     def start_send(self, message: Message, tensor: Tensor) -> None:
-        """Send without waiting. At most p sends stay in flight, so that their memory is freed."""
+        """Send without waiting. `sends` keeps the tensor alive; above p, the oldest is freed."""
         dst = message.stage % self.p
         work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
         self.sends.append((work, tensor))
@@ -199,8 +202,8 @@ class PipelineStage:
         return result
 
     def loss(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
-        """The loss, and immediately the gradient of x: the head's gradient is as large as the
-        head, and one per micro-batch in flight would take too much memory."""
+        """The loss, and immediately the gradient of x. `output` saves the gradient of the head's
+        weight until its backward: one per micro-batch in flight would take too much memory."""
         x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             loss = self.output(x, targets)
@@ -255,7 +258,7 @@ def warm_up_and_alternate(
     forwards: list[Action], backwards: list[Action], warm_up: int
 ) -> list[Action]:
     """Warm-up: forwards. Steady state: one forward, one backward. Cool-down: backwards."""
-    pairs = zip(forwards[warm_up:], backwards, strict=False)  # ends with the forwards
+    pairs = zip(forwards[warm_up:], backwards, strict=False)  # until the forwards run out
     steady_state = [action for pair in pairs for action in pair]
     return forwards[:warm_up] + steady_state + backwards[len(forwards) - warm_up :]
 

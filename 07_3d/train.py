@@ -263,7 +263,7 @@ def tensor_parallel(
     if model.embed is not None:
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
     for layer in model.layers.values():
-        layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # n_heads / tp heads
+        layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # rows: whole heads
         layer.attn.wo = RowParallelLinear(layer.attn.wo, region)
         layer.mlp.w1 = ColumnParallelLinear(layer.mlp.w1, region)
         layer.mlp.w2 = RowParallelLinear(layer.mlp.w2, region)
@@ -288,7 +288,7 @@ class TensorParallelModule(nn.Module):
 
 
 class ColumnParallelLinear(TensorParallelModule):
-    """y = x W^T, of which each rank computes some features. x [batch, seq, in], full."""
+    """y = x W^T, of which each rank computes some features from all features of x."""
 
     shard_dims = {"weight": 0}  # [out / tp, in]
 
@@ -306,7 +306,7 @@ class RowParallelLinear(TensorParallelModule):
 
 
 class LinearWithAsyncCommunication(torch.autograd.Function):
-    """f, then y = x W^T. One function, so that backward overlaps the all-reduce of dX with dW."""
+    """f, then y = x W^T. One function, so that backward computes dW while dX is being reduced."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, region: TensorParallelRegion) -> Tensor:
@@ -335,7 +335,8 @@ class ReduceFromRegion(torch.autograd.Function):
         ctx.region = region
         total, work = region.start_exit(partial)
         work.wait()
-        if total is partial:  # reduced in place: the op that computed it does not save its output
+        if total is partial:
+            # overwritten by the all-reduce. Safe: what computed it does not need it in backward
             ctx.mark_dirty(partial)
         return total
 
@@ -345,7 +346,8 @@ class ReduceFromRegion(torch.autograd.Function):
 
 
 class TensorParallelRegion:
-    """Between f and g, ranks compute different features; outside, all hold the full activations.
+    """Between f and g, ranks compute different features. Outside, every rank holds the full
+    activations.
 
     f enters the region and g exits it; in backward the gradients pass the other way, so f's
     backward is an exit and g's backward an enter.
@@ -431,7 +433,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         all_reduce(total, group=group)
 
         ctx.save_for_backward(logits, column, scale / total, scale * is_local)
-        losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # -inf * 0 is NaN
+        losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # infinity * 0 is NaN
         return (losses * scale).sum()
 
     @staticmethod
@@ -533,10 +535,11 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
 class Pipeline:
     """Run a schedule: forward and backward of all micro-batches through all stages.
 
-    units: of each stage of this rank, by the stage's number; stage s is on rank s % p. to_lower,
-    to_higher: two groups of the same ranks. Between two ranks a group carries one direction: NCCL
-    runs the operations of a group in order, and no send may wait behind a receive that depends on
-    it. autocast: compute in bfloat16; stages exchange float32 all the same.
+    units: which units (embedding, layers, output) each stage of this rank has, by the stage's
+    number; stage s is on rank s % p. to_lower, to_higher: two groups of the same ranks, each for
+    one direction. NCCL runs the operations between two ranks of a group in order, and no send may
+    wait behind a receive that depends on it. autocast: compute in bfloat16; stages exchange float32
+    all the same.
     """
 
     def __init__(
@@ -558,7 +561,8 @@ class Pipeline:
         self.open_channels()
 
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
-        """Train on micro-batches (tokens, targets, dropout keys); under `no_grad` forward only.
+        """Forward and backward of micro-batches (tokens, targets, dropout keys), all of one shape;
+        under `no_grad` forward only.
 
         Returns their losses, [m], on the rank of the last stage, and zeros on the others.
         """
@@ -575,7 +579,7 @@ class Pipeline:
                 result = self.do(action, received, micro_batches, losses)
             if produced:
                 self.start_send(produced, result)
-        while self.sends:
+        while self.sends:  # the last ones
             self.sends.popleft()[0].wait()
         return losses
 
@@ -605,7 +609,7 @@ class Pipeline:
         return buffer
 
     def start_send(self, message: Message, tensor: Tensor) -> None:
-        """Send without waiting. At most p sends stay in flight, so that their memory is freed."""
+        """Send without waiting. `sends` keeps the tensor alive; above p, the oldest is freed."""
         dst = message.stage % self.p
         work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
         self.sends.append((work, tensor))
@@ -663,8 +667,8 @@ class PipelineStage:
         return result
 
     def loss(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
-        """The loss, and immediately the gradient of x: the head's gradient is as large as the
-        head, and one per micro-batch in flight would take too much memory."""
+        """The loss, and immediately the gradient of x. `output` saves the gradient of the head's
+        weight until its backward: one per micro-batch in flight would take too much memory."""
         x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             loss = self.output(x, targets)
@@ -719,7 +723,7 @@ def warm_up_and_alternate(
     forwards: list[Action], backwards: list[Action], warm_up: int
 ) -> list[Action]:
     """Warm-up: forwards. Steady state: one forward, one backward. Cool-down: backwards."""
-    pairs = zip(forwards[warm_up:], backwards, strict=False)  # ends with the forwards
+    pairs = zip(forwards[warm_up:], backwards, strict=False)  # until the forwards run out
     steady_state = [action for pair in pairs for action in pair]
     return forwards[:warm_up] + steady_state + backwards[len(forwards) - warm_up :]
 

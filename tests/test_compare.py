@@ -25,7 +25,7 @@ PAIRS = sorted({*zip(stages(), stages()[1:], strict=False), *(("01", b) for b in
 pairs = pytest.mark.parametrize("old, new", PAIRS)
 
 # `make diff-NN` is the lesson of a stage: so many lines to read at most.
-LIMITS = {"02": 215, "03": 460, "04": 465, "05": 345, "06": 415, "07": 235}
+LIMITS = {"02": 215, "03": 470, "04": 470, "05": 345, "06": 415, "07": 235}
 
 compare_stages = cache(compare.compare_stages)
 
