@@ -161,14 +161,15 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         bucket.unshard()
         bucket.wait()
         bucket.turn = next(self.turns)
+        args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         bucket.tensors_before = tensors_in_containers(args, kwargs)
-        return cast_inputs(args, kwargs, self.param_dtype)
+        return args, kwargs
 
     def after_forward(self, bucket, module: nn.Module, args, kwargs, output) -> None:
+        before, bucket.tensors_before = bucket.tensors_before, []  # else activations stay alive
         if bucket.in_backward:
             return  # activation checkpointing has recomputed forward: backward needs the parameters
-        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, bucket.tensors_before)
-        bucket.tensors_before = []
+        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, before)
         if not torch.is_grad_enabled() or not some_are_hidden:
             bucket.reshard()
         for tensor in outputs:

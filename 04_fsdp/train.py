@@ -162,14 +162,15 @@ class FullyShardedDataParallel(ModuleOfShards):
             flat.reshard()  # a unit called alone: what is unsharded may be stale
         self.unshard(flat, self.next_in_forward.get(flat) if self.in_forward else None)
         flat.turn = next(self.turns)
+        args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         flat.tensors_before = tensors_in_containers(args, kwargs)
-        return cast_inputs(args, kwargs, self.param_dtype)
+        return args, kwargs
 
     def after_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs, output) -> None:
+        before, flat.tensors_before = flat.tensors_before, []  # else activations stay alive
         if flat.in_backward:
             return  # activation checkpointing has recomputed forward: backward needs the parameters
-        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, flat.tensors_before)
-        flat.tensors_before = []
+        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, before)
         if not torch.is_grad_enabled() or (self.reshard_after_forward and not some_are_hidden):
             flat.reshard()
         for tensor in outputs:

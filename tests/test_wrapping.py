@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import load_stage
+from harness import count_collectives, load_stage
 from techniques import WAYS, Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -738,6 +738,47 @@ def test_a_unit_that_hides_its_outputs_has_the_gradients_of_the_plain_model(pool
         seen = "object" not in how
         if way == "fsdp":  # what stays unsharded is what cannot be seen into
             assert after_forward == ([] if seen else list(units))
+
+
+class Many(nn.Module):
+    """Units that take a list of tensors and return another, in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.units = nn.ModuleList(Each() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        xs = [x, x.cos()]
+        for unit in self.units:
+            xs = [y.float() for y in unit(xs)]
+        return xs[0].square().sum() + xs[1].sum()
+
+
+class Each(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, xs: list[Tensor]) -> list[Tensor]:
+        return [self.linear(x).tanh() for x in xs]
+
+
+def step_of_lists(way: str) -> tuple[int, list[Tensor]]:
+    """All-gathers of a step; the units' inputs that are alive after it."""
+    dtype = torch.bfloat16 if way == "fsdp" else None  # whose inputs are cast
+    model = Many()
+    trainer = Trainer(way, model, SGD, list(model.units), gathered=dtype, lr=0.1)
+    x = torch.ones(2, 6)
+    with count_collectives() as counted:
+        trainer.step([lambda model: model(x)])
+    owners = trainer.optimizer.buckets if way == "zero-3" else trainer.model.flats
+    return len(counted.of("all_gather_single")), [t for o in owners for t in o.tensors_before]
+
+
+@pytest.mark.parametrize("way", ["zero-3", "fsdp"])
+def test_inputs_in_a_list_are_no_outputs_and_are_not_kept(pools, way):
+    for gathers, kept in pools(2).run(step_of_lists, way):
+        assert gathers == 2 * 3 and kept == []
 
 
 class Trick(nn.Module):
