@@ -377,6 +377,7 @@ def test_requeue_after_a_lost_node_resumes_and_finishes(cluster, uncut, corpus_d
     assert lost not in job.nodes() and info["Restarts"] >= "1"
     uncut("02").ends()
     assert "resumed from" in job.log
+    uncut("02").ends()
     assert numbers_of(job) == numbers_of(uncut("02"))
 
 
