@@ -56,7 +56,7 @@ REPO = Path(__file__).resolve().parents[1]
 
 
 def stages() -> list[str]:
-    """The numbers of the stages that exist: "01", "02", ..."""
+    """The numbers of the stages: "01", "02", ..."""
     return sorted(p.parent.name[:2] for p in REPO.glob("[0-9][0-9]_*/train.py"))
 
 

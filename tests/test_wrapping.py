@@ -182,41 +182,41 @@ NOT_ZERO_3 = [way for way in WAYS if way != "zero-3"]
 @pytest.mark.parametrize("way", NOT_ZERO_3)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["set-to-none", "zeroed"])
 @pytest.mark.parametrize("a", [1, 3])
-def test_five_steps_end_in_the_bits_of_the_plain_model(pools, way, set_to_none, a):
+def test_five_steps_are_bitwise_identical_to_the_plain_model(pools, way, set_to_none, a):
     for worst in pools(2).run(five_steps, way, "sgd", a, set_to_none):
         assert worst == {}
 
 
 @pytest.mark.parametrize("way", NOT_ZERO_3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_any_element_wise_optimizer_steps_as_on_the_plain_model(pools, way, optimizer):
+def test_any_element_wise_optimizer_matches_the_plain_model(pools, way, optimizer):
     for worst in pools(2).run(five_steps, way, optimizer, a=2):
         assert worst == {}
 
 
 @pytest.mark.parametrize("way", NOT_ZERO_3)
 @pytest.mark.parametrize("size", [2, 3])
-def test_each_rank_has_data_of_its_own(pools, way, size):
+def test_ranks_with_different_data_match_the_plain_model(pools, way, size):
     for worst in pools(size).run(five_steps, way, "sgd", a=2, same_data=False):
         assert max(worst.values(), default=0.0) <= 1e-6, worst
 
 
 @pytest.mark.parametrize("way", ["ddp", "zero-1", "zero-2"])
 @pytest.mark.parametrize("a", [1, 2])
-def test_a_parameter_that_one_rank_alone_uses_counts_as_zero_on_the_others(pools, way, a):
+def test_parameter_unused_on_some_ranks_counts_as_a_zero_gradient(pools, way, a):
     for worst in pools(2).run(five_steps, way, "sgd", a, same_data=False, branch="rank 0"):
         assert max(worst.values(), default=0.0) <= 1e-6, worst
 
 
 @pytest.mark.parametrize("way", NOT_ZERO_3)
-def test_a_parameter_that_the_last_micro_batch_does_not_use_keeps_what_the_first_gave(pools, way):
+def test_parameter_unused_in_the_last_micro_batch_keeps_its_accumulated_gradient(pools, way):
     for worst in pools(2).run(five_steps, way, "sgd", a=2, branch="first micro-batch"):
         assert worst == {}
 
 
 @pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_fsdp_of_a_model_in_half_precision_has_the_plain_models_bits(pools, way, dtype):
+def test_fsdp_of_a_half_precision_model_is_bitwise_identical_to_the_plain_model(pools, way, dtype):
     for worst in pools(2).run(five_steps, way, "exact", dtype=dtype):
         assert worst == {}
 
@@ -246,7 +246,7 @@ def transformer_steps(
 @pytest.mark.parametrize("way", ["zero-3", "fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["set-to-none", "zeroed"])
-def test_units_that_are_gathered_have_the_bits_of_the_plain_model(
+def test_unsharded_units_are_bitwise_identical_to_the_plain_model(
     pools, way, optimizer, set_to_none
 ):
     for worst in pools(2).run(transformer_steps, way, optimizer, set_to_none, False):
@@ -255,7 +255,7 @@ def test_units_that_are_gathered_have_the_bits_of_the_plain_model(
 
 @pytest.mark.parametrize("way", ["zero-3", "fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("frozen", [0, 1, 3])
-def test_a_unit_may_be_frozen_as_a_whole(pools, way, frozen):
+def test_unit_with_only_frozen_parameters(pools, way, frozen):
     for worst in pools(2).run(transformer_steps, way, "adamw", True, False, frozen):
         assert worst == {}
 
@@ -287,7 +287,7 @@ def reused(way: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_unit_may_run_twice_or_in_vain(pools, way):
+def test_unit_that_runs_twice_or_whose_output_is_unused(pools, way):
     for worst in pools(2).run(reused, way):
         assert worst == {}
 
@@ -299,7 +299,7 @@ def checkpointed_steps(way: str, early_stop: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "whole-layer"])
-def test_activation_checkpointing_changes_no_bit(pools, way, early_stop):
+def test_activation_checkpointing_is_bitwise_identical(pools, way, early_stop):
     """A recomputation that stops at the last tensor it needs never gets to the unit's end."""
     for worst in pools(2).run(checkpointed_steps, way, early_stop):
         assert worst == {}
@@ -338,7 +338,7 @@ def clipped(way: str) -> tuple[float, float, float]:
     ("way", "size"),
     [*((way, size) for way in NOT_ZERO_3[1:] for size in (2, 3)), ("fsdp-hybrid", 4)],
 )
-def test_clipping_is_by_the_norm_of_the_whole_gradient(pools, way, size):
+def test_gradient_clipping_uses_the_global_norm(pools, way, size):
     for norm, expected, worst in pools(size).run(clipped, way):
         assert norm == pytest.approx(expected, rel=1e-5) and expected > 0.1
         assert worst <= 1e-6
@@ -356,7 +356,7 @@ def ranks_start_apart() -> None:
 
 
 @pytest.mark.quick
-def test_ddp_gives_every_rank_the_weights_and_buffers_of_the_first(pools):
+def test_ddp_broadcasts_weights_and_buffers_from_rank_0(pools):
     pools(2).run(ranks_start_apart)
 
 
@@ -382,7 +382,7 @@ def gradients_in_buckets() -> None:
             p.grad = None  # as zero_grad(set_to_none=True) does
 
 
-def test_ddp_keeps_gradients_in_their_buckets_whatever_cuts_them_loose(pools):
+def test_ddp_keeps_gradients_in_their_buckets_after_zero_grad_or_reassignment(pools):
     pools(2).run(gradients_in_buckets)
 
 
@@ -400,12 +400,12 @@ def backward_twice(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["ddp", "zero-1", "fsdp-hybrid"])
-def test_a_second_backward_outside_no_sync_is_refused_and_not_wrong(pools, way):
+def test_second_backward_outside_no_sync_is_an_error(pools, way):
     pools(2).run(backward_twice, way)
 
 
 @pytest.mark.quick
-def test_buckets_are_cut_by_size_and_kind_and_the_first_is_small():
+def test_buckets_are_split_by_size_and_dtype_and_the_first_is_small():
     def params(*mbs: float, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
         itemsize = dtype.itemsize
         return [nn.Parameter(torch.empty(int(mb * 2**20) // itemsize, dtype=dtype)) for mb in mbs]
@@ -463,7 +463,7 @@ def steps_of_groups(zero_stage: int, form: str, optimizer: str) -> dict[str, flo
 @pytest.mark.parametrize("zero_stage", [1, 2])
 @pytest.mark.parametrize("form", ["generator", "list", "names", "groups"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_zero_takes_what_an_optimizer_takes(pools, zero_stage, form, optimizer):
+def test_zero_accepts_the_parameters_an_optimizer_accepts(pools, zero_stage, form, optimizer):
     for worst in pools(2).run(steps_of_groups, zero_stage, form, optimizer):
         assert worst == {}
 
@@ -516,9 +516,7 @@ def nested(dtype: torch.dtype, reshard_after_forward: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_fsdp_opens_nested_containers_and_gathers_the_same_bits_back(
-    pools, dtype, reshard_after_forward
-):
+def test_fsdp_units_in_nested_containers_and_full_state_dict(pools, dtype, reshard_after_forward):
     for worst in pools(2).run(nested, dtype, reshard_after_forward):
         assert worst == {}
 
@@ -540,13 +538,13 @@ def warnings_of(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["no children", "one child", "no match"])
-def test_fsdp_says_so_when_one_unit_has_everything(pools, kind):
+def test_fsdp_warns_when_one_unit_holds_every_parameter(pools, kind):
     for said in pools(2).run(warnings_of, kind):
         assert said == ["one unit has all parameters: they are all unsharded at once"]
 
 
 @pytest.mark.quick
-def test_fsdp_says_nothing_of_a_model_in_several_units(pools):
+def test_fsdp_does_not_warn_about_a_model_in_several_units(pools):
     assert pools(2).run(warnings_of, "units") == [[], []]
 
 
@@ -566,7 +564,7 @@ def backward_under_no_sync() -> float:
     return (ours - theirs).abs().max().item()
 
 
-def test_finishing_sums_over_the_replicas_though_every_backward_was_under_no_sync(pools):
+def test_finishing_reduces_over_the_replicas_after_backwards_under_no_sync(pools):
     assert pools(2).run(backward_under_no_sync) == [0.0, 0.0]
 
 
@@ -611,7 +609,7 @@ def gathered_back() -> tuple[dict[str, float], set[torch.dtype]]:
     return differences(state, plain), {tensor.dtype for tensor in state.values()}
 
 
-def test_fsdp_gathers_back_the_float32_masters_of_what_it_uses_in_bf16(pools):
+def test_full_state_dict_has_the_float32_master_weights(pools):
     assert pools(2).run(gathered_back) == [({}, {torch.float32})] * 2
 
 
@@ -731,7 +729,9 @@ HIDING = [
 @pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("how", HIDING)
 @pytest.mark.parametrize("units", [(1,), (2,), (0, 1, 2)], ids=["one", "the last", "all"])
-def test_a_unit_that_hides_its_outputs_has_the_gradients_of_the_plain_model(pools, way, how, units):
+def test_unit_that_hides_its_output_tensors_has_the_gradients_of_the_plain_model(
+    pools, way, how, units
+):
     hows = [how if i in units else "shown" for i in range(3)]
     for worst, after_forward, left in pools(2).run(steps_of_hiding, way, hows):
         assert worst == {} and left == []
@@ -994,7 +994,7 @@ def double_backward(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["backward", "grad"])
-def test_a_graph_of_the_gradients_is_refused(pools, how):
+def test_create_graph_is_an_error(pools, how):
     pools(2).run(double_backward, how)
 
 
@@ -1153,7 +1153,7 @@ def gradient_of_the_input_before_a_step(way: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_leaves_no_weights_of_before_it(pools, way):
+def test_no_stale_weights_after_a_step(pools, way):
     for worst in pools(2).run(gradient_of_the_input_before_a_step, way):
         assert worst == {}
 
@@ -1200,14 +1200,14 @@ def ten_steps(way: str, optimizer_class, **defaults) -> tuple[float, float]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_ten_steps_of_sgd_end_where_pytorchs_own_classes_end(pools, way, size):
+def test_ten_steps_of_sgd_match_pytorchs_own_classes(pools, way, size):
     for losses, parameters in pools(size).run(ten_steps, way, SGD, lr=0.1):
         assert losses <= 1e-5 and parameters <= 1e-6
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_ten_steps_of_adamw_have_the_losses_of_pytorchs_own_classes(pools, way, size):
+def test_ten_steps_of_adamw_match_pytorchs_own_classes(pools, way, size):
     for losses, _ in pools(size).run(ten_steps, way, AdamW, lr=1e-3, weight_decay=0.1):
         assert losses <= 1e-5
 
@@ -1240,7 +1240,7 @@ def final_twice(way: str) -> dict[str, float] | str:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_gradient_that_is_final_twice_in_a_backward_is_refused_and_not_wrong(pools, way):
+def test_gradient_accumulated_twice_in_one_backward_is_an_error(pools, way):
     for said in pools(2).run(final_twice, way):
         assert ("no_sync" if way == "ddp" else "use_reentrant=False") in said
 
@@ -1258,7 +1258,7 @@ def gradient_of_a_shared_row(way: str, tokens: int) -> float:
 
 
 @pytest.mark.parametrize("way", ["zero-3", "fsdp"])
-def test_a_row_shared_by_many_tokens_has_its_whole_gradient_in_bf16(pools, way):
+def test_embedding_row_of_many_tokens_has_its_full_gradient_in_bf16(pools, way):
     """Added up in bfloat16 a row stops to grow at 256 of equal parts."""
     for ratio in pools(2).run(gradient_of_a_shared_row, way, 4096):
         assert abs(ratio - 1) < 1e-3

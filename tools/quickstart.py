@@ -1,4 +1,4 @@
-"""Train every stage that exists for a few steps on the embedded sample, and hold them together.
+"""Train every stage for a few steps on the embedded sample and compare their losses.
 
 `make quickstart` runs it. What differs between the rows is the technique alone, so the losses
 must not differ: a row more than 1e-5 off stage 01 at any step is a failure. Stage 01 saves a
