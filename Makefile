@@ -48,10 +48,11 @@ data: $(READY) ## fetch and prepare WikiText-2, once, where there is internet
 quickstart: $(READY) ## train every stage for a few steps on the embedded sample; one table
 	@$(BIN)/python tools/quickstart.py
 
-# --standalone would name the run by a UUID; the time sorts, and stays when torchrun restarts a rank
+# --standalone would name the run by a UUID; the time sorts, and stays when torchrun restarts a rank;
+# the process id of make tells apart runs that start in the same second
 launch = $(if $(filter 01,$*),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) \
 	$(BIN)/torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-	--rdzv-id $(shell date +%Y%m%d-%H%M%S) --nproc-per-node $(NPROC))
+	--rdzv-id $(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID) --nproc-per-node $(NPROC))
 
 run-%: $$(folder)/train.py $(READY) ## train stage NN (01 ... 07) here
 ifdef EDIT
