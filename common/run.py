@@ -133,15 +133,19 @@ class SecondSignal:
     Python runs its handlers between two of its own instructions, and a backward is one of them,
     however long. The C handler writes the signal's number to a wake-up socket at once, and a
     thread reads it there. A launcher may pass on what a process has got already: that is no second
-    signal. is_stopping: whether the first was heeded, and a checkpoint is being written.
+    signal. `ignored` is set when the first was heeded, and a checkpoint is being written.
+
+    It knows nothing of the run, and its thread ends with `close`: a process group that a thread
+    keeps alive to the interpreter's exit aborts the process.
     """
 
-    def __init__(self, is_stopping: Callable[[], bool]):
-        self.is_stopping = is_stopping
+    def __init__(self) -> None:
+        self.ignored = False
         self.reader, self.writer = socket.socketpair()
         self.writer.setblocking(False)  # as set_wakeup_fd wants it
         self.before = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, daemon=True).start()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
 
     def _watch(self) -> None:
         first = math.inf
@@ -149,14 +153,16 @@ class SecondSignal:
             for number in set(numbers) & {signal.SIGTERM, signal.SIGINT}:
                 now = time.monotonic()
                 first = min(first, now)
-                if now - first >= 2.0 and not self.is_stopping():
+                if now - first >= 2.0 and not self.ignored:
                     print0("ended at once by a second signal, without saving", file=sys.stderr)
                     os._exit(128 + number)
 
     def close(self) -> None:
         signal.set_wakeup_fd(self.before)
         self.writer.shutdown(socket.SHUT_RDWR)  # ends the thread
+        self.thread.join()
         self.writer.close()
+        self.reader.close()
 
 
 class Run:
@@ -260,7 +266,7 @@ class Run:
         ledger.reset()  # what the start has sent belongs to no step
         for number in (signal.SIGTERM, signal.SIGUSR1):
             self._handlers[number] = signal.signal(number, self._ask_to_stop)
-        second_signal = SecondSignal(lambda: self._stopping)
+        self._second_signal = SecondSignal()
         self._bar = tqdm(
             total=self.args.steps,
             initial=first,
@@ -279,7 +285,7 @@ class Run:
                 if self._stopping:
                     break
         finally:
-            second_signal.close()
+            self._second_signal.close()
             if profiler:
                 profiler.stop()
             self._bar.close()
@@ -310,6 +316,7 @@ class Run:
         """
         self._stopping = self._any_rank(self._asked_to_stop or self.checkpoints.has_failed())
         if self._stopping:
+            self._second_signal.ignored = True
             self.checkpoints.wait()  # which ends the run if it was a save that failed
             print0(f"asked to stop: saving after step {step}")
         due = self.args.checkpoint_every > 0 and self._is_due(step, self.args.checkpoint_every)

@@ -20,6 +20,7 @@ from jobs import free_port, start, torchrun, workers_of
 
 from common import checkpoint
 from common.checkpoint import checkpoints
+from common.run import SecondSignal
 
 pytestmark = pytest.mark.slow
 
@@ -127,6 +128,16 @@ def test_second_signal_while_saving_does_not_end_the_save(pools, corpus_dir, tmp
     (lines,) = pools(1, group=False).run(train_and_signal_twice, argv)
     (saved,) = checkpoints(tmp_path / "checkpoints")
     assert len(lines) == 1 and saved.name == "step-00000001"
+
+
+def test_second_signal_leaves_no_thread_and_no_wakeup_descriptor_behind():
+    before = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    second_signal = SecondSignal()
+    assert second_signal.thread.is_alive()
+    second_signal.close()
+    assert not second_signal.thread.is_alive()  # it could keep process groups alive
+    assert signal.set_wakeup_fd(before) == before
 
 
 # ---- real processes ----
