@@ -12,6 +12,30 @@ set -euo pipefail
 cd -P "$(dirname "$0")/.."
 shopt -s nullglob
 
+# The seconds of a time as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; of another word, none
+seconds_of() {
+  local time=$1 days=0 parts
+  if [[ ! $time =~ ^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$ ]]; then return; fi
+  if [[ $time == *-* ]]; then days=${time%%-*} time=${time#*-}; fi
+  IFS=: read -ra parts <<<"$time"
+  if [[ $1 != *-* && ${#parts[@]} -lt 3 ]]; then parts=(0 "${parts[@]}"); fi
+  parts+=(0 0)
+  echo $(((10#$days * 24 + 10#${parts[0]}) * 3600 + 10#${parts[1]} * 60 + 10#${parts[2]}))
+}
+
+# A job is asked to save and stop some minutes before its end: with less time than that (and two
+# minutes: the signal may come one early, and a job has to start) it would queue again for ever
+check_time() { # STAGE
+  local warning seconds
+  warning=$(sed -n 's/^#SBATCH --signal=.*@//p' "$1/train.sbatch")
+  seconds=$(seconds_of "${TIME-}")
+  if [[ $seconds ]] && ((seconds > 0 && seconds < warning + 120)); then # 0: no limit
+    echo "TIME=$TIME is too short: $warning seconds before its end a job saves and queues again;" \
+      "pass TIME=$(((warning + 179) / 60)) (minutes) or more" >&2
+    exit 2
+  fi
+}
+
 submit() {
   local stage job before='' flags scripts
   read -ra scripts <<<"$1"
@@ -19,6 +43,7 @@ submit() {
   # the headers ask for GPUs, and a cluster that has none would refuse them
   if [[ -z ${GPUS-} ]] && ! sinfo --noheader --format=%G | grep gpu >/dev/null; then GPUS=0; fi
   for stage in "${scripts[@]}"; do
+    check_time "$stage"
     flags=()
     if [[ ${NODES-} && $stage != 01_* ]]; then flags+=(--nodes="$NODES"); fi # 01 is one process
     if [[ ${GPUS-} && ($stage != 01_* || $GPUS == 0) ]]; then flags+=(--gpus-per-node="$GPUS"); fi

@@ -11,6 +11,19 @@ set -euo pipefail
 launcher=$1
 shift
 
+warning=${SIGNAL_SECONDS:-180} # as in --signal of train.sbatch
+
+job_field() { scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
+seconds_of() { date -d "$(job_field "$1")" +%s 2>/dev/null; } # of StartTime or EndTime, if known
+
+# Slurm may send the signal a minute early, and a job needs a minute to start: with less time than
+# that it would save and queue again for ever
+if start=$(seconds_of StartTime) && end=$(seconds_of EndTime) && ((end - start < warning + 120)); then
+  echo "--time is too short: $warning seconds before its end a job saves and queues again; pass" \
+    "--time=$(((warning + 179) / 60)) (minutes) or more" >&2
+  exit 2
+fi
+
 if [[ $launcher == torchrun ]]; then
   # one torchrun a node owns all its GPUs: a task a GPU would hide them from one another, and
   # NCCL could not pass data between them through the node's memory
@@ -33,8 +46,16 @@ step=$!
 
 # USR1 (see --signal in train.sbatch) asks the training processes to save and stop. One that comes
 # before they listen is lost, so they are asked until they are gone.
-requeue=
-trap 'requeue=1; while kill -USR1 "$step"; do sleep 2; done 2>/dev/null &' USR1
+requeue='' cut=''
+# shellcheck disable=SC2317 # the trap calls it
+asked_to_stop() {
+  requeue=1
+  while kill -USR1 "$step"; do sleep 2; done 2>/dev/null &
+  local end
+  # by the time limit, and not by a person before it
+  if end=$(seconds_of EndTime) && ((end - $(date +%s) <= warning + 90)); then cut=1; fi
+}
+trap asked_to_stop USR1
 status=0
 while true; do
   wait "$step" && status=0 || status=$? # the trap cuts a wait short
@@ -46,8 +67,21 @@ done
 step_starts_on() { timeout 60 srun --overlap --nodes="$1" --ntasks="$1" true; }
 node_is_lost() { step_starts_on 1 && ! step_starts_on "$SLURM_JOB_NUM_NODES"; }
 
+# Whether this life of the job and the one before were cut by the time limit before their first
+# step. The job's comment keeps the number of such a life while it queues.
+cut_twice_without_a_step() {
+  local life=${SLURM_RESTART_COUNT:-0}
+  if [[ ! $cut || $status == 0 ]]; then return 1; fi # with 0 it has done a step and saved
+  if [[ $(job_field Comment) == "no-step-in-life-$((life - 1))" ]]; then return 0; fi
+  scontrol update JobId="$SLURM_JOB_ID" Comment="no-step-in-life-$life"
+  return 1
+}
+
 # 138: a task was killed by USR1, so early that there was nothing to save; 143: and took others along
-if [[ $requeue && $status =~ ^(0|138|143)$ ]]; then
+if [[ $requeue && $status =~ ^(0|138|143)$ ]] && cut_twice_without_a_step; then
+  echo "job $SLURM_JOB_ID was cut twice by its time limit before its first step: not requeued;" \
+    "pass a longer --time" >&2
+elif [[ $requeue && $status =~ ^(0|138|143)$ ]]; then
   echo "time is nearly up: job $SLURM_JOB_ID requeued, to go on from its newest checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
 elif [[ $status != 0 ]] && node_is_lost; then

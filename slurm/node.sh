@@ -19,7 +19,12 @@ if [[ ${STAGE_DATA-} ]]; then # read the corpora from this node's memory
   copy=/dev/shm/corpora-$SLURM_JOB_ID-$SLURM_NODEID
   trap 'rm -rf "$copy"' EXIT
   rm -rf "$copy" # of a life of this job that had no end
-  cp -r "${DATA_ROOT:-data}" "$copy"
+  if [[ -d ${DATA_ROOT:-data} ]]; then
+    cp -r "${DATA_ROOT:-data}" "$copy"
+  else
+    echo "STAGE_DATA: nothing to copy, for there is no ${DATA_ROOT:-data} (DATA_ROOT); make data fills it" >&2
+    mkdir "$copy"
+  fi
   DATA_ROOT=$copy "$@"
 else
   exec "$@"

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,121 @@ def test_slurm_that_does_not_answer_is_a_one_line_error(tmp_path, goal):
     said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert done.returncode != 0 and len(said) == 1
     assert "(squeue: fatal: no configuration)" in said[0] and "make cluster" in said[0]
+
+
+@pytest.mark.parametrize("time", ["4", "4:59", "0:04:59", "0-0:04", "0-00:04:59"])
+def test_time_shorter_than_the_warning_is_an_error_at_submission(tmp_path, time):
+    done = make(tmp_path, "submit-04", f"TIME={time}", sbatch="echo 7", sinfo="echo gpu", squeue="")
+    said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert done.returncode != 0 and len(said) == 1 and "sbatch" not in done.stdout
+    assert f"TIME={time} is too short" in said[0] and "TIME=5 (minutes)" in said[0]
+
+
+@pytest.mark.parametrize("time", ["5", "0", "08:00", "1:00:00", "1-0", "0-0:05", "UNLIMITED"])
+def test_time_that_is_long_enough_is_submitted(tmp_path, time):
+    tools = dict(sbatch="echo 7", sinfo="echo gpu", squeue="")
+    done = make(tmp_path, "submit-04", f"TIME={time}", **tools)
+    assert done.returncode == 0 and f"--time={time}" in done.stdout, done.stderr
+
+
+# ---- the life of a job, with stand-ins for Slurm's commands ----
+
+SCONTROL = """\
+case "$*" in
+*"show job"*) echo "JobId=7 Comment=$COMMENT StartTime=$START EndTime=$END Command=x" ;;
+*) echo "scontrol $*" ;;
+esac
+"""
+SRUN = 'trap "exit $STATUS" USR1; touch started; while [ ! -e ended ]; do sleep 0.1; done'
+
+
+def in_slurm_time(seconds: float | None) -> str:
+    """A time so many seconds from now, as scontrol prints it; None: not known."""
+    if seconds is None:
+        return "Unknown"
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
+
+
+def launch(
+    folder: Path, before: float, left: float | None, signal_it: bool = False, **variables: str
+) -> subprocess.CompletedProcess:
+    """launch.sh in a job that began `before` seconds ago and has `left`; signalled, if so asked."""
+    for tool, lines in {"scontrol": SCONTROL, "srun": SRUN}.items():
+        (folder / tool).write_text(f"#!/bin/bash\n{lines}\n")
+        (folder / tool).chmod(0o755)
+    env = dict(os.environ, PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="7", STATUS="0")
+    env |= {"SRUN_CPUS_PER_TASK": "1", "SLURM_JOB_NUM_NODES": "1", "COMMENT": "(null)"}
+    env |= {"START": in_slurm_time(-before), "END": in_slurm_time(left)} | variables
+    command = ["bash", str(REPO / "slurm/launch.sh"), "python", "x.py"]
+    job = subprocess.Popen(
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while job.poll() is None and not (folder / "started").exists():
+        time.sleep(0.05)
+    if signal_it:
+        job.send_signal(signal.SIGUSR1)
+    else:
+        (folder / "ended").touch()
+    out, err = job.communicate(timeout=60)
+    return subprocess.CompletedProcess(command, job.returncode, out, err)
+
+
+def test_job_shorter_than_the_warning_is_an_error(tmp_path):
+    done = launch(tmp_path, before=5, left=290)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--time=5" in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("before, left", [(5, 296), (3000, 60), (5, None)])
+def test_job_that_is_long_enough_runs(tmp_path, before, left):
+    """Also one that is nearly over, and one without a limit."""
+    done = launch(tmp_path, before, left)
+    assert done.returncode == 0 and (tmp_path / "started").exists(), done.stderr
+
+
+@pytest.mark.parametrize(
+    "left, status, restarts, comment, requeued",
+    [
+        (200, "138", "0", "(null)", True),  # the first life without a step
+        (200, "138", "1", "no-step-in-life-0", False),
+        (200, "143", "1", "no-step-in-life-0", False),
+        (200, "138", "3", "no-step-in-life-0", True),  # lives between them had steps
+        (200, "0", "1", "no-step-in-life-0", True),  # this one had
+        (3000, "138", "1", "no-step-in-life-0", True),  # a person's signal, long before the end
+    ],
+)
+def test_job_cut_twice_before_its_first_step_is_not_requeued(
+    tmp_path, left, status, restarts, comment, requeued
+):
+    variables = {"STATUS": status, "SLURM_RESTART_COUNT": restarts, "COMMENT": comment}
+    done = launch(tmp_path, 3600, left, signal_it=True, **variables)
+    assert ("scontrol requeue 7" in done.stdout) == requeued, done
+    assert ("cut twice by its time limit" in done.stderr) == (not requeued)
+    noted = requeued and status != "0" and left == 200
+    assert (f"Comment=no-step-in-life-{restarts}" in done.stdout) == noted
+
+
+def test_every_header_has_the_warning_that_launch_sh_assumes():
+    assert "${SIGNAL_SECONDS:-180}" in (REPO / "slurm/launch.sh").read_text()
+    for stage in stages():
+        header = stage_path(stage).with_name("train.sbatch").read_text()
+        assert "#SBATCH --signal=B:USR1@180\n" in header
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_staging_copies_the_data_that_there_is(tmp_path, exists):
+    if exists:
+        (tmp_path / "corpora/sample").mkdir(parents=True)
+    env = dict(os.environ, STAGE_DATA="1", DATA_ROOT=str(tmp_path / "corpora"))
+    env |= {"SLURM_NODEID": "0", "SLURM_JOB_ID": f"test-{os.getpid()}"}
+    command = [REPO / "slurm/node.sh", "sh", "-c", 'echo "in $DATA_ROOT:" $(ls "$DATA_ROOT")']
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    copy = f"/dev/shm/corpora-test-{os.getpid()}-0"
+    assert done.returncode == 0 and done.stdout == f"in {copy}:{' sample' * exists}\n"
+    assert not Path(copy).exists()
+    if not exists:
+        assert done.stderr.count("\n") == 1 and "make data" in done.stderr
+        assert str(tmp_path / "corpora") in done.stderr
 
 
 def test_make_cluster_names_missing_packages(tmp_path):
