@@ -94,7 +94,7 @@ def test_make_names_a_runs_folder_by_the_time(tmp_path, flags):
     done = subprocess.run(command, cwd=copy, env=kept, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (folder,) = (copy / "runs/02_ddp").iterdir()
-    assert re.fullmatch(r"\d{8}-\d{6}", folder.name)
+    assert re.fullmatch(r"\d{8}-\d{6}-\d+", folder.name)
     assert json.loads((folder / "config.json").read_text())["world_size"] == 2
 
 
