@@ -30,6 +30,7 @@ NAMESPACES = str(REPO / "tests/namespaces.sh")
 PACKAGES = "slurm-wlm munge iproute2"
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
 MANY = stages()[1:]  # those that use several processes
+READMES = (REPO / "README.md").read_text() + (REPO / "slurm/README.md").read_text()
 
 
 def folder_of(stage: str) -> str:
@@ -166,11 +167,11 @@ TORCHRUN = (
 
 @pytest.fixture(scope="module")
 def launched(cluster, corpus_dir) -> Job:
-    """All stages under srun, one under mpirun and one under torchrun, by the README's commands."""
+    """All stages under srun, one under mpirun and one under torchrun, by the READMEs' commands."""
     flags = f"{SMALL} --data {corpus_dir} --steps 6 --log-every 1 --run-dir runs"
 
     def line(command: str, stage: str, before: str = "") -> str:
-        assert f"    {command}" in (REPO / "README.md").read_text(), command
+        assert f"    {command}" in READMES, command
         script = command.replace("04_fsdp", folder_of(stage))
         return f"{before}{script} {flags}/{command.split()[0]}/{stage}"
 
