@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# A Slurm cluster on this one machine: the real daemons, run by you, with pretend GPUs.
+# A Slurm cluster on this one machine: the real daemons, run as an ordinary user, with pretend GPUs.
 #
 #     slurm/cluster.sh up       start it, with NODES nodes (2)
 #     slurm/cluster.sh down     end its jobs, stop it, remove its folder
 #
-# Everything lives in $CLUSTER (slurm/cluster); SLURM_CONF=slurm/cluster/slurm.conf points Slurm's
-# own commands at it, and `make` does so by itself. All nodes are this machine, so what is wrong
-# between machines stays unseen. The tests give each node a network and a host name of its own, by
+# Everything lives in $CLUSTER (slurm/cluster). SLURM_CONF=slurm/cluster/slurm.conf points Slurm's
+# own commands at it, and `make` sets it by itself. All nodes are this machine, so problems between
+# machines do not show. The tests give each node a network and a host name of its own, by
 # NAMESPACES=tests/namespaces.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 folder=${CLUSTER:-slurm/cluster}
 nodes=${NODES:-2}
-port=${PORT:-17000} # slurmctld's; node N listens at the N-th after it
+port=${PORT:-17000} # slurmctld's; node N listens on port + N
 namespaces=${NAMESPACES:-} # a script that gives each node a network of its own
 extra_conf=${EXTRA_CONF:-} # more lines for slurm.conf
 me=$(id -un)
@@ -35,7 +35,7 @@ write_configuration() { # FOLDER SOCKETS; Slurm wants absolute paths
   for n in {0..7}; do ln -s /dev/null "$dir/gpus/nvidia$n"; done
   echo "AutoDetect=off" >"$dir/gres.conf"
   echo "Name=gpu File=$dir/gpus/nvidia[0-7]" >>"$dir/gres.conf"
-  # no cgroups; Slurm older than 23.11 has no word for that, and v1 is not looked at
+  # no cgroups; Slurm before 23.11 has no `disabled`, and does not use v1 with the plugins below
   local plugin=cgroup/v1 version
   version=$(slurmctld -V)
   if [[ ${version##* } != @(1?|20|21|22|23.02).* ]]; then plugin=disabled; fi
@@ -46,7 +46,7 @@ SlurmctldHost=$(hostname -s)($controller)
 SlurmctldPort=$port
 SlurmUser=$me
 SlurmdUser=$me
-# the daemons listen to whoever has the key, which is in this folder and nowhere else
+# the daemons trust everyone who has the key; it is in this folder and nowhere else
 AuthType=auth/munge
 # cred_expire: how long a requeued job waits before it starts again (120 s by default)
 AuthInfo=socket=$sockets/munge,cred_expire=5
@@ -65,7 +65,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 DefMemPerCPU=1000
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=100000
-# more CPUs and memory may be declared below than the machine has: several jobs share it
+# the nodes below may declare more CPUs and memory than the machine has: several jobs share it
 SlurmdParameters=config_overrides
 GresTypes=gpu
 ReturnToService=2
@@ -108,7 +108,7 @@ up() {
   mkdir -p "$folder"
   folder=$(realpath "$folder")
   export SLURM_CONF=$folder/slurm.conf
-  # a socket's path must not be longer than 107 characters, which this folder's may be
+  # the path of a socket may have 107 characters at most, and this folder's may be longer
   sockets=$(mktemp -d /tmp/slurm-XXXXXX)
   ln -s "$sockets" "$folder/sockets"
   write_configuration "$folder" "$sockets"
@@ -136,7 +136,7 @@ up() {
 down() {
   if [[ ! -e $folder/slurm.conf ]]; then fail "no cluster in $folder"; fi
   export SLURM_CONF=$folder/slurm.conf
-  # its jobs first: the processes of a job outlive the daemons
+  # end its jobs first: their processes would outlive the daemons
   timeout 5 scancel --user="$me" 2>/dev/null || true
   for _ in {1..50}; do
     if [[ -z $(timeout 5 squeue -h 2>/dev/null) ]]; then break; fi

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
 # The environment of every job; each train.sbatch sources it at the root of the repository.
-# A site's own lines go into slurm/site.env (untracked), which is read first and wins: copy
-# site.env.plain.example or site.env.jsc.example and change it.
+# A site's own settings go into slurm/site.env (untracked), which is read first and takes
+# precedence: copy site.env.plain.example or site.env.jsc.example and change it.
 if [[ -f slurm/site.env ]]; then
-  set -a # what it sets reaches the processes that srun starts
+  set -a # export its variables to the processes that srun starts
   # shellcheck source=/dev/null
   source slurm/site.env
   set +a
@@ -14,7 +14,7 @@ cache=${CACHE_ROOT:-${XDG_CACHE_HOME:-$HOME/.cache}}
 export HF_HOME=${HF_HOME-$cache/huggingface} TORCH_HOME=${TORCH_HOME-$cache/torch}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR-$cache/triton}
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR-$cache/inductor}
-# compute nodes have no internet: do not try it, say at once that `make data` was not run
+# compute nodes have no internet: fail at once, without a download, if `make data` was not run
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE-1} HF_DATASETS_OFFLINE=${HF_DATASETS_OFFLINE-1}
 # srun (22.05 and later) does not inherit --cpus-per-task from sbatch
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
@@ -25,15 +25,15 @@ case ${SLURM_JOB_NAME-} in
   05_* | 07_*) export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS-1} ;;
 esac
 
-# where the processes meet: at the job's first node, under the name that HOST_SUFFIX makes of it, or
-# at the address that Slurm itself uses, which is the name unless the site says otherwise
+# The rendezvous is on the job's first node: at its name with HOST_SUFFIX appended or, without a
+# suffix, at the address that Slurm itself uses (the name, unless the site's slurm.conf sets another)
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 if [[ ${HOST_SUFFIX-} ]]; then
   MASTER_ADDR+=$HOST_SUFFIX
 else
   MASTER_ADDR=$(scontrol --oneliner show node "$MASTER_ADDR" | sed 's/.*NodeAddr=\([^ ]*\).*/\1/')
 fi
-# a port of the job's own, for jobs that share a node must not meet
+# a port per job, because jobs may share a node
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 

@@ -2,17 +2,17 @@
 # What `make submit-NN`, `submit-all`, `status`, `logs-NN` and `cancel` do.
 #
 #     slurm/jobs.sh submit 04_fsdp [FLAG...]             flags of train.py
-#     slurm/jobs.sh submit "01_single_gpu 02_ddp" ...    in a row, each after the one before
+#     slurm/jobs.sh submit "01_single_gpu 02_ddp" ...    one after another
 #     slurm/jobs.sh status
 #     slurm/jobs.sh logs 04_fsdp
 #     slurm/jobs.sh cancel
 #
-# NODES GPUS PARTITION ACCOUNT TIME: of the jobs, where the header of train.sbatch is not wanted.
+# NODES GPUS PARTITION ACCOUNT TIME override the header of train.sbatch.
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
 shopt -s nullglob
 
-# The seconds of a time as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; of another word, none
+# Seconds of a time in sbatch's formats (M, M:S, H:M:S, D-H, D-H:M, D-H:M:S); nothing for other words
 seconds_of() {
   local time=$1 days=0 parts
   if [[ ! $time =~ ^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$ ]]; then return; fi
@@ -23,14 +23,15 @@ seconds_of() {
   echo $(((10#$days * 24 + 10#${parts[0]}) * 3600 + 10#${parts[1]} * 60 + 10#${parts[2]}))
 }
 
-# A job is asked to save and stop some minutes before its end: with less time than that (and two
-# minutes: the signal may come one early, and a job has to start) it would queue again for ever
+# A job is asked to save and stop some minutes before its time limit. With less time than that it
+# would be requeued forever. Two minutes are added: the signal may come one minute early, and a job
+# needs time to start.
 check_time() { # STAGE
   local warning seconds
   warning=$(sed -n 's/^#SBATCH --signal=.*@//p' "$1/train.sbatch")
   seconds=$(seconds_of "${TIME-}")
   if [[ $seconds ]] && ((seconds > 0 && seconds < warning + 120)); then # 0: no limit
-    echo "TIME=$TIME is too short: $warning seconds before its end a job saves and queues again;" \
+    echo "TIME=$TIME is too short: $warning seconds before its end a job saves and is requeued;" \
       "pass TIME=$(((warning + 179) / 60)) (minutes) or more" >&2
     exit 2
   fi
@@ -40,7 +41,7 @@ submit() {
   local stage job before='' flags scripts
   read -ra scripts <<<"$1"
   shift
-  # the headers ask for GPUs, and a cluster that has none would refuse them
+  # the headers request GPUs, and a cluster without GPUs would reject the job
   if [[ -z ${GPUS-} ]] && ! sinfo --noheader --format=%G | grep gpu >/dev/null; then GPUS=0; fi
   for stage in "${scripts[@]}"; do
     check_time "$stage"
@@ -50,17 +51,17 @@ submit() {
     if [[ ${PARTITION-} ]]; then flags+=(--partition="$PARTITION"); fi
     if [[ ${ACCOUNT-} ]]; then flags+=(--account="$ACCOUNT"); fi
     if [[ ${TIME-} ]]; then flags+=(--time="$TIME"); fi
-    # without --kill-on-invalid-dep a job whose predecessor failed would wait for ever
+    # without --kill-on-invalid-dep a job whose predecessor failed would stay pending forever
     if [[ $before ]]; then flags+=(--dependency="afterok:$before" --kill-on-invalid-dep=yes); fi
     flags+=("$stage/train.sbatch" "$@")
     echo "sbatch ${flags[*]}"
     job=$(sbatch --parsable "${flags[@]}")
-    before=${job%%;*} # of several clusters, one is named behind it
+    before=${job%%;*} # with several clusters the cluster's name follows
     echo "  job $before, log $stage-$before.log: make status, make logs-${stage%%_*}"
   done
 }
 
-# this folder's jobs, the newest last: id, name, state, and why it waits or ended, or where it runs
+# this folder's jobs, the newest last: id, name, state, elapsed time, and its nodes or why it waits
 jobs() {
   squeue --me --states="$1" --noheader --sort=i --format="%i|%j|%T|%Z|%M|%R" |
     awk -F'|' -v here="$PWD" '$4 == here { print $1 "|" $2 "|" $3 "|" $5 "|" $6 }'
@@ -100,7 +101,7 @@ logs() {
     cat "$log"
     return
   fi
-  # follow it until the job has ended; it may have to wait, and a requeued one goes on
+  # follow it until the job has ended; it may be pending at first, and a requeued job continues
   tail --retry -n +1 -f "$log" 2>/dev/null &
   follower=$! before=
   trap 'kill "$follower"' EXIT
@@ -117,10 +118,10 @@ cancel() {
   local found
   found=$(jobs pending,running,suspended)
   if [[ -z $found ]]; then
-    echo "no jobs from here wait or run"
+    echo "no jobs from here are pending or running"
     return
   fi
-  # the last first: jobs in a row would start when the one before them is gone
+  # the newest first, so that no dependent job starts when its predecessor is cancelled
   awk -F'|' '{ print $1 }' <<<"$found" | tac | xargs scancel
   awk -F'|' '{ print "cancelled job " $1 ": " $2 }' <<<"$found"
 }

@@ -2,10 +2,10 @@
 # Launch a script on the nodes of this job and, when its time is nearly up, requeue the job.
 #
 #     exec slurm/launch.sh python 01_single_gpu/train.py --steps 100     one process
-#     exec slurm/launch.sh torchrun 02_ddp/train.py --steps 100          a process a GPU, every node
+#     exec slurm/launch.sh torchrun 02_ddp/train.py --steps 100          one process per GPU, all nodes
 #
-# Without GPUs torchrun starts NPROC processes a node (2). `exec`, for Slurm sends a job's signal
-# to the shell that runs the batch script and to no other process.
+# Without GPUs torchrun starts NPROC processes per node (2). `exec` is needed because Slurm sends a
+# job's signal only to the shell that runs the batch script.
 set -euo pipefail
 
 launcher=$1
@@ -17,16 +17,16 @@ job_field() { scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n "s/.* $1=\([
 seconds_of() { date -d "$(job_field "$1")" +%s 2>/dev/null; } # of StartTime or EndTime, if known
 
 # Slurm may send the signal a minute early, and a job needs a minute to start: with less time than
-# that it would save and queue again for ever
+# that it would save and be requeued forever
 if start=$(seconds_of StartTime) && end=$(seconds_of EndTime) && ((end - start < warning + 120)); then
-  echo "--time is too short: $warning seconds before its end a job saves and queues again; pass" \
+  echo "--time is too short: $warning seconds before its end a job saves and is requeued; pass" \
     "--time=$(((warning + 179) / 60)) (minutes) or more" >&2
   exit 2
 fi
 
 if [[ $launcher == torchrun ]]; then
-  # one torchrun a node owns all its GPUs: a task a GPU would hide them from one another, and
-  # NCCL could not pass data between them through the node's memory
+  # One torchrun per node owns all its GPUs. With one task per GPU, Slurm may hide each task's GPU
+  # from the others, and NCCL could not use peer-to-peer copies between them.
   per_node=${SLURM_GPUS_ON_NODE:-${NPROC:-2}}
   nodes=$SLURM_JOB_NUM_NODES
   command=(torchrun --nnodes "$nodes" --nproc-per-node "$per_node" --rdzv-backend c10d
@@ -36,7 +36,7 @@ else
   nodes=1
   command=("$launcher")
 fi
-# the CPUs that the job may use, or that the machine has where Slurm is told of more
+# the CPUs that the job may use, but no more than the machine has: slurm.conf may declare more
 cpus=$((SRUN_CPUS_PER_TASK < $(nproc) ? SRUN_CPUS_PER_TASK : $(nproc)))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > per_node ? cpus / per_node : 1))}
 
@@ -44,48 +44,48 @@ srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1
   slurm/node.sh "${command[@]}" "$@" &
 step=$!
 
-# USR1 (see --signal in train.sbatch) asks the training processes to save and stop. One that comes
-# before they listen is lost, so they are asked until they are gone.
+# USR1 (see --signal in train.sbatch) asks the training processes to save and stop. A signal that
+# arrives before their handler is installed is lost, so it is sent again until they have exited.
 requeue='' cut=''
 # shellcheck disable=SC2317 # the trap calls it
 asked_to_stop() {
   requeue=1
   while kill -USR1 "$step"; do sleep 2; done 2>/dev/null &
   local end
-  # by the time limit, and not by a person before it
+  # near the time limit, so the signal is Slurm's own and not a user's
   if end=$(seconds_of EndTime) && ((end - $(date +%s) <= warning + 90)); then cut=1; fi
 }
 trap asked_to_stop USR1
 status=0
 while true; do
-  wait "$step" && status=0 || status=$? # the trap cuts a wait short
+  wait "$step" && status=0 || status=$? # the trap interrupts a wait
   kill -0 "$step" 2>/dev/null || break
 done
 
-# Slurm takes minutes to see that a node is lost (SlurmdTimeout), but the processes on the others
-# may fail in a second: then a step still starts on this node and not on all
+# Slurm takes minutes to notice a lost node (SlurmdTimeout), but the processes on the other nodes may
+# fail within a second. A lost node shows earlier: a step starts on this node, but not on all nodes.
 step_starts_on() { timeout 60 srun --overlap --nodes="$1" --ntasks="$1" true; }
 node_is_lost() { step_starts_on 1 && ! step_starts_on "$SLURM_JOB_NUM_NODES"; }
 
-# Whether this life of the job and the one before were cut by the time limit before their first
-# step. The job's comment keeps the number of such a life while it queues.
+# Whether this start of the job and the previous one both hit the time limit before their first
+# step. The job's comment keeps the number of such a start while the job is pending.
 cut_twice_without_a_step() {
   local life=${SLURM_RESTART_COUNT:-0}
-  if [[ ! $cut || $status == 0 ]]; then return 1; fi # with 0 it has done a step and saved
+  if [[ ! $cut || $status == 0 ]]; then return 1; fi # status 0: it has done a step and saved
   if [[ $(job_field Comment) == "no-step-in-life-$((life - 1))" ]]; then return 0; fi
   scontrol update JobId="$SLURM_JOB_ID" Comment="no-step-in-life-$life"
   return 1
 }
 
-# 138: a task was killed by USR1, so early that there was nothing to save; 143: and took others along
+# 138: USR1 killed a task before it had anything to save; 143: srun then terminated the other tasks
 if [[ $requeue && $status =~ ^(0|138|143)$ ]] && cut_twice_without_a_step; then
-  echo "job $SLURM_JOB_ID was cut twice by its time limit before its first step: not requeued;" \
+  echo "job $SLURM_JOB_ID hit its time limit twice before its first step: not requeued;" \
     "pass a longer --time" >&2
 elif [[ $requeue && $status =~ ^(0|138|143)$ ]]; then
-  echo "time is nearly up: job $SLURM_JOB_ID requeued, to go on from its newest checkpoint"
+  echo "time is nearly up: job $SLURM_JOB_ID requeued, continues from its newest checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
 elif [[ $status != 0 ]] && node_is_lost; then
-  echo "a node is lost: job $SLURM_JOB_ID requeued, to go on from its newest checkpoint"
+  echo "a node is lost: job $SLURM_JOB_ID requeued, continues from its newest checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
 elif [[ $status != 0 ]]; then
   echo "job $SLURM_JOB_ID failed with status $status" >&2

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# What launch.sh has srun run on each node, once: the launcher, with what only the node knows.
+# srun runs this once on each node (see launch.sh): it adds the node's own settings to the launcher.
 set -euo pipefail
 
-# torchrun, or a Python that is still importing, would die of the signal that asks to save and stop
+# the signal that asks to save and stop would kill torchrun, or a Python that is still importing
 trap "" USR1
 
 if [[ $1 == torchrun ]]; then
-  # torchrun tells by its address whether a node is the one where all meet; behind another name
-  # for another network it can't
+  # torchrun compares addresses to find out whether a node hosts the rendezvous, which fails when
+  # HOST_SUFFIX names another network
   is_host=$((SLURM_NODEID == 0))
   shift
   set -- --rdzv-conf "is_host=$is_host" "$@"
@@ -18,11 +18,11 @@ fi
 if [[ ${STAGE_DATA-} ]]; then # read the corpora from this node's memory
   copy=/dev/shm/corpora-$SLURM_JOB_ID-$SLURM_NODEID
   trap 'rm -rf "$copy"' EXIT
-  rm -rf "$copy" # of a life of this job that had no end
+  rm -rf "$copy" # left behind if this job was killed earlier
   if [[ -d ${DATA_ROOT:-data} ]]; then
     cp -r "${DATA_ROOT:-data}" "$copy"
   else
-    echo "STAGE_DATA: nothing to copy, for there is no ${DATA_ROOT:-data} (DATA_ROOT); make data fills it" >&2
+    echo "STAGE_DATA: nothing to copy, there is no ${DATA_ROOT:-data} (DATA_ROOT); make data fills it" >&2
     mkdir "$copy"
   fi
   DATA_ROOT=$copy "$@"

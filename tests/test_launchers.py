@@ -222,7 +222,7 @@ def test_job_cut_twice_before_its_first_step_is_not_requeued(
     variables = {"STATUS": status, "SLURM_RESTART_COUNT": restarts, "COMMENT": comment}
     done = launch(tmp_path, 3600, left, signal_it=True, **variables)
     assert ("scontrol requeue 7" in done.stdout) == requeued, done
-    assert ("cut twice by its time limit" in done.stderr) == (not requeued)
+    assert ("hit its time limit twice" in done.stderr) == (not requeued)
     noted = requeued and status != "0" and left == 200
     assert (f"Comment=no-step-in-life-{restarts}" in done.stdout) == noted
 

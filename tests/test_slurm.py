@@ -339,7 +339,7 @@ def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, uncut, corpu
     ask(2)
     job.ends()
     uncut(stage).ends()
-    assert job.log.count("requeued, to go on from its newest checkpoint") == 2
+    assert job.log.count("requeued, continues from its newest checkpoint") == 2
     assert "asked to stop: saving after step" in job.log and "resumed from" in job.log
     assert numbers_of(job) == numbers_of(uncut(stage))
     assert weights_of(job) == weights_of(uncut(stage)) != {}
