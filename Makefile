@@ -129,8 +129,9 @@ lint: $(READY) ## ruff, and shellcheck where it is installed
 		shellcheck */*.sh [0-9][0-9]_*/train.sbatch .ci/run; fi
 experiments: $(READY) ## run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(BIN)/python tools/experiments.py $(ONLY)
-pictures: $(READY) ## draw the READMEs' flat buffers again
+pictures: $(READY) ## draw the READMEs' flat buffers, shards and mesh again
 	@$(BIN)/python tools/flat_buffer.py all
+	@$(BIN)/python tools/diagrams.py all
 bench: $(READY) ## head to head with PyTorch's own classes
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 scale: $(READY) ## strong and weak scaling on this machine

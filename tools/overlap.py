@@ -7,7 +7,9 @@ A run with --profile leaves the traces of three steps in its folder. This tool d
 median length, as one rank saw it. The upper lane holds the operators of the training thread,
 colored by phase and labeled with the unit that they belong to. Where the lane is empty, the thread
 waits or runs Python. The lower lane holds the collectives, each from its launch until it has
-finished on this rank. It reads traces of CPU runs (Gloo); open a GPU's in https://ui.perfetto.dev.
+finished on this rank. For stage 07 the upper lane holds the pipeline's actions (F3: the forward of
+micro-batch 3, with its waits for other ranks), and each axis of the mesh has a lane of its own. It
+reads traces of CPU runs (Gloo); open a GPU's in https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import re
 from bisect import bisect_right
 from collections import Counter
 from pathlib import Path
@@ -27,7 +30,13 @@ COLLECTIVES = {  # fill and meaning, by the operator that launches it and by Glo
     ("allreduce", "all_reduce"): ("purple", "all-reduce"),
     ("_allgather_base", "all_gather"): ("teal", "all-gather"),
     ("alltoall_base", "all_to_all"): ("pink", "reduce-scatter"),  # of common/collectives.py
+    ("recv", "recv"): ("pink", "pp receive"),
+    ("send", "send"): ("pink", "pp send"),
 }
+# lanes of stage 07, with the fills of its mesh.svg
+AXES = {"tp": "teal", "pp receive": "pink", "pp send": "pink", "dp": "purple", "control": "grey"}
+TENSOR_PARALLEL = re.compile("LinearWithAsyncCommunication|ReduceFromRegion|VocabParallel")
+ACTION = re.compile(r"([FB]) (\d+) \d+")  # of a pipeline: kind, micro-batch, stage
 
 
 class Span(NamedTuple):
@@ -94,12 +103,44 @@ def computation(events: list[dict], step: dict, n_layers: int) -> list[Span]:
     return spans
 
 
-def communication(events: list[dict], step: dict) -> list[Span]:
-    """Each collective from its launch on the training thread to its end on one of Gloo's."""
+def actions(events: list[dict], step: dict) -> list[Span]:
+    """The pipeline's actions, labeled `F0` for the forward of micro-batch 0, `B0` its backward."""
+    spans = []
+    for event in events:
+        found = ACTION.fullmatch(event["name"])
+        start = (event["ts"] - step["ts"]) / 1e3
+        if found and event["tid"] == step["tid"] and 0 <= start < step["dur"] / 1e3:
+            fill = {"F": "blue", "B": "green"}[found[1]]
+            spans.append(Span(start, start + event["dur"] / 1e3, fill, found[1] + found[2]))
+    return spans
+
+
+def axis_of(call: dict, events: list[dict]) -> str:
+    """The axis of stage 07's mesh along which a collective runs, by the events around its call.
+
+    A trace does not name process groups. Collectives in the autograd functions of stage 05 are
+    tp's, and those that the hook of an accumulated gradient launches are dp's. What is left are
+    scalars: the norm, the loss and the flag to stop.
+    """
+    around = [
+        e["name"]
+        for e in events
+        if e["tid"] == call["tid"] and e["ts"] <= call["ts"] <= e["ts"] + e["dur"]
+    ]
+    if any(TENSOR_PARALLEL.search(name) for name in around):
+        return "tp"
+    return "dp" if any("AccumulateGrad" in name for name in around) else "control"
+
+
+def communication(events: list[dict], step: dict, by_axis: bool = False) -> list[Span]:
+    """Each collective from its launch on the training thread to its end on one of Gloo's.
+
+    by_axis: labeled and colored by the axis of the mesh, else by the kind of collective.
+    """
     spans = []
     for (call_name, work_name), (fill, meaning) in COLLECTIVES.items():
         works = [e for e in events if e["name"] == f"gloo:{work_name}"]
-        for call in (e for e in events if e["name"] == f"c10d::{call_name}_"):
+        for call in (e for e in events if e["name"].rstrip("_") == f"c10d::{call_name}"):
             work = next((e for e in works if e["ts"] >= call["ts"]), None)
             if work is None or call["tid"] != step["tid"]:
                 continue
@@ -107,7 +148,9 @@ def communication(events: list[dict], step: dict) -> list[Span]:
             start = (call["ts"] - step["ts"]) / 1e3
             if 0 <= start < step["dur"] / 1e3:
                 end = (work["ts"] + work["dur"] - step["ts"]) / 1e3
-                spans.append(Span(start, end, fill, meaning))
+                is_message = meaning in AXES
+                label = axis_of(call, events) if by_axis and not is_message else meaning
+                spans.append(Span(start, end, AXES.get(label, fill), label))
     return sorted(spans)
 
 
@@ -130,6 +173,11 @@ def union(spans: list[Span]) -> list[Span]:
     return merged([s._replace(fill="", label="") for s in sorted(spans)], gap=1e-9)
 
 
+def duration(spans: list[Span]) -> float:
+    """ms in which at least one of the spans is active."""
+    return sum(span.end - span.start for span in union(spans))
+
+
 def overlapped(first: list[Span], second: list[Span]) -> float:
     """ms in which a span of each list is active."""
     pairs = ((a, b) for a in union(first) for b in union(second))
@@ -150,27 +198,43 @@ def rows_of(spans: list[Span]) -> list[int]:
 # ---- drawing ----
 
 
-def picture(compute: list[Span], messages: list[Span], length: float, title: str) -> Picture:
+def lanes_of(messages: list[Span], by_axis: bool) -> dict[str, list[Span]]:
+    """One lane of communication, or one for each axis of the mesh that communicates."""
+    if not by_axis:
+        return {"communication": messages}
+    lanes = {axis: [span for span in messages if span.label == axis] for axis in AXES}
+    return {axis: spans for axis, spans in lanes.items() if spans}
+
+
+def picture(
+    compute: list[Span], lanes: dict[str, list[Span]], length: float, title: str
+) -> Picture:
     left, width, lane, bar = 116, 900, 34, 18
     scale = (width - left - 16) / length
-    rows = rows_of(messages)
-    lower = 44 + lane + 12
-    bottom = lower + bar * (max(rows, default=0) + 1) + 8
+    heights = {
+        name: bar * (max(rows_of(spans), default=0) + 1) + 8 for name, spans in lanes.items()
+    }
+    bottom = 44 + lane + sum(12 + height for height in heights.values())
     art = Picture(width, bottom + 62, title)
-    for y, height, name in ((44, lane, "computation"), (lower, bottom - lower, "communication")):
-        art.rect(left, y, length * scale, height, "track")
-        art.text(16, y + height / 2 + 4, name)
+    art.rect(left, 44, length * scale, lane, "track")
+    art.text(16, 44 + lane / 2 + 4, "computation" if len(lanes) == 1 else "actions")
     for span in merged(compute, gap=0.004 * length):
         w = (span.end - span.start) * scale
         art.bar(left + span.start * scale, 44, w, lane, span.fill, span.label)
+    y = 44 + lane + 12
     count: Counter = Counter()
-    for span, row in zip(messages, rows, strict=True):
-        x, w = left + span.start * scale, (min(span.end, length) - span.start) * scale
-        art.bar(x, lower + 4 + row * bar, w, bar - 3, span.fill, str(count[span.label]))
-        count[span.label] += 1
+    for name, spans in lanes.items():
+        art.rect(left, y, length * scale, heights[name], "track")
+        art.text(16, y + heights[name] / 2 + 4, name)
+        for span, row in zip(spans, rows_of(spans), strict=True):
+            x, w = left + span.start * scale, (min(span.end, length) - span.start) * scale
+            art.bar(x, y + 4 + row * bar, w, bar - 3, span.fill, str(count[span.label]))
+            count[span.label] += 1
+        y += heights[name] + 12
     draw_axis(art, left, bottom + 6, scale, length)
-    meanings = {span.fill: span.label for span in messages}
-    art.legend(left, bottom + 48, PHASES | meanings)
+    meanings = {span.fill: span.label for spans in lanes.values() for span in spans}
+    phases = {fill: name for fill, name in PHASES.items() if fill in {s.fill for s in compute}}
+    art.legend(left, bottom + 48, phases | ({} if len(lanes) > 1 else meanings))
     return art
 
 
@@ -192,18 +256,24 @@ def main() -> None:
     config = json.loads((args.run / "config.json").read_text())
     events = load_trace(args.run, args.rank)
     step = median_step(events)
-    compute = computation(events, step, config["arguments"]["n_layers"])
-    messages = communication(events, step)
-    in_flight = sum(s.end - s.start for s in union(messages))
-    hidden = overlapped(compute, messages)
-    print(
-        f"step {step['dur'] / 1e3:.1f} ms, communication {in_flight:.1f} ms: "
-        f"{hidden:.1f} ms hidden behind computation, {in_flight - hidden:.1f} ms exposed"
-    )
+    by_axis = config["stage"].startswith("07")
+    messages = communication(events, step, by_axis)
+    lanes = lanes_of(messages, by_axis)
+    if by_axis:
+        compute = actions(events, step)
+        each = (f"{axis} {duration(spans):.1f} ms" for axis, spans in lanes.items())
+        print(f"step {step['dur'] / 1e3:.1f} ms, in flight:", ", ".join(each))
+    else:
+        compute = computation(events, step, config["arguments"]["n_layers"])
+        in_flight, hidden = duration(messages), overlapped(compute, messages)
+        print(
+            f"step {step['dur'] / 1e3:.1f} ms, communication {in_flight:.1f} ms: "
+            f"{hidden:.1f} ms hidden behind computation, {in_flight - hidden:.1f} ms exposed"
+        )
     title = args.title or f"{config['stage']} on {config['world_size']} ranks"
     title += f": one step of rank {args.rank}, traced"
     path = args.svg or args.run / "overlap.svg"
-    path.write_text(str(picture(compute, messages, step["dur"] / 1e3, title)))
+    path.write_text(str(picture(compute, lanes, step["dur"] / 1e3, title)))
     print(f"written: {path}")
 
 

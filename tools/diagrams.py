@@ -1,0 +1,249 @@
+"""Draw what each rank holds and which collective connects the ranks: the pictures of 05 and 07.
+
+    .venv/bin/python tools/diagrams.py mlp --svg 05_tensor_parallel/mlp.svg
+    .venv/bin/python tools/diagrams.py all      # the READMEs' pictures again: make pictures
+
+Blue is rank 0's shard, orange rank 1's; grey is a tensor that every rank holds in full.
+"""
+
+from __future__ import annotations
+
+import argparse
+from math import exp, log
+from pathlib import Path
+
+from svg import Picture
+
+REPO = Path(__file__).resolve().parents[1]
+RANKS = ("blue", "orange")
+
+
+def arrow(art: Picture, x: float, y: float, text: str = "→") -> None:
+    art.text(x, y, text, size=15, fill="faint", anchor="middle")
+
+
+def matrix(
+    art: Picture, x: float, y: float, w: float, h: float, fill: str, columns=(0, 1), rows=(0, 1)
+) -> None:
+    """The full matrix as an outline, and the part of it that a rank holds, filled."""
+    art.rect(x, y, w, h, "track")
+    (left, right), (top, bottom) = columns, rows
+    art.rect(x + w * left, y + h * top, w * (right - left), h * (bottom - top), fill)
+
+
+def collective(art: Picture, x: float, y: float, h: float, name: str, forward: str, back: str):
+    """A bar across both ranks, and above it what it does in each direction."""
+    art.rect(x - 7, y, 14, h, "purple")
+    art.text(x, y - 38, name, size=15, weight="bold", anchor="middle")
+    art.text(x, y - 22, f"forward: {forward}", size=11, anchor="middle")
+    art.text(x, y - 8, f"backward: {back}", size=11, anchor="middle")
+
+
+# ---- 05 ----
+
+
+def draw_mlp() -> Picture:
+    art = Picture(900, 344, "The MLP on two ranks: W1 by columns, W2 by rows, one all-reduce")
+    top, height, gap = 104, 88, 18
+    places = {"x": 76, "W1": 256, "gelu(x W1)": 408, "W2": 556, "partial y": 634, "y": 832}
+    for name, x in places.items():
+        width = {"W1": 112, "gelu(x W1)": 112, "W2": 28, "x": 28}.get(name, 28)
+        art.text(x + width / 2, top - 8, name, anchor="middle", weight="bold")
+    for rank, fill in enumerate(RANKS):
+        y = top + rank * (height + gap)
+        half = (rank / 2, rank / 2 + 0.5)
+        art.text(16, y + height / 2 + 4, f"rank {rank}")
+        matrix(art, 76, y, 28, height, "grey")
+        matrix(art, 256, y + 30, 112, 28, fill, columns=half)
+        arrow(art, 388, y + 49)
+        matrix(art, 408, y, 112, height, fill, columns=half)
+        arrow(art, 538, y + 49)
+        matrix(art, 556, y - 6, 28, height + 12, fill, rows=half)
+        arrow(art, 608, y + 49)
+        matrix(art, 634, y, 28, height, fill)
+        matrix(art, 832, y, 28, height, "grey")
+        art.text(118, y + height / 2 + 4, "→", size=15, fill="faint")
+        art.text(232, y + height / 2 + 4, "→", size=15, fill="faint")
+        art.text(672, y + height / 2 + 4, "→", size=15, fill="faint")
+        art.text(806, y + height / 2 + 4, "→", size=15, fill="faint")
+    both = 2 * height + gap
+    collective(art, 180, top, both, "f", "nothing", "all-reduce")
+    collective(art, 746, top, both, "g", "all-reduce", "nothing")
+    art.text(
+        16,
+        328,
+        "x, y: [tokens, d]   W1: [d, 4d]   gelu(x W1): [tokens, 4d]   W2: [4d, d]. The GELU works "
+        "on each column alone, so it needs no other rank.",
+        fill="faint",
+    )
+    return art
+
+
+def draw_heads() -> Picture:
+    art = Picture(900, 262, "Attention on two ranks: four heads, two on each")
+    left, cell, height = 190, 57, 30
+    rows = (50, 94, 138, 182)
+    names = ("rows of wqkv [3d, d]", "attention, per head", "columns of wo [d, d]")
+    for name, y in zip((*names, "output [tokens, d], a sum"), rows, strict=True):
+        art.text(16, y + 19, name)
+    for head in range(4):
+        fill, x = RANKS[head // 2], left + 3 * head * cell
+        for i, kind in enumerate("qkv"):
+            art.bar(x + i * cell, rows[0], cell - 2, height, fill, f"{kind}{head}")
+        art.bar(x, rows[1], 3 * cell - 2, height, fill, f"head {head}: softmax(q kᵀ) v")
+        art.bar(x, rows[2], 3 * cell - 2, height, fill, f"columns of head {head}")
+    for rank, fill in enumerate(RANKS):
+        x = left + 6 * rank * cell
+        art.bar(x, rows[3], 6 * cell - 2, height, fill, f"rank {rank}'s term of every output")
+    art.rect(left, rows[3] + height + 4, 12 * cell - 2, 10, "purple")
+    art.text(left + 6 * cell, rows[3] + height + 32, "g: one all-reduce", anchor="middle")
+    x = left + 6 * cell - 1
+    art.line(x, rows[0] - 6, x, rows[3] + height, "ink", dash="4 3")
+    return art
+
+
+def draw_vocabulary() -> Picture:
+    """The loss of one token by numbers: six words on two ranks."""
+    logits, target = (2.0, 1.0, 0.0, 3.0, 0.5, -1.0), 1
+    shards = (logits[:3], logits[3:])
+    highest = max(logits)
+    sums = [sum(exp(x - highest) for x in shard) for shard in shards]
+    art = Picture(900, 250, "Vocabulary-parallel loss of one token: six words on two ranks")
+    columns = {"this rank's logits": 90, "maximum": 330, "Σ exp(logit − max)": 440}
+    columns |= {"target's logit − max": 610}
+    for name, x in columns.items():
+        art.text(x, 54, name, weight="bold")
+    for rank, (shard, fill) in enumerate(zip(shards, RANKS, strict=True)):
+        y = 66 + rank * 44
+        art.text(16, y + 20, f"rank {rank}")
+        for i, x in enumerate(shard):
+            word = 3 * rank + i
+            art.bar(90 + i * 76, y, 74, 30, fill, f"w{word}: {x:g}")
+        art.bar(330, y, 90, 30, fill, f"{max(shard):g}")
+        art.bar(440, y, 150, 30, fill, f"{sums[rank]:.3f}")
+        owns = target in range(3 * rank, 3 * rank + 3)
+        art.bar(610, y, 150, 30, fill, f"{logits[target] - highest:g}" if owns else "0: not here")
+    for x, w in ((330, 90), (440, 150), (610, 150)):
+        art.rect(x, 154, w, 10, "purple")
+        art.text(x, 181, "all-reduce, max" if x == 330 else "all-reduce, sum", size=11)
+    total, own = sum(sums), logits[target] - highest
+    for x, text in ((330, f"{highest:g}"), (440, f"{total:.3f}"), (610, f"{own:g}")):
+        art.text(x, 204, text, weight="bold")
+    art.text(16, 204, "on both ranks")
+    loss = f"loss of target w{target} = log {total:.3f} − ({own:g}) = {log(total) - own:.3f}"
+    art.text(330, 234, loss, weight="bold")
+    return art
+
+
+STEPS = ("norm", "wqkv", "attention", "wo", "add", "norm", "w1", "gelu", "w2", "add")
+REGION = range(1, 4), range(6, 9)  # the pairs: features are sharded in their middle
+
+
+def draw_layer() -> Picture:
+    """Along a layer: full, sharded by features, or sharded by the sequence."""
+    art = Picture(900, 440, "The activations of a layer on two ranks, after each operation")
+    left, cell, height = 100, 80, 48
+    for panel, sequence_parallel in enumerate((False, True)):
+        top = 92 + 190 * panel
+        name = "with --sequence-parallel" if sequence_parallel else "tensor parallelism alone"
+        art.text(16, top - 40, name, weight="bold")
+        for i, step in enumerate(STEPS):
+            x = left + i * cell
+            sharded = step in ("wqkv", "attention", "w1", "gelu")
+            for rank, fill in enumerate(RANKS):
+                y, half = top + rank * (height + 8), (rank / 2, rank / 2 + 0.5)
+                if i == 0:
+                    art.text(16, y + height / 2 + 4, f"rank {rank}")
+                if sharded:
+                    matrix(art, x, y, 54, height, fill, columns=half)
+                elif sequence_parallel:
+                    matrix(art, x, y, 54, height, fill, rows=half)
+                else:
+                    matrix(art, x, y, 54, height, "grey")
+            art.text(x + 27, top + 2 * height + 26, step, size=11, anchor="middle")
+        names = ("all-gather", "reduce-scatter") if sequence_parallel else ("", "all-reduce")
+        for i, operator in ((1, 0), (3, 1), (6, 0), (8, 1)):
+            x = left + i * cell - 16
+            art.rect(x, top, 6, 2 * height + 8, "purple")
+            text = f"{'fg'[operator]}: {names[operator] or 'nothing'}"
+            art.text(x + 3, top - 8, text, size=11, anchor="middle")
+    art.text(
+        16,
+        426,
+        "height: the sequence; width: features; grey: all of it on both ranks. f and g as in "
+        "forward; in backward each does the other's.",
+        fill="faint",
+    )
+    return art
+
+
+# ---- 07 ----
+
+
+def draw_mesh() -> Picture:
+    """Eight ranks at their coordinates, and the groups in which they communicate."""
+    art = Picture(900, 384, "pp 2 × dp 2 × tp 2: rank = (pp_rank · dp + dp_rank) · tp + tp_rank")
+    box_w, box_h = 138, 66
+
+    def corner(pp: int, dp: int, tp: int) -> tuple[float, float]:
+        return 40 + pp * 430 + tp * 194, 84 + dp * 128
+
+    for pp, units in enumerate(("embedding, layer 0", "layer 1, output")):
+        x, y = corner(pp, 0, 0)
+        art.rect(x - 16, y - 42, 364, 274, "track")
+        art.text(x - 4, y - 22, f"pp_rank {pp}: {units}", weight="bold")
+    for pp in (0, 1):
+        for i in (0, 1):
+            x, y = corner(pp, i, 0)
+            art.rect(x + box_w, y + 26, 56, 12, "teal")  # tp
+            x, y = corner(pp, 0, i)
+            art.rect(x + 26, y + box_h, 12, 62, "purple")  # dp
+    for dp in (0, 1):  # pp: from below each rank to below its counterpart
+        for tp in (0, 1):
+            (x1, y), (x2, _) = corner(0, dp, tp), corner(1, dp, tp)
+            drop = box_h + 12 + 14 * tp
+            for x in (x1, x2):
+                art.rect(x + 96, y + box_h, 3, drop - box_h, "pink")
+            art.rect(x1 + 96, y + drop, x2 - x1 + 3, 3, "pink")
+    for rank in range(8):
+        pp, dp, tp = rank // 4, rank // 2 % 2, rank % 2
+        x, y = corner(pp, dp, tp)
+        art.rect(x, y, box_w, box_h, "card")
+        art.text(x + 8, y + 19, f"rank {rank}", weight="bold")
+        art.text(x + 8, y + 38, f"dp_rank {dp}: batch half {dp}", size=10)
+        art.text(x + 8, y + 54, f"tp_rank {tp}: matrix half {tp}", size=10)
+    entries = {"teal": "tp: activations, all-reduced several times per layer"}
+    art.legend(24, 340, entries)
+    art.legend(460, 340, {"purple": "dp: gradients, all-reduced once per step"})
+    entries = {"pink": "pp: activations sent on, gradients sent back, per micro-batch"}
+    art.legend(24, 366, entries)
+    return art
+
+
+DRAW = {
+    "mlp": draw_mlp,
+    "heads": draw_heads,
+    "layer": draw_layer,
+    "vocabulary": draw_vocabulary,
+    "mesh": draw_mesh,
+}
+PICTURES = {  # of the READMEs
+    f"{'07_3d' if name == 'mesh' else '05_tensor_parallel'}/{name}.svg": draw
+    for name, draw in DRAW.items()
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=(*DRAW, "all"))
+    parser.add_argument("--svg", type=Path, help="default: WHAT.svg")
+    args = parser.parse_args()
+    pictures = {args.svg or Path(f"{args.what}.svg"): DRAW.get(args.what)}
+    if args.what == "all":
+        pictures = {REPO / name: draw for name, draw in PICTURES.items()}
+    for path, draw in pictures.items():
+        path.write_text(str(draw()))
+
+
+if __name__ == "__main__":
+    main()
