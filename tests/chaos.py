@@ -1,12 +1,13 @@
-"""Kill runs with `kill -9` at any moment: they must end with the bits of one that nobody touched.
+"""Kill runs with `kill -9` at any time: they must end with the same bits as an undisturbed run.
 
-    python tests/chaos.py                       42 kills over all stages, by a seed that is shown
-    python tests/chaos.py --seed 7 --kills 6    the same moments again, as far as a clock repeats
+    python tests/chaos.py                       42 kills over all stages; prints its random seed
+    python tests/chaos.py --seed 7 --kills 6    the same times again, as far as a clock repeats
 
-A run is killed, one rank of it or all, some time after its start or a few milliseconds into a
-save; started again by the same command, killed again, and at last left to end. Each time it must
-go on from the newest whole checkpoint; in the end its lines and its last checkpoint must be those
-of the undisturbed run, bit for bit. Exit status 1 if any is not, or if too few kills hit a save.
+A run is killed, one rank or all of them, some time after its start or a few milliseconds into a
+save. It is started again by the same command, killed again, and finally left to finish. Each time
+it must continue from the newest complete checkpoint. In the end its metrics and its last checkpoint
+must equal those of the undisturbed run, bit for bit. Exit status 1 if a run differs, or if too few
+kills hit a save.
 """
 
 from __future__ import annotations
@@ -49,28 +50,28 @@ EXACT = ("step", "loss", "grad_norm", "lr", "val_loss", "test_loss")
 
 @dataclass
 class Kill:
-    """Of which ranks, and when: seconds after the start, or into the `save`-th save of the run."""
+    """The ranks to kill, and when: seconds after the start, or into the `save`-th save."""
 
     ranks: list[int]
     seconds: float
     save: int | None
 
     def __str__(self) -> str:
-        whom = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        victims = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
         since = "after the start" if self.save is None else f"into save {self.save}"
-        return f"{whom} {1e3 * self.seconds:.0f} ms {since}"
+        return f"{victims} {1e3 * self.seconds:.0f} ms {since}"
 
 
-def draw_kill(dice: random.Random, ranks: int, in_save: bool, duration: float) -> Kill:
+def random_kill(rng: random.Random, ranks: int, in_save: bool, duration: float) -> Kill:
     everybody = list(range(ranks))
-    victims = everybody if dice.random() < 0.5 else [dice.choice(everybody)]
+    victims = everybody if rng.random() < 0.5 else [rng.choice(everybody)]
     if in_save:
-        return Kill(victims, dice.uniform(0, 0.012), dice.randrange(1, 5))
-    return Kill(victims, dice.uniform(0, 0.6 * duration), None)
+        return Kill(victims, rng.uniform(0, 0.012), rng.randrange(1, 5))
+    return Kill(victims, rng.uniform(0, 0.6 * duration), None)
 
 
 def unfinished(folder: Path) -> set[str]:
-    """The folders that a save under way has made."""
+    """The temporary folders of a save in progress."""
     with contextlib.suppress(FileNotFoundError):
         return {n for n in os.listdir(folder) if n.startswith(("writing-", "deleting-"))}
     return set()
@@ -78,7 +79,7 @@ def unfinished(folder: Path) -> set[str]:
 
 def wait_for(kill: Kill, folder: Path, running) -> None:
     if kill.save is not None:
-        begun, before = 0, unfinished(folder)  # what the kill before has left does not count
+        begun, before = 0, unfinished(folder)  # ignore folders that the previous kill left behind
         while running() and begun < kill.save:
             now = unfinished(folder)
             begun += len({n for n in now - before if n.startswith("writing-")})
@@ -88,8 +89,8 @@ def wait_for(kill: Kill, folder: Path, running) -> None:
 
 
 def run_and_kill(pool: Pool, stage: str, argv: list[str], kill: Kill, folder: Path) -> bool:
-    """False if the run had ended before its moment came."""
-    pool.run(os.getpid)  # so that the processes are there
+    """Start a run and kill it; False if it had ended before the kill."""
+    pool.run(os.getpid)  # waits until the processes have started
     ended: list = []
     thread = threading.Thread(target=lambda: ended.extend(pool.attempt_train(stage, argv)))
     pids = [pool._processes[r].pid for r in kill.ranks]
@@ -116,20 +117,24 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def differences(run_dir: Path, undisturbed: Path) -> str:
-    """What a run has in its lines or its last checkpoint that the undisturbed run has not."""
+    """How a run's metrics or last checkpoint differ from the undisturbed run's; empty if equal."""
     if lines_of(run_dir) != lines_of(undisturbed):
-        return "its lines differ"
+        return "its metrics differ"
     ours, theirs = (checkpoints(r / "checkpoints")[-1] for r in (run_dir, undisturbed))
     a, b = tensors_of(ours), tensors_of(theirs)
     if ours.name != theirs.name or a.keys() != b.keys():
-        return "it ends with another checkpoint"
+        return "its last checkpoint is another one"
     return "" if all(torch.equal(a[n], b[n]) for n in a) else "the bits of its checkpoint differ"
 
 
 def endure(
     pool: Pool, stage: str, kills: list[Kill], argv: list[str], run_dir: Path
 ) -> tuple[int, int, str]:
-    """Kill a run again and again, then let it end: kills, those inside a save, what went wrong."""
+    """Kill a run repeatedly, then let it finish.
+
+    Returns the number of kills, the number of those inside a save, and what went wrong ("" if
+    nothing).
+    """
     folder = run_dir / "checkpoints"
     argv = [*argv, "--run-dir", str(run_dir)]
     done = in_save = 0
@@ -141,21 +146,21 @@ def endure(
         newest = checkpoints(folder)[-1:]
         note = "inside a save" if inside else "" if hit else "the run had ended before"
         at = newest[0].name if newest else "nothing"
-        print(f"  {stage}  kill -9 of {kill}; whole: {at}  {note}", flush=True)
+        print(f"  {stage}  kill -9 of {kill}; newest checkpoint: {at}  {note}", flush=True)
     ended = pool.attempt_train(stage, argv)
     failed = [o for o in ended if o.traceback or o.exit_status]
     if failed:
-        return done, in_save, f"it does not go on: {failed[0].traceback or failed[0].stderr}"
+        return done, in_save, f"it does not resume: {failed[0].traceback or failed[0].stderr}"
     wanted = f"resumed from {newest[0]}," if newest else ""
     if wanted not in ended[0].stdout or (not newest and "resumed" in ended[0].stdout):
-        return done, in_save, f"it did not go on from {newest}"
+        return done, in_save, f"it did not resume from {newest}"
     return done, in_save, ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=42, help="how many at least")
-    parser.add_argument("--seed", type=int, default=None, help="of the moments; else a new one")
+    parser.add_argument("--kills", type=int, default=42, help="minimum number of kills")
+    parser.add_argument("--seed", type=int, default=None, help="random seed (default: a new one)")
     parser.add_argument("--only", nargs="*", default=stages(), help="stages")
     args = parser.parse_args()
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
@@ -164,7 +169,7 @@ def main() -> int:
         return kill_runs(args, random.Random(seed), Path(root))
 
 
-def kill_runs(args: argparse.Namespace, dice: random.Random, root: Path) -> int:
+def kill_runs(args: argparse.Namespace, rng: random.Random, root: Path) -> int:
     os.environ["DATA_ROOT"] = str(root / "data")
     runs = kills = in_saves = wrong = 0
     durations: dict[str, float] = {}
@@ -175,12 +180,12 @@ def kill_runs(args: argparse.Namespace, dice: random.Random, root: Path) -> int:
         undisturbed, run_dir = root / f"undisturbed-{stage}", root / f"run-{runs}"
         with contextlib.closing(Pool(ranks, group=stage != "01")) as pool:
             if stage not in durations:
-                pool.run(os.getpid)  # its start does not count
+                pool.run(os.getpid)  # do not time the start of the processes
                 started = time.monotonic()
                 pool.train(stage, [*argv, "--run-dir", str(undisturbed)])
                 durations[stage] = time.monotonic() - started
-            drawn = [draw_kill(dice, ranks, k < 2, durations[stage]) for k in range(3)]
-            done, in_save, problem = endure(pool, stage, drawn, argv, run_dir)
+            chosen = [random_kill(rng, ranks, k < 2, durations[stage]) for k in range(3)]
+            done, in_save, problem = endure(pool, stage, chosen, argv, run_dir)
         problem = problem or differences(run_dir, undisturbed)
         print(f"  {stage}  {problem or 'the same bits'}", flush=True)
         runs, kills, in_saves = runs + 1, kills + done, in_saves + in_save

@@ -1,4 +1,4 @@
-"""Fixtures of the proving ground; what they hand out is described in `harness.py`."""
+"""Fixtures of the test harness; `harness.py` describes the objects that they return."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: bits must not depend on the machine's cores
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the bits must not depend on the cores
 os.environ["KINETO_LOG_LEVEL"] = "99"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -22,7 +22,7 @@ import torch
 torch.set_num_threads(1)
 logging.disable(logging.DEBUG)  # DCP's log would fill every report
 
-# variables by which a launcher around the tests would change what they test
+# a launcher around the tests must not change the launch environment that they test
 for name in list(os.environ):
     if name.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_", "PMIX_")) or name in (
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -34,7 +34,7 @@ for name in list(os.environ):
 LONG = "slurm 3d pipeline parity_data_parallel launchers tensor_parallel arguments dry_run survival"
 
 
-collected: list[str] = []  # the node ids of all tests, whatever `-k` and `-m` leave of them
+collected: list[str] = []  # the node ids of all tests, including those that `-k` and `-m` deselect
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-k` and `-m` deselect
@@ -64,7 +64,7 @@ def all_tests(request) -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # what common/ silences itself; pytest sets its own filters
+    # a warning that common/ silences itself; pytest replaces the filters
     config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled:UserWarning")
 
 
@@ -102,14 +102,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _folders(tmp_path_factory):
-    """Corpora are prepared, and runs written, in a folder of this session."""
+    """Prepare corpora and write runs in folders of this session."""
     os.environ["DATA_ROOT"] = str(tmp_path_factory.mktemp("data"))
     os.environ["RUNS_ROOT"] = str(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")
 def pools(_folders):
-    """`pools(4)`: the session's pool of four, started when first used."""
+    """`pools(4)`: the session's pool of four ranks, started when first used."""
     started: dict[tuple[int, bool, str], harness.Pool] = {}
 
     def pool(world_size: int, group: bool = True, backend: str = "gloo") -> harness.Pool:
@@ -125,7 +125,7 @@ def pools(_folders):
 
 @pytest.fixture
 def fresh_pool(_folders):
-    """`fresh_pool(4)`: a pool of its own for a test that counts all that lives in a process."""
+    """`fresh_pool(4)`: a new pool, for a test that counts all live tensors of a process."""
     with contextlib.ExitStack() as stack:
 
         def pool(world_size: int) -> harness.Pool:
@@ -136,7 +136,7 @@ def fresh_pool(_folders):
 
 @pytest.fixture(scope="session")
 def reference(pools):
-    """`reference(argv)`: stage 01's metrics for these flags, run once a session."""
+    """`reference(argv)`: stage 01's metrics for these flags, run once per session."""
     known: dict[tuple[str, ...], list[dict]] = {}
 
     def metrics(argv: list[str]) -> list[dict]:
@@ -152,17 +152,17 @@ def reference(pools):
 def corpus_dir(tmp_path_factory) -> Path:
     """A small corpus with structure to learn: 200 words, each with a few likely successors."""
     folder = tmp_path_factory.mktemp("corpus")
-    dice = random.Random(0)
+    rng = random.Random(0)
     words = [f"word{i}" for i in range(200)]
-    after = {w: dice.sample(words, 4) for w in words}
+    after = {w: rng.sample(words, 4) for w in words}
 
     def text(lines: int) -> str:
         rows = []
         for _ in range(lines):
-            row = [dice.choice(words)]
-            for _ in range(dice.randrange(12, 28)):
-                likely = dice.random() < 0.9
-                row.append(dice.choice(after[row[-1]]) if likely else dice.choice(words))
+            row = [rng.choice(words)]
+            for _ in range(rng.randrange(12, 28)):
+                likely = rng.random() < 0.9
+                row.append(rng.choice(after[row[-1]]) if likely else rng.choice(words))
             rows.append(" ".join(row))
         return "\n".join(rows) + "\n"
 

@@ -1,16 +1,16 @@
-"""The proving ground: worker pools, the parity check, and counts that trust nobody's own.
+"""The test harness: worker pools, the parity check, and independent counts of bytes and memory.
 
-    pool.run(function, *args)        one result a rank; `function` stands at the top of its module
-    pool.attempt(function, *args)    one `Outcome` a rank, errors and exits included
+    pool.run(function, *args)        one result per rank; `function` is a module-level function
+    pool.attempt(function, *args)    one `Outcome` per rank, errors and exits included
     pool.train("02", argv)           what `main(argv)` of stage 02 returns on each rank
     assert_same_curve(metrics, reference)
     with count_collectives() as counted: ...        counted.records, .calls, .payload
-    with whole_ledger() as ledger: ...              the ledger, not reset when a line is logged
+    with whole_ledger() as ledger: ...              the ledger of a run, without its resets
     assert_ledger_is_true(ledger, counted), bytes_written()
     live_bytes(), PeakMemory()
 
-A pool's processes live as long as the tests: starting eight takes a second or two, a job in them
-a millisecond. Fixtures for pools, corpus and reference runs are in `conftest.py`.
+A pool's processes live as long as the tests: starting eight takes a second or two, handing them a
+job takes a millisecond. Fixtures for pools, corpus and reference runs are in `conftest.py`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def stage_path(number: str) -> Path:
 
 @lru_cache
 def load_stage(number: str) -> ModuleType:
-    """`train.py` of stage "02" as a module; its folder's name is no identifier."""
+    """`train.py` of stage "02" as a module: `import` cannot, for 02_ddp is no identifier."""
     path = stage_path(number)
     name = f"stage_{number}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -81,11 +81,11 @@ def load_stage(number: str) -> ModuleType:
 
 
 class WorkerError(AssertionError):
-    """A job failed in a worker: which rank, and its traceback."""
+    """A job failed in a worker. The message names the rank and holds its traceback."""
 
 
 class WorkerExit(WorkerError):
-    """A job ended in SystemExit. `statuses`, `stderr`: one a rank."""
+    """A job ended in SystemExit. `statuses`, `stderr`: one per rank."""
 
     def __init__(self, outcomes: list[Outcome]):
         self.statuses = [o.exit_status for o in outcomes]
@@ -108,16 +108,16 @@ class Outcome:
 def _worker(
     rank: int, size: int, port: int | None, connection, environment, folder, backend
 ) -> None:
-    """A worker's life: join the group, do jobs as they come, die when the parent does."""
+    """A worker process: join the group, run jobs as they arrive, exit when the parent does."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who then ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills us
     stacks = open(Path(folder) / f"stacks-{rank}.txt", "w")
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     torch.set_num_threads(1)
-    tqdm.set_lock(threading.RLock())  # else it leaves a semaphore behind when we are killed
-    common.distributed.GRACE = 0.0  # no launcher ends the other ranks here
+    tqdm.set_lock(threading.RLock())  # tqdm's own lock would leak a semaphore when we are killed
+    common.distributed.GRACE = 0.0  # no launcher terminates the other ranks here
     jobs: queue.Queue = queue.Queue()
 
     def listen() -> None:
@@ -125,7 +125,7 @@ def _worker(
             try:
                 jobs.put(connection.recv_bytes())
             except (EOFError, OSError):
-                os._exit(0)  # the parent is gone, whatever the job is doing
+                os._exit(0)  # the parent is gone: do not wait for the job
 
     threading.Thread(target=listen, daemon=True).start()
     if port is not None:
@@ -140,7 +140,7 @@ def _worker(
             world_size=size,
             timeout=timedelta(seconds=100),
         )
-    gc.freeze()  # what stands here lives for ever: searching for living tensors need not pass it
+    gc.freeze()  # these objects live forever: exclude them from the search for live tensors
     connection.send_bytes(pickle.dumps("ready"))
     while True:
         job = jobs.get()
@@ -160,10 +160,12 @@ def _worker(
 
 
 def _tidy_up() -> None:
-    """End what a job leaves behind: the threads of each Gloo group wake a hundred times a second.
+    """Destroy process groups that a job leaves behind: each Gloo group's threads wake 100 times a
+    second.
 
-    A refused run has ended none of its groups, and a model whose parameters have hooks of its own
-    is a cycle through C++, which the garbage collector cannot see; it holds groups too.
+    A run that ended with an error has destroyed none of its groups. A model whose parameters have
+    hooks that refer to it is a reference cycle through C++, which the garbage collector cannot see;
+    it keeps groups alive too.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
@@ -191,10 +193,10 @@ def _do(job: bytes) -> Outcome:
 
 
 class Pool:
-    """`world_size` processes in one process group, that do one job after another.
+    """`world_size` processes in one process group, which run one job after another.
 
     group=False: one process without a process group, as stage 01 runs. backend: "gloo", or "late"
-    (`late_backend.py`). environment: variables of the processes, beside this one's.
+    (`late_backend.py`). environment: variables of the processes, in addition to this process's own.
     """
 
     def __init__(
@@ -214,7 +216,7 @@ class Pool:
         self._store = self._folder = None
 
     def run(self, function: Callable, *args, timeout: float | None = None, **kwargs) -> list:
-        """`function(*args, **kwargs)` on every rank; the results by rank.
+        """Run `function(*args, **kwargs)` on every rank; returns the results by rank.
 
         Raises `WorkerError` with rank and traceback if a rank fails, hangs or dies, `WorkerExit`
         if it calls `sys.exit`. After a failure the next job gets fresh processes.
@@ -232,7 +234,7 @@ class Pool:
         return [o.value for o in outcomes]
 
     def train(self, stage: str, argv: list[str], timeout: float | None = None) -> list[list[dict]]:
-        """`main(argv)` of a stage on every rank, in a run folder of its own if it names none."""
+        """Run `main(argv)` of a stage on every rank; without --run-dir, in a new run folder."""
         return self.run(_train, stage, _with_run_dir(argv), timeout=timeout)
 
     def attempt_train(self, stage: str, argv: list[str]) -> list[Outcome]:
@@ -241,7 +243,7 @@ class Pool:
     def attempt(
         self, function: Callable, *args, timeout: float | None = None, **kwargs
     ) -> list[Outcome]:
-        """How `function` ended on every rank, whatever it did."""
+        """Run `function` on every rank; returns how it ended on each, errors included."""
         self._start()
         job = pickle.dumps((function, args, kwargs))
         outcomes: list[Outcome | None] = [None] * self.size
@@ -263,16 +265,16 @@ class Pool:
                     code = self._processes[rank].exitcode
                     outcomes[rank] = Outcome(traceback=f"the worker died, exit code {code}")
             if any(o is not None and o.traceback for o in outcomes):
-                # the others may wait for the failed one for ever: they get a moment to finish
+                # the others may wait for the failed rank forever: they get three seconds to finish
                 deadline = min(deadline, time.monotonic() + 3.0)
             if left <= 0:
                 stacks = self._stacks([r for r, o in enumerate(outcomes) if o is None])
                 for rank, text in stacks.items():
                     outcomes[rank] = Outcome(
-                        traceback=f"did not finish in time; it stood at\n{text}"
+                        traceback=f"did not finish in time; its stack was\n{text}"
                     )
         if any(o.traceback for o in outcomes) or len({o.exit_status for o in outcomes}) > 1:
-            self.close()  # who knows what is left of the group
+            self.close()  # the state of the process group is unknown
         return outcomes
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
@@ -332,7 +334,7 @@ class Pool:
 
 @lru_cache
 def _context():
-    """A server that has imported torch once and forks workers from there."""
+    """A fork server that has imported torch once and forks the workers."""
     context = multiprocessing.get_context("forkserver")
     slow = ["pytest", "torch._dynamo", "torch.utils.tensorboard", "common.checkpoint", "common.run"]
     context.set_forkserver_preload([*slow, "harness"])
@@ -363,10 +365,10 @@ def _with_run_dir(argv: list[str]) -> list[str]:
 def assert_same_curve(
     metrics: list[dict], reference: list[dict], loss: float = 1e-5, norm: float = 1e-4
 ) -> None:
-    """Hold a run's lines against stage 01's: the same steps, and at each of them losses within
-    `loss`, gradient norms within a share of `norm`, every evaluation within `loss`."""
+    """Compare a run's metrics with stage 01's: the same steps, and at each of them losses and
+    evaluation losses within `loss` (absolute), gradient norms within `norm` (relative)."""
     steps, expected = [x["step"] for x in metrics], [x["step"] for x in reference]
-    assert steps == expected, f"other steps are logged: {steps}, the reference has {expected}"
+    assert steps == expected, f"logged steps differ: {steps}, the reference has {expected}"
     for ours, theirs in zip(metrics, reference, strict=True):
         for name in ("loss", "grad_norm", "val_loss", "test_loss"):
             where = f"step {ours['step']} is the first to leave the curve: {name}"
@@ -388,14 +390,14 @@ _PAYLOADS = {
     "recv_": ("irecv", 0),
     "_allgather_base_": ("all_gather_single", 0),
     "_reduce_scatter_base_": ("reduce_scatter_single", 1),
-    "alltoall_base_": ("reduce_scatter_single", 1),  # what it is made of on Gloo
+    "alltoall_base_": ("reduce_scatter_single", 1),  # ours on Gloo is an all-to-all
     "barrier": ("barrier", None),
 }
 
 
 @dataclass(frozen=True)
 class Record:
-    """One call of a c10d operator: ledger's name for it, payload's shape, bytes, its group."""
+    """One call of a c10d operator: its name in the ledger, its payload, its group."""
 
     op: str
     shape: tuple[int, ...]
@@ -407,7 +409,7 @@ class Record:
 
 @dataclass
 class Counted:
-    """What went through the dispatcher. Keys are (collective, group), as in the ledger."""
+    """The collectives that the dispatcher saw. Keys are (collective, group), as in the ledger."""
 
     records: list[Record] = field(default_factory=list)
 
@@ -441,7 +443,7 @@ class _CountMode(TorchDispatchMode):
 
 
 def _record(op: str, args: tuple) -> Record:
-    name, payload = _PAYLOADS.get(op, (op, 0))  # another operator: by its own name
+    name, payload = _PAYLOADS.get(op, (op, 0))  # unknown to the ledger: keep the name
     group = next(_group(a) for a in args if isinstance(a, torch.ScriptObject) and _group(a))
     tensors = [] if payload is None else _tensors(args[payload])
     shape = tuple(tensors[0].shape) if tensors else ()
@@ -465,9 +467,9 @@ def _tensors(x) -> list[Tensor]:
 
 @contextlib.contextmanager
 def count_collectives() -> Iterator[Counted]:
-    """Count what PyTorch's dispatcher is asked to communicate in this thread, by whomever.
+    """Count every collective that PyTorch's dispatcher runs in this thread, whoever calls it.
 
-    The ledger counts where the repo calls a collective; this counts where PyTorch runs it.
+    The ledger counts where the repository calls a collective; this counts where PyTorch runs it.
     """
     counted = Counted()
     with _CountMode(counted):
@@ -476,7 +478,7 @@ def count_collectives() -> Iterator[Counted]:
 
 @contextlib.contextmanager
 def whole_ledger() -> Iterator[Any]:
-    """The ledger from here on, emptied first and not when a run logs a line."""
+    """The ledger, reset when the block begins and not whenever a run logs a line."""
     from common.collectives import ledger
 
     ledger.reset()
@@ -491,7 +493,7 @@ def whole_ledger() -> Iterator[Any]:
 
 
 def assert_ledger_is_true(ledger, counted: Counted, control_bytes: int = 64) -> None:
-    """Ledger and dispatcher agree call for call and byte for byte; what is control is small."""
+    """Ledger and dispatcher agree call for call and byte for byte; control calls are small."""
     sent = [r for r in counted.records if r.op != "irecv"]  # the sender counts
     assert Counter((r.op, r.group) for r in sent) == ledger.calls + ledger.control
     payload, ring = Counter(), Counter()
@@ -509,13 +511,13 @@ def assert_ledger_is_true(ledger, counted: Counted, control_bytes: int = 64) -> 
 
 
 def _ring_factor(record: Record) -> float:
-    """Bytes that a rank sends for each of the payload when the collective runs on a ring."""
+    """Bytes that a rank sends per byte of payload when the collective runs on a ring."""
     around = (record.group_size - 1) / record.group_size
     return {"all_reduce": 2 * around, "isend": 1.0}.get(record.op, around)
 
 
 def bytes_written() -> int:
-    """Bytes that this process has given the kernel to write so far: Gloo's sockets, and files."""
+    """Bytes that this process has passed to the kernel to write: Gloo's sockets, and files."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["wchar"])
 
@@ -528,12 +530,12 @@ def _counts(tensor: Tensor) -> bool:
 
 
 def _live_storages() -> list[torch.UntypedStorage]:
-    """Every living storage of floating-point numbers that Python can reach, once."""
+    """Every live storage of floating-point numbers that Python can reach, once."""
     found = {}
     for obj in gc.get_objects():
-        if type(obj) not in (Tensor, torch.nn.Parameter):  # other kinds may have no memory
+        if type(obj) not in (Tensor, torch.nn.Parameter):  # other subclasses may have no memory
             continue
-        # a gradient that Python never asked for exists in C++ alone
+        # a gradient that Python has never accessed exists in C++ alone
         for tensor in (obj, obj.grad if obj.is_leaf else None):
             if tensor is not None and _counts(tensor):
                 storage = tensor.untyped_storage()
@@ -542,22 +544,22 @@ def _live_storages() -> list[torch.UntypedStorage]:
 
 
 def live_bytes() -> int:
-    """Bytes of weights, gradients, moments, buffers: each living storage of floats once."""
+    """Bytes of weights, gradients, optimizer state and buffers: each live float storage once."""
     return sum(storage.nbytes() for storage in _live_storages())
 
 
 class PeakMemory(TorchDispatchMode):
-    """The most bytes of floating-point CPU storages that lived at a time during the block.
+    """Peak bytes of all live floating-point CPU storages during the block.
 
-    Looks at every storage that any operator of this thread touches, right after it, so it
-    sees what autograd holds in C++ and storages that are resized; not a kernel's own scratch
-    memory, nor what C++ threads allocate.
+    It looks at every storage that an operator of this thread touches, right after the operator. So
+    it sees tensors that autograd holds in C++, and storages that are resized. It does not see the
+    scratch memory of a kernel, or allocations of C++ threads.
 
         with PeakMemory() as peak:
             ...
-        peak.bytes      the most there was
-        peak.above      the same less what was there when the block began
-        peak.left       bytes that the block leaves behind (negative: it freed)
+        peak.bytes      the peak
+        peak.above      the peak minus the bytes that were live when the block began
+        peak.left       bytes that the block leaves behind (negative: it freed some)
     """
 
     def __enter__(self) -> PeakMemory:

@@ -1,4 +1,4 @@
-"""Jobs of real processes, to look at from outside: how each ends, what is left of them."""
+"""Start jobs of real processes, and look from outside at how each process ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness import stage_path
 
 
 def free_port() -> int:
-    """A port below those that the system hands out: else a connection may have it by then."""
+    """A free port outside the ephemeral range, so that no connection takes it before its use."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as s, contextlib.suppress(OSError):
@@ -26,9 +26,9 @@ def free_port() -> int:
 def start(
     stage: str, ranks: int, argv: list[str], cwd: Path, slow: int | None = None
 ) -> list[subprocess.Popen]:
-    """The processes of a job, as a launcher would start them that then looks away.
+    """Start the processes of a job as a launcher would, but do not supervise them.
 
-    slow: a rank that comes two seconds after the others.
+    slow: a rank that starts two seconds after the others.
     """
     port = str(free_port())
     started = []
@@ -54,7 +54,7 @@ def start(
 def torchrun(
     arguments: str, script: str | Path, argv: list[str], cwd: Path, **environment
 ) -> subprocess.Popen:
-    """script: its path, or a stage's number."""
+    """Start torchrun. script: its path, or a stage's number."""
     if isinstance(script, str):
         script = stage_path(script)
     command = [sys.executable, "-m", "torch.distributed.run", *arguments.split()]
@@ -70,7 +70,7 @@ def torchrun(
 
 
 def end_as_a_launcher_would(processes: list[subprocess.Popen], timeout: float = 60) -> list[str]:
-    """Wait for the first to end, then ask the others to; what each has said on stderr."""
+    """Wait until the first process ends, terminate the others; returns the stderr of each."""
     deadline = time.monotonic() + timeout
     while all(p.poll() is None for p in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -80,7 +80,7 @@ def end_as_a_launcher_would(processes: list[subprocess.Popen], timeout: float = 
 
 
 def workers_of(launcher: int) -> list[int]:
-    """The ranks that a torchrun has started, by the kernel's list of its children."""
+    """The process ids of the ranks that a torchrun has started, from /proc."""
     found = []
     for task in Path(f"/proc/{launcher}/task").iterdir():
         found += map(int, (task / "children").read_text().split())

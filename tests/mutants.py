@@ -1,11 +1,11 @@
-"""Break the code on purpose, one line at a time: each time the tests must turn red.
+"""Mutation testing: break the code on purpose, one change per run; each time the tests must fail.
 
-    python tests/mutants.py                     every row of mutants.txt, and a table
-    python tests/mutants.py --only dropout      those whose name or file has the word
-    python tests/mutants.py --jobs 1            one at a time
+    python tests/mutants.py                     every row of mutants.txt, and a table of results
+    python tests/mutants.py --only dropout      the rows whose name or file contains the word
+    python tests/mutants.py --jobs 1            one after another
 
-Each mutant lives in a copy of the repository in a temporary folder, where its tests run. They must
-pass without it and fail with it. Exit status 1 if a mutant survives, 2 if a row is out of date.
+Each mutant is applied to a copy of the repository in a temporary folder, where its tests run. They
+must pass without it and fail with it. Exit status 1 if a mutant survives, 2 if a row is outdated.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_name("mutants.txt")
 NOT_COPIED = (".git", ".venv", "data", "runs", "__pycache__", ".pytest_cache", ".ruff_cache")
-TIMEOUT = 600  # seconds; tests that hang are red too
+TIMEOUT = 600  # seconds; tests that hang count as failed
 
 
 @dataclass
 class Mutant:
-    """A sabotage: in `file` the text `old`, which stands there once, becomes `new`."""
+    """One change: in `file` the text `old`, which occurs there exactly once, becomes `new`."""
 
     name: str
     file: str = ""
@@ -64,7 +64,7 @@ def copy_of_repo(folder: Path) -> Path:
 
 
 def run_tests(folder: Path, tests: str) -> tuple[int, str]:
-    """pytest's exit status (1: red) and what it said."""
+    """pytest's exit status (1: tests failed) and its output."""
     words = shlex.split(tests)
     paths = [f"tests/{w}" if re.match(r"test_\w+\.py", w) else w for w in words]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
@@ -79,7 +79,7 @@ def run_tests(folder: Path, tests: str) -> tuple[int, str]:
             timeout=TIMEOUT,
         )
     except subprocess.TimeoutExpired:
-        return 1, f"FAILED no end within {TIMEOUT} s"
+        return 1, f"FAILED not finished within {TIMEOUT} s"
     return done.returncode, done.stdout + done.stderr
 
 
@@ -98,7 +98,7 @@ def try_mutant(mutant: Mutant) -> Mutant:
         text = path.read_text() if path.is_file() else ""
         if text.count(mutant.old) != 1:
             mutant.verdict = "out of date"
-            mutant.detail = f"its line stands {text.count(mutant.old)} times in {mutant.file}"
+            mutant.detail = f"its text occurs {text.count(mutant.old)} times in {mutant.file}"
             return mutant
         path.write_text(text.replace(mutant.old, mutant.new))
         status, output = run_tests(folder, mutant.tests)
@@ -110,7 +110,7 @@ def try_mutant(mutant: Mutant) -> Mutant:
 
 
 def check_baseline(mutants: list[Mutant]) -> str:
-    """What is red without any mutant: then a red test proves nothing. Empty if all is green."""
+    """The first test that fails without any mutant, or "": such a failure would prove nothing."""
     files = sorted({w for m in mutants for w in shlex.split(m.tests) if w.endswith(".py")})
     with tempfile.TemporaryDirectory(prefix="mutant-") as parent:
         status, output = run_tests(copy_of_repo(Path(parent) / "repo"), " ".join(files))
@@ -120,15 +120,15 @@ def check_baseline(mutants: list[Mutant]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="part of a name or of a file's path")
-    parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="how many run in parallel")
     args = parser.parse_args()
     mutants = [m for m in read_table() if args.only in m.name or args.only in m.file]
     if not mutants:
         print(f"no mutant has {args.only!r} in its name or file")
         return 2
-    red = check_baseline(mutants)
-    if red:
-        print(f"red without any mutant: {red}")
+    failure = check_baseline(mutants)
+    if failure:
+        print(f"fails without any mutant: {failure}")
         return 2
     width = max(len(m.name) for m in mutants)
     print(f"{'mutant':{width}}  verdict      seconds  by", flush=True)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Nodes that differ as machines do: each a network and a host name of its own. For tests; as root.
+# Nodes for the tests, each with a network and a host name of its own, like real machines. Needs root.
 #
 #     tests/namespaces.sh up N               slurm-node1 ... slurm-nodeN on one bridge
 #     tests/namespaces.sh exec node1 ...     run a command as if on node1
 #     tests/namespaces.sh down               end all processes in them, remove them
 #
-# Each node has two interfaces: eth0, to which its name node1 leads, and ib0, which is reached by
-# the name node1i, as InfiniBand is on some clusters. localhost is the node itself, so a job that
-# takes it for the first node's address hangs here as it would on a cluster.
+# Each node has two interfaces: the name node1 resolves to eth0, and node1i to ib0, like InfiniBand
+# on some clusters. localhost is the node itself, so a job that takes it for the first node's address
+# hangs here as it would on a cluster.
 set -euo pipefail
 
 namespaces() { ip netns list | awk '/^slurm-node/ { print $1 }'; }
@@ -34,7 +34,7 @@ up() {
     ip -n "slurm-node$n" link set lo up
     connect "slurm-node$n" eth0 "10.77.0.$n/24"
     connect "slurm-node$n" ib0 "10.78.0.$n/24"
-    # `ip netns exec` puts these in the place of /etc/hosts and /etc/nsswitch.conf
+    # `ip netns exec` mounts these over /etc/hosts and /etc/nsswitch.conf
     mkdir -p "/etc/netns/slurm-node$n"
     echo "$hosts" >"/etc/netns/slurm-node$n/hosts"
     sed 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf >"/etc/netns/slurm-node$n/nsswitch.conf"

@@ -1,7 +1,7 @@
-"""A live Slurm for the tests: nodes that differ as machines do, on this one; see slurm/cluster.sh.
+"""A live Slurm for the tests: nodes on this machine with a network and a host name each.
 
-The cluster works in a copy of the repository, for jobs write their logs and runs where they were
-submitted, and `slurm/site.env` is the tests' own there.
+slurm/cluster.sh starts it in a copy of the repository. Jobs write logs and runs to the folder that
+they were submitted from, and the tests need a `slurm/site.env` of their own.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pathlib import Path
 import pytest
 from harness import REPO
 
-# what an outer `make test ARGS=...` or a user's shell would hand on
+# variables that an outer `make test ARGS=...` or a user's shell would pass on
 STRAY = re.compile(
     r"M(AKE|FLAGS)|(ARGS|NODES|GPUS|PARTITION|ACCOUNT|TIME|CLUSTER|PORT)$|S(LURM|BATCH)_"
 )
-SECONDS = 300  # until a test that waits gives up; a loaded machine is slow, not wrong
+SECONDS = 300  # time limit of a wait: generous, because a busy machine is slow
 
 
 def skip_or_fail(reason: str) -> None:
-    """What a laptop may lack, the continuous integration must have."""
+    """Skip a test where something is not installed; in continuous integration, fail."""
     if os.environ.get("CI"):
         pytest.fail(f"in CI nothing is skipped: {reason}")
     pytest.skip(reason)
@@ -44,7 +44,7 @@ def need(*tools: str, packages: str) -> None:
 
 
 def copy_of_repository(folder: Path, site: str = "") -> Path:
-    """What a job needs of the repository, with a site.env of one's own."""
+    """Copy the files that a job needs, with a site.env for the tests and the lines of `site`."""
     ignored = shutil.ignore_patterns("__pycache__", "cluster", "site.env", "*.log")
     for path in [*REPO.glob("[0-9][0-9]_*"), REPO / "common", REPO / "slurm", REPO / "tools"]:
         shutil.copytree(path, folder / path.name, ignore=ignored)
@@ -73,7 +73,7 @@ class Cluster:
         return kept | {"SLURM_CONF": str(self.folder / "slurm/cluster/slurm.conf")}
 
     def call(self, *command: str, fails: bool = False, **variables: str) -> str:
-        """What a command said, run in the copy; it must succeed, or must not."""
+        """Run a command in the copy; returns its output. It must succeed or, with `fails`, fail."""
         done = subprocess.run(
             list(map(str, command)),
             cwd=self.folder,
@@ -91,14 +91,14 @@ class Cluster:
         return self.call("env", "-u", "SLURM_CONF", "make", *words, fails=fails)
 
     def submit(self, goal: str, *words: str) -> list[Job]:
-        """By `make submit-...`; the jobs that it says it has submitted."""
+        """Run `make submit-...`; returns the jobs that its output names."""
         said = self.make(goal, *words)
         found = re.findall(r"^  job (\d+), log (\S+):", said, re.MULTILINE)
         assert found, said
         return [Job(self, number, self.folder / log) for number, log in found]
 
     def batch(self, *flags: str, script: str) -> Job:
-        """A job of lines of shell."""
+        """Submit a job that runs these lines of shell."""
         path = self.folder / "script.sh"
         path.write_text(f"#!/usr/bin/env bash\nset -e\n{script}\n")
         flags = ("--cpus-per-task=4", "--output=%x-%j.log", *flags)
@@ -117,7 +117,7 @@ class Job:
         return self.log_path.read_text() if self.log_path.exists() else "(no log)"
 
     def info(self) -> dict[str, str]:
-        """What `scontrol show job` tells: JobState, Restarts, NodeList, StartTime, ..."""
+        """The fields of `scontrol show job`: JobState, Restarts, NodeList, StartTime, ..."""
         said = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number)
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
@@ -126,7 +126,7 @@ class Job:
         return self.cluster.call("scontrol", "show", "hostnames", nodes).split()
 
     def until(self, what: str, true: Callable[[], bool]) -> None:
-        """Wait for something that the job does."""
+        """Wait until `true()`; fails if the job ends before. what: for the message."""
         end = time.monotonic() + SECONDS
         while not true():
             state = self.info()["JobState"]
@@ -136,15 +136,15 @@ class Job:
             time.sleep(0.3)
 
     def ends(self, state: str = "COMPLETED") -> dict[str, str]:
-        """Wait for its end, which must be this one."""
+        """Wait until the job has ended; its state must be `state`."""
         end = time.monotonic() + SECONDS
         while (info := self.info())["JobState"] in (
             *("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"),
-            *("REQUEUED", "NODE_FAIL"),  # on the way to PENDING
+            *("REQUEUED", "NODE_FAIL"),  # PENDING comes next
         ):
             if time.monotonic() > end:
                 break
-            time.sleep(0.5)  # each question is a process
+            time.sleep(0.5)  # each query starts a process
         assert info["JobState"] == state, f"{info}\n{self.log}"
         return info
 
@@ -160,11 +160,11 @@ class Job:
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """The nodes' networks have fixed names: another run of the tests waits here."""
+    """The nodes' network namespaces have fixed names, so another run of the tests waits here."""
     with open("/tmp/slurm-of-tests.lock", "a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        left = file.read().strip()  # by tests that were killed
+        left = file.read().strip()  # a cluster of tests that were killed
         if left and Path(left).exists():
             subprocess.run([REPO / "slurm/cluster.sh", "down"], env=os.environ | {"CLUSTER": left})
         file.truncate(0)

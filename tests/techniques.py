@@ -1,10 +1,10 @@
-"""Stages 02, 03 and 04 behind one face, for tests that hold them against the same formulas.
+"""Stages 02, 03 and 04 behind one interface, for tests that hold them to the same formulas.
 
     trainer = Trainer("zero-2", model, torch.optim.SGD, lr=0.1)
-    loss = trainer.step([loss_of, loss_of_another])     functions of the model, one a micro-batch
-    trainer.parameters()                                whole, by name, on every rank
+    loss = trainer.step([loss_of, loss_of_another])     functions of the model, one per micro-batch
+    trainer.parameters()                                unsharded, by name, on every rank
 
-The names of the ways are those of WAYS.
+STRATEGIES lists the names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from harness import load_stage
 from torch import Tensor, nn
 
-WAYS = {  # stage and what its class is told
+STRATEGIES = {  # stage, and arguments of its class
     "ddp": ("02", {}),
     "zero-1": ("03", {"zero_stage": 1}),
     "zero-2": ("03", {"zero_stage": 2}),
@@ -28,16 +28,16 @@ WAYS = {  # stage and what its class is told
 
 
 class Trainer:
-    """A model under one of WAYS, with an optimizer.
+    """A model under one of STRATEGIES, with an optimizer.
 
-    units: what stage 3 of ZeRO and FSDP gather in one; None for the model's children. bucket_mb:
-    the most in a bucket of DDP and of ZeRO's stages 1 and 2. gathered: dtype of gathered weights.
-    groups: FSDP's, for hybrid sharding.
+    units: the modules that ZeRO's stage 3 and FSDP gather together (default: the model's children).
+    bucket_mb: bucket size of DDP and of ZeRO's stages 1 and 2. gathered: dtype of the gathered
+    weights. groups: FSDP's, for hybrid sharding.
     """
 
     def __init__(
         self,
-        way: str,
+        strategy: str,
         model: nn.Module,
         optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
         units: list[nn.Module] | None = None,
@@ -46,19 +46,19 @@ class Trainer:
         groups: dict[str, dist.ProcessGroup] | None = None,
         **defaults,
     ):
-        number, options = WAYS[way]
-        stage, self.way, self.plain = load_stage(number), way, model
+        number, options = STRATEGIES[strategy]
+        stage, self.strategy, self.plain = load_stage(number), strategy, model
         if number == "02":
             self.model = self.sync = stage.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
             self.optimizer = optimizer_class(model.parameters(), **defaults)
         elif number == "03":
             params, units = model.parameters(), units or list(model.children())
-            if way == "zero-3":
+            if strategy == "zero-3":
                 params = [{"params": list(unit.parameters())} for unit in units]
             self.optimizer = self.sync = stage.ZeroRedundancyOptimizer(
                 params, optimizer_class, **options, bucket_cap_mb=bucket_mb, **defaults
             )
-            if way == "zero-3":
+            if strategy == "zero-3":
                 dtype = gathered or next(model.parameters()).dtype
                 self.optimizer.shard_parameters(units, dtype)
             self.model = model
@@ -74,7 +74,7 @@ class Trainer:
             self.optimizer = optimizer_class(self.model.shards(), **defaults)
 
     def backward(self, losses: list[Callable[[nn.Module], Tensor]]) -> Tensor:
-        """Forward and backward of every micro-batch, gradients synchronized; the mean loss."""
+        """Run forward and backward of every micro-batch, synchronize; returns the mean loss."""
         total = torch.zeros(())
         for i, loss_of in enumerate(losses):
             loss = loss_of(self.model) / len(losses)
@@ -91,10 +91,10 @@ class Trainer:
         return loss
 
     def parameters(self) -> dict[str, Tensor]:
-        """Copies of the whole parameters, under the names of the plain model."""
-        if self.way.startswith("fsdp"):
+        """Copies of the unsharded parameters, under the names of the plain model."""
+        if self.strategy.startswith("fsdp"):
             return self.model.full_state_dict()
-        buckets = self.optimizer.buckets if self.way == "zero-3" else []
+        buckets = self.optimizer.buckets if self.strategy == "zero-3" else []
         for bucket in buckets:
             bucket.unshard()
             bucket.wait()

@@ -21,7 +21,7 @@ from harness import (
     load_stage,
     whole_ledger,
 )
-from techniques import WAYS, Trainer
+from techniques import STRATEGIES, Trainer
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -65,24 +65,26 @@ def padding(sizes: list[int], n: int) -> int:
     return sum(-size % n for size in sizes)
 
 
-def table(way: str, n: int, a: int, gathered: int, reduced: int) -> dict[str, Sent]:
+def table(strategy: str, n: int, a: int, gathered: int, reduced: int) -> dict[str, Sent]:
     """The design's formulas: `a` micro-batches on `n` ranks, in elements of so many bytes."""
     pad, b = padding(BUCKETS, n), len(BUCKETS)
-    if way == "ddp":
+    if strategy == "ddp":
         return {"all_reduce": Sent(b, P, 0, 4, n)}
-    if way == "zero-1":
+    if strategy == "zero-1":
         once = Sent(b, P, pad, 4, n)
         return {"reduce_scatter_single": once, "all_gather_single": once}
-    if way == "zero-2":
+    if strategy == "zero-2":
         return {
             "reduce_scatter_single": Sent(a * b, a * P, a * pad, 4, n),
             "all_gather_single": Sent(b, P, pad, 4, n),
         }
-    s = {"fsdp-hybrid": 2, "fsdp-replicated": 1}.get(way, n)  # ranks that share out
+    s = {"fsdp-hybrid": 2, "fsdp-replicated": 1}.get(strategy, n)  # ranks that share out
     pad, u = padding(UNITS, s), len(UNITS)
     # the embedding is gathered in float32: so many times the elements of the others
     wide, others, pad_others = 4 // gathered, P - EMBED, pad - -EMBED % s
-    turns = 1 if way == "fsdp-keep" else 2  # of the others; the embedding's backward needs none
+    turns = (
+        1 if strategy == "fsdp-keep" else 2
+    )  # of the others; the embedding's backward needs none
     gather = Sent(
         a * (turns * (u - 1) + 1),
         a * (turns * others + wide * EMBED),
@@ -100,13 +102,13 @@ def table(way: str, n: int, a: int, gathered: int, reduced: int) -> dict[str, Se
     return sent
 
 
-def start(way: str, n: int) -> float:
+def start(strategy: str, n: int) -> float:
     """Bytes broadcast before the first step, so that all ranks start alike."""
-    if way.startswith("fsdp"):
+    if strategy.startswith("fsdp"):
         return 0  # each draws its own slice
-    if way == "ddp":
+    if strategy == "ddp":
         return 4 * P
-    return 4 * (P + padding(UNITS if way == "zero-3" else BUCKETS, n))
+    return 4 * (P + padding(UNITS if strategy == "zero-3" else BUCKETS, n))
 
 
 def sent_by(stage: str, argv: list[str]) -> tuple[dict, dict]:
@@ -138,20 +140,20 @@ FLAGS = {
     "fsdp-replicated": "--shard-size 1",
     "fsdp-reduced-in-bf16": "--reduce-dtype bfloat16",
 }
-EACH_WAY = ["ddp", "zero-1", "zero-2", "zero-3", "fsdp", "fsdp-keep", "fsdp-replicated"]
+EACH_STRATEGY = ["ddp", "zero-1", "zero-2", "zero-3", "fsdp", "fsdp-keep", "fsdp-replicated"]
 BF16 = "--dtype bfloat16"
 
 
-def assert_sends(pool, corpus_dir, way: str, a: int, flags: str, gathered: int, reduced: int):
-    stage = WAYS[way][0] if way in WAYS else "04"
+def assert_sends(pool, corpus_dir, strategy: str, a: int, flags: str, gathered: int, reduced: int):
+    stage = STRATEGIES[strategy][0] if strategy in STRATEGIES else "04"
     micro = 36 // pool.size // a
-    argv = [*RUN, *f"--steps {STEPS} --micro-batch-size {micro} {flags} {FLAGS[way]}".split()]
+    argv = [*RUN, *f"--steps {STEPS} --micro-batch-size {micro} {flags} {FLAGS[strategy]}".split()]
     argv += ["--data", str(corpus_dir)]
-    expected = table(way, pool.size, a, gathered, reduced)
+    expected = table(strategy, pool.size, a, gathered, reduced)
     with_run_dir = [*argv, "--run-dir", os.path.join(os.environ["RUNS_ROOT"], "cost")]
     for by_ledger, by_dispatcher in pool.run(sent_by, stage, with_run_dir):
         at_start = by_ledger.pop("broadcast", (0, 0, 0))[1]
-        assert at_start == by_dispatcher.pop("broadcast", (0, 0))[1] == start(way, pool.size)
+        assert at_start == by_dispatcher.pop("broadcast", (0, 0))[1] == start(strategy, pool.size)
         assert set(by_ledger) == set(by_dispatcher) == set(expected)
         for op, sent in expected.items():
             calls, payload = STEPS * sent.calls, STEPS * sent.payload
@@ -161,34 +163,34 @@ def assert_sends(pool, corpus_dir, way: str, a: int, flags: str, gathered: int, 
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("way", EACH_WAY)
-def test_communication_of_one_micro_batch_matches_the_table(pools, corpus_dir, way):
+@pytest.mark.parametrize("strategy", EACH_STRATEGY)
+def test_communication_of_one_micro_batch_matches_the_table(pools, corpus_dir, strategy):
     assert padding(UNITS, 2) == padding(BUCKETS, 2) == 0  # so the formulas hold as they stand
-    assert_sends(pools(2), corpus_dir, way, 1, "", 4, 4)
+    assert_sends(pools(2), corpus_dir, strategy, 1, "", 4, 4)
 
 
 @pytest.mark.quick_cases("zero-2", "fsdp")
-@pytest.mark.parametrize("way", EACH_WAY)
+@pytest.mark.parametrize("strategy", EACH_STRATEGY)
 def test_communication_of_three_micro_batches_on_three_ranks_matches_the_table(
-    pools, corpus_dir, way
+    pools, corpus_dir, strategy
 ):
     """And activation checkpointing, which runs forward again, gathers nothing again."""
     assert padding(UNITS, 3) and padding(BUCKETS, 3)
-    assert_sends(pools(3), corpus_dir, way, 3, "--activation-checkpointing", 4, 4)
+    assert_sends(pools(3), corpus_dir, strategy, 3, "--activation-checkpointing", 4, 4)
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero-2", "zero-3", "fsdp", "fsdp-keep"])
-def test_communication_is_unchanged_by_activation_checkpointing(pools, corpus_dir, way):
-    assert_sends(pools(2), corpus_dir, way, 1, "--activation-checkpointing", 4, 4)
+@pytest.mark.parametrize("strategy", ["ddp", "zero-2", "zero-3", "fsdp", "fsdp-keep"])
+def test_communication_is_unchanged_by_activation_checkpointing(pools, corpus_dir, strategy):
+    assert_sends(pools(2), corpus_dir, strategy, 1, "--activation-checkpointing", 4, 4)
 
 
 @pytest.mark.quick_cases("fsdp")
-@pytest.mark.parametrize("way", EACH_WAY)
+@pytest.mark.parametrize("strategy", EACH_STRATEGY)
 def test_communication_in_bfloat16_halves_the_all_gathers_and_reduces_in_float32(
-    pools, corpus_dir, way
+    pools, corpus_dir, strategy
 ):
     """Under autocast (02, ZeRO's stages 1 and 2) weights and gradients are float32 all along."""
-    assert_sends(pools(2), corpus_dir, way, 3, BF16, 2, 4)
+    assert_sends(pools(2), corpus_dir, strategy, 3, BF16, 2, 4)
 
 
 def test_bucket_cap_changes_the_number_of_all_reduces_and_not_the_bytes(pools, corpus_dir):
@@ -213,13 +215,13 @@ def test_hybrid_sharding_adds_one_all_reduce_of_the_shards_per_step(pools, corpu
 
 def test_zero_1_and_full_replication_send_the_ring_bytes_of_02():
     ddp = table("ddp", 2, 3, 4, 4)["all_reduce"].ring("all_reduce")
-    for way in ("zero-1", "fsdp-replicated"):
-        assert sum(sent.ring(op) for op, sent in table(way, 2, 3, 4, 4).items()) == ddp
+    for strategy in ("zero-1", "fsdp-replicated"):
+        assert sum(sent.ring(op) for op, sent in table(strategy, 2, 3, 4, 4).items()) == ddp
 
 
-def step_on_the_wire(way: str) -> tuple[int, float]:
+def step_on_the_wire(strategy: str) -> tuple[int, float]:
     """Bytes that this rank's process has written in a step, and those of the ledger."""
-    trainer = Trainer(way, stack(), fused=True)
+    trainer = Trainer(strategy, stack(), fused=True)
     loss_of = [lambda model: model(torch.randn(1, WIDTH)).sum()] * 2
     trainer.step(loss_of)
     with whole_ledger() as ledger:
@@ -231,16 +233,16 @@ def step_on_the_wire(way: str) -> tuple[int, float]:
 
 @pytest.mark.quick_cases("fsdp-2")
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("way", WAYS)
-def test_communication_ledger_matches_the_bytes_written_to_the_kernel(pools, way, ranks):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_communication_ledger_matches_the_bytes_written_to_the_kernel(pools, strategy, ranks):
     """In sum over the ranks: only on a ring does each of them send the same."""
-    written, said = zip(*pools(ranks).run(step_on_the_wire, way), strict=True)
+    written, said = zip(*pools(ranks).run(step_on_the_wire, strategy), strict=True)
     assert sum(written) == pytest.approx(sum(said), rel=0.01)
 
 
-def forward_alone(way: str) -> tuple[dict, int]:
+def forward_alone(strategy: str) -> tuple[dict, int]:
     """Elements gathered by a forward without gradients, and what stays gathered: bytes."""
-    trainer = Trainer(way, stack(), fused=True)
+    trainer = Trainer(strategy, stack(), fused=True)
     before = live_bytes()
     with count_collectives() as counted, torch.no_grad():
         trainer.model(torch.randn(1, WIDTH))
@@ -250,9 +252,9 @@ def forward_alone(way: str) -> tuple[dict, int]:
     return dict(elements), live_bytes() - before
 
 
-@pytest.mark.parametrize("way", ["zero-3", "fsdp", "fsdp-keep"])
-def test_evaluation_gathers_each_unit_once_and_reshards_it(pools, way):
-    for gathered, left in pools(2).run(forward_alone, way):
+@pytest.mark.parametrize("strategy", ["zero-3", "fsdp", "fsdp-keep"])
+def test_evaluation_gathers_each_unit_once_and_reshards_it(pools, strategy):
+    for gathered, left in pools(2).run(forward_alone, strategy):
         assert gathered == {"all_gather_single": N_UNITS * UNIT}
         assert left == 0
 
@@ -299,25 +301,25 @@ def ranks_without_wires(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def resident(way: str, precision: Precision, size: int) -> dict[str, int]:
+def resident(strategy: str, precision: Precision, size: int) -> dict[str, int]:
     with ranks_without_wires(size):
-        return resident_in_group(way, precision)
+        return resident_in_group(strategy, precision)
 
 
-def resident_in_group(way: str, precision: Precision) -> dict[str, int]:
+def resident_in_group(strategy: str, precision: Precision) -> dict[str, int]:
     """Bytes that live at the points of a second step, moments being there since the first."""
     before = live_bytes()
-    shards_weights = way in SHARDED
+    shards_weights = strategy in SHARDED
     itemsize = precision.states.itemsize
     trainer = Trainer(
-        way,
+        strategy,
         stack().to(precision.states),
         bucket_mb=UNIT * itemsize / 2**20,  # a bucket a unit
         gathered=torch.bfloat16 if precision.mixed and shards_weights else None,
         fused=True,
     )
     x = torch.randn(1, WIDTH, dtype=precision.states)
-    if way == "zero-3" and precision.mixed:
+    if strategy == "zero-3" and precision.mixed:
         x = x.bfloat16()  # FSDP casts inputs itself
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision.mixed and not shards_weights)
     seen = {}
@@ -344,7 +346,7 @@ def resident_in_group(way: str, precision: Precision) -> dict[str, int]:
 SHARDED = ("zero-3", "fsdp", "fsdp-keep")  # the ways that gather weights
 
 
-def states(way: str, slice_: int, whole: int) -> tuple[int, int, int]:
+def states(strategy: str, slice_: int, whole: int) -> tuple[int, int, int]:
     """Bytes of a unit's weights, gradients and moments that lie on a rank between steps.
 
     slice_: of a padded unit. whole: a unit as it is, for DDP, else padded.
@@ -353,10 +355,10 @@ def states(way: str, slice_: int, whole: int) -> tuple[int, int, int]:
         "ddp": (whole, whole, 2 * whole),
         "zero-1": (whole, whole, 2 * slice_),
         "zero-2": (whole, slice_, 2 * slice_),
-    }.get(way, (slice_, slice_, 2 * slice_))
+    }.get(strategy, (slice_, slice_, 2 * slice_))
 
 
-def highest(way: str, idle: int, n: int, itemsize: int, mixed: bool) -> int:
+def highest(strategy: str, idle: int, n: int, itemsize: int, mixed: bool) -> int:
     """Bytes at the peak, which is in backward, when autograd has just made a unit's gradient.
 
     Then there are besides what lies there between steps
@@ -366,18 +368,20 @@ def highest(way: str, idle: int, n: int, itemsize: int, mixed: bool) -> int:
       is being reduced to;
     - with sharded weights what is gathered: the unit and the next, whose slice is on its way.
     """
-    gathers_in = 2 if mixed and way in SHARDED else itemsize
+    gathers_in = 2 if mixed and strategy in SHARDED else itemsize
     a_gradient = UNIT * gathers_in
-    if way in ("ddp", "zero-1"):
+    if strategy in ("ddp", "zero-1"):
         return idle + a_gradient
     padded = UNIT + -UNIT % n
     moments = []
     for unit in range(N_UNITS):
-        in_flight = 0 if way.startswith("fsdp") else 1
+        in_flight = 0 if strategy.startswith("fsdp") else 1
         reduced = max(0, N_UNITS - 1 - in_flight - unit) * padded // n
         buffers = min(2, N_UNITS - unit) * padded
-        gathered = {"zero-2": 0, "zero-3": 1, "fsdp": min(2, unit + 1), "fsdp-keep": unit + 1}[way]
-        cast = padded // n if mixed and way == "fsdp" and unit > 0 else 0
+        gathered = {"zero-2": 0, "zero-3": 1, "fsdp": min(2, unit + 1), "fsdp-keep": unit + 1}[
+            strategy
+        ]
+        cast = padded // n if mixed and strategy == "fsdp" and unit > 0 else 0
         moments.append(
             idle + (reduced + buffers) * itemsize + (gathered * padded + cast) * gathers_in
         )
@@ -402,43 +406,43 @@ def highest(way: str, idle: int, n: int, itemsize: int, mixed: bool) -> int:
 )
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("way", WAYS)
-def test_memory_matches_the_table_at_every_point_of_a_step(pools, way, precision, size):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_matches_the_table_at_every_point_of_a_step(pools, strategy, precision, size):
     chosen = PRECISIONS[precision]
-    got = pools(1, group=False).run(resident, way, chosen, size)[0]
+    got = pools(1, group=False).run(resident, strategy, chosen, size)[0]
     itemsize = chosen.states.itemsize
     padded = UNIT + -UNIT % size  # 2 elements a unit on 3 ranks
     weights, grads, moments = states(
-        way, padded // size * itemsize, (UNIT if way == "ddp" else padded) * itemsize
+        strategy, padded // size * itemsize, (UNIT if strategy == "ddp" else padded) * itemsize
     )
     steps = 4 * N_UNITS  # AdamW's count, a float32 for each tensor
     # the gradients of 02 and of ZeRO's stage 1 live in buffers that stay
-    stays = grads if way in ("ddp", "zero-1") else 0
+    stays = grads if strategy in ("ddp", "zero-1") else 0
     # the NaN that freed parameters of ZeRO-3 and FSDP read as, one number per unit
     gathers_in = 2 if chosen.mixed else itemsize
-    nans = N_UNITS * gathers_in if way == "zero-3" or way.startswith("fsdp") else 0
+    nans = N_UNITS * gathers_in if strategy == "zero-3" or strategy.startswith("fsdp") else 0
     idle = N_UNITS * (weights + stays + moments) + steps + nans
-    assert got["start"] == N_UNITS * (weights + (grads if way == "ddp" else 0)) + nans
+    assert got["start"] == N_UNITS * (weights + (grads if strategy == "ddp" else 0)) + nans
     assert got["idle"] == idle
     assert got["backward"] == got["step"] == N_UNITS * (weights + grads + moments) + steps + nans
 
     little = 8 * ACTIVATION  # a tenth of the smallest slice
-    uses_autocast = chosen.mixed and way not in SHARDED
+    uses_autocast = chosen.mixed and strategy not in SHARDED
     # the first unit's input wants no gradient, so that its weights are not kept
     copies = (N_UNITS - 1) * UNIT * 2 if uses_autocast else 0
-    kept = copies + (N_UNITS * padded * gathers_in if way == "fsdp-keep" else 0)
+    kept = copies + (N_UNITS * padded * gathers_in if strategy == "fsdp-keep" else 0)
     assert 0 <= got["kept for backward"] - kept <= little
-    peak = highest(way, idle, size, itemsize, chosen.mixed)
+    peak = highest(strategy, idle, size, itemsize, chosen.mixed)
     assert 0 <= got["peak"] - peak <= little + copies
 
 
-def peak_with_frozen_units(way: str) -> int:
+def peak_with_frozen_units(strategy: str) -> int:
     """Bytes above what lies there between steps, all units frozen but the first and the last."""
     with ranks_without_wires(2):
         model = stack()
         for unit in model[1:-1]:
             unit.requires_grad_(False)
-        trainer = Trainer(way, model, torch.optim.SGD, lr=0.1)
+        trainer = Trainer(strategy, model, torch.optim.SGD, lr=0.1)
         x = torch.randn(1, WIDTH)
         with PeakMemory() as peak:
             trainer.step([lambda model: model(x).sum()])
@@ -456,14 +460,14 @@ def test_frozen_units_are_resharded_during_backward(pools):
 def test_model_state_in_bytes_per_parameter_matches_the_papers():
     """Of float32 and a parameter of one unit on n ranks: 16, 8 + 8/n, 4 + 12/n, 16/n."""
     n, whole = 4, 4 * UNIT
-    for way, of_n, of_one in [
+    for strategy, of_n, of_one in [
         ("ddp", 16, 0),
         ("zero-1", 8, 8),
         ("zero-2", 4, 12),
         ("zero-3", 0, 16),
         ("fsdp", 0, 16),
     ]:
-        assert sum(states(way, whole // n, whole)) == (of_n + of_one / n) * UNIT
+        assert sum(states(strategy, whole // n, whole)) == (of_n + of_one / n) * UNIT
 
 
 # ---- what a run reports ----
@@ -475,18 +479,18 @@ def test_metrics_report_memory_and_communication(fresh_pool, corpus_dir):
     pool = fresh_pool(4)
     shares = {"ddp": 16, "zero-1": 8 + 8 / 4, "zero-2": 4 + 12 / 4, "zero-3": 4, "fsdp": 4}
     shares |= {"fsdp-hybrid": 8, "fsdp-replicated": 16}
-    for way, bytes_a_parameter in shares.items():
-        stage = WAYS[way][0] if way in WAYS else "04"
-        argv = [*RUN, *f"--steps 1 --micro-batch-size 3 {FLAGS[way]}".split()]
+    for strategy, bytes_a_parameter in shares.items():
+        stage = STRATEGIES[strategy][0] if strategy in STRATEGIES else "04"
+        argv = [*RUN, *f"--steps 1 --micro-batch-size 3 {FLAGS[strategy]}".split()]
         argv += ["--data", str(corpus_dir)]
-        sent = table(way, 4, 3, 4, 4)
+        sent = table(strategy, 4, 3, 4, 4)
         ring = sum(s.ring(op) for op, s in sent.items()) / 1e6
         # PyTorch keeps what a hook on a parameter refers to, here the models of the runs before
         before = pool.run(live_bytes)
         for metrics, old in zip(pool.train(stage, argv), before, strict=True):
-            assert metrics[0]["comm_mb"] == pytest.approx(ring, rel=1e-9), way
+            assert metrics[0]["comm_mb"] == pytest.approx(ring, rel=1e-9), strategy
             held = (metrics[0]["model_state_mb"] * 1e6 - old) / P
-            assert held == pytest.approx(bytes_a_parameter, rel=0.01), way
+            assert held == pytest.approx(bytes_a_parameter, rel=0.01), strategy
 
 
 @pytest.mark.parametrize(

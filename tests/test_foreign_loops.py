@@ -26,11 +26,11 @@ def network() -> nn.Sequential:
 
 
 def trainer_of(
-    way: str, model: nn.Module, optimizer_class=torch.optim.AdamW, **defaults
+    strategy: str, model: nn.Module, optimizer_class=torch.optim.AdamW, **defaults
 ) -> Trainer:
     units = [child for child in model.children() if list(child.parameters())]
     defaults = defaults or ADAMW
-    return Trainer(way, model, optimizer_class, units, bucket_mb=SMALL, **defaults)
+    return Trainer(strategy, model, optimizer_class, units, bucket_mb=SMALL, **defaults)
 
 
 def batch_of(step: int, rank: int) -> Tensor:
@@ -62,9 +62,9 @@ def assert_right(pool, loop: Callable, *args) -> None:
 # ---- gradients: zeroed, skipped, clipped, accumulated as one likes ----
 
 
-def zeroed_by(way: str, who: str, set_to_none: bool) -> float:
+def zeroed_by(strategy: str, who: str, set_to_none: bool) -> float:
     plain = network()
-    trainer = trainer_of(way, copy.deepcopy(plain))
+    trainer = trainer_of(strategy, copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     zero_grad = trainer.optimizer.zero_grad if who == "optimizer" else trainer.plain.zero_grad
     for step in range(3):
@@ -78,17 +78,17 @@ def zeroed_by(way: str, who: str, set_to_none: bool) -> float:
     return distance(trainer, plain)
 
 
-@pytest.mark.parametrize("way", ["ddp", *ZERO])
+@pytest.mark.parametrize("strategy", ["ddp", *ZERO])
 @pytest.mark.parametrize("who", ["optimizer", "model"])
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["set-to-none", "zeroed"])
-def test_the_model_or_the_optimizer_zeroes_the_gradients(pools, way, who, set_to_none):
-    assert_right(pools(2), zeroed_by, way, who, set_to_none)
+def test_the_model_or_the_optimizer_zeroes_the_gradients(pools, strategy, who, set_to_none):
+    assert_right(pools(2), zeroed_by, strategy, who, set_to_none)
 
 
-def skip_a_step(way: str, who: str, set_to_none: bool, finishes: bool) -> float:
+def skip_a_step(strategy: str, who: str, set_to_none: bool, finishes: bool) -> float:
     """The second step's gradients are dropped."""
     plain = network()
-    trainer = trainer_of(way, copy.deepcopy(plain))
+    trainer = trainer_of(strategy, copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     zero_grad = trainer.optimizer.zero_grad if who == "optimizer" else trainer.plain.zero_grad
     for step in range(3):
@@ -104,18 +104,18 @@ def skip_a_step(way: str, who: str, set_to_none: bool, finishes: bool) -> float:
     return distance(trainer, plain)
 
 
-@pytest.mark.parametrize("way", ZERO)
+@pytest.mark.parametrize("strategy", ZERO)
 @pytest.mark.parametrize("who", ["optimizer", "model"])
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["set-to-none", "zeroed"])
 @pytest.mark.parametrize("finishes", [True, False], ids=["finished", "unfinished"])
-def test_a_skipped_step_leaves_no_gradient(pools, way, who, set_to_none, finishes):
-    assert_right(pools(2), skip_a_step, way, who, set_to_none, finishes)
+def test_a_skipped_step_leaves_no_gradient(pools, strategy, who, set_to_none, finishes):
+    assert_right(pools(2), skip_a_step, strategy, who, set_to_none, finishes)
 
 
-def step_after_zero_grad(way: str, who: str) -> float:
+def step_after_zero_grad(strategy: str, who: str) -> float:
     """The optimizer steps although its gradients have been dropped: nothing to do."""
     plain = network()
-    trainer = trainer_of(way, copy.deepcopy(plain))
+    trainer = trainer_of(strategy, copy.deepcopy(plain))
     loss_on(trainer.model, 0).backward()
     trainer.sync.finish_gradient_synchronization()
     (trainer.optimizer if who == "optimizer" else trainer.plain).zero_grad()
@@ -123,16 +123,16 @@ def step_after_zero_grad(way: str, who: str) -> float:
     return distance(trainer, plain)
 
 
-@pytest.mark.parametrize("way", ["ddp", *ZERO])
+@pytest.mark.parametrize("strategy", ["ddp", *ZERO])
 @pytest.mark.parametrize("who", ["optimizer", "model"])
-def test_a_step_without_gradients_changes_nothing(pools, way, who):
-    assert_right(pools(2), step_after_zero_grad, way, who)
+def test_a_step_without_gradients_changes_nothing(pools, strategy, who):
+    assert_right(pools(2), step_after_zero_grad, strategy, who)
 
 
-def no_last_micro_batch(way: str, finishes: bool) -> float:
+def no_last_micro_batch(strategy: str, finishes: bool) -> float:
     """Every backward is under `no_sync()`."""
     plain = network()
-    trainer = trainer_of(way, copy.deepcopy(plain))
+    trainer = trainer_of(strategy, copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     for step in range(2):
         for micro_batch in (2 * step, 2 * step + 1):
@@ -150,19 +150,19 @@ def no_last_micro_batch(way: str, finishes: bool) -> float:
     return distance(trainer, plain)
 
 
-@pytest.mark.parametrize("way", ["ddp", *ZERO])
-def test_every_backward_may_be_under_no_sync(pools, way):
-    assert_right(pools(2), no_last_micro_batch, way, True)
+@pytest.mark.parametrize("strategy", ["ddp", *ZERO])
+def test_every_backward_may_be_under_no_sync(pools, strategy):
+    assert_right(pools(2), no_last_micro_batch, strategy, True)
 
 
-@pytest.mark.parametrize("way", ZERO)
-def test_step_finishes_what_no_backward_has(pools, way):
-    assert_right(pools(2), no_last_micro_batch, way, False)
+@pytest.mark.parametrize("strategy", ZERO)
+def test_step_finishes_what_no_backward_has(pools, strategy):
+    assert_right(pools(2), no_last_micro_batch, strategy, False)
 
 
-def without_finish(way: str, clips: bool) -> float:
+def without_finish(strategy: str, clips: bool) -> float:
     plain = network()
-    trainer = trainer_of(way, copy.deepcopy(plain))
+    trainer = trainer_of(strategy, copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     off = 0.0
     for step in range(3):
@@ -178,10 +178,10 @@ def without_finish(way: str, clips: bool) -> float:
     return max(off, distance(trainer, plain))
 
 
-@pytest.mark.parametrize("way", ZERO)
+@pytest.mark.parametrize("strategy", ZERO)
 @pytest.mark.parametrize("clips", [False, True], ids=["step", "clip"])
-def test_zero_finishes_the_reductions_that_are_outstanding(pools, way, clips):
-    assert_right(pools(2), without_finish, way, clips)
+def test_zero_finishes_the_reductions_that_are_outstanding(pools, strategy, clips):
+    assert_right(pools(2), without_finish, strategy, clips)
 
 
 def never_finished() -> None:
@@ -198,8 +198,8 @@ def test_ddp_says_that_finishing_was_forgotten(pools):
     pools(2).run(never_finished)
 
 
-def clipped_by_pytorch(way: str, clip: str, norm_of: str) -> None:
-    trainer = trainer_of(way, network())
+def clipped_by_pytorch(strategy: str, clip: str, norm_of: str) -> None:
+    trainer = trainer_of(strategy, network())
     trainer.backward([lambda model: loss_on(model, 0)])
     before = trainer.parameters()
     with pytest.raises(RuntimeError, match="clip_grad_norm_ and zero_grad of ZeroRedundancy"):
@@ -214,11 +214,11 @@ def clipped_by_pytorch(way: str, clip: str, norm_of: str) -> None:
     assert all(torch.equal(p, before[n]) for n, p in trainer.parameters().items())
 
 
-@pytest.mark.parametrize("way", ZERO)
+@pytest.mark.parametrize("strategy", ZERO)
 @pytest.mark.parametrize("clip", ["norm", "value"])
 @pytest.mark.parametrize("norm_of", ["all", "each"])
-def test_what_reads_or_scales_sharded_gradients_is_told_so(pools, way, clip, norm_of):
-    pools(2).run(clipped_by_pytorch, way, clip, norm_of)
+def test_what_reads_or_scales_sharded_gradients_is_told_so(pools, strategy, clip, norm_of):
+    pools(2).run(clipped_by_pytorch, strategy, clip, norm_of)
 
 
 class Fails(nn.Module):
@@ -239,10 +239,10 @@ class Fails(nn.Module):
         raise ArithmeticError("in backward")
 
 
-def after_an_exception(way: str) -> float:
+def after_an_exception(strategy: str) -> float:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 9), Fails(), nn.Linear(9, 9), nn.Linear(9, 3))
-    trainer = trainer_of(way, copy.deepcopy(plain))
+    trainer = trainer_of(strategy, copy.deepcopy(plain))
     plain[1].fails = False
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     with pytest.raises(ArithmeticError):
@@ -256,9 +256,9 @@ def after_an_exception(way: str) -> float:
     return distance(trainer, plain)
 
 
-@pytest.mark.parametrize("way", ZERO)
-def test_zero_grad_begins_anew_after_an_exception_in_backward(pools, way):
-    assert_right(pools(2), after_an_exception, way)
+@pytest.mark.parametrize("strategy", ZERO)
+def test_zero_grad_begins_anew_after_an_exception_in_backward(pools, strategy):
+    assert_right(pools(2), after_an_exception, strategy)
 
 
 # ---- the optimizer: schedulers, closures, state, loss scaling ----
@@ -270,9 +270,9 @@ SCHEDULERS = {
 }
 
 
-def scheduled(way: str, name: str) -> float:
+def scheduled(strategy: str, name: str) -> float:
     plain = network()
-    trainer = trainer_of(way, copy.deepcopy(plain))
+    trainer = trainer_of(strategy, copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     schedules = [SCHEDULERS[name](o) for o in (trainer.optimizer, optimizer)]
     for step in range(3):
@@ -287,15 +287,15 @@ def scheduled(way: str, name: str) -> float:
     return distance(trainer, plain)
 
 
-@pytest.mark.parametrize("way", ["ddp", *ZERO])
+@pytest.mark.parametrize("strategy", ["ddp", *ZERO])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_sets_the_learning_rate(pools, way, name):
-    assert_right(pools(2), scheduled, way, name)
+def test_a_scheduler_sets_the_learning_rate(pools, strategy, name):
+    assert_right(pools(2), scheduled, strategy, name)
 
 
-def with_closure(way: str) -> float:
+def with_closure(strategy: str) -> float:
     plain = network()
-    trainer = trainer_of(way, copy.deepcopy(plain))
+    trainer = trainer_of(strategy, copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     for step in range(3):
 
@@ -314,22 +314,22 @@ def with_closure(way: str) -> float:
     return distance(trainer, plain)
 
 
-@pytest.mark.parametrize("way", ZERO)
-def test_step_takes_a_closure(pools, way):
-    assert_right(pools(2), with_closure, way)
+@pytest.mark.parametrize("strategy", ZERO)
+def test_step_takes_a_closure(pools, strategy):
+    assert_right(pools(2), with_closure, strategy)
 
 
-def reloaded(way: str) -> float:
+def reloaded(strategy: str) -> float:
     """The state of an optimizer goes to a new one in the middle."""
     plain = network()
-    trainer = trainer_of(way, copy.deepcopy(plain))
+    trainer = trainer_of(strategy, copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     for step in range(4):
         if step == 2:
             model = network()
             model.load_state_dict(trainer.parameters())
             state = copy.deepcopy(trainer.optimizer.state_dict())
-            trainer = trainer_of(way, model, lr=1.0)
+            trainer = trainer_of(strategy, model, lr=1.0)
             trainer.optimizer.load_state_dict(state)
             assert trainer.optimizer.param_groups[0]["lr"] == ADAMW["lr"]
         trainer.step([lambda model, step=step: loss_on(model, step)])
@@ -339,15 +339,15 @@ def reloaded(way: str) -> float:
     return distance(trainer, plain)
 
 
-@pytest.mark.parametrize("way", ZERO)
-def test_state_dict_and_load_state_dict_carry_this_ranks_state(pools, way):
-    assert_right(pools(2), reloaded, way)
+@pytest.mark.parametrize("strategy", ZERO)
+def test_state_dict_and_load_state_dict_carry_this_ranks_state(pools, strategy):
+    assert_right(pools(2), reloaded, strategy)
 
 
-def changed_afterwards(way: str, change: str) -> None:
+def changed_afterwards(strategy: str, change: str) -> None:
     model = network()
     model[2].requires_grad_(False)
-    trainer = trainer_of(way, model)
+    trainer = trainer_of(strategy, model)
     if change == "group":
         with pytest.raises(RuntimeError, match="constructor"):
             trainer.optimizer.add_param_group({"params": list(model[2].parameters())})
@@ -366,18 +366,18 @@ def changed_afterwards(way: str, change: str) -> None:
         trainer.optimizer.step()
 
 
-@pytest.mark.parametrize("way", ZERO)
+@pytest.mark.parametrize("strategy", ZERO)
 @pytest.mark.parametrize("change", ["double", "data", "unfrozen", "frozen", "group"])
-def test_parameters_that_change_after_the_buckets_were_made_are_an_error(pools, way, change):
-    pools(2).run(changed_afterwards, way, change)
+def test_parameters_that_change_after_the_buckets_were_made_are_an_error(pools, strategy, change):
+    pools(2).run(changed_afterwards, strategy, change)
 
 
-def moved_to_where_it_is(way: str) -> float:
+def moved_to_where_it_is(strategy: str) -> float:
     """`.to` that has nothing to do is fine, and so is a copy of a model that is not sharded."""
     plain = network()
-    trainer = trainer_of(way, copy.deepcopy(plain))
+    trainer = trainer_of(strategy, copy.deepcopy(plain))
     trainer.plain.to(torch.float32).to("cpu").train()
-    if way != "zero-3":
+    if strategy != "zero-3":
         assert all(
             torch.equal(p, q)
             for p, q in zip(
@@ -392,15 +392,15 @@ def moved_to_where_it_is(way: str) -> float:
     return distance(trainer, plain)
 
 
-@pytest.mark.parametrize("way", ["ddp", *ZERO])
-def test_moving_a_model_to_where_it_is_or_copying_it_changes_nothing(pools, way):
-    assert_right(pools(2), moved_to_where_it_is, way)
+@pytest.mark.parametrize("strategy", ["ddp", *ZERO])
+def test_moving_a_model_to_where_it_is_or_copying_it_changes_nothing(pools, strategy):
+    assert_right(pools(2), moved_to_where_it_is, strategy)
 
 
-def scaled(way: str, recipe: bool) -> tuple[float, list[float]]:
+def scaled(strategy: str, recipe: bool) -> tuple[float, list[float]]:
     """A loss scale under which one gradient of the second step, in one rank's shard, overflows."""
     plain = network()
-    trainer = trainer_of(way, copy.deepcopy(plain))
+    trainer = trainer_of(strategy, copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scales = []
@@ -423,10 +423,10 @@ def scaled(way: str, recipe: bool) -> tuple[float, list[float]]:
     return distance(trainer, plain), scales
 
 
-@pytest.mark.parametrize("way", ["ddp", *ZERO])
+@pytest.mark.parametrize("strategy", ["ddp", *ZERO])
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_ranks_skip_the_step_in_which_the_gradient_of_one_overflows(pools, way, size):
-    for off, scales in pools(size).run(scaled, way, way != "ddp"):
+def test_all_ranks_skip_the_step_in_which_the_gradient_of_one_overflows(pools, strategy, size):
+    for off, scales in pools(size).run(scaled, strategy, strategy != "ddp"):
         assert scales == [2.0**10, 2.0**9, 2.0**9]
         assert off <= 1e-6
 

@@ -85,19 +85,19 @@ def a_row_of_units() -> list[nn.Linear]:
     return [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(N_UNITS)]
 
 
-def trainer_of(way: str, units: list[nn.Linear]) -> Trainer:
-    return Trainer(way, nn.Sequential(*units), torch.optim.SGD, bucket_mb=ONE_UNIT, lr=0.1)
+def trainer_of(strategy: str, units: list[nn.Linear]) -> Trainer:
+    return Trainer(strategy, nn.Sequential(*units), torch.optim.SGD, bucket_mb=ONE_UNIT, lr=0.1)
 
 
 # ---- reductions ----
 
 
-def backward(way: str, name: str) -> Trace:
+def backward(strategy: str, name: str) -> Trace:
     """Rank 1 holds up the first reduction until rank 0 has the gradient of a later unit."""
     meeting, units = Meeting(name), a_row_of_units()
-    trainer = trainer_of(way, units)
+    trainer = trainer_of(strategy, units)
     units[-1].weight.register_hook(meeting.wait)
-    units[0 if way in ("ddp", "zero-1") else -2].weight.register_hook(meeting.come)
+    units[0 if strategy in ("ddp", "zero-1") else -2].weight.register_hook(meeting.come)
     total = trainer.model(torch.randn(4, WIDTH)).sum()
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         total.backward()
@@ -109,29 +109,29 @@ def backward(way: str, name: str) -> Trace:
 PRODUCTS = 2 * N_UNITS - 1
 
 
-def trace_of_backward(pools, way: str) -> Trace:
-    seen = pools(2).run(backward, way, str(uuid.uuid4()))[0]
+def trace_of_backward(pools, strategy: str) -> Trace:
+    seen = pools(2).run(backward, strategy, str(uuid.uuid4()))[0]
     assert len(seen.products) == PRODUCTS and len(seen.reductions) == N_UNITS
     return seen
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero-1"])
-def test_backward_overlaps_the_reduction_of_the_first_bucket(pools, way):
-    seen = trace_of_backward(pools, way)
+@pytest.mark.parametrize("strategy", ["ddp", "zero-1"])
+def test_backward_overlaps_the_reduction_of_the_first_bucket(pools, strategy):
+    seen = trace_of_backward(pools, strategy)
     assert all(seen.reductions[0].holds(product) for product in seen.products[2:])
 
 
-@pytest.mark.parametrize("way", ["zero-2", "fsdp", "fsdp-keep"])
-def test_backward_of_the_next_unit_overlaps_the_reduction_of_a_unit(pools, way):
+@pytest.mark.parametrize("strategy", ["zero-2", "fsdp", "fsdp-keep"])
+def test_backward_of_the_next_unit_overlaps_the_reduction_of_a_unit(pools, strategy):
     """And waits then: at most two units have whole gradients."""
-    seen = trace_of_backward(pools, way)
+    seen = trace_of_backward(pools, strategy)
     inside = [seen.reductions[0].holds(product) for product in seen.products]
     assert inside == [False] * 2 + [True] * 2 + [False] * (PRODUCTS - 4)
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero-1", "zero-2", "fsdp", "fsdp-keep"])
-def test_reductions_start_before_the_backward_of_the_next_unit(pools, way):
-    seen = trace_of_backward(pools, way)
+@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero-2", "fsdp", "fsdp-keep"])
+def test_reductions_start_before_the_backward_of_the_next_unit(pools, strategy):
+    seen = trace_of_backward(pools, strategy)
     for unit, reduction in enumerate(seen.reductions[:-1]):
         assert seen.products[2 * unit + 1].end < reduction.start
         assert reduction.start < seen.products[2 * unit + 2].start
@@ -140,11 +140,11 @@ def test_reductions_start_before_the_backward_of_the_next_unit(pools, way):
 # ---- gathers ----
 
 
-def forward(way: str, name: str) -> Trace:
+def forward(strategy: str, name: str) -> Trace:
     """Rank 1 holds up the third unit's gather until rank 0 has computed the second unit."""
     meeting, units = Meeting(name), a_row_of_units()
     units[1].register_forward_pre_hook(meeting.wait)  # before FSDP's own, which gathers ahead
-    trainer = trainer_of(way, units)
+    trainer = trainer_of(strategy, units)
     units[1].register_forward_hook(meeting.come)
     x = torch.randn(4, WIDTH)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
@@ -152,9 +152,9 @@ def forward(way: str, name: str) -> Trace:
     return trace_of(trace.events())
 
 
-@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
-def test_prefetch_in_forward_overlaps_the_computation_of_a_unit(pools, way):
-    seen = pools(2).run(forward, way, str(uuid.uuid4()))[0]
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-keep"])
+def test_prefetch_in_forward_overlaps_the_computation_of_a_unit(pools, strategy):
+    seen = pools(2).run(forward, strategy, str(uuid.uuid4()))[0]
     assert len(seen.gathers) == len(seen.products) == N_UNITS
     for unit, gather in enumerate(seen.gathers[1:]):
         assert gather.start < seen.products[unit].start

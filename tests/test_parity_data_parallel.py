@@ -35,9 +35,9 @@ def name(value) -> str:
     "02-2", "03--zero-stage1-3", "03--zero-stage2-2", "03--zero-stage3-3", "04-2"
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("way", EVERY, ids=name)
-def test_parity_with_stage_01(pools, reference, corpus_dir, size, way):
-    stage, own = way
+@pytest.mark.parametrize("strategy", EVERY, ids=name)
+def test_parity_with_stage_01(pools, reference, corpus_dir, size, strategy):
+    stage, own = strategy
     argv = [*RUN, *ONE, "--data", str(corpus_dir)]
     expected = reference(argv)
     for metrics in pools(size).train(stage, [*argv, *own]):
@@ -46,10 +46,10 @@ def test_parity_with_stage_01(pools, reference, corpus_dir, size, way):
 
 @pytest.mark.quick_cases("3-03--zero-stage2-", "2-04---activation-checkpointing")
 @pytest.mark.parametrize(
-    ("size", "way", "extra"),
+    ("size", "strategy", "extra"),
     [
-        *((2, way, CHECKPOINTING) for way in EVERY),
-        *((3, way, []) for way in EVERY),
+        *((2, strategy, CHECKPOINTING) for strategy in EVERY),
+        *((3, strategy, []) for strategy in EVERY),
         (1, ("03", ZERO[1]), CHECKPOINTING),
         (4, ("02", []), CHECKPOINTING),
         (4, ("03", ZERO[0]), []),
@@ -63,9 +63,9 @@ def test_parity_with_stage_01(pools, reference, corpus_dir, size, way):
     ids=name,
 )
 def test_parity_of_gradient_accumulation_with_dropout(
-    pools, reference, corpus_dir, size, way, extra
+    pools, reference, corpus_dir, size, strategy, extra
 ):
-    stage, own = way
+    stage, own = strategy
     argv = [*RUN, *FOUR, "--data", str(corpus_dir)]
     expected = reference(argv)
     accumulation = ["--micro-batch-size", str(12 // size)]
@@ -104,11 +104,11 @@ PARALLEL = [("05", []), ("05", ["--sequence-parallel"]), ("06", []), ("07", ["--
 
 
 @pytest.mark.quick_cases("04")
-@pytest.mark.parametrize("way", [*EVERY, ("04", KEEP), *PARALLEL], ids=name)
-def test_bfloat16_follows_the_bfloat16_curve_of_stage_01(pools, reference, corpus_dir, way):
+@pytest.mark.parametrize("strategy", [*EVERY, ("04", KEEP), *PARALLEL], ids=name)
+def test_bfloat16_follows_the_bfloat16_curve_of_stage_01(pools, reference, corpus_dir, strategy):
     """What is left of a difference in 03's stage 3 and in 04 comes from the norms' weights: they
     are unsharded in bf16, whose neighbours of 1 are 1/256 apart."""
-    stage, own = way
+    stage, own = strategy
     argv = [*SIZE, *ONE, *"--steps 30 --log-every 1 --resume never --dtype bfloat16".split()]
     argv += ["--data", str(corpus_dir)]
     expected = reference(argv)
@@ -118,10 +118,10 @@ def test_bfloat16_follows_the_bfloat16_curve_of_stage_01(pools, reference, corpu
 
 @pytest.mark.quick_cases("04")
 @pytest.mark.parametrize(
-    "way", [*EVERY, ("04", KEEP), ("04", ["--reduce-dtype", "bfloat16"])], ids=name
+    "strategy", [*EVERY, ("04", KEEP), ("04", ["--reduce-dtype", "bfloat16"])], ids=name
 )
-def test_parity_with_stage_01_in_bfloat16(pools, reference, corpus_dir, way):
-    stage, own = way
+def test_parity_with_stage_01_in_bfloat16(pools, reference, corpus_dir, strategy):
+    stage, own = strategy
     argv = [*SIZE, *ONE, *"--steps 20 --log-every 1 --resume never --dtype bfloat16".split()]
     argv += ["--data", str(corpus_dir)]
     extra = ["--micro-batch-size", "3", "--activation-checkpointing"]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import count_collectives, load_stage
-from techniques import WAYS, Trainer
+from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -139,7 +139,7 @@ OPTIMIZERS = {
 
 
 def five_steps(
-    way: str,
+    strategy: str,
     optimizer: str,
     a: int = 1,
     set_to_none: bool = True,
@@ -147,7 +147,7 @@ def five_steps(
     branch: str = "sometimes",
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, float]:
-    """How far `way` is from the plain model after five steps of `a` micro-batches.
+    """How far `strategy` is from the plain model after five steps of `a` micro-batches.
 
     same_data: every rank has rank 0's, so that the average is each rank's own gradient to the
     bit; else the plain model averages over the ranks parameter by parameter. branch: taken in
@@ -157,7 +157,7 @@ def five_steps(
     plain = odd().to(dtype)
     plain_optimizer = optimizer_class(plain.parameters(), **defaults)
     model = copy.deepcopy(plain)
-    trainer = Trainer(way, model, optimizer_class, bucket_mb=SMALL, **defaults)
+    trainer = Trainer(strategy, model, optimizer_class, bucket_mb=SMALL, **defaults)
     for step in range(5):
         rank = 0 if same_data else dist.get_rank()
         takes = step % 2 == 1 if branch == "sometimes" else branch == "rank 0" and rank == 0
@@ -170,7 +170,7 @@ def five_steps(
     return differences(trainer.parameters(), plain)
 
 
-NOT_ZERO_3 = [way for way in WAYS if way != "zero-3"]
+NOT_ZERO_3 = [strategy for strategy in STRATEGIES if strategy != "zero-3"]
 
 
 @pytest.mark.quick_cases(
@@ -179,52 +179,54 @@ NOT_ZERO_3 = [way for way in WAYS if way != "zero-3"]
 @pytest.mark.quick_cases(
     "3-set-to-none-ddp", "3-set-to-none-zero-1", "3-set-to-none-zero-2", "3-set-to-none-fsdp"
 )
-@pytest.mark.parametrize("way", NOT_ZERO_3)
+@pytest.mark.parametrize("strategy", NOT_ZERO_3)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["set-to-none", "zeroed"])
 @pytest.mark.parametrize("a", [1, 3])
-def test_five_steps_are_bitwise_identical_to_the_plain_model(pools, way, set_to_none, a):
-    for worst in pools(2).run(five_steps, way, "sgd", a, set_to_none):
+def test_five_steps_are_bitwise_identical_to_the_plain_model(pools, strategy, set_to_none, a):
+    for worst in pools(2).run(five_steps, strategy, "sgd", a, set_to_none):
         assert worst == {}
 
 
-@pytest.mark.parametrize("way", NOT_ZERO_3)
+@pytest.mark.parametrize("strategy", NOT_ZERO_3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_any_element_wise_optimizer_matches_the_plain_model(pools, way, optimizer):
-    for worst in pools(2).run(five_steps, way, optimizer, a=2):
+def test_any_element_wise_optimizer_matches_the_plain_model(pools, strategy, optimizer):
+    for worst in pools(2).run(five_steps, strategy, optimizer, a=2):
         assert worst == {}
 
 
-@pytest.mark.parametrize("way", NOT_ZERO_3)
+@pytest.mark.parametrize("strategy", NOT_ZERO_3)
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_with_different_data_match_the_plain_model(pools, way, size):
-    for worst in pools(size).run(five_steps, way, "sgd", a=2, same_data=False):
+def test_ranks_with_different_data_match_the_plain_model(pools, strategy, size):
+    for worst in pools(size).run(five_steps, strategy, "sgd", a=2, same_data=False):
         assert max(worst.values(), default=0.0) <= 1e-6, worst
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero-1", "zero-2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero-2"])
 @pytest.mark.parametrize("a", [1, 2])
-def test_parameter_unused_on_some_ranks_counts_as_a_zero_gradient(pools, way, a):
-    for worst in pools(2).run(five_steps, way, "sgd", a, same_data=False, branch="rank 0"):
+def test_parameter_unused_on_some_ranks_counts_as_a_zero_gradient(pools, strategy, a):
+    for worst in pools(2).run(five_steps, strategy, "sgd", a, same_data=False, branch="rank 0"):
         assert max(worst.values(), default=0.0) <= 1e-6, worst
 
 
-@pytest.mark.parametrize("way", NOT_ZERO_3)
-def test_parameter_unused_in_the_last_micro_batch_keeps_its_accumulated_gradient(pools, way):
-    for worst in pools(2).run(five_steps, way, "sgd", a=2, branch="first micro-batch"):
+@pytest.mark.parametrize("strategy", NOT_ZERO_3)
+def test_parameter_unused_in_the_last_micro_batch_keeps_its_accumulated_gradient(pools, strategy):
+    for worst in pools(2).run(five_steps, strategy, "sgd", a=2, branch="first micro-batch"):
         assert worst == {}
 
 
-@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_fsdp_of_a_half_precision_model_is_bitwise_identical_to_the_plain_model(pools, way, dtype):
-    for worst in pools(2).run(five_steps, way, "exact", dtype=dtype):
+def test_fsdp_of_a_half_precision_model_is_bitwise_identical_to_the_plain_model(
+    pools, strategy, dtype
+):
+    for worst in pools(2).run(five_steps, strategy, "exact", dtype=dtype):
         assert worst == {}
 
 
 def transformer_steps(
-    way: str, optimizer: str, set_to_none: bool, checkpointing: bool, frozen: int | None = None
+    strategy: str, optimizer: str, set_to_none: bool, checkpointing: bool, frozen: int | None = None
 ) -> dict[str, float]:
-    """How far `way` is from the plain transformer after three steps of two micro-batches.
+    """How far `strategy` is from the plain transformer after three steps of two micro-batches.
 
     frozen: a unit that does not train.
     """
@@ -234,7 +236,7 @@ def transformer_steps(
         plain.units()[frozen].requires_grad_(False)
         model.units()[frozen].requires_grad_(False)
     plain_optimizer = optimizer_class(plain.parameters(), **defaults)
-    trainer = Trainer(way, model, optimizer_class, model.units(), **defaults)
+    trainer = Trainer(strategy, model, optimizer_class, model.units(), **defaults)
     for step in range(3):
         losses = [loss_of_transformer(2 * step + i) for i in range(2)]
         trainer.step(losses, set_to_none)
@@ -243,20 +245,20 @@ def transformer_steps(
 
 
 @pytest.mark.quick_cases("set-to-none-adamw-zero-3", "set-to-none-adamw-fsdp")
-@pytest.mark.parametrize("way", ["zero-3", "fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("strategy", ["zero-3", "fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["set-to-none", "zeroed"])
 def test_unsharded_units_are_bitwise_identical_to_the_plain_model(
-    pools, way, optimizer, set_to_none
+    pools, strategy, optimizer, set_to_none
 ):
-    for worst in pools(2).run(transformer_steps, way, optimizer, set_to_none, False):
+    for worst in pools(2).run(transformer_steps, strategy, optimizer, set_to_none, False):
         assert worst == {}
 
 
-@pytest.mark.parametrize("way", ["zero-3", "fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("strategy", ["zero-3", "fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("frozen", [0, 1, 3])
-def test_unit_with_only_frozen_parameters(pools, way, frozen):
-    for worst in pools(2).run(transformer_steps, way, "adamw", True, False, frozen):
+def test_unit_with_only_frozen_parameters(pools, strategy, frozen):
+    for worst in pools(2).run(transformer_steps, strategy, "adamw", True, False, frozen):
         assert worst == {}
 
 
@@ -273,10 +275,10 @@ class Reuses(nn.Module):
         return self.last(self.twice(x.tanh()))
 
 
-def reused(way: str) -> dict[str, float]:
+def reused(strategy: str) -> dict[str, float]:
     torch.manual_seed(0)
     plain = Reuses()
-    trainer = Trainer(way, copy.deepcopy(plain), SGD, lr=0.1)
+    trainer = Trainer(strategy, copy.deepcopy(plain), SGD, lr=0.1)
     optimizer = SGD(plain.parameters(), lr=0.1)
     for step in range(4):
         x = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
@@ -286,22 +288,22 @@ def reused(way: str) -> dict[str, float]:
     return differences(trainer.parameters(), plain)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_unit_that_runs_twice_or_whose_output_is_unused(pools, way):
-    for worst in pools(2).run(reused, way):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unit_that_runs_twice_or_whose_output_is_unused(pools, strategy):
+    for worst in pools(2).run(reused, strategy):
         assert worst == {}
 
 
-def checkpointed_steps(way: str, early_stop: bool) -> dict[str, float]:
+def checkpointed_steps(strategy: str, early_stop: bool) -> dict[str, float]:
     with set_checkpoint_early_stop(early_stop):
-        return transformer_steps(way, "sgd", True, checkpointing=True)
+        return transformer_steps(strategy, "sgd", True, checkpointing=True)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "whole-layer"])
-def test_activation_checkpointing_is_bitwise_identical(pools, way, early_stop):
+def test_activation_checkpointing_is_bitwise_identical(pools, strategy, early_stop):
     """A recomputation that stops at the last tensor it needs never gets to the unit's end."""
-    for worst in pools(2).run(checkpointed_steps, way, early_stop):
+    for worst in pools(2).run(checkpointed_steps, strategy, early_stop):
         assert worst == {}
 
 
@@ -311,15 +313,15 @@ def hybrid(model: nn.Module, shards: int = 2, **defaults) -> Trainer:
     return Trainer("fsdp", model, SGD, groups=groups, **defaults)
 
 
-def clipped(way: str) -> tuple[float, float, float]:
+def clipped(strategy: str) -> tuple[float, float, float]:
     """The global norm, the plain model's, and how far the parameters are apart after the step."""
     torch.use_deterministic_algorithms(True)  # fills memory that nobody wrote to with NaN
     try:
         plain, model = odd(), odd()
-        if way == "fsdp-hybrid":
+        if strategy == "fsdp-hybrid":
             trainer = hybrid(model, lr=1.0)
         else:
-            trainer = Trainer(way, model, SGD, lr=1.0)
+            trainer = Trainer(strategy, model, SGD, lr=1.0)
         losses = micro_batches(0, 2, True, dist.get_rank())
         trainer.backward(losses)
         norm = trainer.sync.clip_grad_norm_(0.1)
@@ -335,11 +337,11 @@ def clipped(way: str) -> tuple[float, float, float]:
 
 @pytest.mark.quick_cases("zero-1-2", "fsdp-2")
 @pytest.mark.parametrize(
-    ("way", "size"),
-    [*((way, size) for way in NOT_ZERO_3[1:] for size in (2, 3)), ("fsdp-hybrid", 4)],
+    ("strategy", "size"),
+    [*((strategy, size) for strategy in NOT_ZERO_3[1:] for size in (2, 3)), ("fsdp-hybrid", 4)],
 )
-def test_gradient_clipping_uses_the_global_norm(pools, way, size):
-    for norm, expected, worst in pools(size).run(clipped, way):
+def test_gradient_clipping_uses_the_global_norm(pools, strategy, size):
+    for norm, expected, worst in pools(size).run(clipped, strategy):
         assert norm == pytest.approx(expected, rel=1e-5) and expected > 0.1
         assert worst <= 1e-6
 
@@ -386,11 +388,11 @@ def test_ddp_keeps_gradients_in_their_buckets_after_zero_grad_or_reassignment(po
     pools(2).run(gradients_in_buckets)
 
 
-def backward_twice(way: str) -> None:
-    if way == "fsdp-hybrid":
+def backward_twice(strategy: str) -> None:
+    if strategy == "fsdp-hybrid":
         trainer = hybrid(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), shards=1, lr=0.1)
     else:
-        trainer = Trainer(way, nn.Linear(5, 3), SGD, lr=0.1)
+        trainer = Trainer(strategy, nn.Linear(5, 3), SGD, lr=0.1)
     trainer.model(torch.ones(2, 5)).sum().backward()
     try:
         with pytest.raises(RuntimeError, match="no_sync"):
@@ -399,9 +401,9 @@ def backward_twice(way: str) -> None:
         trainer.sync.finish_gradient_synchronization()
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero-1", "fsdp-hybrid"])
-def test_second_backward_outside_no_sync_is_an_error(pools, way):
-    pools(2).run(backward_twice, way)
+@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "fsdp-hybrid"])
+def test_second_backward_outside_no_sync_is_an_error(pools, strategy):
+    pools(2).run(backward_twice, strategy)
 
 
 @pytest.mark.quick
@@ -585,8 +587,8 @@ def tune_a_prompt(reshard_after_forward: bool) -> dict[str, float]:
     plain = Prompt()
     for unit in (plain.body, plain.head):
         unit.requires_grad_(False)
-    way = "fsdp" if reshard_after_forward else "fsdp-keep"
-    trainer = Trainer(way, copy.deepcopy(plain), SGD, lr=0.5)
+    strategy = "fsdp" if reshard_after_forward else "fsdp-keep"
+    trainer = Trainer(strategy, copy.deepcopy(plain), SGD, lr=0.5)
     optimizer = SGD([plain.prompt], lr=0.5)
     for step in range(2):
         x = torch.full((2, 6), 1.0 + step)
@@ -613,16 +615,16 @@ def test_full_state_dict_has_the_float32_master_weights(pools):
     assert pools(2).run(gathered_back) == [({}, {torch.float32})] * 2
 
 
-def error_of_the_average(way: str) -> float:
+def error_of_the_average(strategy: str) -> float:
     """Relative, of bf16 gradients that are alike on all ranks: their average is each of them."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
     twin, x = copy.deepcopy(plain).bfloat16(), torch.randn(2, 7).bfloat16()
     twin(x).float().square().sum().backward()
-    trainer = Trainer(way, plain, SGD, gathered=torch.bfloat16, lr=0.1)
+    trainer = Trainer(strategy, plain, SGD, gathered=torch.bfloat16, lr=0.1)
     trainer.backward([lambda model: model(x).float().square().sum()])
     grads = {p: t.grad for p, t in zip(plain.parameters(), twin.parameters(), strict=True)}
-    owners = trainer.optimizer.buckets if way == "zero-3" else trainer.model.flats
+    owners = trainer.optimizer.buckets if strategy == "zero-3" else trainer.model.flats
     worst = 0.0
     for owner in owners:
         params = owner.params
@@ -632,10 +634,10 @@ def error_of_the_average(way: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize("way", ["zero-3", "fsdp"])
-def test_gradients_of_bf16_weights_are_averaged_in_float32(pools, way):
+@pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
+def test_gradients_of_bf16_weights_are_averaged_in_float32(pools, strategy):
     """Three ranks: a third of a number in bf16 is another."""
-    assert max(pools(3).run(error_of_the_average, way)) < 1e-6
+    assert max(pools(3).run(error_of_the_average, strategy)) < 1e-6
 
 
 # ---- FullyShardedDataParallel in other people's hands ----
@@ -702,11 +704,13 @@ def unsharded(fsdp: nn.Module) -> list[int]:
     return [i for i, f in enumerate(fsdp.flats) if f.full.untyped_storage().nbytes()]
 
 
-def steps_of_hiding(way: str, hows: list[str]) -> tuple[dict[str, float], list[int], list[int]]:
+def steps_of_hiding(
+    strategy: str, hows: list[str]
+) -> tuple[dict[str, float], list[int], list[int]]:
     """Differences after two steps; the units that are unsharded after forward, and at the end."""
     torch.manual_seed(0)
     plain = Hiding(hows)
-    trainer = Trainer(way, copy.deepcopy(plain), SGD, lr=0.5)
+    trainer = Trainer(strategy, copy.deepcopy(plain), SGD, lr=0.5)
     optimizer = SGD(plain.parameters(), lr=0.5)
     for step in range(2):
         x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
@@ -726,17 +730,17 @@ HIDING = [
 ]
 
 
-@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("how", HIDING)
 @pytest.mark.parametrize("units", [(1,), (2,), (0, 1, 2)], ids=["one", "the last", "all"])
 def test_unit_that_hides_its_output_tensors_has_the_gradients_of_the_plain_model(
-    pools, way, how, units
+    pools, strategy, how, units
 ):
     hows = [how if i in units else "shown" for i in range(3)]
-    for worst, after_forward, left in pools(2).run(steps_of_hiding, way, hows):
+    for worst, after_forward, left in pools(2).run(steps_of_hiding, strategy, hows):
         assert worst == {} and left == []
         seen = "object" not in how
-        if way == "fsdp":  # what stays unsharded is what cannot be seen into
+        if strategy == "fsdp":  # what stays unsharded is what cannot be seen into
             assert after_forward == ([] if seen else list(units))
 
 
@@ -763,21 +767,21 @@ class Each(nn.Module):
         return [self.linear(x).tanh() for x in xs]
 
 
-def step_of_lists(way: str) -> tuple[int, list[Tensor]]:
+def step_of_lists(strategy: str) -> tuple[int, list[Tensor]]:
     """All-gathers of a step; the units' inputs that are alive after it."""
-    dtype = torch.bfloat16 if way == "fsdp" else None  # whose inputs are cast
+    dtype = torch.bfloat16 if strategy == "fsdp" else None  # whose inputs are cast
     model = Many()
-    trainer = Trainer(way, model, SGD, list(model.units), gathered=dtype, lr=0.1)
+    trainer = Trainer(strategy, model, SGD, list(model.units), gathered=dtype, lr=0.1)
     x = torch.ones(2, 6)
     with count_collectives() as counted:
         trainer.step([lambda model: model(x)])
-    owners = trainer.optimizer.buckets if way == "zero-3" else trainer.model.flats
+    owners = trainer.optimizer.buckets if strategy == "zero-3" else trainer.model.flats
     return len(counted.of("all_gather_single")), [t for o in owners for t in o.tensors_before]
 
 
-@pytest.mark.parametrize("way", ["zero-3", "fsdp"])
-def test_inputs_in_a_list_are_no_outputs_and_are_not_kept(pools, way):
-    for gathers, kept in pools(2).run(step_of_lists, way):
+@pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
+def test_inputs_in_a_list_are_no_outputs_and_are_not_kept(pools, strategy):
+    for gathers, kept in pools(2).run(step_of_lists, strategy):
         assert gathers == 2 * 3 and kept == []
 
 
@@ -808,10 +812,10 @@ class Tricky(nn.Module):
         return F.linear(x, self.weight) * (self.table % 7)
 
 
-def steps_of_tricks(way: str, how: str) -> dict[str, float]:
+def steps_of_tricks(strategy: str, how: str) -> dict[str, float]:
     torch.manual_seed(0)
     plain = Trick(how)
-    trainer = Trainer(way, copy.deepcopy(plain), SGD, lr=0.1)
+    trainer = Trainer(strategy, copy.deepcopy(plain), SGD, lr=0.1)
     optimizer = SGD(plain.parameters(), lr=0.1)
     for step in range(3):
         x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
@@ -821,10 +825,10 @@ def steps_of_tricks(way: str, how: str) -> dict[str, float]:
     return differences(trainer.parameters(), plain)
 
 
-@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("how", ["detached", "detached unit", "integers"])
-def test_a_weight_may_be_detached_and_an_integer_frozen(pools, way, how):
-    for worst in pools(2).run(steps_of_tricks, way, how):
+def test_a_weight_may_be_detached_and_an_integer_frozen(pools, strategy, how):
+    for worst in pools(2).run(steps_of_tricks, strategy, how):
         assert worst == {}
 
 
@@ -851,13 +855,13 @@ def loss_on_rows(rows: int, seed: int) -> Callable[[nn.Module], Tensor]:
     return lambda model: model(x).square().sum()
 
 
-def skip_a_step(way: str, micro_batches: int, set_to_none: bool) -> dict[str, float]:
+def skip_a_step(strategy: str, micro_batches: int, set_to_none: bool) -> dict[str, float]:
     """A backward whose gradients are thrown away, as after an overflow, and a step after it."""
     plain = linears()
-    if way == "fsdp-hybrid":
+    if strategy == "fsdp-hybrid":
         trainer = hybrid(copy.deepcopy(plain), shards=1, lr=0.1)
     else:
-        trainer = Trainer(way, copy.deepcopy(plain), SGD, lr=0.1)
+        trainer = Trainer(strategy, copy.deepcopy(plain), SGD, lr=0.1)
     optimizer = SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
         for i in range(micro_batches):
@@ -869,13 +873,13 @@ def skip_a_step(way: str, micro_batches: int, set_to_none: bool) -> dict[str, fl
     return differences(trainer.parameters(), plain)
 
 
-@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep", "fsdp-hybrid"])
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-keep", "fsdp-hybrid"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["set-to-none", "zeroed"])
 def test_gradients_that_are_zeroed_before_they_are_reduced_do_not_come_back(
-    pools, way, micro_batches, set_to_none
+    pools, strategy, micro_batches, set_to_none
 ):
-    for worst in pools(2).run(skip_a_step, way, micro_batches, set_to_none):
+    for worst in pools(2).run(skip_a_step, strategy, micro_batches, set_to_none):
         assert worst == {}
 
 
@@ -937,9 +941,9 @@ class Breaking(nn.Module):
         return self.third(self.second(Breaks.apply(self.first(x))))
 
 
-def go_on_after_an_error(way: str) -> dict[str, float]:
+def go_on_after_an_error(strategy: str) -> dict[str, float]:
     plain = Breaking()
-    trainer = Trainer(way, copy.deepcopy(plain), SGD, lr=0.1)
+    trainer = Trainer(strategy, copy.deepcopy(plain), SGD, lr=0.1)
     optimizer = SGD(plain.parameters(), lr=0.1)
     for step in range(2):
         Breaks.broken = True
@@ -952,16 +956,16 @@ def go_on_after_an_error(way: str) -> dict[str, float]:
     return differences(trainer.parameters(), plain)
 
 
-@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
-def test_training_goes_on_after_an_error_in_backward(pools, way):
-    for worst in pools(2).run(go_on_after_an_error, way):
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-keep"])
+def test_training_goes_on_after_an_error_in_backward(pools, strategy):
+    for worst in pools(2).run(go_on_after_an_error, strategy):
         assert worst == {}
 
 
-def call_a_unit_alone(way: str, grad: bool) -> list[float]:
+def call_a_unit_alone(strategy: str, grad: bool) -> list[float]:
     """How far a unit's output, called alone, is from the plain unit's, before and after a step."""
     plain = linears()
-    trainer = Trainer(way, copy.deepcopy(plain), AdamW, lr=0.1, fused=True)
+    trainer = Trainer(strategy, copy.deepcopy(plain), AdamW, lr=0.1, fused=True)
     optimizer = AdamW(plain.parameters(), lr=0.1, fused=True)
     losses, x, found = [loss_on_rows(3, seed=0)], torch.ones(1, 6), []
     trainer.backward(losses)
@@ -975,10 +979,10 @@ def call_a_unit_alone(way: str, grad: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("way", ["fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
-def test_a_unit_that_is_called_alone_has_the_parameters_of_now(pools, way, grad):
-    for found in pools(2).run(call_a_unit_alone, way, grad):
+def test_a_unit_that_is_called_alone_has_the_parameters_of_now(pools, strategy, grad):
+    for found in pools(2).run(call_a_unit_alone, strategy, grad):
         assert found == [0.0] * 4
 
 
@@ -1133,12 +1137,12 @@ def test_the_hooks_of_a_unit_cost_the_same_among_many_units(pools):
 # ---- stale weights ----
 
 
-def gradient_of_the_input_before_a_step(way: str) -> dict[str, float]:
+def gradient_of_the_input_before_a_step(strategy: str) -> dict[str, float]:
     """Asking autograd for an input's gradient gathers units that no parameter's gradient frees."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
     model = copy.deepcopy(plain)
-    trainer = Trainer(way, model, SGD, [model[0], model[2]], lr=0.5)
+    trainer = Trainer(strategy, model, SGD, [model[0], model[2]], lr=0.5)
     optimizer = SGD(plain.parameters(), lr=0.5)
     x = torch.ones(2, 5, requires_grad=True)
     for _ in range(2):
@@ -1152,24 +1156,26 @@ def gradient_of_the_input_before_a_step(way: str) -> dict[str, float]:
     return differences(trainer.parameters(), plain)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_stale_weights_after_a_step(pools, way):
-    for worst in pools(2).run(gradient_of_the_input_before_a_step, way):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_stale_weights_after_a_step(pools, strategy):
+    for worst in pools(2).run(gradient_of_the_input_before_a_step, strategy):
         assert worst == {}
 
 
 # ---- against PyTorch's own ----
 
 
-def pytorchs(way: str, model: Transformer, optimizer_class, **defaults) -> tuple[nn.Module, object]:
-    if not way.startswith("fsdp"):
+def pytorchs(
+    strategy: str, model: Transformer, optimizer_class, **defaults
+) -> tuple[nn.Module, object]:
+    if not strategy.startswith("fsdp"):
         ddp = nn.parallel.DistributedDataParallel(model)
-        if way == "ddp":
+        if strategy == "ddp":
             return ddp, optimizer_class(ddp.parameters(), **defaults)
         return ddp, ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class, **defaults)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for unit in [*model.units(), model]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=way == "fsdp")
+        fully_shard(unit, mesh=mesh, reshard_after_forward=strategy == "fsdp")
     return model, optimizer_class(model.parameters(), **defaults)
 
 
@@ -1177,11 +1183,11 @@ def whole(p: Tensor) -> Tensor:
     return p.full_tensor() if hasattr(p, "full_tensor") else p
 
 
-def ten_steps(way: str, optimizer_class, **defaults) -> tuple[float, float]:
+def ten_steps(strategy: str, optimizer_class, **defaults) -> tuple[float, float]:
     """The largest difference in any loss, and in any parameter at the end."""
     model, twin = transformer(), transformer()
-    trainer = Trainer(way, model, optimizer_class, model.units(), bucket_mb=0.03, **defaults)
-    theirs, optimizer = pytorchs(way, twin, optimizer_class, **defaults)
+    trainer = Trainer(strategy, model, optimizer_class, model.units(), bucket_mb=0.03, **defaults)
+    theirs, optimizer = pytorchs(strategy, twin, optimizer_class, **defaults)
     apart = 0.0
     for step in range(10):
         loss_of = loss_of_transformer(100 * step + dist.get_rank())
@@ -1198,17 +1204,17 @@ def ten_steps(way: str, optimizer_class, **defaults) -> tuple[float, float]:
     return apart, worst
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [2, 3])
-def test_ten_steps_of_sgd_match_pytorchs_own_classes(pools, way, size):
-    for losses, parameters in pools(size).run(ten_steps, way, SGD, lr=0.1):
+def test_ten_steps_of_sgd_match_pytorchs_own_classes(pools, strategy, size):
+    for losses, parameters in pools(size).run(ten_steps, strategy, SGD, lr=0.1):
         assert losses <= 1e-5 and parameters <= 1e-6
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [2, 3])
-def test_ten_steps_of_adamw_match_pytorchs_own_classes(pools, way, size):
-    for losses, _ in pools(size).run(ten_steps, way, AdamW, lr=1e-3, weight_decay=0.1):
+def test_ten_steps_of_adamw_match_pytorchs_own_classes(pools, strategy, size):
+    for losses, _ in pools(size).run(ten_steps, strategy, AdamW, lr=1e-3, weight_decay=0.1):
         assert losses <= 1e-5
 
 
@@ -1226,10 +1232,10 @@ class Twice(nn.Module):
         return self.last(x)
 
 
-def final_twice(way: str) -> dict[str, float] | str:
+def final_twice(strategy: str) -> dict[str, float] | str:
     torch.manual_seed(0)
     plain = Twice()
-    trainer = Trainer(way, copy.deepcopy(plain), SGD, bucket_mb=1, lr=0.1)
+    trainer = Trainer(strategy, copy.deepcopy(plain), SGD, bucket_mb=1, lr=0.1)
     losses = [lambda model: model(torch.ones(5, 7)).square().mean()]
     try:
         trainer.step(losses)
@@ -1239,26 +1245,26 @@ def final_twice(way: str) -> dict[str, float] | str:
     return differences(trainer.parameters(), plain)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_gradient_accumulated_twice_in_one_backward_is_an_error(pools, way):
-    for said in pools(2).run(final_twice, way):
-        assert ("no_sync" if way == "ddp" else "use_reentrant=False") in said
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradient_accumulated_twice_in_one_backward_is_an_error(pools, strategy):
+    for said in pools(2).run(final_twice, strategy):
+        assert ("no_sync" if strategy == "ddp" else "use_reentrant=False") in said
 
 
-def gradient_of_a_shared_row(way: str, tokens: int) -> float:
+def gradient_of_a_shared_row(strategy: str, tokens: int) -> float:
     """The gradient of an embedding's row that all tokens share, over what it should be."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1, bias=False))
     nn.init.ones_(model[1].weight)
-    trainer = Trainer(way, model, SGD, units=list(model), gathered=torch.bfloat16, lr=1.0)
+    trainer = Trainer(strategy, model, SGD, units=list(model), gathered=torch.bfloat16, lr=1.0)
     before = trainer.parameters()["0.weight"].clone()
     trainer.step([lambda model: model(torch.ones(1, tokens, dtype=torch.long)).float().sum()])
     change = before - trainer.parameters()["0.weight"]
     return (change[1] / tokens).mean().item()
 
 
-@pytest.mark.parametrize("way", ["zero-3", "fsdp"])
-def test_embedding_row_of_many_tokens_has_its_full_gradient_in_bf16(pools, way):
+@pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
+def test_embedding_row_of_many_tokens_has_its_full_gradient_in_bf16(pools, strategy):
     """Added up in bfloat16 a row stops to grow at 256 of equal parts."""
-    for ratio in pools(2).run(gradient_of_a_shared_row, way, 4096):
+    for ratio in pools(2).run(gradient_of_a_shared_row, strategy, 4096):
         assert abs(ratio - 1) < 1e-3
