@@ -14,7 +14,7 @@ folders := $(patsubst %/train.py,%,$(sort $(wildcard [0-9][0-9]_*/train.py)))
 folder = $(or $(filter $*_%,$(folders)),$(error Stage $* does not exist; the stages: $(folders)))
 
 .DEFAULT_GOAL := help
-.SECONDEXPANSION: # $$(folder)/train.py is a prerequisite, looked up before the environment is made
+.SECONDEXPANSION: # for the prerequisite $$(folder)/train.py, which is checked before the environment
 .PHONY: help setup data quickstart submit-all status cancel cluster cluster-down tensorboard export \
 	generate schedule-06 plan test test-all chaos mutants lint experiments \
 	pictures bench scale clean
@@ -31,25 +31,25 @@ help: ## this list
 # FROM=01     the stage that diff-NN compares with; by default the previous one
 # FULL=1      diff-NN shows the whole new file, its changed lines marked
 # RAW=1       diff-NN shows git's diff of the two files
-# PYTHON=...  the python3 that makes the virtual environment
+# PYTHON=...  the python3 that creates the virtual environment
 
 # ---- set-up ----
 
-setup: $(READY) ## a virtual environment in .venv with what requirements.txt lists
+setup: $(READY) ## create a virtual environment in .venv and install requirements.txt
 	@echo "$(VENV) is ready: $$($(BIN)/python --version), PyTorch" \
 		"$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')"
 $(READY): requirements.txt
 	@sh tools/setup.sh "$(PYTHON)" "$(VENV)"
-data: $(READY) ## fetch and prepare WikiText-2, once, where there is internet
+data: $(READY) ## download and prepare WikiText-2, once, where there is internet access
 	$(BIN)/python -m common.data
 
 # ---- run ----
 
-quickstart: $(READY) ## train every stage for a few steps on the embedded sample; one table
+quickstart: $(READY) ## train every stage for 50 steps on the embedded sample and compare the losses
 	@$(BIN)/python tools/quickstart.py
 
-# --standalone would name the run by a UUID; the time sorts, and stays when torchrun restarts a rank;
-# the process id of make tells apart runs that start in the same second
+# --standalone would name the run by a UUID. A time sorts, and stays the same when torchrun restarts
+# the ranks; the process id of make distinguishes runs that start in the same second.
 launch = $(if $(filter 01,$*),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) \
 	$(BIN)/torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 \
 	--rdzv-id $(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID) --nproc-per-node $(NPROC))
@@ -63,7 +63,7 @@ endif
 
 # ---- Slurm ----
 
-# the cluster of `make cluster`, if it is up, in the place of another
+# if the cluster of `make cluster` is up, use it instead of any other
 ifneq ($(wildcard slurm/cluster/slurm.conf),)
 export SLURM_CONF := $(CURDIR)/slurm/cluster/slurm.conf
 endif
@@ -73,26 +73,26 @@ submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
 	@slurm/jobs.sh submit $(folder) $(ARGS)
 submit-all: ## submit all stages, each to start when the previous one has ended well
 	@slurm/jobs.sh submit "$(folders)" $(ARGS)
-status: ## the jobs from here: waiting, running, ended lately, and why
+status: ## the jobs from here: pending, running, recently ended, and why
 	@slurm/jobs.sh status
 logs-%: ## follow the log of stage NN's newest job to its end
 	@slurm/jobs.sh logs $(folder)
-cancel: ## end the jobs from here
+cancel: ## cancel the jobs from here
 	@slurm/jobs.sh cancel
-cluster: ## start a Slurm cluster of NODES= nodes on this machine, for trying
+cluster: ## start a Slurm cluster of NODES= nodes on this machine, to try things out
 	@slurm/cluster.sh up
 cluster-down: ## stop it
 	@slurm/cluster.sh down
 
 # ---- look ----
 
-tensorboard: $(READY) ## show the curves of all runs, in a browser
+tensorboard: $(READY) ## show the metrics of all runs in a browser
 	$(BIN)/tensorboard --logdir runs
-export: $(READY) ## the newest checkpoint of RUN= (or of the last run), or RUN= itself, as a file of weights
+export: $(READY) ## write a checkpoint's weights to one file: RUN= a run or a checkpoint (default: the last)
 	@$(BIN)/python tools/export.py $(RUN) $(ARGS)
-# through the environment and unexpanded: a prompt may hold quotes and dollars
+# passed in the environment and unexpanded, because a prompt may contain quotes and dollars
 generate: override export PROMPT := $(value PROMPT)
-generate: $(READY) ## continue PROMPT= by what RUN= (or the last run) has learnt
+generate: $(READY) ## continue PROMPT= with the model of RUN= (default: the last run)
 	@$(BIN)/python tools/generate.py $(RUN) $(ARGS)
 
 # ---- read ----
@@ -117,10 +117,10 @@ test: $(READY) ## the tests to run after every change, in at most three minutes 
 	$(pytest) -m "quick or not slow" $(ARGS)
 test-all: $(READY) ## all tests: every topology, launcher and signal, and jobs on Slurm
 	$(pytest) $(ARGS)
-chaos: $(READY) ## kill -9 runs of every stage at any moment: they must end with the same bits
+chaos: $(READY) ## kill -9 runs of every stage at any time: they must end with the same bits
 	$(BIN)/python tests/chaos.py $(ARGS)
 	CHAOS=1 $(BIN)/python -m pytest tests/test_survival.py -k lost_node
-mutants: $(READY) ## break the code on purpose: the tests must see it
+mutants: $(READY) ## break the code on purpose: the tests must fail
 	$(BIN)/python tests/mutants.py $(ARGS)
 lint: $(READY) ## ruff, and shellcheck where it is installed
 	$(BIN)/ruff check
@@ -132,7 +132,7 @@ experiments: $(READY) ## run the experiments of the READMEs and check the figure
 pictures: $(READY) ## draw the READMEs' flat buffers, shards and mesh again
 	@$(BIN)/python tools/flat_buffer.py all
 	@$(BIN)/python tools/diagrams.py all
-bench: $(READY) ## head to head with PyTorch's own classes
+bench: $(READY) ## compare speed and memory with PyTorch's own classes
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 scale: $(READY) ## strong and weak scaling on this machine
 	$(BIN)/python benchmarks/scale.py $(ARGS)

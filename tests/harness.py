@@ -371,7 +371,7 @@ def assert_same_curve(
     assert steps == expected, f"logged steps differ: {steps}, the reference has {expected}"
     for ours, theirs in zip(metrics, reference, strict=True):
         for name in ("loss", "grad_norm", "val_loss", "test_loss"):
-            where = f"step {ours['step']} is the first to leave the curve: {name}"
+            where = f"step {ours['step']} is the first that differs: {name}"
             assert (name in ours) == (name in theirs), f"{where} is in one run only"
             if name not in ours:
                 continue

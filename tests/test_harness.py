@@ -129,14 +129,14 @@ def test_parity_check_names_the_first_step_that_differs():
     for name, change in (("loss", 2e-5), ("grad_norm", 3e-4), ("val_loss", -2e-5)):
         other = [dict(x) for x in curve]
         other[3][name] += change
-        with pytest.raises(AssertionError, match=f"step 3 is the first to leave the curve: {name}"):
+        with pytest.raises(AssertionError, match=f"step 3 is the first that differs: {name}"):
             assert_same_curve(other, curve)
-    with pytest.raises(AssertionError, match="other steps"):
+    with pytest.raises(AssertionError, match="logged steps differ"):
         assert_same_curve(curve[:3], curve)
 
 
-def traffic() -> None:
-    """Every collective of the repo, once, between two ranks, and one scalar of control."""
+def every_collective() -> None:
+    """Call every collective of the repository once on two ranks, and one control all-reduce."""
     group = dist.new_group(group_desc="mesh_dp")
     x, half = torch.ones(6, 2), torch.ones(3, 2, dtype=torch.bfloat16)
     whole = torch.empty(6, 2, dtype=torch.bfloat16)
@@ -167,13 +167,13 @@ def traffic() -> None:
         assert_ledger_is_true(ledger, counted)
     with pytest.raises(AssertionError):
         with whole_ledger() as ledger, count_collectives() as counted:
-            collectives.all_reduce_control(torch.ones(1000))  # a technique's bytes, hidden
+            collectives.all_reduce_control(torch.ones(1000))  # too large for a control call
         assert_ledger_is_true(ledger, counted)
     dist.destroy_process_group(group)
 
 
 def test_independent_count_of_collectives_matches_the_ledger_and_sees_what_bypasses_it(pools):
-    pools(2).run(traffic)
+    pools(2).run(every_collective)
 
 
 def test_live_bytes_counts_each_storage_once_and_gradients_held_in_cpp():
@@ -192,7 +192,7 @@ def test_live_bytes_counts_each_storage_once_and_gradients_held_in_cpp():
 def test_peak_memory_sees_tensors_saved_by_autograd_and_resized_or_freed_storages():
     x = torch.ones(1000, requires_grad=True)
     with PeakMemory() as peak:
-        y = x.exp().exp().exp()  # each saves its output: 12,000 bytes, two thirds in C++ alone
+        y = x.exp().exp().exp()  # each saves its output: 12,000 bytes, two thirds in C++ only
     assert peak.above == peak.left == 12000
     assert peak.bytes >= 12000 + 4000
     with PeakMemory() as peak:
@@ -215,12 +215,13 @@ def test_peak_memory_of_a_backward_matches_arithmetic():
     x = torch.ones(50, 100)  # 20,000 bytes
     with PeakMemory() as peak:
         x.mm(w).mm(w).sum().backward()
-    # forward keeps the inner product; backward has two gradients of it and two of w, then their sum
+    # forward keeps the inner matmul's output; backward has two gradients of it and two of w, then
+    # their sum
     assert peak.left == 40000
     assert 20000 + 2 * 40000 <= peak.above <= 20000 * 3 + 3 * 40000
 
 
-def test_every_mutant_changes_one_place_of_the_code_as_it_stands():
+def test_every_mutant_matches_exactly_one_place_of_the_code():
     stale = {
         m.name: count
         for m in read_table()

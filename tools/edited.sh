@@ -1,6 +1,6 @@
 #!/bin/sh
 # Copy a script with one change: edited.sh SCRIPT EDIT, where EDIT is an expression for sed.
-# Prints the path of the copy, which lies beside the script so that it finds common/.
+# Prints the path of the copy. It is in the script's folder, so that it finds common/.
 set -eu
 copy=$(dirname "$1")/edited.py
 sed "$2" "$1" >"$copy"

@@ -1,10 +1,11 @@
-"""The newest checkpoint of a run as one plain file of weights, made on the CPU.
+"""Export the newest checkpoint of a run as one plain file of weights, on the CPU.
 
     python tools/export.py runs/04_fsdp/20250101-120000 [--out model.pt]
     python tools/export.py runs/04_fsdp/20250101-120000/checkpoints/step-00000100
 
-`torch.load(..., weights_only=True)` reads it: a `state_dict` of `common.model.Transformer`, whole
-whatever stage and topology it was trained on. Without a folder: of the run that saved last.
+`torch.load(..., weights_only=True)` reads it: the full `state_dict` of a
+`common.model.Transformer`, whatever stage and topology the run had. Without a folder it exports the
+run that saved last.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def newest_run() -> Path:
 
 
 def weights_of(checkpoint: Path) -> dict[str, Tensor]:
-    """The model's tensors by the names of the plain model; the moments are not read."""
+    """The model's tensors by the names of the plain model, without the optimizer state."""
     try:
         reader = Reader(checkpoint)
         entries = reader.read_metadata().state_dict_metadata

@@ -2,10 +2,10 @@
 
     .venv/bin/python tools/flat_buffer.py buckets --cap 25 --svg 02_ddp/buckets.svg
     .venv/bin/python tools/flat_buffer.py shards --params norm:4 w1:4x3 --ranks 3 --svg shards.svg
-    .venv/bin/python tools/flat_buffer.py all       # the READMEs' pictures again: make pictures
+    .venv/bin/python tools/flat_buffer.py all       # all pictures of the READMEs: make pictures
 
 `buckets`: stage 02's gradient buckets for the tiny model on the sample, to scale, as
-`split_into_buckets` makes them. `shards`: the flat buffer of stages 03 and 04 for a few small
+`split_into_buckets` computes them. `shards`: the flat buffer of stages 03 and 04 for a few small
 parameters, one cell per element, above the equal shards of the ranks and their padding.
 """
 

@@ -1,9 +1,9 @@
-"""Continue a prompt with the words of the corpus, by what a run has learnt.
+"""Generate text: continue a prompt with the model that a run has trained.
 
     python tools/generate.py runs/04_fsdp/20250101-120000 --prompt "the value of" --words 40
 
-Exports the run's newest checkpoint, or the checkpoint that is named, first (see export.py). Runs on
-the CPU. `make generate PROMPT=...` hands the prompt over in the environment: no shell parses it.
+It first exports the given checkpoint, or the run's newest one (see export.py). Runs on the CPU.
+`make generate PROMPT=...` passes the prompt in the environment, so that no shell parses it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def load_run(path: Path) -> tuple[Transformer, list[str]]:
     """The trained model and the corpus's words. path: a run's folder, or a checkpoint's."""
     run, checkpoint = run_and_checkpoint(path)
     if not (run / "config.json").is_file():
-        refuse(f"{run}: no config.json there, which names the corpus: is it a run's folder?")
+        refuse(f"{run}: no config.json there (it names the corpus): is it a run's folder?")
     export(checkpoint, run / "model.pt")
     arguments = json.loads((run / "config.json").read_text())["arguments"]
     vocab = load_corpus(arguments["data"]).vocab
@@ -50,8 +50,8 @@ def tokens_of(prompt: str, vocab: list[str]) -> list[int]:
 def continued(
     model: Transformer, tokens: list[int], count: int, temperature: float, seed: int
 ) -> list[int]:
-    """`count` more tokens, each drawn from what the model expects after those before it."""
-    dice = torch.Generator().manual_seed(seed)
+    """`count` more tokens, each sampled from the model's distribution after the previous ones."""
+    generator = torch.Generator().manual_seed(seed)
     tokens = list(tokens)
     for _ in range(count):
         seen = torch.tensor([tokens[-model.config.seq_len :]])  # [1, seq]
@@ -59,8 +59,8 @@ def continued(
         if temperature == 0:
             tokens.append(int(logits.argmax()))
         else:
-            chances = torch.softmax(logits / temperature, dim=0)
-            tokens.append(int(torch.multinomial(chances, 1, generator=dice)))
+            probabilities = torch.softmax(logits / temperature, dim=0)
+            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return tokens
 
 
@@ -70,8 +70,8 @@ if __name__ == "__main__":
     prompt = os.environ.get("PROMPT") or "the"
     parser.add_argument("--prompt", default=prompt, help="words of the corpus; or set PROMPT")
     parser.add_argument("--words", type=int, default=40, help="how many to add")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
-    parser.add_argument("--seed", type=int, default=0, help="of the dice")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest word")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     args = parser.parse_args()
     model, vocab = load_run(args.run or newest_run())
     tokens = tokens_of(args.prompt, vocab)

@@ -69,10 +69,11 @@ def median_step(events: list[dict]) -> dict:
 def computation(events: list[dict], step: dict, n_layers: int) -> list[Span]:
     """The outermost `aten` operators of the training thread, each with its phase and its unit.
 
-    What surrounds them (autograd's nodes, hooks, the optimizer) may wait for a collective, and
-    they do not. The trace does not name modules. An embedding lookup begins a forward, and the
-    norms count the units: two in each layer, one in the output. A backward operator has the
-    sequence number of its forward operator, and so belongs to the same unit.
+    Only `aten` operators count as computation: the events around them (autograd's nodes, hooks, the
+    optimizer) may wait for a collective. The trace does not name modules, so units are found by
+    their operators: an embedding lookup begins a forward, and each layer has two norms, the output
+    one. A backward operator has the sequence number of its forward operator, and so belongs to the
+    same unit.
     """
     end = step["ts"] + step["dur"]
     operators = [e for e in events if e["tid"] == step["tid"] and step["ts"] < e["ts"] < end]

@@ -1,8 +1,8 @@
 """Train every stage for a few steps on the embedded sample and compare their losses.
 
-`make quickstart` runs it. What differs between the rows is the technique alone, so the losses
-must not differ: a row more than 1e-5 off stage 01 at any step is a failure. Stage 01 saves a
-checkpoint half way, from which the last row resumes.
+`make quickstart` runs it. The rows differ by technique alone, so their losses must agree: a
+difference of more than 1e-5 from stage 01 at any step is a failure. Stage 01 saves a checkpoint
+halfway, from which the last row resumes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SETTINGS = f"--data sample --steps {STEPS} --log-every 1 --dtype float32 --resum
 
 HALF = STEPS // 2
 CHECKPOINT = f"runs/quickstart/01_single_gpu/checkpoints/step-{HALF:08d}"
-# ranks: "few" suits the machine, "mesh" is as many as pipeline 2 x data 2 x tensor 2 wants
+# ranks: "few" is 2 or 4, depending on the machine; "mesh" is pipeline 2 x data 2 x tensor 2
 ROWS = [  # stage, ranks, its own flags
     ("01", 1, f"--checkpoint-every {HALF}"),
     ("02", "few", ""),
@@ -35,27 +35,27 @@ ROWS = [  # stage, ranks, its own flags
     ("03", "few", "--zero-stage 3"),
     ("04", "few", ""),
     ("05", "few", ""),
-    ("06", 2, "--schedule 1f1b"),  # the tiny model has two layers, one a rank
+    ("06", 2, "--schedule 1f1b"),  # the tiny model has two layers, one per rank
     ("07", "mesh", "--pp 2 --tp 2"),
     ("01", 1, f"--resume {CHECKPOINT}"),
 ]
 
 
 def ranks_here() -> tuple[dict[str, int], str]:
-    """How many ranks "few" and "mesh" are, and on what they run."""
+    """The number of ranks for "few" and "mesh", and a description of the device."""
     gpus, cores = torch.cuda.device_count(), os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # a job may own a part of the machine
+    if hasattr(os, "sched_getaffinity"):  # a job may have only some of the cores
         cores = len(os.sched_getaffinity(0))
-    if gpus >= 4:  # a GPU each, or all losses would be compared across kinds of device
+    if gpus >= 4:  # one GPU per rank; else all rows run on the CPU, so that devices do not differ
         return {"few": 4, "mesh": 8 if gpus >= 8 else 4}, f"{gpus} GPUs"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     few = 4 if cores >= 8 else 2
-    spare = ", for want of four GPUs" if gpus else ""
+    spare = ", because there are fewer than four GPUs" if gpus else ""
     return {"few": few, "mesh": 8}, f"{cores} CPU cores{spare}"
 
 
 def command(script: Path, ranks: int, flags: str, folder: Path) -> list[str]:
-    """The command line of one row: what `make run-NN` would run."""
+    """The command line of one row, as `make run-NN` would run it."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     launcher = [sys.executable, *(torchrun if script.parent.name[:2] != "01" else [])]
     arguments = f"{SETTINGS} {flags}".split()
@@ -63,7 +63,7 @@ def command(script: Path, ranks: int, flags: str, folder: Path) -> list[str]:
 
 
 def metrics(folder: Path) -> list[dict]:
-    """The lines that a run has written so far; the last may be half there."""
+    """The lines that a run has written; the last one may be incomplete."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
@@ -72,7 +72,7 @@ def metrics(folder: Path) -> list[dict]:
 def train(
     name: str, ranks: int, argv: list[str], folder: Path, first_step: int
 ) -> list[dict] | None:
-    """Run one row, show how far it is, and return its metrics; None if it failed."""
+    """Run one row, show its progress, and return its metrics; None if it failed."""
     folder.mkdir(parents=True)
     said = f"  {name:26} {ranks} rank{'s' if ranks > 1 else ' '}"
     live = sys.stdout.isatty()
@@ -100,12 +100,12 @@ def train(
     if failed:
         log = folder / "output.log"
         print("\n".join(log.read_text().splitlines()[-30:]), file=sys.stderr)
-        print(f"{name} failed (status {process.returncode}); all it said: {log}", file=sys.stderr)
+        print(f"{name} failed (status {process.returncode}); see {log}", file=sys.stderr)
     return None if failed else lines
 
 
 def table_row(name: str, ranks: int, lines: list[dict], stage_01: list[dict]) -> tuple[str, float]:
-    """One line of the table, and how far the row's losses are off stage 01's at most."""
+    """One line of the table, and the largest difference of the row's losses from stage 01's."""
     same_steps = zip(lines, stage_01[-len(lines) :], strict=True)
     off = max(abs(a["loss"] - b["loss"]) for a, b in same_steps)
     last, speed = lines[-1], median(line["tokens_per_s"] for line in lines)
@@ -132,7 +132,7 @@ def main() -> int:
         if lines is not None:
             results.append((name, ranks, lines))
         elif not results:
-            return 1  # nothing to hold the others against
+            return 1  # without stage 01 there is nothing to compare with
         else:
             bad += 1
 
@@ -145,19 +145,19 @@ def main() -> int:
     print(
         f"""
 off 01         the largest difference from stage 01's loss at any of the steps; at most {TOLERANCE}
-state MB/rank  weights, gradients and moments that rank 0 holds after its optimizer step
-sent MB/step   what rank 0 sends a step when its collectives run on a ring
+state MB/rank  weights, gradients and optimizer state on rank 0 after its optimizer step
+sent MB/step   bytes that rank 0 sends per step when its collectives run on a ring
 resumed        from the checkpoint that stage 01's run saved after step {HALF}
 Trained on the sample (the Python language reference), not on WikiText-2: the losses compare the
 stages with one another and with nothing else. Logs and curves: {FOLDER.relative_to(ROOT)}"""
     )
     if bad:
-        print(f"\n{bad} of the rows above failed or left stage 01's curve", file=sys.stderr)
+        print(f"\n{bad} of the rows above failed or differ from stage 01", file=sys.stderr)
     return 1 if bad else 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it too ends what was started
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM too ends the processes
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -1,10 +1,10 @@
-"""Draw the READMEs' pictures: an SVG on a card that is light or dark, as the reader's screen is."""
+"""Draw the READMEs' pictures: SVGs that are light or dark, like the reader's screen."""
 
 from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-# names of fills; a CSS class each, so that one picture has both themes
+# names of fills; each is a CSS class, so that one picture has both themes
 LIGHT = {
     "card": "#ffffff",
     "ink": "#1f2328",

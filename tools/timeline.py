@@ -1,11 +1,11 @@
-"""Draw the time line of a pipeline schedule: as planned, or as a run with --profile has done it.
+"""Draw the time line of a pipeline schedule: as planned, or as measured in a run with --profile.
 
     python tools/timeline.py --schedule zero-bubble --pp 4 --micro 8 --svg zero-bubble.svg
     python tools/timeline.py --run runs/06_pipeline/20250101-120000
 
-Planned: a forward takes one unit of time in a whole stage, each part of a backward another one
-(with v virtual stages a v-th of that), a message none. Measured: the step of the median length,
-from the traces that torch.profiler has left in the run's folder.
+Planned: the forward of a pipeline stage takes one unit of time, and so does each of the two parts
+of its backward (with v virtual stages per rank, 1/v of that); a message takes none. Measured: the
+step of median length, from the traces that torch.profiler has written to the run's folder.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 def load_stage():
-    """`06_pipeline/train.py` as a module: its folder's name is no identifier."""
+    """`06_pipeline/train.py` as a module: `import` cannot, for 06_pipeline is no identifier."""
     spec = importlib.util.spec_from_file_location("stage_06", REPO / "06_pipeline" / "train.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -62,9 +62,9 @@ def drawn_kind(kind: str, kinds: set[str]) -> str:
 
 
 def simulate(stage, schedule, p: int, m: int, costs=COSTS) -> list[list[Span]]:
-    """When each rank's actions run if each starts as soon as its message is there.
+    """Simulate the ranks: each action starts as soon as its rank is free and its message is there.
 
-    Raises RuntimeError if the ranks wait for one another.
+    Raises RuntimeError if the ranks deadlock.
     """
     rows = [schedule(rank, p, m) for rank in range(p)]
     n_stages = 1 + max(action.stage for row in rows for action in row)
@@ -89,19 +89,19 @@ def simulate(stage, schedule, p: int, m: int, costs=COSTS) -> list[list[Span]]:
                 progress = True
     for rank, row in enumerate(rows):
         if len(spans[rank]) < len(row):
-            raise RuntimeError(f"rank {rank} waits for ever before {row[len(spans[rank])]}")
+            raise RuntimeError(f"rank {rank} waits forever before {row[len(spans[rank])]}")
     return spans
 
 
 def idle_share(spans: list[list[Span]]) -> float:
-    """The part of ranks x time, from the first start to the last end, in which nothing runs."""
+    """The bubble fraction: the share of ranks x time in which nothing runs."""
     everything = [span for row in spans for span in row]
     length = max(s.end for s in everything) - min(s.start for s in everything)
     return 1.0 - sum(s.end - s.start for s in everything) / (len(spans) * length)
 
 
 def measured(folder: Path) -> list[list[list[Span]]]:
-    """The traced steps of a run, each a list of spans a rank, in seconds since the step began."""
+    """The traced steps of a run, each a list of spans per rank, in seconds since the step began."""
     ranks = []
     paths = sorted(folder.glob("profile/rank*.pt.trace.json*"), key=_rank_of)
     if not paths:
@@ -180,10 +180,10 @@ def chunks_of(spans: list[list[Span]]) -> int:
 
 
 def terminal(spans: list[list[Span]], columns: int, coloured: bool) -> str:
-    """One line a rank. Every cell is an action with its micro-batch's number."""
+    """One line per rank. Every cell is an action with the number of its micro-batch."""
     length = max(row[-1].end for row in spans)
     least = min(s.end - s.start for row in spans for s in row)
-    scale = min(3 / least, (columns - 9) / length)  # characters a unit of time
+    scale = min(3 / least, (columns - 9) / length)  # characters per unit of time
     lines = []
     for rank, row in enumerate(spans):
         line, at = f"rank {rank:<3} ", 0
@@ -258,13 +258,13 @@ def planned(args: argparse.Namespace) -> tuple[list[list[Span]], str, str]:
     if args.schedule == "interleaved" and m % p:
         raise SystemExit(f"timeline.py: --micro {m} is not a multiple of --pp {p}")
     if args.schedule != "interleaved" and v > 1:
-        raise SystemExit(f"timeline.py: {args.schedule} has one stage a rank: --virtual 1")
+        raise SystemExit(f"timeline.py: {args.schedule} has one stage per rank: --virtual 1")
     schedule = {**stage.SCHEDULES, **stage.SPLIT_SCHEDULES}[args.schedule]
     if v > 1:
         schedule = partial(schedule, v=v)
     spans = simulate(stage, schedule, p, m)
     title = f"{args.schedule}: {p} ranks, {m} micro-batches"
-    title += f", {v} virtual stages a rank" if v > 1 else ""
+    title += f", {v} virtual stages per rank" if v > 1 else ""
     return spans, title, "units"
 
 
