@@ -1,4 +1,4 @@
-"""Calls that agree from rank to rank: the comparison itself, and PyTorch's own two witnesses."""
+"""All ranks issue matching calls: our comparison, and PyTorch's own two checks of the same."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_matching_collectives_agree():
     ],
     ids=str,
 )
-def test_difference_in_any_field_is_found(index, change):
+def test_mismatch_in_any_field_is_found(index, change):
     changed = [*RANK_1]
     changed[index] = changed[index]._replace(**change)
     with pytest.raises(AssertionError):
@@ -71,7 +71,7 @@ def test_mismatched_order_or_number_of_calls_is_found(changed):
         assert_ranks_agree([RANK_0, changed])
 
 
-def test_broadcast_from_two_roots_is_found():
+def test_mismatched_roots_of_a_broadcast_are_found():
     calls = [Call("broadcast", *PAIR, ((4,),), ("float32",), peer=root) for root in (0, 1)]
     assert_ranks_agree([calls, calls])
     with pytest.raises(AssertionError, match="differ in peer"):
@@ -90,7 +90,7 @@ STAGES = [
     ("06", ["--schedule", "zero-bubble"]),
     ("07", ["--pp", "2", "--schedule", "interleaved", "--n-layers", "4"]),
 ]
-# a collective: its name here, in the flight recorder, and in a record over the late backend
+# a collective's name in the ledger: its names in the flight recorder and in the late backend
 NAMES = {
     "all_reduce": ("gloo:all_reduce", "all_reduce"),
     "broadcast": ("gloo:broadcast", "broadcast"),
@@ -101,14 +101,14 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def detail_pool(_folders):
-    """Two processes in which PyTorch compares every collective across ranks before it runs."""
+    """Two processes in which PyTorch compares each collective between the ranks before it runs."""
     settings = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_FR_BUFFER_SIZE": "20000"}
     with contextlib.closing(Pool(2, environment=settings)) as pool:
         yield pool
 
 
-def witnesses(stage: str, argv: list[str]) -> tuple[list[dict], list, list[tuple]]:
-    """A run's metrics, the dispatcher's record of its calls, and the flight recorder's entries."""
+def observed(stage: str, argv: list[str]) -> tuple[list[dict], list, list[tuple]]:
+    """Train; returns metrics, the dispatcher's calls, and the flight recorder's entries."""
     before = len(_flight_record())
     with count_collectives() as counted:
         metrics = load_stage(stage).main(argv)
@@ -116,7 +116,7 @@ def witnesses(stage: str, argv: list[str]) -> tuple[list[dict], list, list[tuple
 
 
 def _flight_record() -> list[tuple]:
-    """Name and input of each entry. PyTorch's own comparisons are all-gathers of int64."""
+    """Name and inputs of each entry, without PyTorch's own comparisons (all-gathers of int64)."""
     entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", [])
     found = [(e["profiling_name"], e["input_dtypes"], e["input_sizes"]) for e in entries]
     return [entry for entry in found if entry[:2] != ("gloo:all_gather", ["Long"])]
@@ -136,23 +136,26 @@ def test_debug_detail_finds_no_mismatch_and_counts_the_same_calls(
     argv = [*RUN, "--data", str(corpus_dir)]
     expected = reference([*argv, *shape])
     argv += [*own, "--run-dir", str(tmp_path)]
-    ranks = detail_pool.run(witnesses, stage, argv)
+    ranks = detail_pool.run(observed, stage, argv)
     late = pools(2, backend="late").run(record, stage, argv)
     for (metrics, dispatched, flight), recorded in zip(ranks, late, strict=True):
         assert_same_curve(metrics, expected)
         collectives = [r for r in dispatched if r.op in NAMES]
         # the flight recorder sees neither sends nor receives on Gloo
         assert Counter(name for name, *_ in flight) == Counter(NAMES[r.op][0] for r in collectives)
-        # groups that stay on Gloo on GPUs too are not in the late backend's record
+        # the late backend has no record of groups that use Gloo on GPUs too
         ours = Counter(NAMES[r.op][1] for r in collectives if r.group != "stop")
         ours += Counter({"isend": "send", "irecv": "recv"}.get(r.op) for r in dispatched)
         del ours[None]
         assert ours == Counter(call.op for call in recorded)
-    assert ranks[0][2] == ranks[1][2] or stage in ("06", "07")  # a pipeline's ranks differ
+    assert ranks[0][2] == ranks[1][2] or stage in (
+        "06",
+        "07",
+    )  # pipeline stages differ
 
 
 def wrong_across_ranks(kind: str) -> None:
-    """Rank 1 makes another call than rank 0."""
+    """Rank 1 issues a different call than rank 0."""
     tensor = torch.ones(4, 2)
     if torch.distributed.get_rank() == 0:
         torch.distributed.all_reduce(tensor)

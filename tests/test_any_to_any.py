@@ -1,4 +1,4 @@
-"""A checkpoint of any stage on any topology goes on in any other, along the same curve."""
+"""Resume a checkpoint of any stage on any topology in any other: the loss curve stays the same."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 
 RUN = "--d-model 32 --n-layers 4 --n-heads 4 --seq-len 16 --global-batch-size 12".split()
 RUN += "--dropout 0.1 --log-every 1 --eval-every 20 --steps 22".split()
-AFTER = 20  # steps: the moments are far from zero
-# of each stage two topologies, one that saves and another that loads: ranks and flags
+AFTER = 20  # steps, so that the optimizer state is far from zero
+# two topologies (ranks and flags) of each stage: the first saves, the second loads
 PIPELINE = "--micro-batch-size 3"
 TOPOLOGIES = {
     "01": ((1, ""), (1, "--micro-batch-size 4")),
@@ -40,7 +40,7 @@ def test_every_stage_has_topologies_to_resume_on():
 
 @pytest.fixture(scope="module")
 def train(pools, corpus_dir):
-    """`train("04", 1, "--resume", ...)`: a stage on its second topology; rank 0's metrics."""
+    """`train("04", 1, "--resume", ...)` runs a stage on its second topology; rank 0's metrics."""
 
     def run(stage: str, which: int, *flags) -> list[dict]:
         ranks, own = TOPOLOGIES[stage][which]
@@ -53,13 +53,13 @@ def train(pools, corpus_dir):
 
 @pytest.fixture(scope="module")
 def curve(reference, corpus_dir) -> list[dict]:
-    """Stage 01's, undisturbed."""
+    """The metrics of stage 01's uninterrupted run."""
     return reference([*RUN, "--data", str(corpus_dir)])
 
 
 @pytest.fixture(scope="module")
 def saved(train, curve, tmp_path_factory):
-    """`saved("04")`: a stage's checkpoint after `AFTER` steps, of a run that is on the curve."""
+    """`saved("04")`: a checkpoint after `AFTER` steps, of a run that reproduces the curve."""
     known: dict[str, Path] = {}
 
     def checkpoint(stage: str) -> Path:
@@ -108,7 +108,7 @@ def test_checkpoint_with_any_missing_file_is_an_error(saved, corpus_dir, tmp_pat
     optimizer = torch.optim.AdamW(model.parameters())
     state = training_state(model, optimizer)
     files = sorted(saved(of).glob("*.distcp"))
-    assert len(files) == TOPOLOGIES[of][0][0]  # every rank writes a share
+    assert len(files) == TOPOLOGIES[of][0][0]  # every rank writes a file
     shutil.copytree(saved(of), tmp_path / "copy")
     for file in files:
         (tmp_path / "copy" / file.name).unlink()

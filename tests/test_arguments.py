@@ -1,4 +1,4 @@
-"""Every row of `bad_arguments.txt` is refused with its line, and what is right is not."""
+"""Every row of `bad_arguments.txt` is an error with its message; correct arguments train."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 def chosen(text: str) -> list[str]:
-    """The stages of "-", "02-" or "01,03"."""
+    """The stages that "-" (all), "02-" or "01,03" stands for."""
     if text.endswith("-"):
         return [s for s in stages() if s >= text[:-1]]
     return text.split(",")
@@ -114,7 +114,7 @@ def test_wrong_arguments_of_a_job_are_one_line_and_every_process_exits_with_stat
     places, tmp_path, row
 ):
     argv = argv_of(row, places, tmp_path / "run")
-    # rank 0 speaks, and comes last
+    # rank 0 prints the error, and starts last
     processes = start(row.stages[0], row.ranks, argv, tmp_path, slow=0 if row.ranks > 1 else None)
     said = end_as_a_launcher_would(processes)
     assert [p.returncode for p in processes] == [2] * row.ranks, said
@@ -141,7 +141,7 @@ def test_torchrun_prints_the_error_once_though_a_rank_starts_late(places, tmp_pa
     started = time.monotonic()
     job = torchrun("--standalone --nproc-per-node 2", script, argv, tmp_path, OMP_NUM_THREADS="1")
     _, said = job.communicate(timeout=60)
-    assert time.monotonic() - started < 25  # ten, and the load of a machine that runs tests
+    assert time.monotonic() - started < 25  # ten, and a margin for a busy machine
     assert job.returncode == 1
     assert [x for x in said.splitlines() if x.startswith("train.py: ")] == [
         "train.py: --shard-size 3 does not divide the 2 ranks"
@@ -151,7 +151,7 @@ def test_torchrun_prints_the_error_once_though_a_rank_starts_late(places, tmp_pa
 
 
 def left_of(folder: Path) -> list[str]:
-    """Command lines of processes that know this folder."""
+    """Command lines of the processes that have this folder among their arguments."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -170,20 +170,20 @@ def test_base_arguments_of_the_table_train(pools, places, tmp_path):
     assert len(pools(1, group=False).train("01", argv)[0]) == 1
 
 
-# ---- what cannot fit ----
+# ---- models that cannot fit in memory ----
 
 SMALL = TransformerConfig(201, 32, 4, 2, 16)
 
 
 def with_memory_per_rank(size: float, stage: str, argv: list[str]) -> int:
-    """Train where each rank has that many bytes; the number of lines that were logged."""
+    """Train where each rank has this many bytes; returns the number of lines that were logged."""
     with patch.object(arguments, "memory_of_rank", lambda *_: size):
         return len(load_stage(stage).main(argv))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "stage, own, hidden",  # bytes of a layer's input for a micro-batch, over all ranks
+    "stage, own, hidden",  # bytes of one layer's input for one micro-batch, over all ranks
     [
         ("02", "--micro-batch-size 3", 2 * 3 * 16 * 32 * 4),
         ("04", "--dtype bfloat16", 2 * 6 * 16 * 32 * 2),
@@ -202,14 +202,18 @@ def test_model_that_cannot_fit_in_memory_is_an_error(pools, places, tmp_path, st
 
 def test_memory_of_a_rank_is_that_of_the_host_or_its_cgroup(tmp_path, monkeypatch):
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert arguments.host_memory(tmp_path) == machine  # where there is no /proc
+    assert arguments.host_memory(tmp_path) == machine  # without a /proc
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nSwapTotal: 3 kB\n")
     for lines, file, limit in [
-        ("0::/job/step", "job/memory.max", "5000"),  # one above it is limited
+        ("0::/job/step", "job/memory.max", "5000"),  # the parent is limited
         ("0::/job/step", "job/step/memory.max", "max"),
         ("4:memory:/job\n0::/", "memory/job/memory.limit_in_bytes", "7000"),
-        ("4:memory:/docker/x", "memory/memory.limit_in_bytes", "6000"),  # as seen from inside
+        (
+            "4:memory:/docker/x",
+            "memory/memory.limit_in_bytes",
+            "6000",
+        ),  # inside a container
     ]:
         (tmp_path / "proc/self/cgroup").write_text(f"2:cpu:/\n{lines}\n")
         path = tmp_path / "sys/fs/cgroup" / file

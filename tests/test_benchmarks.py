@@ -24,7 +24,7 @@ ROW, SHAPE = "01-loss", Shape(vocab_size=300, d_model=8, seq_len=6, batch=2)
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory) -> Path:
-    """A copy of this tree whose loss is twice as large."""
+    """A copy of the repository whose loss is twice as large."""
     folder = tmp_path_factory.mktemp("tree") / "copy"
     kept = shutil.ignore_patterns(".*", "data", "runs", "__pycache__")
     shutil.copytree(REPO, folder, ignore=kept)

@@ -1,4 +1,4 @@
-"""`make diff-NN`: new, changed and known definitions, no line lost, and what the terminal shows."""
+"""`make diff-NN`: new, changed and known definitions, no line lost, and the terminal's output."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from compare import Comparison, Definition, Row
 PAIRS = sorted({*zip(stages(), stages()[1:], strict=False), *(("01", b) for b in stages()[1:])})
 pairs = pytest.mark.parametrize("old, new", PAIRS)
 
-# `make diff-NN` is the lesson of a stage: so many lines to read at most.
+# `make diff-NN` is the lesson of a stage: the most lines that it may have.
 LIMITS = {"02": 215, "03": 470, "04": 470, "05": 345, "06": 415, "07": 235}
 
 compare_stages = cache(compare.compare_stages)
 
 
 def compared(old: str, new: str, *earlier: str) -> Comparison:
-    """Two stages given by their texts; earlier ones are called 0_old, 1_old, ..."""
+    """Compare two stages given by their texts; earlier ones are called 0_old, 1_old, ..."""
     known = [compare.split_stage(f"{i}_old", text) for i, text in enumerate(earlier)]
     return compare.compare(
         compare.split_stage("8_before", old), compare.split_stage("9_after", new), known
@@ -91,8 +91,8 @@ def test_the_whole_file_is_the_file(old, new):
 
 
 @pytest.mark.parametrize("new", stages()[1:])
-def test_what_is_folded_stands_in_the_stage_that_is_named(new):
-    """Read by `ast` alone, whatever the tool makes of the files."""
+def test_folded_definitions_are_identical_in_the_stage_that_is_named(new):
+    """An independent check: it reads the files with `ast`, not with the tool."""
 
     @cache
     def sources(stage: str) -> set[str]:
@@ -180,7 +180,7 @@ def test_each_definition_is_new_changed_or_known():
     assert {name: x.status for name, x in by_name(comparison).items()} == {
         "module docstring": "changed",
         "imports": "changed",
-        "helper": "known",  # though it has moved
+        "helper": "known",  # although it has moved
         "Tool": "changed",
         "Tool.(head)": "known",
         "Tool.same": "known",
@@ -298,7 +298,7 @@ if __name__ == "__main__":
     assert "  # ---- one line ----" in text_of(compared(*["# ---- one line ----\n\nx = 1\n"] * 2))
 
 
-def test_a_class_has_a_head_however_it_is_written():
+def test_the_head_of_a_class_is_found_in_every_layout():
     text = """class A(
     B,
     metaclass=C,
@@ -354,7 +354,7 @@ def test_a_renamed_class_is_compared_by_the_table(monkeypatch):
     assert "* class Device: compared with Tool in 8_before" in text
     assert "=     def same: as Tool.same in 8_before (2 lines)" in text
     assert "~     def [-other-]{+another+}(self):" in text
-    both = compared(OLD, f"{OLD}\n\n{renamed}")  # the old name lives on: nothing was renamed
+    both = compared(OLD, f"{OLD}\n\n{renamed}")  # the old name exists: nothing was renamed
     assert by_name(both)["Device"].status == "new"
 
 
@@ -367,7 +367,7 @@ def test_every_name_of_the_table_is_there_and_its_older_names_are_gone():
             assert any(each in found[n] for n in stages() if n < first), each
 
 
-def test_what_is_hardly_the_same_is_shown_as_rewritten():
+def test_a_definition_with_less_than_half_left_is_shown_as_rewritten():
     lines = [f"    {word} = {word}_of(x)\n" for word in "abcdefgh"]
     before = "def f(x):\n" + "".join(lines)
     after = "def f(x):\n" + "".join(line.upper() for line in lines[:6]) + "    return x\n"
@@ -378,7 +378,7 @@ def test_what_is_hardly_the_same_is_shown_as_rewritten():
     assert by_name(compared(before, before + "    return x\n" * 30))["f"].status == "changed"
 
 
-def test_far_from_a_change_lines_are_folded_but_the_line_of_def_stays():
+def test_lines_far_from_a_change_are_folded_except_the_line_of_def():
     lines = [f"    first{i} = second{i} + third{i}\n" for i in range(20)]
     before = "def f(x):\n" + "".join(lines)
     after = before.replace("third12", "x")
@@ -428,7 +428,7 @@ def test_lines_are_aligned_with_those_that_they_resemble_most():
 
 
 def run(*words: str, cwd: Path = REPO, **environment: str) -> subprocess.CompletedProcess:
-    """A command without the variables that decide about colour, but for those that are given."""
+    """Run a command with these environment variables, and none of the others about colour."""
     clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "PAGER")}
     return subprocess.run(
         words, cwd=cwd, env=clean | environment, capture_output=True, text=True, timeout=60
@@ -440,7 +440,7 @@ def tool(*words: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def at_a_terminal(**environment: str) -> str:
-    """What the tool writes to a terminal, with `cat` as the pager."""
+    """The tool's output at a terminal, with `cat` as the pager."""
     ours, theirs = pty.openpty()
     clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
     command = [sys.executable, str(REPO / "tools/diff.py"), "02"]
@@ -450,7 +450,7 @@ def at_a_terminal(**environment: str) -> str:
     try:
         while piece := os.read(ours, 65536):
             written += piece
-    except OSError:  # the other side is closed
+    except OSError:  # the other end is closed
         pass
     assert process.wait(60) == 0
     os.close(ours)
@@ -474,7 +474,7 @@ def test_a_pipe_gets_plain_text_and_a_terminal_colours():
 
 
 def test_each_line_ends_its_own_colours():
-    """`less -R` starts each line without any."""
+    """`less -R` starts each line without colours."""
     for line in tool("04", FORCE_COLOR="1").stdout.splitlines():
         codes = re.findall(r"\033\[([\d;]*)m", line)
         assert not codes or codes[-1] == "0"
@@ -495,7 +495,7 @@ def test_full_raw_and_count():
     assert "\033[" in tool("02", "--raw", FORCE_COLOR="1").stdout
 
 
-def test_raw_does_without_git(tmp_path):
+def test_raw_diff_works_without_git(tmp_path):
     (tmp_path / "python").symlink_to(sys.executable)
     raw = tool("02", "--raw", PATH=str(tmp_path)).stdout.splitlines()
     paths = [str(stage_path(n).relative_to(REPO)) for n in ("01", "02")]
@@ -546,7 +546,7 @@ def test_make_runs_of_the_same_second_have_different_ids(tmp_path):
     assert ids[0] != ids[1] and all(x.startswith("20250101-120000-") for x in ids)
 
 
-def test_a_reader_who_has_seen_enough_ends_it_quietly():
+def test_a_closed_pipe_ends_the_diff_quietly():
     command = f"{sys.executable} tools/diff.py 07 --full | head -n 1"
     done = run("bash", "-c", f"set -o pipefail; {command}")
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)

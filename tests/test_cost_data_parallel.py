@@ -1,4 +1,4 @@
-"""Stages 02, 03 and 04 send and hold what their tables say, to the byte."""
+"""Communication and memory of stages 02, 03 and 04 match their cost tables to the byte."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 pytestmark = pytest.mark.slow
 
-# ---- traffic ----
+# ---- communication ----
 
 D, LAYERS, VOCAB = 128, 2, 256  # the corpus has fewer words; the model pads them to this
 SIZE = f"--d-model {D} --n-layers {LAYERS} --n-heads 2 --seq-len 8".split()
@@ -37,14 +37,14 @@ STEPS = 2
 EMBED, LAYER, OUTPUT = VOCAB * D, 12 * D * D + 2 * D, VOCAB * D + D
 UNITS = [EMBED, *[LAYER] * LAYERS, OUTPUT]
 P = sum(UNITS)
-# from the last parameter backwards; the first bucket stays below one megabyte, and so traffic
-# begins when the last layer is done
+# in reverse order; the first bucket stays below one megabyte, so communication starts as soon as
+# the gradients of the last layer are ready
 BUCKETS = [OUTPUT + LAYER, LAYER + EMBED]
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one collective carries in a step; padding is part of no formula."""
+    """What one collective sends per step. The formulas do not include padding."""
 
     calls: int
     elements: float
@@ -65,8 +65,8 @@ def padding(sizes: list[int], n: int) -> int:
     return sum(-size % n for size in sizes)
 
 
-def table(strategy: str, n: int, a: int, gathered: int, reduced: int) -> dict[str, Sent]:
-    """The design's formulas: `a` micro-batches on `n` ranks, in elements of so many bytes."""
+def table(strategy: str, n: int, m: int, gathered: int, reduced: int) -> dict[str, Sent]:
+    """The formulas: m micro-batches on n ranks; gathered, reduced: bytes per element."""
     pad, b = padding(BUCKETS, n), len(BUCKETS)
     if strategy == "ddp":
         return {"all_reduce": Sent(b, P, 0, 4, n)}
@@ -75,44 +75,44 @@ def table(strategy: str, n: int, a: int, gathered: int, reduced: int) -> dict[st
         return {"reduce_scatter_single": once, "all_gather_single": once}
     if strategy == "zero-2":
         return {
-            "reduce_scatter_single": Sent(a * b, a * P, a * pad, 4, n),
+            "reduce_scatter_single": Sent(m * b, m * P, m * pad, 4, n),
             "all_gather_single": Sent(b, P, pad, 4, n),
         }
-    s = {"fsdp-hybrid": 2, "fsdp-replicated": 1}.get(strategy, n)  # ranks that share out
+    s = {"fsdp-hybrid": 2, "fsdp-replicated": 1}.get(strategy, n)  # the size of a shard group
     pad, u = padding(UNITS, s), len(UNITS)
-    # the embedding is gathered in float32: so many times the elements of the others
+    # the embedding is gathered in float32: its elements are `wide` times as large as the others
     wide, others, pad_others = 4 // gathered, P - EMBED, pad - -EMBED % s
-    turns = (
-        1 if strategy == "fsdp-keep" else 2
-    )  # of the others; the embedding's backward needs none
+    # the embedding is gathered once: its backward needs no weights
+    times = 1 if strategy == "fsdp-keep" else 2
     gather = Sent(
-        a * (turns * (u - 1) + 1),
-        a * (turns * others + wide * EMBED),
-        a * (turns * pad_others + wide * (-EMBED % s)),
+        m * (times * (u - 1) + 1),
+        m * (times * others + wide * EMBED),
+        m * (times * pad_others + wide * (-EMBED % s)),
         gathered,
         s,
     )
     sent = {
         "all_gather_single": gather,
-        "reduce_scatter_single": Sent(a * u, a * P, a * pad, reduced, s),
+        "reduce_scatter_single": Sent(m * u, m * P, m * pad, reduced, s),
     }
-    if s < n:  # of float32 shards, whatever the reduction within the group was in
+    if s < n:  # of float32 shards, whatever dtype the shard group reduces in
         assert (P + pad) % s == 0
         sent["all_reduce"] = Sent(u, (P + pad) // s, 0, 4, n // s)
     return sent
 
 
 def start(strategy: str, n: int) -> float:
-    """Bytes broadcast before the first step, so that all ranks start alike."""
+    """Bytes broadcast before the first step, so that all ranks start with equal weights."""
     if strategy.startswith("fsdp"):
-        return 0  # each draws its own slice
+        return 0  # each rank initializes its own shards
     if strategy == "ddp":
         return 4 * P
     return 4 * (P + padding(UNITS if strategy == "zero-3" else BUCKETS, n))
 
 
 def sent_by(stage: str, argv: list[str]) -> tuple[dict, dict]:
-    """(calls, payload, ring) a collective of a run without evaluation: ledger's, dispatcher's."""
+    """Train without evaluation; by collective, the ledger's (calls, payload, ring bytes) and the
+    dispatcher's (calls, payload, group size)."""
     module = load_stage(stage)
     with patch.object(module, "evaluate", lambda *_: 0.0):
         with whole_ledger() as ledger, count_collectives() as counted:
@@ -123,7 +123,7 @@ def sent_by(stage: str, argv: list[str]) -> tuple[dict, dict]:
         row = by_ledger.setdefault(op, [0, 0, 0.0])
         for i, n in enumerate((calls, ledger.payload[op, group], ledger.ring[op, group])):
             row[i] += n
-    large = [r for r in counted.records if r.nbytes > 64]  # not the scalars that steer the run
+    large = [r for r in counted.records if r.nbytes > 64]  # without the control scalars
     calls, payload = Counter(r.op for r in large), Counter()
     for r in large:
         payload[r.op] += r.nbytes
@@ -144,12 +144,12 @@ EACH_STRATEGY = ["ddp", "zero-1", "zero-2", "zero-3", "fsdp", "fsdp-keep", "fsdp
 BF16 = "--dtype bfloat16"
 
 
-def assert_sends(pool, corpus_dir, strategy: str, a: int, flags: str, gathered: int, reduced: int):
+def assert_sends(pool, corpus_dir, strategy: str, m: int, flags: str, gathered: int, reduced: int):
     stage = STRATEGIES[strategy][0] if strategy in STRATEGIES else "04"
-    micro = 36 // pool.size // a
+    micro = 36 // pool.size // m
     argv = [*RUN, *f"--steps {STEPS} --micro-batch-size {micro} {flags} {FLAGS[strategy]}".split()]
     argv += ["--data", str(corpus_dir)]
-    expected = table(strategy, pool.size, a, gathered, reduced)
+    expected = table(strategy, pool.size, m, gathered, reduced)
     with_run_dir = [*argv, "--run-dir", os.path.join(os.environ["RUNS_ROOT"], "cost")]
     for by_ledger, by_dispatcher in pool.run(sent_by, stage, with_run_dir):
         at_start = by_ledger.pop("broadcast", (0, 0, 0))[1]
@@ -165,7 +165,7 @@ def assert_sends(pool, corpus_dir, strategy: str, a: int, flags: str, gathered: 
 @pytest.mark.quick
 @pytest.mark.parametrize("strategy", EACH_STRATEGY)
 def test_communication_of_one_micro_batch_matches_the_table(pools, corpus_dir, strategy):
-    assert padding(UNITS, 2) == padding(BUCKETS, 2) == 0  # so the formulas hold as they stand
+    assert padding(UNITS, 2) == padding(BUCKETS, 2) == 0  # so the formulas hold without padding
     assert_sends(pools(2), corpus_dir, strategy, 1, "", 4, 4)
 
 
@@ -174,7 +174,7 @@ def test_communication_of_one_micro_batch_matches_the_table(pools, corpus_dir, s
 def test_communication_of_three_micro_batches_on_three_ranks_matches_the_table(
     pools, corpus_dir, strategy
 ):
-    """And activation checkpointing, which runs forward again, gathers nothing again."""
+    """Activation checkpointing repeats the forward, and must not repeat its all-gathers."""
     assert padding(UNITS, 3) and padding(BUCKETS, 3)
     assert_sends(pools(3), corpus_dir, strategy, 3, "--activation-checkpointing", 4, 4)
 
@@ -189,7 +189,7 @@ def test_communication_is_unchanged_by_activation_checkpointing(pools, corpus_di
 def test_communication_in_bfloat16_halves_the_all_gathers_and_reduces_in_float32(
     pools, corpus_dir, strategy
 ):
-    """Under autocast (02, ZeRO's stages 1 and 2) weights and gradients are float32 all along."""
+    """Under autocast (02, ZeRO's stages 1 and 2) weights and gradients stay float32."""
     assert_sends(pools(2), corpus_dir, strategy, 3, BF16, 2, 4)
 
 
@@ -208,9 +208,9 @@ def test_param_dtype_and_reduce_dtype_set_the_communication(pools, corpus_dir, f
     assert_sends(pools(2), corpus_dir, "fsdp", 1, flags, 2, 4)
 
 
-@pytest.mark.parametrize("a", [1, 3])
-def test_hybrid_sharding_adds_one_all_reduce_of_the_shards_per_step(pools, corpus_dir, a):
-    assert_sends(pools(4), corpus_dir, "fsdp-hybrid", a, "", 4, 4)
+@pytest.mark.parametrize("m", [1, 3])
+def test_hybrid_sharding_adds_one_all_reduce_of_the_shards_per_step(pools, corpus_dir, m):
+    assert_sends(pools(4), corpus_dir, "fsdp-hybrid", m, "", 4, 4)
 
 
 def test_zero_1_and_full_replication_send_the_ring_bytes_of_02():
@@ -219,8 +219,8 @@ def test_zero_1_and_full_replication_send_the_ring_bytes_of_02():
         assert sum(sent.ring(op) for op, sent in table(strategy, 2, 3, 4, 4).items()) == ddp
 
 
-def step_on_the_wire(strategy: str) -> tuple[int, float]:
-    """Bytes that this rank's process has written in a step, and those of the ledger."""
+def bytes_of_a_step(strategy: str) -> tuple[int, float]:
+    """Bytes that this rank's process has written in a step, and the ledger's ring bytes."""
     trainer = Trainer(strategy, stack(), fused=True)
     loss_of = [lambda model: model(torch.randn(1, WIDTH)).sum()] * 2
     trainer.step(loss_of)
@@ -235,13 +235,13 @@ def step_on_the_wire(strategy: str) -> tuple[int, float]:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_communication_ledger_matches_the_bytes_written_to_the_kernel(pools, strategy, ranks):
-    """In sum over the ranks: only on a ring does each of them send the same."""
-    written, said = zip(*pools(ranks).run(step_on_the_wire, strategy), strict=True)
-    assert sum(written) == pytest.approx(sum(said), rel=0.01)
+    """The sums over the ranks agree; single ranks differ where Gloo does not use a ring."""
+    written, counted = zip(*pools(ranks).run(bytes_of_a_step, strategy), strict=True)
+    assert sum(written) == pytest.approx(sum(counted), rel=0.01)
 
 
 def forward_alone(strategy: str) -> tuple[dict, int]:
-    """Elements gathered by a forward without gradients, and what stays gathered: bytes."""
+    """Elements gathered by a forward without gradients, and bytes that stay unsharded."""
     trainer = Trainer(strategy, stack(), fused=True)
     before = live_bytes()
     with count_collectives() as counted, torch.no_grad():
@@ -259,7 +259,7 @@ def test_evaluation_gathers_each_unit_once_and_reshards_it(pools, strategy):
         assert left == 0
 
 
-# ---- memory: wide units and a batch of one, so that activations are nothing beside a slice ----
+# ---- memory: wide units and a batch of one, so that activations are small beside a shard ----
 
 WIDTH, N_UNITS = 256, 6
 UNIT = WIDTH * WIDTH
@@ -273,10 +273,10 @@ def stack() -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Precision:
-    """Of weights, gradients and moments; mixed: products in bf16, over float32.
+    """The dtype of the model state; mixed: matmuls in bf16 with a float32 model state.
 
-    In stage 02 and ZeRO's stages 1 and 2 autocast makes the bf16 copies; stage 3 and FSDP gather
-    in bf16, reduce in float32.
+    In stage 02 and ZeRO's stages 1 and 2 autocast creates the bf16 copies. Stage 3 and FSDP gather
+    in bf16 and reduce in float32.
     """
 
     states: torch.dtype
@@ -291,9 +291,11 @@ PRECISIONS = {
 
 
 @contextlib.contextmanager
-def ranks_without_wires(size: int) -> Iterator[None]:
-    """This process as rank 0 of `size`, whose collectives do nothing: Gloo's own copies of what
-    it reduces live until its threads let go of them."""
+def fake_ranks(size: int) -> Iterator[None]:
+    """Make this process rank 0 of `size`, with collectives that do nothing.
+
+    With Gloo, the copies that its threads hold for a while would count as memory.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         yield
@@ -302,19 +304,19 @@ def ranks_without_wires(size: int) -> Iterator[None]:
 
 
 def resident(strategy: str, precision: Precision, size: int) -> dict[str, int]:
-    with ranks_without_wires(size):
+    with fake_ranks(size):
         return resident_in_group(strategy, precision)
 
 
 def resident_in_group(strategy: str, precision: Precision) -> dict[str, int]:
-    """Bytes that live at the points of a second step, moments being there since the first."""
+    """Live bytes at several points of the second step; the first creates the optimizer state."""
     before = live_bytes()
     shards_weights = strategy in SHARDED
     itemsize = precision.states.itemsize
     trainer = Trainer(
         strategy,
         stack().to(precision.states),
-        bucket_mb=UNIT * itemsize / 2**20,  # a bucket a unit
+        bucket_mb=UNIT * itemsize / 2**20,  # one bucket per unit
         gathered=torch.bfloat16 if precision.mixed and shards_weights else None,
         fused=True,
     )
@@ -324,56 +326,56 @@ def resident_in_group(strategy: str, precision: Precision) -> dict[str, int]:
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision.mixed and not shards_weights)
     seen = {}
 
-    def look(when: str) -> None:
+    def measure(when: str) -> None:
         seen[when] = live_bytes() - before - x.numel() * x.element_size()
 
-    look("start")
+    measure("start")
     for _ in range(2):
-        look("idle")
+        measure("idle")
         with PeakMemory() as peak:
             with PeakMemory() as forward, autocast:
                 total = trainer.model(x).sum()
             total.backward()
             del total
             trainer.sync.finish_gradient_synchronization()
-            look("backward")
+            measure("backward")
             trainer.optimizer.step()
-            look("step")
+            measure("step")
         trainer.optimizer.zero_grad(set_to_none=True)
     return seen | {"kept for backward": forward.left, "peak": seen["idle"] + peak.above}
 
 
-SHARDED = ("zero-3", "fsdp", "fsdp-keep")  # the ways that gather weights
+SHARDED = ("zero-3", "fsdp", "fsdp-keep")  # the strategies that gather weights
 
 
-def states(strategy: str, slice_: int, whole: int) -> tuple[int, int, int]:
-    """Bytes of a unit's weights, gradients and moments that lie on a rank between steps.
+def states(strategy: str, shard: int, full: int) -> tuple[int, int, int]:
+    """Bytes of a unit's weights, gradients and optimizer state on a rank between steps.
 
-    slice_: of a padded unit. whole: a unit as it is, for DDP, else padded.
+    shard: bytes of a shard of the padded unit. full: bytes of the full unit, padded except for DDP.
     """
     return {
-        "ddp": (whole, whole, 2 * whole),
-        "zero-1": (whole, whole, 2 * slice_),
-        "zero-2": (whole, slice_, 2 * slice_),
-    }.get(strategy, (slice_, slice_, 2 * slice_))
+        "ddp": (full, full, 2 * full),
+        "zero-1": (full, full, 2 * shard),
+        "zero-2": (full, shard, 2 * shard),
+    }.get(strategy, (shard, shard, 2 * shard))
 
 
 def highest(strategy: str, idle: int, n: int, itemsize: int, mixed: bool) -> int:
-    """Bytes at the peak, which is in backward, when autograd has just made a unit's gradient.
+    """Peak bytes. The peak is in backward, when autograd has just computed a unit's gradient.
 
-    Then there are besides what lies there between steps
-    - that gradient, which goes into the bucket or the flat buffer next;
-    - with sharded gradients the buffer that it goes into and that of the unit before, which is
-      being reduced, and the slices that are left of all earlier ones, in FSDP also the one that
-      is being reduced to;
-    - with sharded weights what is gathered: the unit and the next, whose slice is on its way.
+    In addition to the `idle` bytes between steps, these are live then:
+    - that gradient, which is copied into the bucket or the flat buffer next;
+    - with sharded gradients, the buffer that it is copied into, the buffer of the previous unit,
+      whose reduce-scatter is in flight, and the gradient shards of all units before (in FSDP also
+      the shard that the reduce-scatter writes to);
+    - with sharded weights, the unsharded unit and the next one, whose all-gather is in flight.
     """
     gathers_in = 2 if mixed and strategy in SHARDED else itemsize
-    a_gradient = UNIT * gathers_in
+    gradient = UNIT * gathers_in
     if strategy in ("ddp", "zero-1"):
-        return idle + a_gradient
+        return idle + gradient
     padded = UNIT + -UNIT % n
-    moments = []
+    at_unit = []
     for unit in range(N_UNITS):
         in_flight = 0 if strategy.startswith("fsdp") else 1
         reduced = max(0, N_UNITS - 1 - in_flight - unit) * padded // n
@@ -382,20 +384,12 @@ def highest(strategy: str, idle: int, n: int, itemsize: int, mixed: bool) -> int
             strategy
         ]
         cast = padded // n if mixed and strategy == "fsdp" and unit > 0 else 0
-        moments.append(
+        at_unit.append(
             idle + (reduced + buffers) * itemsize + (gathered * padded + cast) * gathers_in
         )
-    return max(moments) + a_gradient
+    return max(at_unit) + gradient
 
 
-@pytest.mark.quick_cases(
-    "ddp-float32-2",
-    "zero-1-float32-2",
-    "zero-2-float32-2",
-    "zero-3-float32-2",
-    "fsdp-float32-2",
-    "fsdp-mixed-3",
-)
 @pytest.mark.quick_cases(
     "ddp-float32-2",
     "zero-1-float32-2",
@@ -411,24 +405,24 @@ def test_memory_matches_the_table_at_every_point_of_a_step(pools, strategy, prec
     chosen = PRECISIONS[precision]
     got = pools(1, group=False).run(resident, strategy, chosen, size)[0]
     itemsize = chosen.states.itemsize
-    padded = UNIT + -UNIT % size  # 2 elements a unit on 3 ranks
-    weights, grads, moments = states(
+    padded = UNIT + -UNIT % size  # 2 more elements per unit on 3 ranks
+    weights, grads, optimizer = states(
         strategy, padded // size * itemsize, (UNIT if strategy == "ddp" else padded) * itemsize
     )
-    steps = 4 * N_UNITS  # AdamW's count, a float32 for each tensor
-    # the gradients of 02 and of ZeRO's stage 1 live in buffers that stay
+    steps = 4 * N_UNITS  # AdamW's step count, one float32 per tensor
+    # the gradients of 02 and of ZeRO's stage 1 are in buffers that stay allocated
     stays = grads if strategy in ("ddp", "zero-1") else 0
     # the NaN that freed parameters of ZeRO-3 and FSDP read as, one number per unit
     gathers_in = 2 if chosen.mixed else itemsize
     nans = N_UNITS * gathers_in if strategy == "zero-3" or strategy.startswith("fsdp") else 0
-    idle = N_UNITS * (weights + stays + moments) + steps + nans
+    idle = N_UNITS * (weights + stays + optimizer) + steps + nans
     assert got["start"] == N_UNITS * (weights + (grads if strategy == "ddp" else 0)) + nans
     assert got["idle"] == idle
-    assert got["backward"] == got["step"] == N_UNITS * (weights + grads + moments) + steps + nans
+    assert got["backward"] == got["step"] == N_UNITS * (weights + grads + optimizer) + steps + nans
 
-    little = 8 * ACTIVATION  # a tenth of the smallest slice
+    little = 8 * ACTIVATION  # a tenth of the smallest shard
     uses_autocast = chosen.mixed and strategy not in SHARDED
-    # the first unit's input wants no gradient, so that its weights are not kept
+    # the first unit's input requires no gradient, so the copy of its weights is not kept
     copies = (N_UNITS - 1) * UNIT * 2 if uses_autocast else 0
     kept = copies + (N_UNITS * padded * gathers_in if strategy == "fsdp-keep" else 0)
     assert 0 <= got["kept for backward"] - kept <= little
@@ -437,8 +431,8 @@ def test_memory_matches_the_table_at_every_point_of_a_step(pools, strategy, prec
 
 
 def peak_with_frozen_units(strategy: str) -> int:
-    """Bytes above what lies there between steps, all units frozen but the first and the last."""
-    with ranks_without_wires(2):
+    """Peak bytes above the idle ones, with all units frozen except the first and the last."""
+    with fake_ranks(2):
         model = stack()
         for unit in model[1:-1]:
             unit.requires_grad_(False)
@@ -450,16 +444,16 @@ def peak_with_frozen_units(strategy: str) -> int:
 
 
 def test_frozen_units_are_resharded_during_backward(pools):
-    """The peak is the last unit's backward: it and the one before it, its gradient, which
-    autograd has made and the buffer takes over, and the slice that it is reduced to."""
+    """The peak is in the last unit's backward. Live are that unit, the prefetched unit, the last
+    unit's gradient and the buffer that it is copied to, and the shard that it is reduced to."""
     most = pools(1, group=False).run(peak_with_frozen_units, "fsdp")[0]
     assert 0 <= most - 4 * (4 * UNIT + UNIT // 2) <= 8 * ACTIVATION
 
 
 @pytest.mark.quick
 def test_model_state_in_bytes_per_parameter_matches_the_papers():
-    """Of float32 and a parameter of one unit on n ranks: 16, 8 + 8/n, 4 + 12/n, 16/n."""
-    n, whole = 4, 4 * UNIT
+    """In float32 on n ranks: 16, 8 + 8/n, 4 + 12/n and 16/n bytes per parameter."""
+    n, full = 4, 4 * UNIT
     for strategy, of_n, of_one in [
         ("ddp", 16, 0),
         ("zero-1", 8, 8),
@@ -467,30 +461,30 @@ def test_model_state_in_bytes_per_parameter_matches_the_papers():
         ("zero-3", 0, 16),
         ("fsdp", 0, 16),
     ]:
-        assert sum(states(strategy, whole // n, whole)) == (of_n + of_one / n) * UNIT
+        assert sum(states(strategy, full // n, full)) == (of_n + of_one / n) * UNIT
 
 
-# ---- what a run reports ----
+# ---- metrics ----
 
 
 @pytest.mark.quick
 def test_metrics_report_memory_and_communication(fresh_pool, corpus_dir):
-    """The same weights, gradients and moments as a share of 16 P bytes, from the whole program."""
+    """The model state and the communication that a whole run reports match the formulas."""
     pool = fresh_pool(4)
     shares = {"ddp": 16, "zero-1": 8 + 8 / 4, "zero-2": 4 + 12 / 4, "zero-3": 4, "fsdp": 4}
     shares |= {"fsdp-hybrid": 8, "fsdp-replicated": 16}
-    for strategy, bytes_a_parameter in shares.items():
+    for strategy, bytes_per_parameter in shares.items():
         stage = STRATEGIES[strategy][0] if strategy in STRATEGIES else "04"
         argv = [*RUN, *f"--steps 1 --micro-batch-size 3 {FLAGS[strategy]}".split()]
         argv += ["--data", str(corpus_dir)]
         sent = table(strategy, 4, 3, 4, 4)
         ring = sum(s.ring(op) for op, s in sent.items()) / 1e6
-        # PyTorch keeps what a hook on a parameter refers to, here the models of the runs before
+        # PyTorch keeps objects that a parameter's hook refers to: here the models of earlier runs
         before = pool.run(live_bytes)
         for metrics, old in zip(pool.train(stage, argv), before, strict=True):
             assert metrics[0]["comm_mb"] == pytest.approx(ring, rel=1e-9), strategy
             held = (metrics[0]["model_state_mb"] * 1e6 - old) / P
-            assert held == pytest.approx(bytes_a_parameter, rel=0.01), strategy
+            assert held == pytest.approx(bytes_per_parameter, rel=0.01), strategy
 
 
 @pytest.mark.parametrize(

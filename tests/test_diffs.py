@@ -1,4 +1,4 @@
-"""The diff between two stages is the lesson: nothing moved, nothing respaced, nothing reworded."""
+"""The diff between two stages is the lesson: no shared line is moved, respaced or reworded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pairs = pytest.mark.parametrize("before, after", PAIRS)
 
 @cache
 def code_of(line: str) -> str:
-    """The line's code without comment and white space; of a piece of text the bare words."""
+    """A line's code without comments and white space; if it is not code, without white space."""
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline))
     except (tokenize.TokenError, SyntaxError):
@@ -35,9 +35,10 @@ def code_of(line: str) -> str:
 
 
 def hunks(before: list[str], after: list[str]) -> list[tuple[list[str], list[str]]]:
-    """Lines removed and added, hunk by hunk, of a shortest diff."""
+    """The removed and added lines of each hunk of a minimal diff."""
     n, m = len(before), len(after)
-    length = [[0] * (m + 1) for _ in range(n + 1)]  # longest common subsequence of the rests
+    # length[i][j]: of the longest common subsequence of before[i:] and after[j:]
+    length = [[0] * (m + 1) for _ in range(n + 1)]
     for i in reversed(range(n)):
         row, below = length[i], length[i + 1]
         for j in reversed(range(m)):
@@ -58,9 +59,12 @@ def hunks(before: list[str], after: list[str]) -> list[tuple[list[str], list[str
 
 
 def noise(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
-    """Added lines that were removed too: elsewhere (moved), or with other white space or another
-    comment behind them (respaced). A line that only goes in or out with a block that is new
-    around it is neither, and what a file has several times is no one's twin."""
+    """Added lines whose code was also removed: in another hunk (moved), or in the same hunk with
+    other white space or another trailing comment (respaced).
+
+    A line that is only indented because a new block surrounds it is neither. Lines that a file has
+    several times are not compared.
+    """
     once = [Counter(map(code_of, lines)) for lines in (before, after)]
     changes = hunks(before, after)
     removed = {code_of(x): (x, k) for k, (gone, _) in enumerate(changes) for x in gone}
@@ -87,8 +91,10 @@ def lines_of(stage: str) -> list[str]:
 
 
 def without_technique(stage: str) -> list[str]:
-    """Imports and training loop: what all stages share. A technique is replaced as a whole, and a
-    line of the old one that the new one has too, elsewhere, was not moved."""
+    """The imports and the training loop, which all stages share.
+
+    The technique is left out: it is replaced as a whole, so an equal line elsewhere was not moved.
+    """
     lines = lines_of(stage)
     technique = next((i for i, x in enumerate(lines) if x.startswith("# The technique")), None)
     loop = lines.index(BANNER)
@@ -106,7 +112,7 @@ def test_no_line_is_moved_and_none_respaced(before, after):
 def test_shared_flags_have_the_same_help(before, after):
     def flags(stage: str) -> dict[str, str]:
         text = stage_path(stage).read_text()
-        text = re.sub(r"choices=\w+, ", "", text)  # a stage may have more of them
+        text = re.sub(r"choices=\w+, ", "", text)  # a stage may have more choices
         return dict(re.findall(r'add_argument\(\s*"(--[\w-]+)",(.*?)\)\n', text, re.DOTALL))
 
     a, b = flags(before), flags(after)
@@ -116,7 +122,7 @@ def test_shared_flags_have_the_same_help(before, after):
 
 # ---- inside the techniques ----
 
-# What a stage refines in a definition of an earlier one, and why it is not identical to it. The
+# The definitions of an earlier stage that a stage refines, and why they are not identical. The
 # methods of a class that `tools/compare.py` lists as renamed count under their new class.
 REFINED = {
     "03": {
@@ -159,8 +165,8 @@ REFINED = {
 
 
 def differing(comparison: Comparison) -> dict[str, str]:
-    """The definitions of a technique that are identical to none of the earlier versions that they
-    have, each with the version that it is compared with. The head of a renamed class is its own."""
+    """The definitions of a technique that are identical to none of their earlier versions, each
+    with the version that it is compared with. The head of a renamed class may differ."""
     found, inside = {}, False
     for definition in comparison.definitions:
         name, base = definition.block.name, definition.base
@@ -182,7 +188,7 @@ def test_a_definition_of_two_stages_is_identical_or_listed_as_refined(stage):
     assert not outdated, f"in REFINED, but identical to an earlier stage, or gone: {outdated}"
 
 
-def test_a_shared_definition_that_drifts_is_seen():
+def test_a_changed_shared_definition_is_found():
     banner = "# {0}\n# The technique\n# {0}\n\n\n".format("-" * 96)
     loop = "# {0}\n# The training loop\n# {0}\n\n\ndef main():\n    {1}\n"
     text = "class A:\n    x = 1\n\n    def f(self):\n        return 1  # why\n\n\n"
@@ -196,7 +202,7 @@ def test_a_shared_definition_that_drifts_is_seen():
     assert all(reason for reasons in REFINED.values() for reason in reasons.values())
 
 
-def test_these_checks_see_what_they_are_for():
+def test_moved_and_respaced_lines_are_found():
     lines = ["import one_module", "import other_module", "x = compute(1)  # why", "all_done = 1"]
     swapped = [lines[1], lines[0], *lines[2:]]
     assert noise(lines, swapped) == ([lines[0]], []) or noise(lines, swapped) == ([lines[1]], [])
@@ -209,7 +215,7 @@ def test_these_checks_see_what_they_are_for():
     assert removed == [lines[2]] and added == wrapped[2:4]
 
 
-def test_every_pair_of_stages_is_looked_at():
+def test_every_stage_is_compared():
     assert {a for a, _ in PAIRS} | {b for _, b in PAIRS} >= set(
         stages() if len(stages()) > 1 else []
     )

@@ -1,4 +1,4 @@
-"""What the tools make of a run: one plain file, words, and the table of `make quickstart`."""
+"""Export, text generation, and the table of `make quickstart`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 
 
 @pytest.fixture(scope="module")
 def run(pools, corpus_dir, tmp_path_factory) -> Path:
-    """Of a stage in which no rank has a whole matrix."""
+    """A run of stage 04 on three ranks, in which no rank has a full matrix."""
     folder = tmp_path_factory.mktemp("run")
     argv = [*SMALL, "--data", str(corpus_dir), "--run-dir", str(folder)]
     pools(3).train("04", [*argv, *"--steps 60 --lr 1e-2 --checkpoint-every 30".split()])
@@ -57,7 +57,7 @@ def test_a_checkpoint_is_exported_and_continued_by_its_own_path(run, tmp_path):
     assert "from " in done.stdout and done.stdout.strip().endswith("step-00000030")
     done = call("generate.py", older, "--words", 3, "--prompt", "word1")
     assert done.returncode == 0 and "step-00000030" in done.stdout, done.stderr
-    shutil.copytree(older, tmp_path / older.name)  # without its run
+    shutil.copytree(older, tmp_path / older.name)  # without the run's other files
     done = call("generate.py", tmp_path / older.name)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr
 

@@ -1,5 +1,7 @@
-"""Training loops as people write them with PyTorch's classes: under 02 and 03 they work, or fail
-with an error that says what to do. A plain model that sees every rank's data is the reference."""
+"""Training loops as written for PyTorch's own classes work with 02 and 03, or are an error.
+
+An error says what to do. The reference is a plain model that sees the data of every rank.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 from techniques import Trainer
 from torch import Tensor, nn
 
-SMALL = 0.0002  # megabytes in a bucket, so that there are several
+SMALL = 0.0002  # megabytes per bucket, so that there are several
 ZERO = ["zero-1", "zero-2", "zero-3"]
 ADAMW = {"lr": 0.02, "weight_decay": 0.1}
 
@@ -38,12 +40,12 @@ def batch_of(step: int, rank: int) -> Tensor:
 
 
 def loss_on(model: nn.Module, step: int) -> Tensor:
-    """On this rank's batch."""
+    """The loss on this rank's batch."""
     return model(batch_of(step, dist.get_rank())).square().mean()
 
 
 def plain_backward(plain: nn.Module, step: int) -> None:
-    """The mean over all ranks' batches."""
+    """Backward of the mean loss over the batches of all ranks."""
     size = dist.get_world_size()
     for rank in range(size):
         (plain(batch_of(step, rank)).square().mean() / size).backward()
@@ -59,7 +61,7 @@ def assert_right(pool, loop: Callable, *args) -> None:
         assert off <= 1e-6
 
 
-# ---- gradients: zeroed, skipped, clipped, accumulated as one likes ----
+# ---- zeroing, skipping, clipping and accumulating gradients ----
 
 
 def zeroed_by(strategy: str, who: str, set_to_none: bool) -> float:
@@ -86,7 +88,7 @@ def test_the_model_or_the_optimizer_zeroes_the_gradients(pools, strategy, who, s
 
 
 def skip_a_step(strategy: str, who: str, set_to_none: bool, finishes: bool) -> float:
-    """The second step's gradients are dropped."""
+    """Skip the second step: its gradients are dropped."""
     plain = network()
     trainer = trainer_of(strategy, copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
@@ -113,7 +115,7 @@ def test_a_skipped_step_leaves_no_gradient(pools, strategy, who, set_to_none, fi
 
 
 def step_after_zero_grad(strategy: str, who: str) -> float:
-    """The optimizer steps although its gradients have been dropped: nothing to do."""
+    """Call the optimizer's step after the gradients were dropped: it must change nothing."""
     plain = network()
     trainer = trainer_of(strategy, copy.deepcopy(plain))
     loss_on(trainer.model, 0).backward()
@@ -130,7 +132,7 @@ def test_a_step_without_gradients_changes_nothing(pools, strategy, who):
 
 
 def no_last_micro_batch(strategy: str, finishes: bool) -> float:
-    """Every backward is under `no_sync()`."""
+    """Accumulate with every backward under `no_sync()`."""
     plain = network()
     trainer = trainer_of(strategy, copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
@@ -156,7 +158,7 @@ def test_every_backward_may_be_under_no_sync(pools, strategy):
 
 
 @pytest.mark.parametrize("strategy", ZERO)
-def test_step_finishes_what_no_backward_has(pools, strategy):
+def test_step_reduces_gradients_that_were_accumulated_under_no_sync(pools, strategy):
     assert_right(pools(2), no_last_micro_batch, strategy, False)
 
 
@@ -194,7 +196,7 @@ def never_finished() -> None:
     trainer.sync.finish_gradient_synchronization()
 
 
-def test_ddp_says_that_finishing_was_forgotten(pools):
+def test_ddp_step_without_finishing_the_synchronization_is_an_error(pools):
     pools(2).run(never_finished)
 
 
@@ -217,7 +219,9 @@ def clipped_by_pytorch(strategy: str, clip: str, norm_of: str) -> None:
 @pytest.mark.parametrize("strategy", ZERO)
 @pytest.mark.parametrize("clip", ["norm", "value"])
 @pytest.mark.parametrize("norm_of", ["all", "each"])
-def test_what_reads_or_scales_sharded_gradients_is_told_so(pools, strategy, clip, norm_of):
+def test_clipping_sharded_gradients_by_pytorchs_functions_is_an_error(
+    pools, strategy, clip, norm_of
+):
     pools(2).run(clipped_by_pytorch, strategy, clip, norm_of)
 
 
@@ -257,7 +261,7 @@ def after_an_exception(strategy: str) -> float:
 
 
 @pytest.mark.parametrize("strategy", ZERO)
-def test_zero_grad_begins_anew_after_an_exception_in_backward(pools, strategy):
+def test_zero_grad_recovers_after_an_exception_in_backward(pools, strategy):
     assert_right(pools(2), after_an_exception, strategy)
 
 
@@ -320,7 +324,7 @@ def test_step_takes_a_closure(pools, strategy):
 
 
 def reloaded(strategy: str) -> float:
-    """The state of an optimizer goes to a new one in the middle."""
+    """Load the state of the optimizer into a new one after some steps."""
     plain = network()
     trainer = trainer_of(strategy, copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
@@ -373,7 +377,7 @@ def test_parameters_that_change_after_the_buckets_were_made_are_an_error(pools, 
 
 
 def moved_to_where_it_is(strategy: str) -> float:
-    """`.to` that has nothing to do is fine, and so is a copy of a model that is not sharded."""
+    """A `.to` without effect is allowed, and so is a copy of a model that is not sharded."""
     plain = network()
     trainer = trainer_of(strategy, copy.deepcopy(plain))
     trainer.plain.to(torch.float32).to("cpu").train()
@@ -393,12 +397,12 @@ def moved_to_where_it_is(strategy: str) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", *ZERO])
-def test_moving_a_model_to_where_it_is_or_copying_it_changes_nothing(pools, strategy):
+def test_moving_a_model_to_its_own_device_or_copying_it_changes_nothing(pools, strategy):
     assert_right(pools(2), moved_to_where_it_is, strategy)
 
 
 def scaled(strategy: str, recipe: bool) -> tuple[float, list[float]]:
-    """A loss scale under which one gradient of the second step, in one rank's shard, overflows."""
+    """Train with a loss scale; one gradient of step 1, in one rank's shard, overflows."""
     plain = network()
     trainer = trainer_of(strategy, copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
@@ -431,7 +435,7 @@ def test_all_ranks_skip_the_step_in_which_the_gradient_of_one_overflows(pools, s
         assert off <= 1e-6
 
 
-# ---- stage 3: units of all kinds ----
+# ---- ZeRO stage 3: units with any outputs ----
 
 
 class Pair(NamedTuple):
@@ -450,7 +454,7 @@ class Box:
 
 
 class Unit(nn.Module):
-    """Two linear layers, whose result comes in some kind of container."""
+    """Two linear layers that return their result in a container of this kind."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -458,7 +462,7 @@ class Unit(nn.Module):
 
     def forward(self, x: Tensor, filled: list | None = None):
         if self.kind == "detach":
-            # backward comes here last, when the gradients of all parameters have been computed
+            # backward reaches this part after the gradients of all parameters have been computed
             hidden = torch.tanh(F.linear(x, self.up.weight.detach()))
             return F.linear(hidden, self.down.weight.detach()) + self.down(torch.tanh(self.up(x)))
         y = self.down(torch.tanh(self.up(x)))
@@ -509,7 +513,7 @@ def steps_of_units(kind: str) -> float:
     trainer = Trainer("zero-3", model, units=list(model.units), **ADAMW)
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     for step in range(2):
-        for losses in range(2):  # the second on a leaf that wants a gradient, too
+        for losses in range(2):  # the second time the input requires a gradient too
             x = batch_of(step, 0).requires_grad_(losses == 1)
             y = x.detach().clone().requires_grad_(losses == 1)
             trainer.model(x).square().mean().backward()
@@ -534,7 +538,7 @@ def test_stage_3_trains_units_that_return_anything(pools, kind):
 
 
 def gradient_of_an_input() -> float:
-    """Asked for between forward passes, without any gradient of a parameter."""
+    """Compute the gradient of an input between steps, without any parameter's gradient."""
     plain = network()
     trainer = trainer_of("zero-3", copy.deepcopy(plain))
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)

@@ -1,8 +1,9 @@
-"""Communication runs while backward computes, and a unit's gather before its turn.
+"""Communication overlaps with computation: reductions with backward, prefetched all-gathers.
 
-Rank 1 holds a collective up until rank 0 says that it has computed what comes after. So on rank 0
-the trace shows that computation while the collective is under way, however slow or noisy the
-machine. With a synchronous collective rank 0 would stand still, say nothing, and rank 1 give up.
+Rank 1 delays a collective until rank 0 reports that it has done the computation after it. So rank
+0's trace shows that computation while the collective is in flight, however slow or noisy the
+machine. If the collective were synchronous, rank 0 would block and never report, and rank 1 would
+stop waiting after a while.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ PATIENCE = timedelta(seconds=3)
 
 @dataclass(frozen=True)
 class Span:
-    """When something began and ended in rank 0's trace, in microseconds."""
+    """Start and end of an event in rank 0's trace, in microseconds."""
 
     start: float
     end: float
 
-    def holds(self, other: Span) -> bool:
+    def contains(self, other: Span) -> bool:
         return self.start < other.start and other.end < self.end
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Spans by their start. A collective lasts from its call until all ranks have done it."""
+    """Spans in order of their start. A collective lasts from its call until it is complete."""
 
-    products: list[Span]
+    matmuls: list[Span]
     gathers: list[Span]
     reductions: list[Span]
 
@@ -51,11 +52,11 @@ def trace_of(events) -> Trace:
         spans.setdefault(e.name, []).append(Span(e.time_range.start, e.time_range.end))
 
     def collectives(call: str, work: str) -> list[Span]:
-        called, done = spans.get(call, []), spans.get(work, [])  # by this thread, by Gloo's
+        called, done = spans.get(call, []), spans.get(work, [])  # on this thread, on Gloo's
         return [Span(c.start, d.end) for c, d in zip(called, done, strict=True)]
 
     return Trace(
-        products=spans["aten::mm"],
+        matmuls=spans["aten::mm"],
         gathers=collectives("c10d::_allgather_base_", "gloo:all_gather"),
         reductions=collectives("c10d::allreduce_", "gloo:all_reduce")
         or collectives("c10d::alltoall_base_", "gloo:all_to_all"),  # Gloo's reduce-scatter
@@ -63,7 +64,7 @@ def trace_of(events) -> Trace:
 
 
 class Meeting:
-    """Rank 1 waits at one place for rank 0 to have come to another. Both are hooks' functions."""
+    """Rank 1 blocks in `wait` until rank 0 has called `arrive`. Both are used as hooks."""
 
     def __init__(self, name: str):
         self.name, self.store = name, dist.distributed_c10d._get_default_store()
@@ -73,14 +74,14 @@ class Meeting:
             try:
                 self.store.wait([self.name], PATIENCE)
             except dist.DistStoreError:
-                pass  # rank 0 stands still; its trace will show that
+                pass  # rank 0 is blocked; its trace will show that
 
-    def come(self, *_) -> None:
+    def arrive(self, *_) -> None:
         if dist.get_rank() == 0:
             self.store.set(self.name, "here")
 
 
-def a_row_of_units() -> list[nn.Linear]:
+def linear_units() -> list[nn.Linear]:
     torch.manual_seed(0)
     return [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(N_UNITS)]
 
@@ -93,11 +94,11 @@ def trainer_of(strategy: str, units: list[nn.Linear]) -> Trainer:
 
 
 def backward(strategy: str, name: str) -> Trace:
-    """Rank 1 holds up the first reduction until rank 0 has the gradient of a later unit."""
-    meeting, units = Meeting(name), a_row_of_units()
+    """Rank 1 delays the first reduction until rank 0 has the gradient of a later unit."""
+    meeting, units = Meeting(name), linear_units()
     trainer = trainer_of(strategy, units)
     units[-1].weight.register_hook(meeting.wait)
-    units[0 if strategy in ("ddp", "zero-1") else -2].weight.register_hook(meeting.come)
+    units[0 if strategy in ("ddp", "zero-1") else -2].weight.register_hook(meeting.arrive)
     total = trainer.model(torch.randn(4, WIDTH)).sum()
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         total.backward()
@@ -105,47 +106,47 @@ def backward(strategy: str, name: str) -> Trace:
     return trace_of(trace.events())
 
 
-# of a unit's backward: the gradient of its weights and that of its input, which the first lacks
-PRODUCTS = 2 * N_UNITS - 1
+# per unit, backward computes the gradients of the weights and of the input (not the first unit's)
+N_MATMULS = 2 * N_UNITS - 1
 
 
 def trace_of_backward(pools, strategy: str) -> Trace:
     seen = pools(2).run(backward, strategy, str(uuid.uuid4()))[0]
-    assert len(seen.products) == PRODUCTS and len(seen.reductions) == N_UNITS
+    assert len(seen.matmuls) == N_MATMULS and len(seen.reductions) == N_UNITS
     return seen
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1"])
 def test_backward_overlaps_the_reduction_of_the_first_bucket(pools, strategy):
     seen = trace_of_backward(pools, strategy)
-    assert all(seen.reductions[0].holds(product) for product in seen.products[2:])
+    assert all(seen.reductions[0].contains(matmul) for matmul in seen.matmuls[2:])
 
 
 @pytest.mark.parametrize("strategy", ["zero-2", "fsdp", "fsdp-keep"])
 def test_backward_of_the_next_unit_overlaps_the_reduction_of_a_unit(pools, strategy):
-    """And waits then: at most two units have whole gradients."""
+    """Backward then waits: at most two units' full gradients are alive at once."""
     seen = trace_of_backward(pools, strategy)
-    inside = [seen.reductions[0].holds(product) for product in seen.products]
-    assert inside == [False] * 2 + [True] * 2 + [False] * (PRODUCTS - 4)
+    inside = [seen.reductions[0].contains(matmul) for matmul in seen.matmuls]
+    assert inside == [False] * 2 + [True] * 2 + [False] * (N_MATMULS - 4)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero-2", "fsdp", "fsdp-keep"])
 def test_reductions_start_before_the_backward_of_the_next_unit(pools, strategy):
     seen = trace_of_backward(pools, strategy)
     for unit, reduction in enumerate(seen.reductions[:-1]):
-        assert seen.products[2 * unit + 1].end < reduction.start
-        assert reduction.start < seen.products[2 * unit + 2].start
+        assert seen.matmuls[2 * unit + 1].end < reduction.start
+        assert reduction.start < seen.matmuls[2 * unit + 2].start
 
 
-# ---- gathers ----
+# ---- all-gathers ----
 
 
 def forward(strategy: str, name: str) -> Trace:
-    """Rank 1 holds up the third unit's gather until rank 0 has computed the second unit."""
-    meeting, units = Meeting(name), a_row_of_units()
-    units[1].register_forward_pre_hook(meeting.wait)  # before FSDP's own, which gathers ahead
+    """Rank 1 delays the third unit's all-gather until rank 0 has computed the second unit."""
+    meeting, units = Meeting(name), linear_units()
+    units[1].register_forward_pre_hook(meeting.wait)  # before FSDP's own hook, which prefetches
     trainer = trainer_of(strategy, units)
-    units[1].register_forward_hook(meeting.come)
+    units[1].register_forward_hook(meeting.arrive)
     x = torch.randn(4, WIDTH)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         trainer.model(x)
@@ -155,16 +156,16 @@ def forward(strategy: str, name: str) -> Trace:
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-keep"])
 def test_prefetch_in_forward_overlaps_the_computation_of_a_unit(pools, strategy):
     seen = pools(2).run(forward, strategy, str(uuid.uuid4()))[0]
-    assert len(seen.gathers) == len(seen.products) == N_UNITS
+    assert len(seen.gathers) == len(seen.matmuls) == N_UNITS
     for unit, gather in enumerate(seen.gathers[1:]):
-        assert gather.start < seen.products[unit].start
-    assert seen.gathers[2].holds(seen.products[1])
+        assert gather.start < seen.matmuls[unit].start
+    assert seen.gathers[2].contains(seen.matmuls[1])
 
 
 def test_prefetch_in_backward_overlaps_the_computation_of_a_unit(pools):
-    """Rank 1, which holds up the last unit's reduction, holds up the gather behind it too."""
+    """Rank 1 delays the last unit's reduction, and with it the all-gather issued after it."""
     seen = trace_of_backward(pools, "fsdp")
     assert len(seen.gathers) == N_UNITS
     for unit, gather in enumerate(seen.gathers[1:]):
-        assert gather.start < seen.products[2 * unit].start
-    assert all(seen.gathers[2].holds(product) for product in seen.products[2:4])
+        assert gather.start < seen.matmuls[2 * unit].start
+    assert all(seen.gathers[2].contains(matmul) for matmul in seen.matmuls[2:4])
