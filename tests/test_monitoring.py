@@ -1,4 +1,4 @@
-"""What a run tells while it runs: how long it will take, and how busy its GPU is."""
+"""Metrics about the run itself: the time left, and the GPU's utilization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GPU = torch.device("cuda", 3)
 
 
 class Driver:
-    """In the place of NVIDIA's library: one GPU, by its UUID, that was busy for 87 %."""
+    """A replacement for NVIDIA's library: one GPU with this UUID and a utilization of 87 %."""
 
     def __init__(self, uuid: str, status: int = 0):
         self.uuid, self.status = uuid, status
@@ -38,22 +38,22 @@ def absent(_: str):
 
 
 @pytest.mark.parametrize(
-    "library, told",
+    "library, expected",
     [
         (lambda _: Driver("a-b"), 87),
-        (lambda _: Driver("a-b", status=3), None),  # a part of a GPU (MIG) has no such number
+        (lambda _: Driver("a-b", status=3), None),  # a part of a GPU (MIG) has no utilization
         (lambda _: Driver("c-d"), None),
         (lambda _: object(), None),
         (absent, None),
     ],
-    ids=["told", "not supported", "another GPU", "another library", "no library"],
+    ids=["supported", "not supported", "another GPU", "another library", "no library"],
 )
-def test_gpu_utilization_or_none_where_it_is_unknown(monkeypatch, library, told):
+def test_gpu_utilization_or_none_where_it_is_unknown(monkeypatch, library, expected):
     monkeypatch.setattr(ctypes, "CDLL", library)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a-b"), raising=False
     )
-    assert gpu_utilisation(GPU)() == told
+    assert gpu_utilisation(GPU)() == expected
     assert gpu_utilisation(torch.device("cpu"))() is None
 
 
@@ -63,5 +63,5 @@ def test_metrics_report_the_seconds_left(pools, corpus_dir):
     (metrics,) = pools(1, group=False).train("01", flags)
     left = [line["seconds_left"] for line in metrics]
     assert all(x > 0 for x in left[:-1]) and left[-1] == 0
-    told = metrics[1] | {"seconds_left": 3723.4, "gpu_utilisation": 87}
-    assert "GPU 87 %  left 1:02:03" in _readable(told)
+    line = metrics[1] | {"seconds_left": 3723.4, "gpu_utilisation": 87}
+    assert "GPU 87 %  left 1:02:03" in _readable(line)

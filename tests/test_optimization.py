@@ -1,4 +1,4 @@
-"""The global norm: the same number however the gradients are cut, of millions of them too."""
+"""The global norm is exact for millions of numbers, and the same however gradients are sharded."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from common.optimization import clip_grad_norm_, global_norm
 
 
 def gradient(n: int) -> torch.Tensor:
-    """As a head's over a large vocabulary: rows of very different size."""
+    """Like the gradient of a head over a large vocabulary: rows of very different scale."""
     generator = torch.Generator().manual_seed(1)
     scale = torch.rand(n // 128 + 1, 1, generator=generator).expand(-1, 128).flatten()[:n]
     return 1e-4 * scale * torch.randn(n, generator=generator)
 
 
-def test_the_norm_of_millions_of_numbers_is_exact_and_the_same_in_slices():
+def test_global_norm_of_millions_of_numbers_is_exact_and_the_same_in_shards():
     whole = gradient(33_280 * 128)
     exact = whole.double().norm().item()
-    # what this is for: the plain float32 norm is off by more than parity allows
+    # the plain float32 norm is off by more than the parity tests allow
     assert abs(torch.linalg.vector_norm(whole).item() / exact - 1) > 1e-5
     assert global_norm([whole]).item() == pytest.approx(exact, rel=1e-6)
     for ranks in (2, 3, 7):
@@ -29,7 +29,7 @@ def test_the_norm_of_millions_of_numbers_is_exact_and_the_same_in_slices():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_any_shape_and_dtype(dtype):
+def test_global_norm_of_any_shape_and_dtype(dtype):
     tensors = [torch.randn(shape).to(dtype) for shape in [(), (3,), (1024,), (5, 700), (2, 3, 4)]]
     exact = torch.cat([t.double().flatten() for t in tensors]).norm()
     norm = global_norm(tensors)
@@ -48,7 +48,7 @@ def test_any_shape_and_dtype(dtype):
     ],
     ids=str,
 )
-def test_the_norm_of_wide_and_complex_tensors(dtype, expected):
+def test_global_norm_of_float64_and_complex_tensors(dtype, expected):
     tensors = [torch.randn(5, 700, dtype=dtype), torch.randn(3, dtype=dtype).conj()]
     exact = torch.linalg.vector_norm(torch.cat([t.resolve_conj().flatten() for t in tensors]))
     norm = global_norm(tensors)
@@ -59,13 +59,13 @@ def test_the_norm_of_wide_and_complex_tensors(dtype, expected):
     assert with_float32.item() == pytest.approx((exact.square() + 4).sqrt().item(), rel=1e-6)
 
 
-def test_the_norm_of_nothing_is_zero():
+def test_global_norm_without_gradients_is_zero():
     assert global_norm([]).item() == 0.0
     assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e9, float("inf")])
-def test_clipping_is_pytorchs(max_norm):
+def test_gradient_clipping_matches_pytorchs(max_norm):
     ours, theirs = (
         [nn.Parameter(torch.zeros(4, 5)), nn.Parameter(torch.zeros(7)), nn.Parameter(torch.ones(2))]
         for _ in range(2)

@@ -1,4 +1,4 @@
-"""The jobs, on a live Slurm: nodes with networks and host names of their own, on this machine."""
+"""Jobs on a live Slurm, whose nodes have networks and host names of their own on this machine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def cluster(tmp_path_factory):
             yield cluster
 
 
-# ---- what is submitted ----
+# ---- submitting ----
 
 
 def test_consecutive_sbatch_files_differ_in_names_and_numbers_alone():
@@ -76,13 +76,13 @@ def test_sbatch_accepts_every_header_with_and_without_gpus(cluster):
             )
         )
         assert header["job-name"] == folder_of(stage)
-        assert "/" not in header["output"]  # a folder that does not exist would swallow the log
+        assert "/" not in header["output"]  # Slurm writes no log to a folder that does not exist
         assert header["signal"].startswith("B:USR1@")
 
 
 @pytest.fixture(scope="module")
 def row(cluster, corpus_dir) -> dict[str, Job]:
-    """All stages by `make submit-all` on two nodes, of a process each."""
+    """The jobs of `make submit-all` on two nodes, one process per node."""
     flags = f"{SMALL} --data {corpus_dir} --steps 6 --log-every 1"
     jobs = cluster.submit("submit-all", "NODES=2", "GPUS=1", f"ARGS={flags}")
     assert len(jobs) == len(stages())
@@ -212,14 +212,14 @@ from common.distributed import cleanup, setup
 world = setup(60)
 x = torch.ones(())
 all_reduce(x)
-told = dict(os.environ, host=socket.gethostname(), sum=x.item())
-open(f"probe-{os.environ['SLURM_JOB_ID']}-{world.rank}.json", "w").write(json.dumps(told))
+found = dict(os.environ, host=socket.gethostname(), sum=x.item())
+open(f"probe-{os.environ['SLURM_JOB_ID']}-{world.rank}.json", "w").write(json.dumps(found))
 cleanup()
 """
 
 
 def probe(cluster, site: str, *flags: str) -> list[dict]:
-    """The environment of a process on either node, with these lines in site.env."""
+    """The environment of each process of a job on two nodes, with these lines in site.env."""
     path = cluster.folder / "slurm/site.env"
     kept = path.read_text()
     path.write_text(f"{site}\n{kept}")
@@ -240,7 +240,7 @@ def test_plain_site_uses_the_first_node_as_master_and_stages_data_in_memory(clus
     (tmp_path / "corpora/wikitext2").mkdir(parents=True)
     site = (cluster.folder / "slurm/site.env.plain.example").read_text()
     site += f"STAGE_DATA=1\nDATA_ROOT={tmp_path}/corpora\nunset OMP_NUM_THREADS"
-    found = probe(cluster, site)  # without GPUs: two processes a node
+    found = probe(cluster, site)  # without GPUs: two processes per node
     assert sorted(x["host"] for x in found) == ["node1", "node1", "node2", "node2"]
     for env in found:
         assert env["SRUN_CPUS_PER_TASK"] == env["SLURM_CPUS_PER_TASK"] == "4"
@@ -248,7 +248,7 @@ def test_plain_site_uses_the_first_node_as_master_and_stages_data_in_memory(clus
         assert env["HF_HUB_OFFLINE"] == env["HF_DATASETS_OFFLINE"] == "1"
         node = env["SLURM_NODEID"]
         assert env["DATA_ROOT"] == f"/dev/shm/corpora-{env['SLURM_JOB_ID']}-{node}"
-        assert not Path(env["DATA_ROOT"]).exists()  # the job has taken it away
+        assert not Path(env["DATA_ROOT"]).exists()  # the job has removed it
     assert len({env["SLURM_NODEID"] for env in found}) == 2
 
 
@@ -272,9 +272,9 @@ def test_wrong_master_address_fails_as_on_a_cluster(cluster):
     assert "rank 0" not in job.log and "DistNetworkError" in job.log
 
 
-# ---- cut and continued ----
+# ---- time limit, requeue and resume ----
 
-STEPS = {"01": 1200, "02": 400}  # some seconds: time to do something to the job
+STEPS = {"01": 1200, "02": 400}  # some seconds long, so that the job can be signalled
 
 
 def long_run(cluster, corpus_dir, stage: str) -> Job:
@@ -286,8 +286,8 @@ def long_run(cluster, corpus_dir, stage: str) -> Job:
 
 
 @pytest.fixture(scope="module")
-def uncut(cluster, corpus_dir):
-    """`uncut("02")`: the run on two nodes that nothing disturbs."""
+def undisturbed(cluster, corpus_dir):
+    """`undisturbed("02")`: a run of the stage on two nodes that is not interrupted."""
     known: dict[str, Job] = {}
 
     def run(stage: str) -> Job:
@@ -303,46 +303,47 @@ def numbers_of(job: Job) -> list[tuple]:
 
 
 def weights_of(job: Job) -> dict[str, bytes]:
-    """The newest checkpoint's, and AdamW's moments."""
+    """The files of the newest checkpoint: weights and optimizer state."""
     newest = max((job.run_folder / "checkpoints").glob("step-*"))
     return {path.name: path.read_bytes() for path in newest.glob("*.distcp")}
 
 
 def has_reached(job: Job, step: int):
-    """Whether it has logged this step or a later one since it was last requeued."""
+    """Returns a function: has the job logged this step or a later one since its last requeue?"""
 
     def reached() -> bool:
-        this_life = job.log.split("requeued, to go on")[-1]
-        return any(int(x) >= step for x in re.findall(r"^step +(\d+)", this_life, re.MULTILINE))
+        since = job.log.split("requeued, continues")[-1]
+        return any(int(x) >= step for x in re.findall(r"^step +(\d+)", since, re.MULTILINE))
 
     return reached
 
 
 def steps_of(job: Job) -> str:
-    """Slurm's own steps, the batch script's sruns."""
+    """Slurm's job steps: one per srun of the batch script."""
     return job.cluster.call("squeue", "--steps", "--noheader", f"--jobs={job.number}")
 
 
 @pytest.mark.parametrize("stage", ["01", "02"])
-def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, uncut, corpus_dir, stage):
+def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, undisturbed, corpus_dir, stage):
     job = long_run(cluster, corpus_dir, stage)
 
-    def ask(lives: int) -> None:
+    def ask_to_stop(restarts: int) -> None:
         cluster.call("scancel", "--signal=USR1", "--batch", job.number)
-        job.until("requeue", lambda: job.info()["Restarts"] == str(lives))
+        job.until("requeue", lambda: job.info()["Restarts"] == str(restarts))
 
-    # so early that no Python listens yet: it must not be lost; the first step may be done or not
+    # before Python has installed a handler: the signal must not be lost. The first training step
+    # may be done by then or not.
     job.until("step", lambda: f" {job.number}.0 " in steps_of(job))
-    ask(1)
-    uncut(stage)  # may run while the other waits
+    ask_to_stop(1)
+    undisturbed(stage)  # may run while the other job is pending
     job.until("step 10", has_reached(job, 9))
-    ask(2)
+    ask_to_stop(2)
     job.ends()
-    uncut(stage).ends()
+    undisturbed(stage).ends()
     assert job.log.count("requeued, continues from its newest checkpoint") == 2
     assert "asked to stop: saving after step" in job.log and "resumed from" in job.log
-    assert numbers_of(job) == numbers_of(uncut(stage))
-    assert weights_of(job) == weights_of(uncut(stage)) != {}
+    assert numbers_of(job) == numbers_of(undisturbed(stage))
+    assert weights_of(job) == weights_of(undisturbed(stage)) != {}
 
 
 # ---- a node is lost ----
@@ -350,11 +351,11 @@ def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, uncut, corpu
 
 @pytest.fixture
 def lose(cluster):
-    """`lose("node2")`: all that runs there is killed at once."""
+    """`lose("node2")` kills all processes of a node at once."""
     lost: list[str] = []
     conf = cluster.folder / "slurm/cluster/slurm.conf"
     kept = conf.read_text()
-    conf.write_text(f"{kept}SlurmdTimeout=6\n")  # seconds until Slurm sees that a node is lost
+    conf.write_text(f"{kept}SlurmdTimeout=6\n")  # seconds until Slurm considers a node lost
     cluster.call("scontrol", "reconfigure")
 
     def go(node: str) -> None:
@@ -363,26 +364,26 @@ def lose(cluster):
         subprocess.run(["kill", "-KILL", *pids], check=True)
 
     yield go
-    for node in lost:  # ReturnToService: it is back when it answers
+    for node in lost:  # ReturnToService: a node that responds is used again
         cluster.call(NAMESPACES, "exec", node, "slurmd", "-N", node)
     conf.write_text(kept)
     cluster.call("scontrol", "reconfigure")
 
 
-def test_requeue_after_a_lost_node_resumes_and_finishes(cluster, uncut, corpus_dir, lose):
+def test_requeue_after_a_lost_node_resumes_and_finishes(cluster, undisturbed, corpus_dir, lose):
     job = long_run(cluster, corpus_dir, "02")
     job.until("step 80", has_reached(job, 79))
-    lost = job.nodes()[1]  # the batch script runs on the other
+    lost = job.nodes()[1]  # the batch script runs on the other node
     lose(lost)
     info = job.ends()
     assert lost not in job.nodes() and info["Restarts"] >= "1"
-    uncut("02").ends()
+    undisturbed("02").ends()
     assert "resumed from" in job.log
-    uncut("02").ends()
-    assert numbers_of(job) == numbers_of(uncut("02"))
+    undisturbed("02").ends()
+    assert numbers_of(job) == numbers_of(undisturbed("02"))
 
 
-# ---- the cluster of a learner ----
+# ---- make cluster ----
 
 
 def test_make_cluster_submit_logs_and_cluster_down(tmp_path):
@@ -402,7 +403,7 @@ def test_make_cluster_submit_logs_and_cluster_down(tmp_path):
 def test_cluster_can_be_started_without_root():
     need("sbatch", "slurmctld", "slurmd", "munged", packages=PACKAGES)
     nobody = pwd.getpwnam("nobody")
-    with tempfile.TemporaryDirectory() as home:  # not pytest's folder, which is its user's alone
+    with tempfile.TemporaryDirectory() as home:  # pytest's folder is readable by its user only
         shutil.copytree(REPO / "slurm", f"{home}/slurm", ignore=shutil.ignore_patterns("cluster"))
         if os.geteuid() == 0:
             for path in [home, *map(str, Path(home).rglob("*"))]:

@@ -1,4 +1,4 @@
-"""Runs that are signalled, stopped, killed and started again: none hangs, none loses its curve."""
+"""Signals, timeouts, kills and restarts: no run hangs, and each reproduces its loss curve."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def lines_of(run_dir: Path) -> list[dict]:
 
 @pytest.mark.parametrize("stage", ["02", "06"])
 def test_resume_after_two_kills_is_bitwise_identical(fresh_pool, corpus_dir, tmp_path, stage):
-    """`make chaos` does this to every stage, at more moments."""
+    """`make chaos` does this to every stage, and more often."""
     ranks, own = chaos.TOPOLOGIES[stage]
     pool = fresh_pool(ranks)
     argv = [*chaos.RUN.split(), *own.split(), "--data", str(corpus_dir)]
     pool.train(stage, [*argv, "--run-dir", str(tmp_path / "undisturbed")])
-    dice = random.Random(int(stage))
-    kills = [chaos.draw_kill(dice, ranks, True, 0.0) for _ in range(2)]
+    rng = random.Random(int(stage))
+    kills = [chaos.random_kill(rng, ranks, True, 0.0) for _ in range(2)]
     done, _, problem = chaos.endure(pool, stage, kills, argv, tmp_path / "killed")
     assert done >= 1 and not problem
     assert not chaos.differences(tmp_path / "killed", tmp_path / "undisturbed")
@@ -57,15 +57,17 @@ def test_resume_after_two_kills_is_bitwise_identical(fresh_pool, corpus_dir, tmp
 # ---- signals ----
 
 
-def train_and_signal(stage: str, argv: list[str], number: int, who: int, step: int) -> list[dict]:
-    """Train; one rank gets a signal in the midst of `step`, and again while it saves."""
+def train_and_signal(
+    stage: str, argv: list[str], number: int, target: int, step: int
+) -> list[dict]:
+    """Train; one rank gets a signal in the middle of `step`, and again while it saves."""
     from common.run import Run
 
     log, write = Run.log, checkpoint.Writer.write_data
 
     def log_and_signal(self, now, *args):
         log(self, now, *args)
-        if now == step and checkpoint.dist.get_rank() == who:
+        if now == step and checkpoint.dist.get_rank() == target:
             os.kill(os.getpid(), number)
 
     def signal_and_write(self, *args, **kwargs):
@@ -87,9 +89,9 @@ def test_signal_to_one_rank_saves_the_same_step_on_all_and_stops(
 ):
     ranks, _ = chaos.TOPOLOGIES[stage]
     argv = argv_of(stage, corpus_dir, tmp_path, *"--steps 20 --log-every 1".split())
-    who = ranks - 1 if name == "SIGTERM" else 0
+    target = ranks - 1 if name == "SIGTERM" else 0
     ended = pools(ranks).attempt(
-        train_and_signal, stage, argv, getattr(signal, name), who, 3, timeout=60
+        train_and_signal, stage, argv, getattr(signal, name), target, 3, timeout=60
     )
     assert all(o.traceback is None and o.exit_status is None for o in ended), ended
     for outcome in ended:
@@ -100,7 +102,7 @@ def test_signal_to_one_rank_saves_the_same_step_on_all_and_stops(
 
 
 def train_and_signal_twice(argv: list[str]) -> list[dict]:
-    """One SIGTERM in the first step, another two seconds later, while its checkpoint is saved."""
+    """Train; SIGTERM in the first step, and two seconds later again while it saves."""
     from common.run import Run
 
     def log_and_signal(self, now, *args):
@@ -136,7 +138,7 @@ def test_second_signal_leaves_no_thread_and_no_wakeup_descriptor_behind():
     second_signal = SecondSignal()
     assert second_signal.thread.is_alive()
     second_signal.close()
-    assert not second_signal.thread.is_alive()  # it could keep process groups alive
+    assert not second_signal.thread.is_alive()  # a thread could keep process groups alive
     assert signal.set_wakeup_fd(before) == before
 
 
@@ -174,7 +176,7 @@ from common.run import Run
 from harness import load_stage
 def log(self, *_):
     print("in a long step", flush=True)
-    torch.futures.Future().wait()  # no Python runs meanwhile, as in a long backward
+    torch.futures.Future().wait()  # runs no Python code, like a long backward
 Run.log = log
 load_stage("01").main(sys.argv[1:])
 """
@@ -193,13 +195,17 @@ def test_second_signal_ends_the_process_within_a_step(corpus_dir, tmp_path, name
     number = getattr(signal, name)
     try:
         assert any("in a long step" in line for line in process.stdout)
-        time.sleep(1.0)  # from the line to the wait
-        for other in (number, number, signal.SIGUSR1):  # a launcher may pass on what all have got
+        time.sleep(1.0)  # until the process waits
+        for other in (
+            number,
+            number,
+            signal.SIGUSR1,
+        ):  # a launcher may forward a signal that all got
             process.send_signal(other)
             time.sleep(0.2)
         assert process.poll() is None
         time.sleep(2.0)
-        process.send_signal(signal.SIGUSR1)  # Slurm's jobs are asked again and again
+        process.send_signal(signal.SIGUSR1)  # launch.sh repeats this signal
         time.sleep(0.3)
         assert process.poll() is None
         process.send_signal(number)
@@ -250,7 +256,7 @@ def test_torchrun_restart_of_a_killed_rank_resumes_the_last_checkpoint(pools, co
 @pytest.mark.skipif("CHAOS" not in os.environ, reason="takes a minute: make chaos runs it")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_elastic_resume_after_a_lost_node_keeps_the_global_batch(reference, corpus_dir, tmp_path):
-    """Two nodes of one rank; one dies with its launcher, the other goes on alone."""
+    """Two nodes with one rank each; one dies with its launcher, the other continues alone."""
     curve = [*SMALL, "--data", str(corpus_dir), *"--steps 400 --log-every 1".split()]
     argv = [*curve, "--checkpoint-every", "5", "--run-dir", str(tmp_path / "run")]
     nodes = "--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-id x "
