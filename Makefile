@@ -16,7 +16,7 @@ folder = $(or $(filter $*_%,$(folders)),$(error Stage $* does not exist; the sta
 .DEFAULT_GOAL := help
 .SECONDEXPANSION: # for the prerequisite $$(folder)/train.py, which is checked before the environment
 .PHONY: help setup data quickstart submit-all status cancel cluster cluster-down tensorboard export \
-	generate schedule-06 plan test test-all chaos mutants lint experiments \
+	generate schedule-06 plan lessons test test-all chaos mutants lint experiments \
 	pictures bench scale clean
 
 help: ## this list
@@ -100,6 +100,8 @@ generate: $(READY) ## continue PROMPT= with the model of RUN= (default: the last
 diff-%: $$(folder)/train.py ## compare stage NN with the previous one, definition by definition
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/diff.py $* $(if $(FROM),--from $(FROM)) \
 		$(if $(RAW),--raw,$(if $(FULL),--full))
+lessons: $(READY) ## lessons/: each stage's README, code and comparisons as web pages, from disk
+	@$(BIN)/python tools/lessons.py $(ARGS)
 schedule-06: $(READY) ## draw a pipeline's time line; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
 	@$(BIN)/python tools/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(PP),--pp $(PP)) \
 		$(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \

@@ -1,0 +1,619 @@
+"""`make lessons`: pages that open from disk, lose no line, load nothing, and cannot be injected."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from browser import Browser, find_chromium
+from harness import REPO, stages
+from slurm_cluster import skip_or_fail
+
+sys.path.insert(0, str(REPO / "tools"))
+
+import lesson_markdown
+import lessons
+
+VOID = set("area base br col embed hr img input link meta source track wbr".split())
+PAIRS = [(old, new) for new in stages() for old in stages() if old != new]
+
+
+class Parsed(HTMLParser):
+    """A page: its tags in order, ids, attributes, the text of each code line, and what is wrong."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str, str]] = []  # tag, name, value
+        self.code: dict[str, str] = {}  # by the id of the line
+        self.scripts = self.styles = self.text = ""
+        self.errors: list[str] = []
+        self.open: list[tuple[str, list[str]]] = []  # tags, and the ids of lines that begin there
+        self.svg = 0
+        self.feed(html)
+        self.close()
+        self.errors += [f"<{tag}> is not closed" for tag, _ in self.open]
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        names = dict(attributes)
+        if len(names) != len(attributes):
+            self.errors.append(f"<{tag}> repeats an attribute")
+        self.attributes += [(tag, name, value or "") for name, value in attributes]
+        id = names.get("id")
+        if id is not None:
+            self.ids[id] += 1
+        if tag in VOID:
+            return
+        is_line = re.fullmatch(r"(\d\d-)?L\d+", id or "")
+        if is_line and tag == "span" and self.open:  # the number of a line that two stages share
+            self.open[-1][1].append(id)
+            is_line = None
+        self.open.append((tag, [id] if is_line else []))
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open[-1][0] != tag:
+            self.errors.append(f"</{tag}> in {[tag for tag, _ in self.open[-3:]]}")
+            return
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        tags = [tag for tag, _ in self.open]
+        if "script" in tags:
+            self.scripts += data
+        elif "style" in tags:
+            self.styles += data
+        else:
+            self.text += data
+        if "code" in tags:
+            for id in (id for _, ids in self.open for id in ids):
+                self.code[id] = self.code.get(id, "") + data
+
+
+def leave_a_run(folder: Path, ranks: int, losses: list[float]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"world_size": ranks}))
+    lines = [
+        {"step": step, "loss": loss, "model_state_mb": 16 / ranks, "comm_mb": 4.0}
+        for step, loss in enumerate(losses)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text + '{"step": 3, "lo')  # the last is being written
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("lesson_runs")
+    leave_a_run(folder / "quickstart" / "01_single_gpu", 1, [7.5, 7.0, 6.5])
+    leave_a_run(folder / "quickstart" / "02_ddp", 2, [7.5, 7.0, float("nan")])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(runs) -> dict[str, str]:
+    return lessons.Site(runs=runs).build()
+
+
+@pytest.fixture(scope="module")
+def parsed(pages) -> dict[str, Parsed]:
+    return {name: Parsed(html) for name, html in pages.items()}
+
+
+# ---- the pages ----
+
+
+def test_pages_are_well_formed(parsed):
+    for name, page in parsed.items():
+        assert not page.errors, (name, page.errors[:3])
+        assert [id for id, n in page.ids.items() if n > 1] == [], name
+        assert not [id for id in page.ids if re.search(r"\s", id) or not id], name
+
+
+def test_every_stage_has_its_three_views(parsed):
+    for stage in stages():
+        assert {f"{stage}.html", f"{stage}-code.html"} <= parsed.keys()
+    for old, new in PAIRS:
+        assert f"{new}-from-{old}.html" in parsed
+
+
+def test_every_link_and_anchor_resolves(parsed):
+    for name, page in parsed.items():
+        links = [value for tag, key, value in page.attributes if key == "href"]
+        assert len(links) > 5, name
+        for link in links:
+            if re.match(r"https://", link):
+                continue
+            target, _, anchor = link.partition("#")
+            assert target or anchor, name
+            assert not target or target in parsed, (name, link)
+            assert not anchor or anchor in parsed[target or name].ids, (name, link)
+
+
+def test_nothing_is_loaded_from_elsewhere(parsed, pages):
+    for name, page in parsed.items():
+        for tag, key, value in page.attributes:
+            if key in ("src", "srcset", "data", "action", "poster", "background"):
+                kind, _, data = value.partition(",")
+                assert re.match(r"data:image/[\w+]+;base64$", kind), (name, tag, value[:80])
+                if "svg" in kind:
+                    svg = base64.b64decode(data).decode().replace('xmlns="http://www.w3.org', "")
+                    assert not re.search(r"https?:|url\(|@import|<script", svg), name
+            assert tag != "link" or key != "href" or value in parsed, (name, value)
+        for text in (page.styles, page.scripts):
+            assert not re.search(r"url\(|@import|https?:|//\w", text), name
+        assert "default-src 'none'; img-src data:" in pages[name]
+
+
+def test_no_page_is_larger_than_a_megabyte_and_a_half(pages):
+    largest = max(pages, key=lambda name: len(pages[name].encode()))
+    assert len(pages[largest].encode()) <= 1.5e6, largest
+
+
+@pytest.mark.slow
+def test_the_same_pages_twice_and_within_ten_seconds(pages, runs, tmp_path):
+    """Another process, with another seed of its hashes. Old pages are removed, other files stay."""
+    out = tmp_path / "lessons"
+    out.mkdir()
+    (out / "08.html").write_text("of a stage that is no more")
+    (out / "notes.txt").write_text("mine")
+    command = [sys.executable, REPO / "tools" / "lessons.py", "--out", out, "--runs", runs]
+    before = os.times()
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True
+    )
+    after = os.times()
+    assert done.returncode == 0, done.stderr
+    assert str(out / "index.html") in done.stdout
+    # of the processor: a busy machine is slow, not wrong
+    assert after.children_user + after.children_system - before.children_user < 10
+    assert {path.name for path in out.iterdir()} == {*pages, "notes.txt"}
+    for name, html in pages.items():
+        assert (out / name).read_text(encoding="utf-8") == html, name
+
+
+# ---- code and comparisons ----
+
+
+def lines_of(stage: str) -> list[str]:
+    (path,) = REPO.glob(f"{stage}_*/train.py")
+    return path.read_text().splitlines()
+
+
+@pytest.mark.parametrize("stage", stages())
+def test_a_page_of_code_shows_every_line(parsed, stage):
+    page = parsed[f"{stage}-code.html"]
+    expected = {f"L{i}": line for i, line in enumerate(lines_of(stage), start=1) if line}
+    assert page.code == expected
+    assert all(page.ids[f"L{i}"] == 1 for i in range(1, len(lines_of(stage)) + 1))
+
+
+@pytest.mark.parametrize("old, new", PAIRS)
+def test_a_comparison_loses_no_line(parsed, old, new):
+    page = parsed[f"{new}-from-{old}.html"]
+    for stage, prefix in ((new, ""), (old, f"{old}-")):
+        for i, line in enumerate(lines_of(stage), start=1):
+            if line.strip():
+                assert page.code.get(f"{prefix}L{i}") == line, (stage, i)
+
+
+OLD = '''"""Old."""
+
+import os
+
+
+def same(x):
+    y = x
+    return y
+
+
+def greet(name):
+    return "good morning", name
+
+
+def gone():
+    return 1
+
+
+if __name__ == "__main__":
+    greet(same(1))
+'''
+NEW = OLD.replace("morning", "evening").replace("def gone", "def fresh").replace("Old", "New")
+
+
+def repository(folder: Path, readme: str = "", old: str = OLD, new: str = NEW) -> Path:
+    """A small repository of two stages."""
+    text = {
+        "README.md": "# Title\n\nLead.\n\n## How to read it\n\n## Which technique when\n",
+        "01_one/README.md": "# 01 · One\n\nFirst.\n",
+        "01_one/train.py": old,
+        "02_two/README.md": readme or "# 02 · Two\n\nSecond.\n",
+        "02_two/train.py": new,
+    }
+    for name, content in text.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    return folder
+
+
+def test_changed_words_are_marked(tmp_path):
+    page = lessons.Site(repository(tmp_path)).build()["02-from-01.html"]
+    assert re.search(r"good (</i>)?<del>(<i class=\"s\">)?morning", page)
+    assert re.search(r"good (</i>)?<ins>(<i class=\"s\">)?evening", page)
+    assert page.count("<del>") == page.count("<ins>")
+
+
+def test_a_known_definition_is_folded_with_a_link_to_the_earlier_stage(tmp_path):
+    pages = lessons.Site(repository(tmp_path)).build()
+    fold = re.search(
+        r'<details id="same" class="fold">(.*?)</details>', pages["02-code.html"], re.S
+    )
+    assert "def same" in fold[1] and 'href="01-code.html#L6"' in fold[1]
+    assert '<details id="greet"' not in pages["02-code.html"]
+    assert "<details" not in Parsed(pages["01-code.html"]).text
+    compared = pages["02-from-01.html"]
+    assert re.search(r'def same: as in <a href="01-code.html#L6">01_one</a> \(3 lines\)', compared)
+    assert "Gone since 01_one" in compared and "def gone (2 lines)" in compared
+
+
+def test_names_link_to_their_definitions(tmp_path):
+    code = '''"""Links."""
+
+from common.things import borrowed
+
+
+class Box:
+    def fill(self):
+        return self.empty()
+
+    def empty(self):
+        return borrowed(Box)
+
+
+def use(borrowed):
+    return borrowed, [Box for Box in "local"]
+'''
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "things.py").write_text("def borrowed(x):\n    return x\n")
+    readme = "# 02\n\n`Box` `fill` `Box.empty()` `borrowed` `other`\n"
+    pages = lessons.Site(repository(tmp_path, readme, new=code)).build()
+    page = pages["02-code.html"]
+    assert '<a href="#Box.empty">empty</a>' in page
+    assert page.count('<a href="common-things.py.html#borrowed">borrowed</a>') == 2  # import, use
+    assert page.count('<a href="#Box">Box</a>') == 2  # the table of contents, the use
+    hrefs = re.findall(r'<a class="name" href="([^"]+)">', pages["02.html"])
+    assert hrefs == [
+        *("02-code.html#Box", "02-code.html#Box.fill", "02-code.html#Box.empty"),
+        "common-things.py.html#borrowed",
+    ]
+
+
+# ---- READMEs ----
+
+
+def converted(text: str) -> str:
+    resolver = lesson_markdown.Resolver(
+        link=lambda target: f"to:{target}" if "known" in target else None,
+        picture=lambda target: f"data:{target}" if target.endswith(".svg") else None,
+    )
+    return lesson_markdown.convert(text, resolver).html
+
+
+MARKDOWN = {
+    "details": (
+        "<details><summary>An *answer*</summary>\n\n1. `a < b`\n2. c\n\nEnd.\n</details>\n\nx",
+        "<details> <summary>An <em>answer</em></summary> <ol> <li><code>a &lt; b</code></li> "
+        "<li>c</li> </ol> <p>End.</p> </details> <p>x</p>",
+    ),
+    "details in details": (
+        "<details>\n<summary>A</summary>\n\n<details><summary>B</summary>\n\nb\n\n</details>\n\n"
+        "a\n\n</details>",
+        "<details> <summary>A</summary> <details> <summary>B</summary> <p>b</p> </details> "
+        "<p>a</p> </details>",
+    ),
+    "details without an end": ("<details>\n\nx", "<p>&lt;details&gt;</p> <p>x</p>"),
+    "a table": (
+        "| a | b |\n| --- | --- |\n| `x` | 1 |",
+        '<div class="wide table" tabindex="0"><table> <thead> <tr> <th>a</th> <th>b</th> </tr> '
+        "</thead> <tbody> <tr> <td><code>x</code></td> <td>1</td> </tr> </tbody> </table> "
+        "</div>",
+    ),
+    "a list below a paragraph": (
+        "Text:\n- a\n- b",
+        "<p>Text:</p> <ul> <li>a</li> <li>b</li> </ul>",
+    ),
+    "code in a fence": (
+        "```sh\nfor x in <a>; do\n```",
+        '<pre tabindex="0"><code><i class="k">for</i> x <i class="k">in</i> &lt;a&gt;; '
+        '<i class="k">do</i></code></pre>',
+    ),
+    "a comment": ("a\n\n<!-- check\n<b> => 1\n-->\n\nb", "<p>a</p> <p>b</p>"),
+    "small tags": (
+        "x<sub>1 `<b>`</sub> <kbd>k</kbd><br>z",
+        "<p>x<sub>1 <code>&lt;b&gt;</code></sub> <kbd>k</kbd><br />z</p>",
+    ),
+    "the same heading twice": (
+        "## A `b`\n\n## A b",
+        '<h2 id="a-b">A <code>b</code></h2> <h2 id="a-b-1">A b</h2>',
+    ),
+    "links": (
+        "[a](known.md#x) [b](missing.md) [c](https://x.org/?a=1&b) [d](javascript:alert())",
+        '<p><a href="to:known.md#x">a</a> <span>b</span> <a href="https://x.org/?a=1&amp;b">c'
+        "</a> <span>d</span></p>",
+    ),
+    "pictures": (
+        '![A "b"](a.svg) <img src="b.svg" width="90" onerror="x()"> ![c](http://x.org/c.png)',
+        '<p><span class="wide img" tabindex="0"><img alt="A &quot;b&quot;" src="data:a.svg" />'
+        '</span> <span class="wide img" tabindex="0"><img src="data:b.svg" width="90" />'
+        "</span> <span>[picture: c]</span></p>",
+    ),
+    "a picture for each theme": (
+        '<picture><source media="(prefers-color-scheme: dark)" srcset="d.svg"><img src="l.svg" '
+        'alt="x"></picture>',
+        '<p><span class="wide picture" tabindex="0"><picture><source media="'
+        '(prefers-color-scheme: dark)" srcset="data:d.svg" /><img alt="x" src="data:l.svg" />'
+        "</picture></span></p>",
+    ),
+    "other tags": (
+        "<div align=center>a</div> <script>b()</script>\n\n<iframe src=x></iframe>",
+        "<p>&lt;div align=center&gt;a&lt;/div&gt; &lt;script&gt;b()&lt;/script&gt;</p> "
+        "<p>&lt;iframe src=x&gt;&lt;/iframe&gt;</p>",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MARKDOWN)
+def test_markdown_as_on_github(case):
+    text, expected = MARKDOWN[case]
+    html = re.sub(r"\s+", " ", converted(text))
+    assert re.sub(r" ?(<[^>]*>) ?", r"\1", html) == re.sub(r" ?(<[^>]*>) ?", r"\1", expected)
+
+
+def readme_pages() -> Iterator[str]:
+    yield from (f"{stage}.html" for stage in stages())
+    yield from ("index.html", "README.md.html")
+
+
+@pytest.mark.parametrize("name", readme_pages())
+def test_no_markdown_is_left_in_the_text(pages, name):
+    if name not in pages:
+        pytest.skip("nothing links to it")
+    text = re.sub(r"<(pre|code|style|script)\b.*?</\1>", "", pages[name], flags=re.S)
+    text = re.sub(r"<[^>]*>", "", text)
+    left = re.findall(r"```|\| ?-{3}|\]\(|\*\*|`|&lt;/?[a-z]+|^#+ |^\s*[-*] \w", text, re.M)
+    assert left == []
+
+
+# ---- what is not ours ----
+
+EVIL = "<script>hacked=1</script><img src=x onerror=hacked=1>\"'>&lt;b&gt;"
+EVIL_README = f"""# 02 {EVIL}
+
+{EVIL} `{EVIL}` [a{EVIL}](javascript:hacked=1) [b](data:text/html,x "{EVIL}") <javascript:hacked=1>
+![{EVIL}](evil.svg) ![x](x.svg" onerror="hacked=1) <img src=evil.svg onload=hacked=1 alt='{EVIL}'>
+[c](JaVaScRiPt&colon;hacked=1) [d](../../../../etc/passwd) [e]( vbscript:x) [f](//host/x.md)
+<sub onclick=hacked=1>x</sub> <sub>{EVIL}</sub> \x02wzxhzdk:0\x03
+\x02klzzwxh:0000\x03 &lt;script&gt;
+
+## Heading {EVIL}
+
+<details open onclick=hacked=1><summary>{EVIL}</summary>
+
+<details><summary>{EVIL}</summary>
+
+| {EVIL} | <svg onload=hacked=1> |
+| --- | --- |
+| {EVIL} | x |
+
+</details>
+
+```"><script>hacked=1</script>
+{EVIL}
+```
+
+```python
+x = "{EVIL}</code></pre>"
+```
+
+    {EVIL}
+
+[ref]: javascript:hacked=1 "{EVIL}"
+
+[ref] <a href="javascript:hacked=1">x</a>
+<style>*{{display:none}}</style> <!-- --><script>hacked=1</script>
+"""
+EVIL_CODE = f'''"""Doc {EVIL}"""
+
+# ---- banner {EVIL} ----
+
+
+class Box:  # </code></div></main><script>hacked=1</script>
+    text = """{EVIL}"""
+
+    def fill(self, x: "</i><b>{EVIL!r}"):
+        return f"{EVIL}", self.fill
+
+
+{EVIL!r} < {EVIL!r}
+if {EVIL!r}:
+    pass
+'''
+
+
+@pytest.fixture(scope="module")
+def evil_pages(tmp_path_factory) -> dict[str, str]:
+    repo = tmp_path_factory.mktemp("evil")
+    old = EVIL_CODE.replace("hacked=1", "hacked=2").replace("def fill", "def gone")
+    repository(repo, EVIL_README, old=old, new=EVIL_CODE)
+    svg = '<svg xmlns="http://www.w3.org/2000/svg"><script>hacked=1</script></svg>'
+    (repo / "02_two" / "evil.svg").write_text(svg)
+    (repo / "02_two" / "more.txt").write_text(f"{EVIL}\n</pre>")
+    run = repo / "runs" / "quickstart" / f"02_{EVIL.replace('/', '')}"
+    leave_a_run(run, 1, [1.0, 2.0])
+    (run / "config.json").write_text(json.dumps({"world_size": EVIL}))
+    return lessons.Site(repo).build()
+
+
+def test_nothing_injects_markup(evil_pages, pages):
+    ours = {tag for html in pages.values() for tag in Parsed(html).tags}
+    assert len(evil_pages) >= 8
+    for name, html in evil_pages.items():
+        page = Parsed(html)
+        assert not page.errors, (name, page.errors)
+        assert set(page.tags) <= ours | {"sub", "span"}, name
+        assert page.tags.count("script") == 1 and "hacked" not in page.scripts, name
+        assert page.tags.count("style") == 1 + html.count("<svg"), name
+        for tag, key, value in page.attributes:
+            assert not key.startswith("on") and key != "style", (name, tag, key, value)
+            if key in ("href", "src", "srcset"):
+                safe = r"(https://|data:image/|[\w.-]+\.html(#|$)|#)"
+                assert re.match(safe, value), (name, tag, key, value)
+    lesson = Parsed(evil_pages["02.html"]).text
+    assert lesson.count("<script>hacked=1</script>") > 8  # as text
+
+
+def test_files_outside_of_the_repository_have_no_page(tmp_path):
+    (tmp_path / "secret.md").write_text("secret")
+    repo = tmp_path / "repo"
+    repo.mkdir()
+    (repo / "link.md").symlink_to(tmp_path / "secret.md")
+    (repo / "runs").mkdir()
+    (repo / "runs" / "own.md").write_text("own")
+    readme = "# 02\n\n[a](../../secret.md) [b](../link.md) [c](../runs/own.md) [d](/etc/hosts)\n"
+    pages = lessons.Site(repository(repo, readme)).build()
+    assert set(pages) == {
+        *("index.html", "01.html", "01-code.html", "01-from-02.html"),
+        *("02.html", "02-code.html", "02-from-01.html"),
+    }
+
+
+# ---- figures of runs ----
+
+
+def test_the_index_draws_the_figures_of_runs(parsed, pages):
+    index = pages["index.html"]
+    assert index.count("<svg") == 3 and index.count("<polyline") == 2
+    text = parsed["index.html"].text
+    assert "01_single_gpu, 1 rank: 6.5000" in text
+    assert "02_ddp, 2 ranks: 7.0000" in text  # nan is no figure
+    assert "16.00" in text and "8.00" in text and "4.00" in text
+
+
+def test_without_runs_the_index_has_no_figures(tmp_path):
+    index = lessons.Site(repository(tmp_path)).build()["index.html"]
+    assert "<svg" not in index and "figures" not in Parsed(index).ids
+
+
+def test_without_the_quickstart_the_newest_run_of_each_stage_is_shown(tmp_path):
+    for i, losses in enumerate(([5.0, 4.0], [3.0, 2.0])):
+        leave_a_run(tmp_path / "runs" / "02_two" / f"run{1 - i}", 2, losses)
+        path = tmp_path / "runs" / "02_two" / f"run{1 - i}" / "metrics.jsonl"
+        os.utime(path, (i + 1, i + 1))
+    index = lessons.Site(repository(tmp_path)).build()["index.html"]
+    assert "02_two, 2 ranks: 2.0000" in Parsed(index).text
+
+
+# ---- in a browser ----
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if find_chromium() is None:
+        skip_or_fail("Chromium is missing (apt install chromium)")
+    with Browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def folder(pages, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("lessons")
+    lessons.write(pages, out)
+    return out
+
+
+def pages_to_see() -> list[str]:
+    """The index, and the three views of each stage."""
+    previous = dict(zip(stages()[1:], stages(), strict=False))
+    compared = [f"{new}-from-{old}.html" for new, old in previous.items()]
+    views = [f"{stage}{view}.html" for stage in stages() for view in ("", "-code")]
+    return ["index.html", *views, *compared, "01-from-07.html", "07-from-01.html"]
+
+
+TOO_WIDE = """[...document.querySelectorAll("body *")].filter((each) =>
+  each.getBoundingClientRect().right > innerWidth + 1
+  && !each.closest(".wide, .code, .rows, pre, .skip, .stages")).length"""
+SEEN = f"""({{
+  wide: document.documentElement.scrollWidth - innerWidth,
+  outside: {TOO_WIDE},
+  broken: [...document.images].filter((each) => !each.complete || !each.naturalWidth).length,
+  tags: [...document.querySelectorAll("*")].map((each) => each.localName.toLowerCase()),
+  background: getComputedStyle(document.body).backgroundColor,
+}})"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width, dark", [(1280, False), (390, True)])
+def test_pages_in_a_browser(browser, folder, parsed, width, dark):
+    for name in pages_to_see():
+        page = browser.open(folder / name, width, dark)
+        seen = page.evaluate(SEEN)
+        assert seen["wide"] <= 0 and seen["outside"] == 0, (name, seen["outside"])
+        assert seen["broken"] == 0, name
+        assert page.problems == [], name
+        assert all(re.match("file:|data:", url) for url in page.requests), name
+        # it reads the tags as they are written: nothing was closed or moved for us
+        assert seen["tags"] == parsed[name].tags, name
+        red = int(re.search(r"\d+", seen["background"])[0])
+        assert red < 60 if dark else red > 200, name
+
+
+@pytest.mark.slow
+def test_arrow_keys_lead_to_the_next_and_the_previous_stage(browser, folder):
+    for view, there in (("02", "03"), ("02-code", "03-code"), ("02-from-01", "03-from-02")):
+        page = browser.open(folder / f"{view}.html", 1280)
+        for key, expected in (("ArrowRight", there), ("ArrowLeft", view)):
+            browser.events.clear()
+            page.press(key)
+            browser.wait_for("Page.loadEventFired")
+            assert page.evaluate("location.pathname").endswith(f"/{expected}.html")
+
+
+@pytest.mark.slow
+def test_an_anchor_unfolds_the_definition_it_leads_to(browser, folder, pages):
+    fold = re.search(r'<details[^>]* class="fold">.*?id="(L\d+)"', pages["03-code.html"], re.S)
+    page = browser.open(folder / "03-code.html", 1280, anchor=f"#{fold[1]}")
+    where = f"document.getElementById('{fold[1]}').getBoundingClientRect()"
+    deadline = time.monotonic() + 10
+    while not 0 < page.evaluate(f"{where}.bottom") < 850:
+        assert time.monotonic() < deadline
+    assert page.evaluate(f"{where}.height") > 0
+
+
+@pytest.mark.slow
+def test_no_injected_script_runs(browser, evil_pages, tmp_path):
+    """Also without the policy that forbids other scripts than ours."""
+    bare = {
+        name: re.sub(r"<meta http-equiv=\"Content-Security-Policy\"[^>]*>", "", html)
+        for name, html in evil_pages.items()
+    }
+    lessons.write(bare, tmp_path)
+    for name, html in bare.items():
+        assert "Content-Security-Policy" not in html
+        page = browser.open(tmp_path / name, 1280)
+        assert page.evaluate("typeof hacked") == "undefined", name
+        assert [problem for problem in page.problems if "hacked" in problem] == [], name

@@ -1,0 +1,70 @@
+"use strict";
+// The arrow keys lead to the previous and the next stage.
+addEventListener("keydown", (event) => {
+  if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  // In a frame that scrolls sideways, the arrows scroll.
+  const frame = event.target.closest?.(".wide, .code, .rows, pre");
+  if (frame && frame.scrollWidth > frame.clientWidth) return;
+  const rel = { ArrowLeft: "prev", ArrowRight: "next" }[event.key];
+  const link = rel && document.querySelector(`link[rel=${rel}]`);
+  if (link) location.href = link.href;
+});
+
+// An anchor may stand in a folded definition.
+const unfold = () => {
+  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (!target) return;
+  for (let node = target; node; node = node.parentElement) {
+    if (node.localName === "details") node.open = true;
+  }
+  target.scrollIntoView();
+};
+addEventListener("hashchange", unfold);
+addEventListener("DOMContentLoaded", unfold);
+
+const folds = document.querySelectorAll("main details");
+for (const button of document.querySelectorAll("[data-unfold]")) {
+  button.addEventListener("click", () => {
+    const open = [...folds].some((each) => !each.open);
+    for (const each of folds) each.open = open;
+    button.textContent = open ? "fold them again" : "unfold all";
+  });
+}
+// Paper shows what is folded on a screen.
+let opened = [];
+addEventListener("beforeprint", () => {
+  opened = [...folds].filter((each) => !each.open);
+  for (const each of opened) each.open = true;
+});
+addEventListener("afterprint", () => {
+  for (const each of opened) each.open = false;
+});
+
+// The table of contents: folded on a phone, and the part in sight is marked.
+const toc = document.querySelector(".toc details");
+if (toc) {
+  const isWide = document.body.matches(".comparison-page") ? "100rem" : "64rem";
+  const wide = matchMedia(`(min-width: ${isWide})`);
+  const narrowFold = () => { toc.open = wide.matches; };
+  wide.addEventListener("change", narrowFold);
+  narrowFold();
+  const links = new Map([...toc.querySelectorAll("a")].map((a) => [a.hash.slice(1), a]));
+  const parts = [...links.keys()].map((id) => document.getElementById(decodeURIComponent(id)));
+  let current = null;
+  const follow = () => {
+    const above = parts.filter((part) => part && part.getBoundingClientRect().top < 120);
+    const link = links.get(encodeURIComponent(above.at(-1)?.id ?? ""))
+      ?? links.get(above.at(-1)?.id);
+    if (link === current) return;
+    current?.removeAttribute("aria-current");
+    link?.setAttribute("aria-current", "true");
+    current = link;
+    if (wide.matches && link) {
+      const frame = toc.parentElement;
+      const at = link.getBoundingClientRect().top - frame.getBoundingClientRect().top;
+      if (at < 0 || at > frame.clientHeight - 40) frame.scrollTop += at - frame.clientHeight / 2;
+    }
+  };
+  addEventListener("scroll", follow, { passive: true });
+  follow();
+}
