@@ -28,6 +28,7 @@ from highlight import Span, Token, changed_spans, to_html
 from markupsafe import Markup
 
 SHORTEST_FOLD = 3  # lines
+ANCHORED = ("banner", "class", "function", "statement")  # kinds of blocks
 
 
 @dataclass
@@ -73,10 +74,9 @@ def outline(blocks: Iterable[Block]) -> list[Entry]:
 
 @dataclass
 class Group:
-    """Lines in a row. id: of their definition. known: what they repeat; then they are folded."""
+    """Lines in a row. known: the definition that they repeat; then they are folded."""
 
     lines: list[Markup]
-    id: str = ""
     kind: str = ""
     known: Definition | None = None
     summary: str = ""
@@ -85,18 +85,22 @@ class Group:
 def code_groups(
     lines: list[list[Token]],
     links: dict[int, list[Span]],
+    blocks: Iterable[Block] = (),
     definitions: Iterable[Definition] = (),
 ) -> list[Group]:
-    """All lines of a file. definitions: of a stage, compared with the earlier ones."""
-    html = [code_line(i, tokens, links.get(i, ())) for i, tokens in enumerate(lines, start=1)]
+    """All lines of a file. blocks: a script's. definitions: compared with earlier stages."""
+    every = (block for top in blocks for block in (top, *top.parts))
+    ids = {block.first: anchor(block) for block in every if block.kind in ANCHORED}
+    html = [
+        code_line(i, tokens, links.get(i, ()), ids.get(i, ""))
+        for i, tokens in enumerate(lines, start=1)
+    ]
     groups, at = [], 1
     for leaf in (leaf for each in definitions for leaf in each.leaves):
         block = leaf.block
         if at < block.first:
             groups.append(Group(html[at - 1 : block.first - 1]))
         group = Group(html[block.first - 1 : block.last], kind=block.kind)
-        if block.kind not in ("comment", "docstring", "imports"):
-            group.id = anchor(block)
         if is_foldable(leaf):
             group.known = leaf
             group.summary = indentation(block.lines[0]) + title(block)
@@ -111,10 +115,12 @@ def is_foldable(definition: Definition) -> bool:
     return definition.status == "known" and is_definition and len(block.lines) >= SHORTEST_FOLD
 
 
-def code_line(number: int, tokens: list[Token], spans: Iterable[Span]) -> Markup:
+def code_line(number: int, tokens: list[Token], spans: Iterable[Span], id: str) -> Markup:
+    """A line with its number. id: of the definition that begins there."""
+    anchor = Markup(' id="{}"').format(id) if id else ""
     return Markup(
         f'<div class="line" id="L{number}">{number_link(number, f"#L{number}")}'
-        f"<code>{to_html(tokens, spans)}</code></div>"
+        f"<code{anchor}>{to_html(tokens, spans)}</code></div>"
     )
 
 

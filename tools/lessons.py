@@ -141,7 +141,7 @@ class Site:
         stage = self.stage(number)
         earlier = [self.stage(each) for each in self.numbers if each < number]
         definitions = compare(nothing(), stage, earlier).definitions
-        groups = code_groups(self.tokens(path), self.links(path, stage), definitions)
+        groups = code_groups(self.tokens(path), self.links(path, stage), stage.blocks, definitions)
         beside = [p.name for p in sorted((self.repo / folder).iterdir()) if p.suffix in SOURCES]
         others = {name: self.link(path, name) for name in beside if name != "train.py"}
         del others["README.md"]
@@ -182,8 +182,7 @@ class Site:
         if path.endswith(".py"):
             stage = self.split(path)
             found, blocks = self.links(path, stage), stage.blocks
-        definitions = compare(nothing(), stage).definitions if blocks else ()
-        groups = code_groups(self.tokens(path), found, definitions)
+        groups = code_groups(self.tokens(path), found, blocks)
         content = {"path": path, "groups": groups, "others": {}}
         return Page("code.html", path, toc=outline(blocks), content=content)
 
