@@ -102,7 +102,7 @@ diff-%: $$(folder)/train.py ## compare stage NN with the previous one, definitio
 		$(if $(RAW),--raw,$(if $(FULL),--full))
 lessons: $(READY) ## lessons/: each stage's README, code and comparisons as web pages, from disk
 	@$(BIN)/python tools/lessons.py $(ARGS)
-schedule-06: $(READY) ## draw a pipeline's time line; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
+schedule-06: $(READY) ## draw time lines of pipelines; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
 	@$(BIN)/python tools/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(PP),--pp $(PP)) \
 		$(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
 		$(if $(RUN),--run $(RUN)) $(if $(SVG),--svg $(SVG))
@@ -131,9 +131,10 @@ lint: $(READY) ## ruff, and shellcheck where it is installed
 		shellcheck */*.sh [0-9][0-9]_*/train.sbatch .ci/run; fi
 experiments: $(READY) ## run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(BIN)/python tools/experiments.py $(ONLY)
-pictures: $(READY) ## draw the READMEs' flat buffers, shards and mesh again
+pictures: $(READY) ## draw the READMEs' flat buffers, shards, schedules and mesh again
 	@$(BIN)/python tools/flat_buffer.py all
 	@$(BIN)/python tools/diagrams.py all
+	@$(BIN)/python tools/timeline.py --schedule all --svg 06_pipeline/schedules.svg
 bench: $(READY) ## compare speed and memory with PyTorch's own classes
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 scale: $(READY) ## strong and weak scaling on this machine

@@ -120,7 +120,7 @@ def test_bubble_fraction_with_unit_costs(name):
     for p, m, v in cases(name):
         spans = timeline.simulate(stage, schedule_of(name, v), p, m)
         expected = 1 - 3 * m / claimed_length(name, p, m, v)
-        assert timeline.idle_share(spans) == pytest.approx(expected, abs=1e-9), (p, m, v)
+        assert timeline.bubble_fraction(spans) == pytest.approx(expected, abs=1e-9), (p, m, v)
         if name in ("gpipe", "1f1b"):
             assert expected == pytest.approx((p - 1) / (m + p - 1))
         if name == "interleaved":
@@ -372,12 +372,34 @@ def test_stages_partition_the_model_evenly():
 def test_timeline_shows_every_action(name):
     spans = timeline.simulate(stage, schedule_of(name, 2), 2, 4)
     actions = sum(map(len, spans))
-    root = ElementTree.fromstring(timeline.svg(spans, "a title", "units"))
-    boxes = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if "stroke" in e.attrib]
-    assert len(boxes) == actions
-    plain = timeline.terminal(spans, 120, coloured=False)
+    panel = timeline.Panel("a title", spans, "units")
+    root = ElementTree.fromstring(str(timeline.picture("2 ranks", [panel])))
+    assert len(boxes_of(root)) == actions
+    plain = timeline.terminal(panel, panel.length, 120, coloured=False)
     assert len(plain.splitlines()) == 2 and "F3" in plain
-    assert timeline.terminal(spans, 120, coloured=True).count("\033[0m") == actions
+    assert timeline.terminal(panel, panel.length, 120, coloured=True).count("\033[0m") == actions
+
+
+def boxes_of(root: ElementTree.Element) -> list[ElementTree.Element]:
+    """The boxes of actions: they alone have a hint."""
+    svg = "{http://www.w3.org/2000/svg}"
+    return [rect for rect in root.iter(f"{svg}rect") if rect.find(f"{svg}title") is not None]
+
+
+def test_schedules_of_one_picture_have_one_scale():
+    """GPipe takes 33 units and zero bubble 27; a unit has the same width in both."""
+    panels = [timeline.planned(name, 4, 8) for name in ("gpipe", "zero-bubble")]
+    root = ElementTree.fromstring(str(timeline.picture("4 ranks", panels)))
+    forwards = [box for box in boxes_of(root) if box.get("class") == "blue"]
+    assert len(forwards) == 2 * 4 * 8
+    assert len({box.get("width") for box in forwards}) == 1
+
+
+def test_the_picture_of_the_schedules_is_up_to_date(monkeypatch, tmp_path):
+    drawn = tmp_path / "schedules.svg"
+    monkeypatch.setattr(sys, "argv", f"timeline.py --schedule all --svg {drawn}".split())
+    timeline.main()
+    assert (REPO / "06_pipeline/schedules.svg").read_text() == drawn.read_text(), "make pictures"
 
 
 @pytest.mark.parametrize("argv", ["--pp 0", "--micro 0", "--virtual -1 --schedule interleaved"])

@@ -41,8 +41,19 @@ class Picture:
         self.shapes: list[str] = []
         self.text(16, 24, title, size=14, weight="bold")
 
-    def rect(self, x: float, y: float, w: float, h: float, fill: str, hint: str = "") -> None:
+    def rect(
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        fill: str,
+        hint: str = "",
+        opacity: float = 1.0,
+    ) -> None:
         shape = f'<rect class="{fill}" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"'
+        if opacity < 1:
+            shape += f' fill-opacity="{opacity:g}"'
         self.shapes.append(
             f"{shape}><title>{escape(hint)}</title></rect>" if hint else shape + "/>"
         )
@@ -69,9 +80,11 @@ class Picture:
             f'text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
         )
 
-    def bar(self, x: float, y: float, w: float, h: float, fill: str, label: str) -> None:
+    def bar(
+        self, x: float, y: float, w: float, h: float, fill: str, label: str, opacity: float = 1.0
+    ) -> None:
         """A filled bar with its label inside, where the label fits."""
-        self.rect(x, y, max(w, 0.8), h, fill, hint=label)
+        self.rect(x, y, max(w, 0.8), h, fill, label, opacity)
         if w >= 6.4 * len(label) + 4:
             self.text(x + w / 2, y + h / 2 + 4, label, size=11, anchor="middle")
 

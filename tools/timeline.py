@@ -1,8 +1,10 @@
-"""Draw the time line of a pipeline schedule: as planned, or as measured in a run with --profile.
+"""Draw time lines of pipeline schedules at one scale: as planned, or as runs have traced them.
 
-    python tools/timeline.py --schedule zero-bubble --pp 4 --micro 8 --svg zero-bubble.svg
-    python tools/timeline.py --run runs/06_pipeline/20250101-120000
+    python tools/timeline.py --schedule gpipe zero-bubble --pp 4 --micro 8 --svg two.svg
+    python tools/timeline.py --schedule all --svg 06_pipeline/schedules.svg     # make pictures
+    python tools/timeline.py --run runs/traced      # of a run with --profile; takes several
 
+Several schedules or runs come into one picture, one under another, with one scale and one axis.
 Planned: the forward of a pipeline stage takes one unit of time, and so does each of the two parts
 of its backward (with v virtual stages per rank, 1/v of that); a message takes none. Measured: the
 step of median length, from the traces that torch.profiler has written to the run's folder.
@@ -10,7 +12,6 @@ step of median length, from the traces that torch.profiler has written to the ru
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import importlib.util
 import json
@@ -21,19 +22,20 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from common.arguments import Parser, positive, positive_int
-
 REPO = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPO), str(REPO / "tools")]
+
+from svg import LIGHT, Picture  # noqa: E402
+
+from common.arguments import Parser, positive_int  # noqa: E402
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
-# of the first chunk and of the last one: the ones between are mixed
-COLOURS = {
-    "F": ((66, 133, 244), (160, 198, 255)),
-    "B": ((38, 154, 103), (150, 214, 181)),
-    "I": ((38, 154, 103), (150, 214, 181)),
-    "W": ((236, 151, 44), (250, 206, 140)),
+KINDS = {  # fill and meaning
+    "F": ("blue", "forward"),
+    "B": ("green", "backward"),
+    "I": ("green", "backward, inputs only"),
+    "W": ("orange", "backward, weights"),
 }
 
 
@@ -77,7 +79,7 @@ def simulate(stage, schedule, p: int, m: int, costs=COSTS) -> list[list[Span]]:
             kinds = {action.kind for action in row}
             while len(spans[rank]) < len(row):
                 action = row[len(spans[rank])]
-                needed, made = stage.messages(action, n_stages)
+                needed, produced = stage.messages(action, n_stages)
                 if needed and needed not in arrived:
                     break
                 free = spans[rank][-1].end if spans[rank] else 0.0
@@ -85,7 +87,7 @@ def simulate(stage, schedule, p: int, m: int, costs=COSTS) -> list[list[Span]]:
                 kind = drawn_kind(action.kind, kinds)
                 end = start + costs[kind] * p / n_stages  # a v-th of it with v stages per rank
                 spans[rank].append(Span(kind, action.micro, action.stage // p, start, end))
-                arrived[made] = end
+                arrived[produced] = end
                 progress = True
     for rank, row in enumerate(rows):
         if len(spans[rank]) < len(row):
@@ -93,15 +95,15 @@ def simulate(stage, schedule, p: int, m: int, costs=COSTS) -> list[list[Span]]:
     return spans
 
 
-def idle_share(spans: list[list[Span]]) -> float:
-    """The bubble fraction: the share of ranks x time in which nothing runs."""
+def bubble_fraction(spans: list[list[Span]]) -> float:
+    """The share of ranks x time, from the first start to the last end, in which nothing runs."""
     everything = [span for row in spans for span in row]
     length = max(s.end for s in everything) - min(s.start for s in everything)
     return 1.0 - sum(s.end - s.start for s in everything) / (len(spans) * length)
 
 
 def measured(folder: Path) -> list[list[list[Span]]]:
-    """The traced steps of a run, each a list of spans per rank, in seconds since the step began."""
+    """The traced steps of a run, each a list of spans per rank, in ms since the step began."""
     ranks = []
     paths = sorted(folder.glob("profile/rank*.pt.trace.json*"), key=_rank_of)
     if not paths:
@@ -133,15 +135,15 @@ def _steps_of(trace: dict) -> list[list[Span]]:
     if not any(e.get("cat") == category for e in events):
         category = "user_annotation"
     events = sorted((e for e in events if e.get("cat") == category), key=lambda e: e["ts"])
-    zero = trace.get("baseTimeNanoseconds", 0) / 1e9
+    zero = trace.get("baseTimeNanoseconds", 0) / 1e6
     steps: list[list[Span]] = []
     for event in events:
         kind, *numbers = event["name"].split()
         if event["name"].startswith("ProfilerStep"):
             steps.append([])
         elif kind in COSTS and len(numbers) == 2 and steps:
-            start = zero + event["ts"] / 1e6
-            spans = (kind, *map(int, numbers), start, start + event["dur"] / 1e6)
+            start = zero + event["ts"] / 1e3
+            spans = (kind, *map(int, numbers), start, start + event["dur"] / 1e3)
             steps[-1].append(Span(*spans))
     return steps
 
@@ -165,27 +167,29 @@ def median_step(steps: list[list[list[Span]]]) -> list[list[Span]]:
 # ---- drawing ----
 
 
-def colour(span: Span, chunks: int) -> tuple[int, ...]:
-    first, last = COLOURS[span.kind]
-    share = span.chunk / max(1, chunks - 1)
-    return tuple(round(a + (b - a) * share) for a, b in zip(first, last, strict=True))
+class Panel(NamedTuple):
+    """One time line of a picture. unit: of its spans' times."""
+
+    title: str
+    spans: list[list[Span]]
+    unit: str
+
+    @property
+    def length(self) -> float:
+        return max(row[-1].end for row in self.spans)
+
+    @property
+    def heading(self) -> str:
+        bubble = f"bubble {100 * bubble_fraction(self.spans):.1f} %"
+        return f"{self.title}: {bubble}, {self.length:.4g} {self.unit}"
 
 
-def hexadecimal(colour: tuple[int, ...]) -> str:
-    return "#" + bytes(colour).hex()
-
-
-def chunks_of(spans: list[list[Span]]) -> int:
-    return 1 + max(span.chunk for row in spans for span in row)
-
-
-def terminal(spans: list[list[Span]], columns: int, coloured: bool) -> str:
+def terminal(panel: Panel, longest: float, columns: int, coloured: bool) -> str:
     """One line per rank. Every cell is an action with the number of its micro-batch."""
-    length = max(row[-1].end for row in spans)
-    least = min(s.end - s.start for row in spans for s in row)
-    scale = min(3 / least, (columns - 9) / length)  # characters per unit of time
+    least = min(s.end - s.start for row in panel.spans for s in row)
+    scale = min(3 / least, (columns - 9) / longest)  # characters per unit of time
     lines = []
-    for rank, row in enumerate(spans):
+    for rank, row in enumerate(panel.spans):
         line, at = f"rank {rank:<3} ", 0
         for span in row:
             begin, end = round(span.start * scale), round(span.end * scale)
@@ -193,110 +197,123 @@ def terminal(spans: list[list[Span]], columns: int, coloured: bool) -> str:
             text = str(span.micro) if coloured else f"{span.kind}{span.micro}"
             cell = text.center(end - begin) if len(text) <= end - begin else " " * (end - begin)
             if coloured:
-                red, green, blue = colour(span, chunks_of(spans))
+                red, green, blue = shade(span)
                 cell = f"\033[48;2;{red};{green};{blue}m\033[38;2;0;0;0m{cell}\033[0m"
             line, at = line + cell, end
         lines.append(line.rstrip())
     return "\n".join(lines)
 
 
-def svg(
-    spans: list[list[Span]], title: str, unit: str, axis: float | None = None, width: int = 900
-) -> str:
-    """The same picture as a file for a page, light or dark. axis: the time that the width is."""
-    length = max(row[-1].end for row in spans)
-    left, top, height, gap = 58, 34, 26, 4
-    scale = (width - left - 10) / (axis or length)
-    kinds = [k for k in COSTS if any(s.kind == k for row in spans for s in row)]
-    bottom = top + len(spans) * (height + gap)
-    total = bottom + 46
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}" '
-        f'width="{width}" height="{total}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{total}" rx="6" fill="#fff"/>',
-        f'<text x="{left}" y="21" font-size="14" font-weight="bold" fill="#222">{title}</text>',
-    ]
-    for rank, row in enumerate(spans):
-        y = top + rank * (height + gap)
-        out.append(f'<text x="10" y="{y + 17}" fill="#222">rank {rank}</text>')
-        out.append(
-            f'<rect x="{left}" y="{y}" width="{length * scale:.1f}" height="{height}" '
-            'fill="#eceff1"/>'
-        )
-        for span in row:
-            x, w = left + span.start * scale, (span.end - span.start) * scale
-            fill = hexadecimal(colour(span, chunks_of(spans)))
-            out.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{max(w, 0.5):.1f}" height="{height}" '
-                f'fill="{fill}" stroke="#fff" stroke-width="0.8"/>'
-            )
-            if w >= 7 * len(str(span.micro)) + 1:
-                out.append(
-                    f'<text x="{x + w / 2:.1f}" y="{y + 17}" text-anchor="middle" '
-                    f'font-size="11" fill="#111">{span.micro}</text>'
-                )
-    x = left
-    for kind in kinds:
-        fill = hexadecimal(COLOURS[kind][0])
-        y = bottom + 22
-        out.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{fill}"/>')
-        out.append(f'<text x="{x + 17}" y="{y}" fill="#222">{NAMES[kind]}</text>')
-        x += 30 + 7 * len(NAMES[kind])
-    if chunks_of(spans) > 1:
-        out.append(f'<text x="{x}" y="{bottom + 22}" fill="#222">lighter: later chunks</text>')
-    out.append(
-        f'<text x="{width - 10}" y="{bottom + 22}" text-anchor="end" fill="#222">'
-        f"time: {length:.4g} {unit}; grey: idle</text>"
-    )
-    return "\n".join([*out, "</svg>", ""])
+def shade(span: Span) -> list[int]:
+    """The red, green and blue of a span; every second chunk is paler."""
+    color = bytes.fromhex(LIGHT[KINDS[span.kind][0]].removeprefix("#"))
+    return [round(part + (255 - part) * (1 - opacity(span))) for part in color]
 
 
-def planned(args: argparse.Namespace) -> tuple[list[list[Span]], str, str]:
+def opacity(span: Span) -> float:
+    return 0.45 if span.chunk % 2 else 1.0
+
+
+def picture(title: str, panels: list[Panel]) -> Picture:
+    """All panels one under another. Equal times have equal widths."""
+    left, width, height, gap, heading = 70, 900, 22, 3, 26
+    longest = max(panel.length for panel in panels)
+    scale = (width - left - 16) / longest
+    rows = sum(len(panel.spans) for panel in panels)
+    bottom = 40 + len(panels) * (heading + 8) + rows * (height + gap)
+    art = Picture(width, bottom + 66, title)
+    y = 40
+    for panel in panels:
+        art.text(left, y + heading - 9, panel.heading, weight="bold")
+        y += heading
+        for rank, row in enumerate(panel.spans):
+            art.text(16, y + height / 2 + 4, f"rank {rank}")
+            art.rect(left, y, panel.length * scale, height, "track")
+            for span in row:
+                x, w = left + span.start * scale, (span.end - span.start) * scale
+                fill, _ = KINDS[span.kind]
+                art.bar(x, y, w - 1, height, fill, str(span.micro), opacity(span))
+            y += height + gap
+        y += 8
+    draw_axis(art, left, bottom, scale, longest, panels[0].unit)
+    spans = [span for panel in panels for row in panel.spans for span in row]
+    used = {span.kind for span in spans}
+    meanings: dict[str, str] = {}
+    for kind, (fill, meaning) in KINDS.items():
+        if kind in used:
+            meanings[fill] = f"{meanings[fill]} / {meaning}" if fill in meanings else meaning
+    x = art.legend(left, bottom + 50, meanings | {"track": "bubble"})
+    if any(span.chunk for span in spans):
+        art.text(x, bottom + 50, "paler: every second virtual stage", fill="faint")
+    return art
+
+
+def draw_axis(art: Picture, left: float, y: float, scale: float, length: float, unit: str) -> None:
+    steps = (m * 10**e for e in range(-3, 9) for m in (1, 2, 5))
+    tick = next(step for step in steps if length / step <= 12)
+    for i in range(int(length / tick) + 1):
+        x = left + i * tick * scale
+        art.line(x, y - 2, x, y + 3, "faint")
+        text = f"{i * tick:g} {unit}" if i else "0"
+        art.text(x, y + 15, text, size=11, fill="faint", anchor="middle")
+
+
+# ---- what to draw ----
+
+
+def planned(name: str, p: int, m: int, virtual: int | None = None) -> Panel:
     stage = load_stage()
-    p, m = args.pp, args.micro
-    v = args.virtual or (2 if args.schedule == "interleaved" else 1)
-    if args.schedule == "interleaved" and m % p:
+    v = virtual or 2 if name == "interleaved" else 1
+    if name == "interleaved" and m % p:
         raise SystemExit(f"timeline.py: --micro {m} is not a multiple of --pp {p}")
-    if args.schedule != "interleaved" and v > 1:
-        raise SystemExit(f"timeline.py: {args.schedule} has one stage per rank: --virtual 1")
-    schedule = {**stage.SCHEDULES, **stage.SPLIT_SCHEDULES}[args.schedule]
+    schedule = {**stage.SCHEDULES, **stage.SPLIT_SCHEDULES}[name]
     if v > 1:
         schedule = partial(schedule, v=v)
-    spans = simulate(stage, schedule, p, m)
-    title = f"{args.schedule}: {p} ranks, {m} micro-batches"
-    title += f", {v} virtual stages per rank" if v > 1 else ""
-    return spans, title, "units"
+    title = f"{name}, {v} virtual stages per rank" if v > 1 else name
+    return Panel(title, simulate(stage, schedule, p, m), "units")
+
+
+def traced(folder: Path) -> Panel:
+    steps = measured(folder)
+    config = json.loads((folder / "config.json").read_text())
+    arguments = config["arguments"]
+    m = arguments["global_batch_size"] // arguments["dp"] // arguments["micro_batch_size"]
+    title = f"{arguments['schedule']}, {m} micro-batches, measured"
+    fractions = (f"{100 * bubble_fraction(step):.1f} %" for step in steps)
+    print(f"{title}: bubble in each traced step", *fractions)
+    return Panel(title, median_step(steps), "ms")
 
 
 def main() -> None:
     parser = Parser(description=__doc__.split("\n")[0])
-    names = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-    parser.add_argument("--schedule", choices=names, default="1f1b")
+    names = (*SCHEDULES, "all")
+    parser.add_argument("--schedule", choices=names, nargs="+", default=["1f1b"])
     parser.add_argument("--pp", type=positive_int, default=4, help="ranks")
     parser.add_argument("--micro", type=positive_int, default=8, help="micro-batches")
     parser.add_argument("--virtual", type=positive_int, help="stages per rank (interleaved: 2)")
-    parser.add_argument("--run", type=Path, help="draw what this run has traced (--profile)")
-    parser.add_argument("--svg", type=Path, help="write it there too")
-    parser.add_argument("--axis", type=positive, help="time that the SVG's width stands for")
+    parser.add_argument(
+        "--run", type=Path, nargs="+", help="draw the traces of runs with --profile"
+    )
+    parser.add_argument("--svg", type=Path, help="also write the picture to this file")
     args = parser.parse_args()
     if args.run:
-        steps = measured(args.run)
-        spans = median_step(steps)
-        arguments = json.loads((args.run / "config.json").read_text())["arguments"]
-        title = f"{arguments['schedule']}, measured"
-        unit = "s"
-        shares = [100 * idle_share(step) for step in steps]
-        print("idle in each traced step:", *(f"{share:.1f} %" for share in shares))
+        panels, title = [traced(folder) for folder in args.run], "One step of each run, traced"
     else:
-        spans, title, unit = planned(args)
-    title += f", idle {100 * idle_share(spans):.1f} %"
-    print(title)
+        chosen = SCHEDULES if "all" in args.schedule else args.schedule
+        if args.virtual and args.virtual > 1 and "interleaved" not in chosen:
+            raise SystemExit(f"timeline.py: {chosen[0]} has one stage per rank: --virtual 1")
+        panels = [planned(name, args.pp, args.micro, args.virtual) for name in chosen]
+        title = f"{args.pp} ranks, {args.micro} micro-batches"
     coloured = sys.stdout.isatty() or "FORCE_COLOR" in os.environ
-    print(terminal(spans, shutil.get_terminal_size((120, 24)).columns, coloured))
-    path = args.svg or (args.run and args.run / "timeline.svg")
+    columns = shutil.get_terminal_size((120, 24)).columns
+    longest = max(panel.length for panel in panels)
+    for panel in panels:
+        print(panel.heading)
+        print(terminal(panel, longest, columns, coloured))
+    path = args.svg or (args.run and args.run[0] / "timeline.svg")
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(svg(spans, title, unit, args.axis))
+        path.write_text(str(picture(title, panels)))
         print(f"written: {path}")
 
 
