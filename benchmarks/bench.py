@@ -112,12 +112,12 @@ class OtherTree:
 
 @dataclass
 class Result:
-    """What a row has shown. Milliseconds and megabytes are the slowest and the largest rank's."""
+    """A row's measurements. Milliseconds are the slowest rank's, megabytes the largest's."""
 
     row: str
     shape: str
     ranks: int
-    ours_ms: list[float]  # a step each
+    ours_ms: list[float]  # per step
     theirs_ms: list[float]
     ours_mb: float
     theirs_mb: float
@@ -152,7 +152,7 @@ def timed(step: Step, tokens: Tensor, targets: Tensor) -> tuple[float, Tensor]:
 
 
 def peak_mb(row: Row, build, shape: Shape) -> float:
-    """The most that a contender holds on any rank, states included, over three steps alone."""
+    """A contender's peak memory on any rank, model state included, over three steps alone."""
     gc.collect()
     if torch.cuda.is_available():
         before = torch.cuda.memory_allocated()
@@ -297,7 +297,7 @@ def line_of(r: Result) -> str:
 
 
 def slower_rows(results: list[Result]) -> list[str]:
-    """Which rows ours loses, with 95 % confidence."""
+    """The rows in which ours is slower, with 95 % confidence."""
     return [
         f"{r.row} ({r.shape}, {r.ranks} ranks): {statistics.median(r.ratios):.3f}"
         for r in results
@@ -306,7 +306,7 @@ def slower_rows(results: list[Result]) -> list[str]:
 
 
 def machine() -> str:
-    """What the figures hold for."""
+    """The machine and the versions that the figures were measured with."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -326,7 +326,7 @@ def shapes_used(names: set[str]) -> list[str]:
     shapes = GPU_SHAPES if torch.cuda.is_available() else SHAPES
     return [
         f"- {n}: width {s.d_model}, {s.n_layers} layers, {s.n_heads} heads, vocabulary "
-        f"{s.vocab_size}, {s.batch} samples of {s.seq_len} tokens (01 to 04: a rank), float32"
+        f"{s.vocab_size}, {s.batch} samples of {s.seq_len} tokens (01 to 04: per rank), float32"
         for n, s in shapes.items()
         if n in names
     ]
@@ -338,11 +338,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
-    parser.add_argument("--ranks", nargs="+", type=int, help="default: what each row asks for")
+    parser.add_argument("--ranks", nargs="+", type=int, help="default: those of each row")
     parser.add_argument("--pairs", type=int, default=100, help="timed steps of each contender")
     parser.add_argument("--against", metavar="COMMIT", help="compare with this commit of ours")
     parser.add_argument("--out", help="write the table to this file, too")
-    parser.add_argument("--list", action="store_true", help="name the rows and leave")
+    parser.add_argument("--list", action="store_true", help="list the rows and exit")
     args = parser.parse_args(argv)
     if args.against:
         named = f"{args.against}^{{commit}}"
@@ -390,7 +390,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def ranks_of(row: Row, wished: list[int] | None) -> list[int]:
-    """The sizes to run a row at: NCCL wants a GPU a rank."""
+    """The world sizes to run a row with. NCCL needs one GPU per rank."""
     if torch.cuda.is_available():
         return [min(torch.cuda.device_count(), max(wished or [1]))]
     return [n for n in row.ranks if not wished or n in wished]

@@ -5,9 +5,9 @@
 Both write and read the same tensors, in the same processes, in turns (ours, theirs, theirs, ours),
 each behind a barrier; the slowest rank's time counts. Ours is all of `save_checkpoint` and
 `load_checkpoint`: the copy to host memory, the checksums, the commit by rename. The table shows
-the median of the paired ratios ours / theirs with its 95 % interval, and for how long `held` of
-our saves kept training waiting, as a share of plain `dcp.save`. In memory (/dev/shm) nothing waits
-for a disk, which is the harder comparison for a checksum.
+the median of the paired ratios ours / theirs with its 95 % interval. Its row `blocked` is the time
+for which our asynchronous save blocks training, relative to a full `dcp.save`. In memory
+(/dev/shm) nothing waits for a disk, which makes the comparison harder for the checksums.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ STUB = types.SimpleNamespace(state={})  # no optimizer whose step could be set
 
 
 def tensors(megabytes: int) -> dict[str, torch.Tensor]:
-    """This rank's own, of 4 MB each and a few small ones, as a model's are."""
+    """This rank's tensors: some of 4 MB and a few small ones, as in a model."""
     shapes = [(512, 2048)] * (megabytes // 4) + [(512,)] * 16
     return {f"model.{dist.get_rank()}.{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
 
 
 def timed(act: Callable[[], object]) -> float:
-    """Seconds that the slowest rank takes."""
+    """The seconds of the slowest rank."""
     dist.barrier()
     started = time.perf_counter()
     act()
@@ -54,11 +54,11 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def measure(folder: str, megabytes: int, pairs: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of ours and theirs, pair by pair, for `save`, `load` and `held`."""
+    """Seconds of ours and theirs, pair by pair, for `save`, `load` and `blocked`."""
     keep_freed_memory()  # as every run does
     state, path = tensors(megabytes), Path(folder)
-    place = CheckpointFolder(path / "held")
-    found: dict[str, list[tuple[float, float]]] = {"save": [], "load": [], "held": []}
+    place = CheckpointFolder(path / "blocked")
+    found: dict[str, list[tuple[float, float]]] = {"save": [], "load": [], "blocked": []}
     for pair in range(-2, pairs):  # two to warm up
         ours, theirs = path / f"ours-{pair}", path / f"theirs-{pair}"
         acts = {
@@ -77,10 +77,10 @@ def measure(folder: str, megabytes: int, pairs: int) -> dict[str, list[tuple[flo
                 seconds[which] = timed(both[which])
             if pair >= 0:
                 found[name].append((seconds[0], seconds[1]))
-        held = timed(lambda: save_checkpoint(place, 1, state, 1))
+        blocked = timed(lambda: save_checkpoint(place, 1, state, 1))
         place.wait()
         if pair >= 0:
-            found["held"].append((held, found["save"][-1][1]))
+            found["blocked"].append((blocked, found["save"][-1][1]))
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(ours)
@@ -93,14 +93,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--megabytes", type=int, default=96, help="a rank")
+    parser.add_argument("--megabytes", type=int, default=96, help="per rank")
     parser.add_argument("--folder", help="where to write (default: the temporary folder)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         pool = Pool(args.ranks, timeout=3600)
         found = pool.run(measure, folder, args.megabytes, args.pairs)[0]
         pool.close()
-    print(f"{machine()}\n\n{args.ranks} ranks, {args.megabytes} MB each, in {args.folder or 'TMP'}")
+    print(f"{machine()}\n")
+    print(f"{args.ranks} ranks, {args.megabytes} MB per rank, in {args.folder or 'TMP'}")
     print("\n| | ratio | 95 % interval | pairs | ours ms | theirs ms |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, seconds in found.items():

@@ -1,4 +1,4 @@
-"""The contenders of `make bench`: for each row our way of a technique and PyTorch's own.
+"""The contenders of `make bench`: for each row our version of a technique and PyTorch's own.
 
 A contender is a function `build(shape) -> step`; `step(tokens, targets)` trains on one batch,
 optimizer and `zero_grad` included, and returns its loss. Both contenders of a row start from the
@@ -41,7 +41,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and the samples that each rank gets a step."""
+    """A model, and the samples per rank and step."""
 
     vocab_size: int
     d_model: int = 128
@@ -120,8 +120,8 @@ class PlainBlock(nn.Module):
 
 class PlainTransformer(nn.Module):
     """The decoder as it is usually written, nanoGPT's recipe in its plainest form: LayerNorm
-    without bias, learned positions, whole logits and `F.cross_entropy`. The head is untied, so
-    that it has the matrix products of ours."""
+    without bias, learned positions, full logits and `F.cross_entropy`. The head is untied, so
+    that it has the matmuls of ours."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -169,7 +169,7 @@ def loss_step(shape: Shape, loss_of: Callable[[Tensor, Tensor, Tensor], Tensor])
     return step
 
 
-def loss_in_pieces(shape: Shape) -> Step:
+def chunked_loss(shape: Shape) -> Step:
     return loss_step(shape, linear_cross_entropy)
 
 
@@ -275,7 +275,7 @@ def our_tensor_parallel(sequence_parallel: bool) -> Callable[[Shape], Step]:
 
 
 def with_torchs_linears(model: nn.Module) -> nn.Module:
-    """`parallelize_module` knows `nn.Linear` alone."""
+    """Replace our linear layers by `nn.Linear`, the only ones that `parallelize_module` takes."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, Linear):
@@ -288,7 +288,8 @@ def with_torchs_linears(model: nn.Module) -> nn.Module:
 
 def parallel_plan(sequence_parallel: bool) -> dict:
     """PyTorch's tutorial of tensor parallelism, on the names of our model."""
-    between = Shard(1) if sequence_parallel else Replicate()  # what lies between two pairs
+    # the layout of hidden states between two pairs of linear layers
+    between = Shard(1) if sequence_parallel else Replicate()
     plan = {
         "embed.tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "output.head": ColwiseParallel(
@@ -383,14 +384,14 @@ def our_pipeline(schedule: str, virtual_stages: int = 1) -> Callable[[Shape], St
 
 class Part(nn.Module):
     """A stage for PyTorch's schedules. The last one leaves the head to the loss, so that both
-    contenders make the loss in pieces."""
+    contenders have the chunked loss."""
 
     def __init__(self, model: Transformer, units: range, logits: bool = False):
         super().__init__()
         self.logits = logits
         self.embed = model.embed if 0 in units else None
-        mine = (str(unit - 1) for unit in units)
-        self.layers = nn.ModuleList(model.layers[name] for name in mine if name in model.layers)
+        names = (str(unit - 1) for unit in units)
+        self.layers = nn.ModuleList(model.layers[name] for name in names if name in model.layers)
         self.output = model.output if model.config.n_units - 1 in units else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -441,7 +442,7 @@ def torch_pipeline(schedule: type, virtual_stages: int = 1) -> Callable[[Shape],
     return build
 
 
-# ---- 07: PyTorch's own three together ----
+# ---- 07: three of PyTorch's own, combined ----
 
 
 def our_mesh(shape: Shape) -> Step:
@@ -499,8 +500,8 @@ def torch_mesh(shape: Shape) -> Step:
                 runner.step(tokens)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        mine = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in losses]
-        return on_all_ranks(torch.stack(mine) if mine else torch.zeros(1, device=device())) / 4
+        full = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in losses]
+        return on_all_ranks(torch.stack(full) if full else torch.zeros(1, device=device())) / 4
 
     return step
 
@@ -510,7 +511,7 @@ def torch_mesh(shape: Shape) -> Step:
 
 @dataclass(frozen=True)
 class Row:
-    """Two contenders, the ranks they run on, and what PyTorch's side is, as the table says it."""
+    """Two contenders, the numbers of ranks to run on, and the table's name for PyTorch's side."""
 
     ours: Callable[[Shape], Step]
     theirs: Callable[[Shape], Step]
@@ -518,7 +519,7 @@ class Row:
     ranks: tuple[int, ...] = (2, 4)
     same_loss: bool = True  # both contenders compute the same function
     shapes: tuple[str, ...] = ("small", "large-vocabulary")
-    share_of: Callable[[int], int] = lambda rank: rank  # which share of the batch a rank has
+    share_of: Callable[[int], int] = lambda rank: rank  # the rank's share of the batch
 
 
 def tensor_parallel_row(sequence_parallel: bool, against: str) -> Row:
@@ -530,7 +531,7 @@ def pipeline_row(schedule: str, v: int, theirs: type, their_v: int) -> Row:
     return Row(
         our_pipeline(schedule, v),
         torch_pipeline(theirs, their_v),
-        f"pipelining.{theirs.__name__}, {their_v} stage{'s' * (their_v > 1)} a rank",
+        f"pipelining.{theirs.__name__}, {their_v} stage{'s' * (their_v > 1)} per rank",
         shapes=("deep", "deep-large-vocabulary"),
         share_of=lambda rank: 0,
     )
@@ -541,7 +542,7 @@ ROWS = {
         our_model, plain_model, "plain GPT, full logits, AdamW fused", (1,), same_loss=False
     ),
     "01-loss": Row(
-        loss_in_pieces,
+        chunked_loss,
         loss_of_full_logits,
         "x @ W.t(), F.cross_entropy",
         (1,),
@@ -555,7 +556,7 @@ ROWS = {
         torch_fsdp(True, torch.bfloat16),
         "fully_shard, parameters in bf16, reduced in float32",
     ),
-    "04-fsdp": Row(our_fsdp(True), torch_fsdp(True), "fully_shard each unit and the root"),
+    "04-fsdp": Row(our_fsdp(True), torch_fsdp(True), "fully_shard on each unit and the root"),
     "04-fsdp-no-reshard": Row(
         our_fsdp(False), torch_fsdp(False), "fully_shard(reshard_after_forward=False)"
     ),

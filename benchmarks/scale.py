@@ -1,4 +1,4 @@
-"""Strong and weak scaling of the data-parallel stages, and how much communication backward hides.
+"""Strong and weak scaling of the data-parallel stages, and how much communication they hide.
 
     python benchmarks/scale.py
     python benchmarks/scale.py --stages 02-ddp 04-fsdp --ranks 1 2 --steps 50 --out scale.md
@@ -6,8 +6,8 @@
 Three copies of a stage take turns in the same processes, step by step: one as it is; one that
 waits for each collective where it is called, so that nothing is hidden; one that does not
 communicate. If these take t, t_wait and t_none, backward hides (t_wait - t) / (t_wait - t_none) of
-the communication. Each rank has one thread. Strong: the ranks share 32 samples a step; weak: eight
-samples each.
+the communication. Each rank has one thread. Strong: the ranks share 32 samples per step; weak: each
+has eight samples.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from common.run import keep_freed_memory
 
 STAGES = ("02-ddp", "03-zero-1", "03-zero-2", "04-fsdp", "04-fsdp-no-reshard")
 WAYS = ("as it is", "waits", "alone")
-SAMPLES = 32  # a step, of strong scaling
+SAMPLES = 32  # per step, of strong scaling
 
 
 class Done:
-    """A collective that has ended."""
+    """The work of a collective that has finished."""
 
     def wait(self) -> None:
         pass
@@ -123,13 +123,13 @@ def run(size: int, names: list[str], shape: str, steps: int) -> list[tuple]:
 
 
 HEAD = (
-    "| stage | scaling | ranks | ms a step (95 %) | samples/s | efficiency | sent MB | hidden |\n"
+    "| stage | scaling | ranks | ms per step (95 %) | samples/s | efficiency | sent MB | hidden |\n"
     "| --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
 def table(results: list[tuple], shape: str) -> list[str]:
-    """Rows by stage and scaling. Efficiency: samples a second and rank, against one rank."""
+    """Rows by stage and scaling. Efficiency: samples per second and rank, against one rank."""
     lines, single = [], {}
     for name, scaling, size, times, sent in sorted(results, key=lambda r: r[:3]):
         each = {way: median(values) for way, values in times.items()}
