@@ -1,4 +1,4 @@
-"""Stage 07: stage 01's curve on every mesh, and the sum of its parts in what is sent and held."""
+"""Stage 07: parity on every mesh; communication and memory are the sums of their parts."""
 
 from __future__ import annotations
 
@@ -31,19 +31,21 @@ SEQUENCE = ["--sequence-parallel"]
 
 
 def mesh(pp: int, dp: int, tp: int) -> tuple[int, list[str]]:
-    """How many ranks, and the flags."""
+    """The number of ranks, and the flags."""
     return pp * dp * tp, ["--pp", str(pp), "--tp", str(tp)]
 
 
-# ---- the pieces are those of 02, 05 and 06 ----
+# ---- the definitions are those of 02, 05 and 06 ----
 
 
-ADDITIONS = "(not in stage 07)"  # in the comment line above what 07 leaves out
+ADDITIONS = "(not in stage 07)"  # in the comment above definitions that 07 leaves out
 
 
 def definitions(stage: str) -> dict[str, str]:
-    """Source of each top-level class, function and constant, decorators included; of a stage that
-    07 repeats, without the section of additions that 07 leaves out."""
+    """The source of each top-level class, function and constant, decorators included.
+
+    The additions of 02, 05 and 06 that 07 leaves out are left out here too.
+    """
     text = stage_path(stage).read_text()
     lines, found = text.splitlines(), {}
     loop = lines.index("# The training loop")
@@ -59,7 +61,7 @@ def definitions(stage: str) -> dict[str, str]:
     return found
 
 
-# what a stage does with its technique, and 07 with three, is each one's own
+# functions that use one technique in 02, 05 and 06, and three in 07: these differ
 OWN = {"parse_args", "evaluate", "main", "clip_grad_norm_"}
 
 
@@ -77,13 +79,13 @@ def test_definitions_shared_with_02_05_06_are_identical(stage):
         assert theirs[name] == ours[name], f"{name} is longer in one of them"
 
 
-# ---- the curve ----
+# ---- parity ----
 
 MESHES = [
     *((pp, dp, tp) for pp in (1, 2) for dp in (1, 2) for tp in (1, 2)),
     *((4, 1, 2), (1, 2, 4), (2, 1, 4), (3, 1, 2)),
 ]
-# collectives take most of the time, and each layer has its own: no more of both than it needs
+# collectives take most of the time, and each layer adds some: use as few layers as possible
 TWO_LAYERS = ["--n-layers", "2"]
 
 
@@ -92,7 +94,7 @@ TWO_LAYERS = ["--n-layers", "2"]
 def test_parity_with_stage_01(pools, reference, corpus_dir, degrees):
     size, flags = mesh(*degrees)
     argv = [*RUN, "--data", str(corpus_dir), *(TWO_LAYERS if degrees[0] < 3 else [])]
-    # micro-batches: one without a pipeline, two on two ranks, four on longer ones
+    # micro-batches: one without a pipeline, two with two pipeline stages, four with more
     micro = ["--micro-batch-size", str(24 // degrees[1] // {1: 1, 2: 2}.get(degrees[0], 4))]
     for metrics in pools(size).train("07", [*argv, *flags, *micro]):
         assert_same_curve(metrics, reference(argv))
@@ -108,7 +110,7 @@ def test_parity_with_stage_01(pools, reference, corpus_dir, degrees):
         ((2, 1, 2), [], ["--dropout", "0.1"]),
         ((1, 2, 2), SEQUENCE, ["--dropout", "0.1"]),
         ((2, 1, 4), ["--schedule", "interleaved", *SEQUENCE], []),
-        ((2, 1, 1), SEQUENCE, []),  # without tp there is nothing to cut
+        ((2, 1, 1), SEQUENCE, []),  # without tp there is nothing to shard
     ],
     ids=str,
 )
@@ -132,7 +134,7 @@ def test_parity_with_stage_01_in_bfloat16(pools, reference, corpus_dir):
 # ---- gradients ----
 
 CONFIG = TransformerConfig(vocab_size=200, d_model=32, n_layers=4, n_heads=4, seq_len=16)
-M, MICRO = 4, 2  # micro-batches a data-parallel rank, and their size
+M, MICRO = 4, 2  # micro-batches per data-parallel rank, and their size
 
 
 def batches(dp: int) -> list[list[tuple]]:
@@ -166,7 +168,7 @@ def pipeline_on(
 
 
 def gradients(degrees: tuple[int, int, int], schedule: str, sequence_parallel: bool) -> None:
-    """Every gradient, gathered, is the plain model's, and so is the norm; clipping scales all."""
+    """Every gradient and the global norm match the plain model's, before and after clipping."""
     stage, mesh, model, pipeline = pipeline_on(degrees, schedule, sequence_parallel)
     data = batches(degrees[1])
     plain = Transformer(CONFIG)
@@ -177,20 +179,20 @@ def gradients(degrees: tuple[int, int, int], schedule: str, sequence_parallel: b
     pipeline.finish_gradient_synchronization()
     if sequence_parallel:
         stage.all_reduce_replicated_gradients(model, mesh.tp)
-    cut, twins = stage.shard_dims_of(model), dict(plain.named_parameters())
+    shard_dims, twins = stage.shard_dims_of(model), dict(plain.named_parameters())
 
-    def hold_against_plain() -> None:
+    def assert_gradients_match() -> None:
         for name, p in model.named_parameters():
             grad = twins[name].grad
-            if name in cut:
-                grad = grad.chunk(degrees[2], cut[name])[mesh.tp.rank()]
+            if name in shard_dims:
+                grad = grad.chunk(degrees[2], shard_dims[name])[mesh.tp.rank()]
             torch.testing.assert_close(p.grad, grad, atol=1e-6, rtol=0, msg=name)
 
-    hold_against_plain()
+    assert_gradients_match()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     norm = stage.clip_grad_norm_(model, 0.1, mesh)
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-    hold_against_plain()
+    assert_gradients_match()
 
 
 @pytest.mark.quick_cases("1f1b")
@@ -200,11 +202,11 @@ def test_gradients_match_the_plain_model(pools, schedule):
         pools(8).run(gradients, (2, 2, 2), schedule, sequence_parallel)
 
 
-# ---- what is sent ----
+# ---- communication ----
 
 
 def sent_by(stage: str, argv: list[str]) -> tuple[Counter, Counter, Counter, Counter]:
-    """Calls, payload and ring bytes of a whole run by (collective, group), and control calls."""
+    """Calls, payload and ring bytes of a run by (collective, group), and control calls."""
     with count_collectives() as counted, whole_ledger() as ledger:
         load_stage(stage).main(argv)
     assert_ledger_is_true(ledger, counted)
@@ -212,7 +214,7 @@ def sent_by(stage: str, argv: list[str]) -> tuple[Counter, Counter, Counter, Cou
 
 
 def by_collective(counter: Counter) -> dict[str, float]:
-    """Without the names of the groups, nor what goes nowhere."""
+    """Sum over the groups, without the collectives that sent nothing."""
     total: Counter = Counter()
     for (name, _), value in counter.items():
         total[name] += value
@@ -240,8 +242,8 @@ def test_communication_of_one_degree_is_that_of_its_stage(
     ours = pools(size).run(sent_by, "07", [*argv, str(tmp_path / "ours"), *flags])
     theirs = pools(size).run(sent_by, twin, [*argv, str(tmp_path / "theirs")])
     for a, b in zip(ours, theirs, strict=True):
-        for mine, its in list(zip(a, b, strict=True))[:3]:
-            assert by_collective(mine) == by_collective(its)
+        for counter, expected in list(zip(a, b, strict=True))[:3]:
+            assert by_collective(counter) == by_collective(expected)
 
 
 def sent_in_a_step(degrees, schedule: str, sequence_parallel: bool):
@@ -268,30 +270,31 @@ def test_communication_is_the_sum_of_the_parts_each_in_its_group(
     ranks = pools(8).run(sent_in_a_step, (2, 2, 2), schedule, sequence_parallel)
     for rank, (payload, ring, parameters, norms) in enumerate(ranks):
         is_last = rank >= 4  # pp is the outermost axis
-        vectors = 4 * MICRO * 16 * 32  # bytes of a micro-batch's
-        # over pp: each of the 2v - 1 boundaries lies between the two ranks, and carries vectors
-        # one way, gradients the other, m times
-        share = vectors // 2 if sequence_parallel else vectors
-        mine, other = ("to_lower", "to_higher") if is_last else ("to_higher", "to_lower")
-        assert payload["isend", mine] == (2 * v - 1) * M * share
+        hidden = 4 * MICRO * 16 * 32  # bytes of a micro-batch's hidden states
+        # over pp: each of the 2v - 1 boundaries is between the two ranks; m times, it carries
+        # hidden states in one direction and gradients in the other
+        nbytes = hidden // 2 if sequence_parallel else hidden
+        to_neighbor, other = ("to_lower", "to_higher") if is_last else ("to_higher", "to_lower")
+        assert payload["isend", to_neighbor] == (2 * v - 1) * M * nbytes
         assert payload["isend", other] == 0
         # over dp: this rank's own parameters, once
         assert payload["all_reduce", "dp"] == 4 * parameters
-        assert ring["all_reduce", "dp"] == 4 * parameters  # 2 (N - 1) / N of two ranks
-        # over tp: four sums a layer, the embedding's or the head's, three small ones of the loss
+        assert ring["all_reduce", "dp"] == 4 * parameters  # 2 (N - 1) / N = 1 for two ranks
+        # over tp: four all-reduces per layer, one for the embedding or the head, three small ones
+        # for the loss
         large, small = 4 * 2 + 1, 3 if is_last else 0
         tokens = 4 * MICRO * 16
         if sequence_parallel:
-            assert payload["all_gather_single", "tp"] == M * large * vectors
-            assert payload["reduce_scatter_single", "tp"] == M * large * vectors
+            assert payload["all_gather_single", "tp"] == M * large * hidden
+            assert payload["reduce_scatter_single", "tp"] == M * large * hidden
             assert payload["all_reduce", "tp"] == M * small * tokens + 4 * norms
         else:
-            assert payload["all_reduce", "tp"] == M * (large * vectors + small * tokens)
+            assert payload["all_reduce", "tp"] == M * (large * hidden + small * tokens)
         names = {group for _, group in payload}
         assert names <= {"dp", "tp", "to_higher", "to_lower"}
 
 
-# ---- what is held ----
+# ---- memory ----
 
 
 @pytest.mark.quick
@@ -299,20 +302,20 @@ def test_model_state_is_sharded_over_pp_and_tp(fresh_pool, corpus_dir):
     flags = mesh(2, 1, 2)[1]
     argv = [*SIZE, "--steps", "2", "--log-every", "1", "--data", str(corpus_dir)]
     every = fresh_pool(4).train("07", [*argv, *flags])
-    whole = TransformerConfig(vocab_size=201, d_model=32, n_layers=4, n_heads=4, seq_len=16)
+    full = TransformerConfig(vocab_size=201, d_model=32, n_layers=4, n_heads=4, seq_len=16)
     norms = 9 * 32
-    total = 16 * (whole.num_parameters() + norms)  # norms are on both ranks of tp
+    total = 16 * (full.num_parameters() + norms)  # norms are replicated over tp
     held = sum(metrics[-1]["model_state_mb"] for metrics in every) * 1e6
     assert held == pytest.approx(total, rel=0.02)
 
 
 def peak_of_a_step(schedule: str, autocast: bool) -> int:
-    """Bytes beyond weights and gradients."""
+    """Peak bytes of a step beyond weights and gradients."""
     _, mesh, _, pipeline = pipeline_on((2, 1, 2), schedule, False, autocast)
     data = batches(1)[0]
-    pipeline.run(data)  # gradients are there from now on
+    pipeline.run(data)  # allocates the gradients
     peaks = []
-    for _ in range(3):  # a thread of Gloo may hold what it has sent, so that a peak is too high
+    for _ in range(3):  # the least of three: a thread of Gloo may still hold a sent tensor
         with PeakMemory() as peak:
             pipeline.run(data)
         peaks.append(peak.above)
@@ -321,18 +324,18 @@ def peak_of_a_step(schedule: str, autocast: bool) -> int:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_bfloat16_activations_take_at_most_0_8_of_float32_memory(pools, schedule):
-    """No copy of the weights in bfloat16 is kept for backward, of any micro-batch in flight."""
-    whole, half = (pools(4).run(peak_of_a_step, schedule, bf16) for bf16 in (False, True))
-    for rank in (0, 1):  # of the first stage: the last one's loss is in float32
-        assert half[rank] <= 0.8 * whole[rank], (whole, half)
+    """No micro-batch in flight keeps a bfloat16 copy of the weights for backward."""
+    float32, bfloat16 = (pools(4).run(peak_of_a_step, schedule, bf16) for bf16 in (False, True))
+    for rank in (0, 1):  # the first stage only: the loss of the last one is in float32
+        assert bfloat16[rank] <= 0.8 * float32[rank], (float32, bfloat16)
 
 
 # ---- overlap ----
 
 
 def first_reduction_and_last_backward(schedule: str) -> tuple[float, float]:
-    """When the first all-reduce over dp was asked for, and when the last action began (in
-    microseconds of this rank's trace)."""
+    """Start of the first all-reduce over dp, and of the last backward, in microseconds of this
+    rank's trace."""
     _, mesh, _, pipeline = pipeline_on((2, 2, 1), schedule, False)
     data = batches(2)[mesh.dp.rank()]
     with profile(activities=[ProfilerActivity.CPU]) as trace:
@@ -340,14 +343,14 @@ def first_reduction_and_last_backward(schedule: str) -> tuple[float, float]:
         pipeline.finish_gradient_synchronization()
     events = trace.events()
     actions = sorted(e.time_range.start for e in events if e.name.startswith("B "))
-    sums = sorted(e.time_range.start for e in events if e.name == "c10d::allreduce_")
-    return sums[0], actions[-1]
+    reductions = sorted(e.time_range.start for e in events if e.name == "c10d::allreduce_")
+    return reductions[0], actions[-1]
 
 
 @pytest.mark.wall_clock
 @pytest.mark.quick
 def test_gradient_reduction_overlaps_the_pipelines_cooldown(pools):
-    """With two virtual stages the later one is done, and on its way, before the earlier one."""
+    """With two virtual stages, the later one is all-reduced while the earlier one computes."""
     for reduced, last in pools(4).run(first_reduction_and_last_backward, "interleaved"):
         assert reduced < last
 

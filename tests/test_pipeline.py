@@ -1,4 +1,4 @@
-"""Stage 06: stage 01's curve under every schedule; what is in flight, sent and computed."""
+"""Stage 06: parity under every schedule; micro-batches in flight, memory and communication."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def micro_batches(m: int, vocab: int = 200) -> list[tuple]:
 def pipeline_of(
     schedule: str, config: TransformerConfig, v: int | None = None, autocast: bool = False
 ):
-    """A pipeline over all ranks and the model that this rank has of it."""
+    """A pipeline over all ranks, and this rank's part of the model."""
     stage, p, rank = load_stage("06"), dist.get_world_size(), dist.get_rank()
     n_stages = p * (v or (2 if schedule == "interleaved" else 1))
     units = {s: stage.units_of(s, n_stages, config.n_layers) for s in range(rank, n_stages, p)}
@@ -63,7 +63,7 @@ def pipeline_of(
     return kind(model, units, actions, *groups, autocast), model
 
 
-# ---- the curve ----
+# ---- parity ----
 
 
 def options(schedule: str, m: int, extra: list[str]) -> list[str]:
@@ -166,7 +166,7 @@ def test_gradients_match_the_plain_model(pools, size, schedule, changes):
 
 
 def through_host_memory(schedule: str) -> None:
-    """As where ranks share a GPU, and Gloo sends for them."""
+    """Send through host memory, as ranks that share a GPU do over Gloo."""
     from common import collectives
 
     asked, collectives._goes_through_host = collectives._goes_through_host, lambda *_: True
@@ -182,11 +182,11 @@ def test_gradients_match_when_sent_through_host_memory(pools):
 
 # ---- backward in two parts ----
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmm_")
+MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmm_")
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products by operator and shapes; a product's order of factors is its own."""
+class MatmulCounter(TorchDispatchMode):
+    """Counts matmuls by operator and by the shapes of the operands in their order."""
 
     def __init__(self):
         super().__init__()
@@ -194,28 +194,28 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
-        if name in PRODUCTS:
+        if name in MATMULS:
             shapes = [tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]
             self.seen[(name.rstrip("_"), *shapes)] += 1
         return func(*args, **(kwargs or {}))
 
 
-def gradients_and_products(schedule: str, changes: dict, bf16: bool) -> tuple[dict, Counter, dict]:
+def gradients_and_matmuls(schedule: str, changes: dict, bf16: bool) -> tuple[dict, Counter, dict]:
     pipeline, model = pipeline_of(schedule, config(**changes), autocast=bf16)
     by_kind: dict = {}
-    whole = Products()
+    total = MatmulCounter()
     do = pipeline.do
 
     def counted(action, *rest):
-        with Products() as products:
+        with MatmulCounter() as matmuls:
             result = do(action, *rest)
-        by_kind[action.kind] = products.seen
-        whole.seen.update(products.seen)
+        by_kind[action.kind] = matmuls.seen
+        total.seen.update(matmuls.seen)
         return result
 
     pipeline.do = counted
     pipeline.run(micro_batches(5))
-    return {n: p.grad for n, p in model.named_parameters()}, whole.seen, by_kind
+    return {n: p.grad for n, p in model.named_parameters()}, total.seen, by_kind
 
 
 @pytest.mark.parametrize(
@@ -225,49 +225,50 @@ def gradients_and_products(schedule: str, changes: dict, bf16: bool) -> tuple[di
 )
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 def test_split_backward_is_bitwise_identical_with_the_same_matmuls(pools, changes, bf16):
-    whole = pools(2).run(gradients_and_products, "1f1b", changes, bf16)
-    split = pools(2).run(gradients_and_products, "zero-bubble", changes, bf16)
-    for (gradients, products, _), (same, equally, by_kind) in zip(whole, split, strict=True):
+    whole = pools(2).run(gradients_and_matmuls, "1f1b", changes, bf16)
+    split = pools(2).run(gradients_and_matmuls, "zero-bubble", changes, bf16)
+    for (gradients, matmuls, _), (same, split_matmuls, by_kind) in zip(whole, split, strict=True):
         assert gradients.keys() == same.keys()
         for name, gradient in gradients.items():
             assert torch.equal(gradient, same[name]), name
-        assert products and products == equally
-        # four linear layers in each of a rank's four layers: one matmul each, no weight's in B
+        assert matmuls and matmuls == split_matmuls
+        # four linear layers in each of a rank's four layers: W computes the weight gradients, B the
+        # gradients of the inputs
         assert by_kind["W"].total() == 4 * 4
-        forward = 4 * 4 if changes else 0  # recomputed
+        forward = 4 * 4 if changes else 0  # recomputation
         assert by_kind["B"].total() == 4 * 4 + forward
 
 
 @pytest.mark.quick
 def test_all_schedules_are_bitwise_identical(pools):
-    """They add up the micro-batches in the same order."""
-    results = {s: pools(2).run(gradients_and_products, s, {}, False) for s in SCHEDULES[:2]}
+    """All schedules accumulate the micro-batches in the same order."""
+    results = {s: pools(2).run(gradients_and_matmuls, s, {}, False) for s in SCHEDULES[:2]}
     for (a, _, _), (b, _, _) in zip(*results.values(), strict=True):
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def told_of() -> tuple[list[str], list[str]]:
+def hooked_gradients() -> tuple[list[str], list[str]]:
     pipeline, model = pipeline_of("zero-bubble", CONFIG)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    told: list[str] = []
+    seen: list[str] = []
     hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda p: told.append(names[p]))
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(names[p]))
         for parameter in model.parameters()
     ]
     pipeline.run(micro_batches(3))
     for hook in hooks:
         hook.remove()
-    return told, list(names.values())
+    return seen, list(names.values())
 
 
 def test_every_gradient_runs_its_hooks_once_per_micro_batch(pools):
-    """Deferred weight gradients as well: data parallelism listens to these hooks."""
-    for told, names in pools(2).run(told_of):
-        assert Counter(told) == {name: 3 for name in names}
+    """Deferred weight gradients too: data parallelism relies on these hooks."""
+    for seen, names in pools(2).run(hooked_gradients):
+        assert Counter(seen) == {name: 3 for name in names}
 
 
 def averaged_over_data_parallel_ranks() -> None:
-    """02's class over a zero bubble's stage, the whole model on each of two replicas."""
+    """02's class over a zero-bubble pipeline of one stage: the full model on two replicas."""
     stage, rank = load_stage("06"), dist.get_rank()
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
     model = Transformer(CONFIG)
@@ -278,7 +279,7 @@ def averaged_over_data_parallel_ranks() -> None:
     replica = load_stage("02").DistributedDataParallel(modules)
     batches = micro_batches(2)
     pipeline.run(batches[rank : rank + 1])
-    assert replica.launched == len(replica.buckets), "not all gradients were announced"
+    assert replica.launched == len(replica.buckets), "not all gradients were marked ready"
     replica.finish_gradient_synchronization()
 
     plain = Transformer(CONFIG)
@@ -292,15 +293,15 @@ def test_data_parallelism_averages_deferred_gradients_too(pools):
     pools(2).run(averaged_over_data_parallel_ranks)
 
 
-# ---- in flight ----
+# ---- memory ----
 
 
 def in_flight(schedule: str, m: int, changes: dict, bf16: bool = False) -> dict:
-    """What a rank holds beyond weights and gradients, action by action, and what one micro-batch
-    of its stage takes."""
+    """The most micro-batches in flight on a rank and the bytes beyond weights and gradients, after
+    each action; and the bytes of one micro-batch."""
     pipeline, _ = pipeline_of(schedule, config(**changes), autocast=bf16)
     batch = micro_batches(m)
-    pipeline.run(batch)  # gradients are there from now on
+    pipeline.run(batch)  # allocates the gradients
     (stage,) = pipeline.stages.values()
     grad = torch.zeros(MICRO, SEQ, D) if stage.output is None else None
     with PeakMemory() as one:
@@ -342,37 +343,37 @@ def test_activation_memory_is_that_of_the_micro_batches_in_flight(pools, checkpo
         for rank, got in enumerate(ranks):
             bound = {"gpipe": m, "1f1b": p - rank, "zero-bubble": p}[schedule]
             assert got["count"] == bound, (schedule, rank)
-            # receives posted ahead, sends under way, and the pieces between two actions
+            # receives posted early, sends in flight, and tensors passed between two actions
             boundaries = (p + 6) * BOUNDARY
             assert got["bytes"] <= bound * got["one"] + boundaries, (schedule, rank, got)
             assert got["left"] <= BOUNDARY
             if checkpointing and schedule != "zero-bubble" and 0 < rank < p - 1:
-                # two layers a stage, recomputed: the vectors that came into each, and no more
+                # two layers per stage, recomputed: only the input of each is kept
                 assert got["one"] == 2 * BOUNDARY
-            if not checkpointing and schedule != "zero-bubble":  # less is held between I and W
+            if not checkpointing and schedule != "zero-bubble":  # between B and W less is kept
                 assert got["bytes"] >= bound * got["one"] * 0.9, (schedule, rank, got)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_bfloat16_activations_take_at_most_0_8_of_float32_memory(pools, schedule):
-    """No copy of the weights in bfloat16 is kept for backward, of any micro-batch in flight."""
-    whole, half = (pools(4).run(in_flight, schedule, 8, {}, bf16) for bf16 in (False, True))
+    """No micro-batch in flight keeps a bfloat16 copy of the weights for backward."""
+    float32, bfloat16 = (pools(4).run(in_flight, schedule, 8, {}, bf16) for bf16 in (False, True))
     for rank in range(3):  # the last rank of 1F1B has only one in flight
-        assert half[rank]["bytes"] <= 0.8 * whole[rank]["bytes"], (half, whole)
+        assert bfloat16[rank]["bytes"] <= 0.8 * float32[rank]["bytes"], (bfloat16, float32)
 
 
 def test_head_in_flight_holds_no_more_memory_than_its_hidden_states(pools):
-    """The gradient of the head is as large as the head: not one a micro-batch."""
+    """A head's gradient is as large as the head: micro-batches in flight must not keep one each."""
     vocabulary = {"vocab_size": 20000}
     for got in pools(2).run(in_flight, "gpipe", 8, vocabulary)[1:]:
         assert got["bytes"] < 8 * got["one"] + 8 * BOUNDARY
         assert got["one"] < 20000 * D * 4 / 2
 
 
-# ---- traffic ----
+# ---- communication ----
 
 
-def traffic(schedule: str, m: int, v: int | None, changes: dict) -> tuple[Counter, int]:
+def communication(schedule: str, m: int, v: int | None, changes: dict) -> tuple[Counter, int]:
     pipeline, _ = pipeline_of(schedule, config(**changes), v)
     with whole_ledger() as ledger, count_collectives() as counted:
         pipeline.run(micro_batches(m))
@@ -391,20 +392,22 @@ def traffic(schedule: str, m: int, v: int | None, changes: dict) -> tuple[Counte
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_communication_per_boundary_is_one_batch_each_way(pools, size, schedule):
     m, v = 8, 2 if schedule == "interleaved" else 1
-    for rank, (sent, received, forwards) in enumerate(pools(size).run(traffic, schedule, m, v, {})):
+    for rank, (sent, received, forwards) in enumerate(
+        pools(size).run(communication, schedule, m, v, {})
+    ):
         last, first = rank == size - 1, rank == 0
-        ahead = (v if not last else v - 1) * m * BOUNDARY  # vectors to the next stage's rank
-        back = (v if not first else v - 1) * m * BOUNDARY  # gradients to the one before
+        ahead = (v if not last else v - 1) * m * BOUNDARY  # hidden states to the next rank
+        back = (v if not first else v - 1) * m * BOUNDARY  # gradients to the previous rank
         assert sum(sent.values()) == received == ahead + back
         assert forwards == ahead
-        # a group carries one direction between two ranks; the ring closes from the last to the
-        # first, which is down
+        # Each group carries one direction of rank numbers. With virtual stages the last rank sends
+        # hidden states to the first (lower), the first sends gradients to the last (higher).
         higher = (0 if last else ahead) + (back if first else 0)
         assert sent.get("to_higher", 0) == higher
 
 
 def test_communication_under_bfloat16_and_activation_checkpointing(pools):
-    for got in pools(2).run(traffic, "1f1b", 4, 1, {"activation_checkpointing": True}):
+    for got in pools(2).run(communication, "1f1b", 4, 1, {"activation_checkpointing": True}):
         assert sum(got[0].values()) == 4 * BOUNDARY
 
 
@@ -451,13 +454,13 @@ def test_resume_on_another_topology_has_the_same_loss_curve(
         size, number, own = topology
         return pools(size, number != "01").train(number, [*argv, *own])[0]
 
-    whole = train(before, saving)
+    uninterrupted = train(before, saving)
     checkpoint = str(tmp_path / "checkpoints" / "step-00000004")
     rest = train(after, [*argv, "--resume", checkpoint])
     expected = [line for line in reference(argv) if line["step"] >= 4]
     assert_same_curve(rest, expected)
-    if before == after:  # to the bit
+    if before == after:  # bitwise identical
         names = ("loss", "grad_norm", "val_loss", "test_loss")
         assert [[line.get(n) for n in names] for line in rest] == [
-            [line.get(n) for n in names] for line in whole[4:]
+            [line.get(n) for n in names] for line in uninterrupted[4:]
         ]

@@ -1,4 +1,4 @@
-"""Stage 05: every slice right, every byte accounted for, the whole logits nowhere."""
+"""Stage 05: parity, every shard and gradient, communication and memory; logits stay sharded."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ def region_of(sequence_parallel: bool):
     return kind(dist.group.WORLD)
 
 
-def gathered(piece: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """The whole from the ranks' slices; of what is replicated, that all ranks have the same."""
-    pieces = [torch.empty_like(piece) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, piece.contiguous())
+def gathered(local: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """All-gather the shards along `dim`; with None, check that all ranks hold equal replicas."""
+    shards = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, local.contiguous())
     if dim is None:
-        assert all(torch.equal(piece, p) for p in pieces), "a replica differs"
-        return piece
-    return torch.cat(pieces, dim)
+        assert all(torch.equal(local, s) for s in shards), "a replica differs"
+        return local
+    return torch.cat(shards, dim)
 
 
-# ---- the curve ----
+# ---- parity ----
 
 
 @pytest.mark.quick_cases("2-plain-tp", "2-everything-sp")
@@ -108,7 +108,7 @@ def test_parity_with_stage_01_in_bfloat16(pools, reference, corpus_dir):
 
 
 def gradients_of_one_batch(sequence_parallel: bool, changes: dict) -> float:
-    """The largest difference of any gradient, gathered, from the plain model's."""
+    """The largest difference of any gathered gradient from the plain model's."""
     inputs, targets, keys = batch()
     plain = plain_model(config(**changes))
     expected = plain(inputs, targets, keys)
@@ -119,11 +119,11 @@ def gradients_of_one_batch(sequence_parallel: bool, changes: dict) -> float:
     if sequence_parallel:
         stage.all_reduce_replicated_gradients(model, dist.group.WORLD)
     torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
-    cut = stage.shard_dims_of(model)
+    shard_dims = stage.shard_dims_of(model)
     worst = 0.0
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(gathered(ours.detach(), cut.get(name)), theirs), name
-        difference = gathered(ours.grad, cut.get(name)) - theirs.grad
+        assert torch.equal(gathered(ours.detach(), shard_dims.get(name)), theirs), name
+        difference = gathered(ours.grad, shard_dims.get(name)) - theirs.grad
         assert difference.abs().max() <= 1e-6, (name, difference.abs().max())
         worst = max(worst, difference.abs().max().item())
 
@@ -131,8 +131,8 @@ def gradients_of_one_batch(sequence_parallel: bool, changes: dict) -> float:
     norm = stage.clip_grad_norm_(model, 0.1, dist.group.WORLD)
     torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        whole = gathered(ours.grad, cut.get(name))
-        torch.testing.assert_close(whole, theirs.grad, atol=1e-6, rtol=0, msg=name)
+        full = gathered(ours.grad, shard_dims.get(name))
+        torch.testing.assert_close(full, theirs.grad, atol=1e-6, rtol=0, msg=name)
     return worst
 
 
@@ -148,7 +148,7 @@ def test_gradients_match_the_plain_model(pools, size, sequence_parallel, changes
     assert max(pools(size).run(gradients_of_one_batch, sequence_parallel, changes)) <= 1e-6
 
 
-# ---- each class alone ----
+# ---- single layers ----
 
 
 def linear_alone(kind: str, sequence_parallel: bool) -> None:
@@ -160,30 +160,30 @@ def linear_alone(kind: str, sequence_parallel: bool) -> None:
     y = plain(x)
     y.backward(grad)
 
-    def mine(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def shard_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor.detach().chunk(size, dim)[rank].clone()
 
     region = region_of(sequence_parallel)
     module = getattr(stage, f"{kind}ParallelLinearWithBias")(plain, region)
-    # across a column-parallel map the features of y are cut, across a row-parallel one those of x
+    # a column-parallel layer shards the features of y, a row-parallel layer those of x
     x_dim, y_dim = (None, 2) if kind == "Column" else (2, None)
     if sequence_parallel:
         x_dim, y_dim = (1, 2) if kind == "Column" else (2, 1)
-    my_x = (x.detach().clone() if x_dim is None else mine(x, x_dim)).requires_grad_()
-    kept = my_x.detach().clone()
-    my_y = module(my_x)
-    my_y.backward(grad if y_dim is None else mine(grad, y_dim))
+    local_x = (x.detach().clone() if x_dim is None else shard_of(x, x_dim)).requires_grad_()
+    kept = local_x.detach().clone()
+    local_y = module(local_x)
+    local_y.backward(grad if y_dim is None else shard_of(grad, y_dim))
 
-    assert torch.equal(my_x.detach(), kept), "a collective has overwritten the input"
+    assert torch.equal(local_x.detach(), kept), "a collective has overwritten the input"
     close = {"atol": 1e-5, "rtol": 1e-5}
-    torch.testing.assert_close(gathered(my_y.detach(), y_dim), y.detach(), **close)
-    torch.testing.assert_close(gathered(my_x.grad, x_dim), x.grad, **close)
+    torch.testing.assert_close(gathered(local_y.detach(), y_dim), y.detach(), **close)
+    torch.testing.assert_close(gathered(local_x.grad, x_dim), x.grad, **close)
     dim = module.shard_dims["weight"]
     torch.testing.assert_close(gathered(module.weight.grad, dim), plain.weight.grad, **close)
     bias_grad = module.bias.grad
     if kind == "Column":
         bias_grad = gathered(bias_grad, 0)
-    elif sequence_parallel:  # replicated, and each rank has seen a slice of the sequence
+    elif sequence_parallel:  # replicated; each rank has the gradient of its part of the sequence
         stage.all_reduce_replicated_gradients(module, dist.group.WORLD)
         bias_grad = gathered(module.bias.grad, None)
     torch.testing.assert_close(bias_grad, plain.bias.grad, **close)
@@ -206,9 +206,9 @@ def embedding_alone(sequence_parallel: bool) -> None:
     y = plain(tokens)
     y.backward(grad)
     module = stage.VocabParallelEmbedding(plain, region_of(sequence_parallel))
-    my_y = module(tokens)
-    my_y.backward(grad.chunk(size, 1)[rank] if sequence_parallel else grad)
-    assert torch.equal(gathered(my_y.detach(), 1 if sequence_parallel else None), y)
+    local_y = module(tokens)
+    local_y.backward(grad.chunk(size, 1)[rank] if sequence_parallel else grad)
+    assert torch.equal(gathered(local_y.detach(), 1 if sequence_parallel else None), y)
     assert torch.equal(gathered(module.weight.grad, 0), plain.weight.grad)
 
 
@@ -227,18 +227,18 @@ def cross_entropy_alone(scale: float, n_ignored: int, dtype: torch.dtype) -> Non
     logits = (torch.randn(20, 32) * scale).to(dtype).requires_grad_()
     targets = torch.randint(32, (20,))
     targets[:n_ignored] = IGNORED
-    mine = logits.detach().chunk(size, 1)[rank].clone().requires_grad_()
-    loss = stage.vocab_parallel_cross_entropy(mine * 1.0, targets, dist.group.WORLD)
+    local = logits.detach().chunk(size, 1)[rank].clone().requires_grad_()
+    loss = stage.vocab_parallel_cross_entropy(local * 1.0, targets, dist.group.WORLD)
     (3.0 * loss).backward()
     if n_ignored == 20:
-        assert loss == 0.0 and not mine.grad.any()
+        assert loss == 0.0 and not local.grad.any()
         return
     expected = F.cross_entropy(logits.float(), targets)
     (3.0 * expected).backward()
     assert loss.dtype == torch.float32 and gathered(loss.detach(), None).isfinite()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
     close = {"rtol": 0.01, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 0, "atol": 1e-6}
-    torch.testing.assert_close(gathered(mine.grad, 1), logits.grad, **close)
+    torch.testing.assert_close(gathered(local.grad, 1), logits.grad, **close)
 
 
 @pytest.mark.quick_cases("torch.float32-7-1.0", "torch.bfloat16-7-10000.0")
@@ -251,7 +251,7 @@ def test_vocab_parallel_cross_entropy_matches_the_plain_loss(pools, scale, n_ign
 
 
 def cross_entropy_of_masked_logits() -> None:
-    """Minus infinity for some logits, for all of one rank's, and for all of an ignored token."""
+    """Mask some logits, all of one rank's, and all of an ignored token with minus infinity."""
     stage, rank, size = load_stage("05"), dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     logits = torch.randn(6, 32)
@@ -261,16 +261,16 @@ def cross_entropy_of_masked_logits() -> None:
         if ignored_is_masked:
             logits[5] = -torch.inf
         plain = logits.clone().requires_grad_()
-        mine = logits.chunk(size, 1)[rank].clone().requires_grad_()
-        loss = stage.vocab_parallel_cross_entropy(mine * 1.0, targets, dist.group.WORLD)
+        local = logits.chunk(size, 1)[rank].clone().requires_grad_()
+        loss = stage.vocab_parallel_cross_entropy(local * 1.0, targets, dist.group.WORLD)
         loss.backward()
         expected = F.cross_entropy(plain, targets)
         expected.backward()
         assert expected.isfinite()
         torch.testing.assert_close(loss, expected)
-        # of an ignored token without any finite logit PyTorch's gradient is NaN
+        # PyTorch's gradient of an ignored token without a finite logit is NaN
         counted = slice(5 if ignored_is_masked else 6)
-        torch.testing.assert_close(gathered(mine.grad, 1)[counted], plain.grad[counted])
+        torch.testing.assert_close(gathered(local.grad, 1)[counted], plain.grad[counted])
 
 
 @pytest.mark.quick
@@ -292,7 +292,7 @@ def test_second_backward_is_an_error(pools):
 
 
 def dropped() -> None:
-    """Ones through the embedding unit's dropout: where they are gone."""
+    """Pass ones through every dropout: the masks are those of the plain model."""
     inputs, _, keys = batch()
     changes = config(dropout=0.5)
     plain = plain_model(changes)
@@ -303,9 +303,9 @@ def dropped() -> None:
         assert len(sites) == 1 + 2 * changes.n_layers
         size = dist.get_world_size() if sequence_parallel else 1
         for ours, theirs in zip(sites, twins, strict=True):
-            mine = ours(torch.ones(BATCH, 32 // size, 64), keys)
-            whole = gathered(mine, 1 if sequence_parallel else None)
-            assert torch.equal(whole, theirs(torch.ones(BATCH, 32, 64), keys))
+            local = ours(torch.ones(BATCH, 32 // size, 64), keys)
+            full = gathered(local, 1 if sequence_parallel else None)
+            assert torch.equal(full, theirs(torch.ones(BATCH, 32, 64), keys))
 
 
 @pytest.mark.quick
@@ -314,11 +314,11 @@ def test_dropout_is_bitwise_identical_to_the_plain_model(pools):
     pools(4).run(dropped)
 
 
-# ---- traffic ----
+# ---- communication ----
 
 
-def traffic(sequence_parallel: bool, changes: dict, dtype: str = "float32") -> dict:
-    """Calls and shapes of one micro-batch, and what the ledger says of it."""
+def communication(sequence_parallel: bool, changes: dict, dtype: str = "float32") -> dict:
+    """The collectives of one micro-batch by kind, and the ledger's bytes."""
     inputs, targets, keys = batch()
     model = parallel_model(config(**changes), sequence_parallel)
     with whole_ledger() as ledger, count_collectives() as counted:
@@ -348,7 +348,7 @@ NORMS = 2 * L + 1
 @pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("size", [2, 4])
 def test_communication_of_a_micro_batch_matches_the_table(pools, size):
-    for got in pools(size).run(traffic, False, {}):
+    for got in pools(size).run(communication, False, {}):
         assert (got["large"], got["small"]) == (4 * L + 2, 3)
         assert got["calls"] == 4 * L + 2 + 3
         ring = 2 * (size - 1) / size
@@ -358,7 +358,7 @@ def test_communication_of_a_micro_batch_matches_the_table(pools, size):
 @pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("size", [2, 4])
 def test_communication_of_sequence_parallelism_has_the_same_bytes_in_other_collectives(pools, size):
-    for got in pools(size).run(traffic, True, {}):
+    for got in pools(size).run(communication, True, {}):
         assert (got["gathers"], got["scatters"]) == (4 * L + 2, 4 * L + 2)
         assert (got["large"], got["small"], got["norms"]) == (0, 3, 1)
         assert got["calls"] == 2 * (4 * L + 2) + 3 + 1
@@ -368,38 +368,40 @@ def test_communication_of_sequence_parallelism_has_the_same_bytes_in_other_colle
 
 
 def test_communication_repeated_by_activation_checkpointing(pools):
-    """The sum behind the MLP is not among it: only a dropout behind it makes it run again."""
+    """Recomputation repeats a layer's forward all-reduces; the MLP's only if dropout follows it."""
     for dropout, again in ((0.0, 1), (0.1, 2)):
         changes = {"activation_checkpointing": True, "dropout": dropout}
-        for got in pools(2).run(traffic, False, changes):
+        for got in pools(2).run(communication, False, changes):
             assert got["large"] == 4 * L + 2 + again * L
-        for got in pools(2).run(traffic, True, changes):
+        for got in pools(2).run(communication, True, changes):
             assert got["gathers"] == 4 * L + 2 + 2 * L
             assert got["scatters"] == 4 * L + 2 + again * L
 
 
 def test_communication_of_the_layers_is_halved_by_bfloat16(pools):
-    whole, half = (pools(2).run(traffic, True, {}, dtype)[0] for dtype in ("float32", "bfloat16"))
-    assert (half["gathers"], half["scatters"]) == (whole["gathers"], whole["scatters"])
-    # the embedding's sum, the loss and the norms stay in float32
+    plain, half = (
+        pools(2).run(communication, True, {}, dtype)[0] for dtype in ("float32", "bfloat16")
+    )
+    assert (half["gathers"], half["scatters"]) == (plain["gathers"], plain["scatters"])
+    # the embedding's all-reduce, the loss and the norms stay in float32
     float32 = 4 * (2 * TOKENS * 64 / 2 + 3 * TOKENS + NORMS * 64)
-    assert half["ring"] == pytest.approx(float32 + (whole["ring"] - float32) / 2)
+    assert half["ring"] == pytest.approx(float32 + (plain["ring"] - float32) / 2)
 
 
 @pytest.mark.quick
 def test_communication_of_a_training_step(pools, corpus_dir):
-    """Clipping adds one control call a step, accumulation repeats, evaluation sends forwards."""
+    """Three micro-batches per step; clipping adds a control call, which is not counted."""
     argv = [*SIZE, "--steps", "3", "--log-every", "1", "--micro-batch-size", "2"]
     metrics = pools(2).train("05", [*argv, "--data", str(corpus_dir)])[0]
-    a_micro_batch = 4 * 2 * 32 * ((4 * L + 2) * 64 + 3)
-    assert metrics[0]["comm_mb"] == pytest.approx(3 * a_micro_batch / 1e6)
+    per_micro_batch = 4 * 2 * 32 * ((4 * L + 2) * 64 + 3)
+    assert metrics[0]["comm_mb"] == pytest.approx(3 * per_micro_batch / 1e6)
 
 
 # ---- memory ----
 
 
 class LargestTensor(TorchDispatchMode):
-    """The largest floating-point tensor that any operator has made."""
+    """The size of the largest floating-point tensor that any operator returns."""
 
     elements = 0
 
@@ -431,39 +433,39 @@ def test_logits_are_never_gathered(pools, sequence_parallel):
 
 
 def start_up() -> tuple[int, int, int]:
-    """Bytes of the slices, the most there was while they were made, the largest parameter."""
+    """Bytes of the shards, the peak while they are initialized, and the largest parameter."""
     before = live_bytes()
     with PeakMemory() as peak:
         model = parallel_model(config(n_layers=6), False)
-    mine = sum(p.numel() for p in model.parameters()) * 4
-    assert live_bytes() - before == mine == peak.left
-    return mine, peak.above, 256 * 64 * 4
+    shards = sum(p.numel() for p in model.parameters()) * 4
+    assert live_bytes() - before == shards == peak.left
+    return shards, peak.above, 256 * 64 * 4
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_model_is_never_materialized_unsharded(pools, size):
-    whole, norms = config(n_layers=6).num_parameters() * 4, 13 * 64 * 4
-    for mine, peak, largest in pools(size).run(start_up):
-        assert mine == (whole - norms) // size + norms
-        # one parameter as it is drawn, and the same scaled
-        assert peak <= mine + 2 * largest < whole
+    full, norms = config(n_layers=6).num_parameters() * 4, 13 * 64 * 4
+    for shards, peak, largest in pools(size).run(start_up):
+        assert shards == (full - norms) // size + norms
+        # one full parameter as it is sampled, and its scaled copy
+        assert peak <= shards + 2 * largest < full
 
 
 @pytest.mark.quick
 def test_model_state_is_sharded(fresh_pool, corpus_dir):
     argv = [*SIZE, "--steps", "2", "--log-every", "1", "--data", str(corpus_dir)]
-    whole, norms = CONFIG.num_parameters() * 16, NORMS * 64 * 16
+    full, norms = CONFIG.num_parameters() * 16, NORMS * 64 * 16
     for size in (2, 4):
-        pool, share = fresh_pool(size), (whole - norms) / size + norms
-        for _ in range(3):  # a thread of Gloo may hold what it has sent, so that it is too much
+        pool, expected = fresh_pool(size), (full - norms) / size + norms
+        for _ in range(3):  # a thread of Gloo may still hold a sent tensor
             held = [metrics[-1]["model_state_mb"] * 1e6 for metrics in pool.train("05", argv)]
-            if max(held) <= 1.02 * share:
+            if max(held) <= 1.02 * expected:
                 break
-        assert held == pytest.approx([share] * size, rel=0.02)
+        assert held == pytest.approx([expected] * size, rel=0.02)
 
 
 def kept_between_layers(sequence_parallel: bool) -> int:
-    """Bytes that a forward leaves behind for backward when layers are recomputed."""
+    """Bytes that a forward keeps for backward under activation checkpointing."""
     inputs, _, _ = batch()
     changes = config(activation_checkpointing=True)
     model = Transformer(changes, units=range(L + 1))  # all but the output unit
@@ -472,7 +474,7 @@ def kept_between_layers(sequence_parallel: bool) -> int:
     for p in model.parameters():
         nn.init.normal_(p, std=0.02)
     left, outputs = [], []
-    for _ in range(7):  # a thread of Gloo holds what it has sent last: now and then one is off
+    for _ in range(7):  # the mode: a thread of Gloo may still hold a sent tensor
         with PeakMemory() as peak:
             outputs.append(model(inputs))
         left.append(peak.left)
@@ -483,9 +485,9 @@ def kept_between_layers(sequence_parallel: bool) -> int:
 @pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("size", [2, 4])
 def test_activation_memory_between_layers_is_divided_by_the_degree(pools, size):
-    whole = pools(size).run(kept_between_layers, False)[0]
-    assert whole == (L + 1) * TOKENS * 64 * 4
-    assert pools(size).run(kept_between_layers, True) == [whole // size] * size
+    replicated = pools(size).run(kept_between_layers, False)[0]
+    assert replicated == (L + 1) * TOKENS * 64 * 4
+    assert pools(size).run(kept_between_layers, True) == [replicated // size] * size
 
 
 def saved_shapes(sequence_parallel: bool) -> list[tuple[int, ...]]:
@@ -508,23 +510,22 @@ def saved_shapes(sequence_parallel: bool) -> list[tuple[int, ...]]:
 
 
 def test_activations_saved_under_sequence_parallelism(pools):
-    """A pair keeps its input as it was gathered: to gather again would cost traffic."""
-    whole = pools(2).run(saved_shapes, False)[0].count((BATCH, 32, 64))
-    assert whole >= 4  # each norm's input and each pair's, and what a norm makes on the way
+    """Attention and MLP keep their all-gathered inputs: gathering them again in backward would cost
+    communication. All other activations are sharded."""
+    total = pools(2).run(saved_shapes, False)[0].count((BATCH, 32, 64))
+    assert total >= 4  # the inputs of two norms, of attention and of the MLP, and the norms' own
     for shapes in pools(2).run(saved_shapes, True):
         assert shapes.count((BATCH, 32, 64)) == 2
-        assert shapes.count((BATCH, 16, 64)) == whole - 2
+        assert shapes.count((BATCH, 16, 64)) == total - 2
 
 
 def saved_bytes(sequence_parallel: bool, dtype: str) -> int:
-    """What one layer keeps for its backward beyond its parameters."""
-    model = parallel_model(
-        config(d_model=256), sequence_parallel
-    )  # weights as large as activations
+    """Bytes that one layer keeps for its backward, with weights as large as the activations."""
+    model = parallel_model(config(d_model=256), sequence_parallel)
     seq = 32 // dist.get_world_size() if sequence_parallel else 32
     x = torch.randn(BATCH, seq, 256, requires_grad=True)
     kept, outputs = [], []
-    for _ in range(7):  # a thread of Gloo holds what it has sent last: now and then one is off
+    for _ in range(7):  # the mode: a thread of Gloo may still hold a sent tensor
         with PeakMemory() as peak, torch.autocast("cpu", enabled=dtype == "bfloat16"):
             outputs.append(model.layers["0"](x))
         kept.append(peak.left)
@@ -533,18 +534,18 @@ def saved_bytes(sequence_parallel: bool, dtype: str) -> int:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_bfloat16_activations_take_at_most_0_8_of_float32_memory(pools, sequence_parallel):
-    """No copy of the weights in bfloat16 is among it."""
-    whole, half = (
+    """No bfloat16 copy of the weights is kept for backward."""
+    float32, bfloat16 = (
         pools(2).run(saved_bytes, sequence_parallel, dtype)[0] for dtype in ("float32", "bfloat16")
     )
-    assert half <= 0.8 * whole, (whole, half)
+    assert bfloat16 <= 0.8 * float32, (float32, bfloat16)
 
 
 # ---- overlap ----
 
 
-def sum_and_product(sequence_parallel: bool) -> tuple[float, float] | None:
-    """When the weight gradient's product ended, when the sum did, with rank 1 half a second late.
+def ends_of_matmul_and_collective(sequence_parallel: bool) -> tuple[float, float] | None:
+    """When the weight gradient's matmul and the collective end, with rank 1 half a second late.
 
     In microseconds of rank 0's trace.
     """
@@ -560,10 +561,10 @@ def sum_and_product(sequence_parallel: bool) -> tuple[float, float] | None:
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         y.backward(grad)
     events = trace.events()
-    products = sorted(e.time_range.end for e in events if e.name == "aten::mm")
-    sums = [e.time_range.end for e in events if e.name.startswith("gloo:")]
-    assert len(products) == 2 and len(sums) == 1
-    return None if rank else (products[1], sums[0])
+    matmuls = sorted(e.time_range.end for e in events if e.name == "aten::mm")
+    collectives = [e.time_range.end for e in events if e.name.startswith("gloo:")]
+    assert len(matmuls) == 2 and len(collectives) == 1
+    return None if rank else (matmuls[1], collectives[0])
 
 
 @pytest.mark.wall_clock
@@ -572,8 +573,8 @@ def sum_and_product(sequence_parallel: bool) -> tuple[float, float] | None:
 def test_backward_overlaps_the_all_reduce_with_the_weight_gradients_matmul(
     pools, sequence_parallel
 ):
-    product, total = pools(2).run(sum_and_product, sequence_parallel)[0]
-    assert total - product > 200e3, "the product has waited for the sum"
+    matmul, collective = pools(2).run(ends_of_matmul_and_collective, sequence_parallel)[0]
+    assert collective - matmul > 200e3, "the matmul has waited for the collective"
 
 
 # ---- checkpoints ----
@@ -613,7 +614,7 @@ def test_resume_from_stage_01_and_resume_is_bitwise_identical(
     assert through[-1]["test_loss"] == resumed[-1]["test_loss"]
 
 
-# ---- what does not fit ----
+# ---- sizes that do not divide ----
 
 
 @pytest.mark.parametrize(
