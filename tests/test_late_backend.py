@@ -1,7 +1,7 @@
 """Every stage over a backend that completes as late as NCCL may (`late_backend.py`).
 
-One run per stage, flag and schedule is held to three things: stage 01's loss curve, calls that
-agree from rank to rank, and an order of calls that cannot deadlock on NCCL (`nccl_rules.py`).
+One run per stage, flag and schedule is checked for three things: stage 01's loss curve, matching
+calls on all ranks, and an order of calls that cannot deadlock on NCCL (`nccl_rules.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.slow
 
 
 def results(x: torch.Tensor) -> list[torch.Tensor]:
-    """What every operation delivers on this rank for its input x [8], a vector of the rank's."""
+    """The results of every operation on this rank for the input x [8], and the outputs before
+    `wait()`."""
     rank, n = dist.get_rank(), dist.get_world_size()
     total, wide, part, swapped = x.clone(), x.new_empty(8 * n), x.new_empty(8 // n), x.clone()
     seen = x.clone() if rank == 0 else torch.zeros_like(x)
@@ -56,12 +57,12 @@ def test_results_match_gloo_and_arrive_at_the_wait(pools, dtype):
         for a, b in zip(ours, theirs, strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b)
         if dtype.is_floating_point:
-            # nothing is there before its wait, except rank 0's own broadcast
+            # before the wait all outputs are NaN, except the root's own broadcast
             assert sum(bool(t.isnan().all()) for t in early) >= len(early) - 1
 
 
 def in_groups() -> tuple:
-    """The sum of the ranks over groups of several kinds, and the record of these calls."""
+    """All-reduces over groups of several kinds, and the record of these calls."""
     everyone = dist.new_group(group_desc="everyone")
     mixed = dist.new_group(backend="cpu:late,meta:gloo", group_desc="mixed")
     pair, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]], group_desc="pair")
@@ -90,7 +91,7 @@ def test_process_groups_of_every_kind(pools):
 
 
 def seeded_bug(kind: str) -> None:
-    """One mistake of each kind around an all-reduce, or with a send in its place."""
+    """Make one kind of mistake around an all-reduce or a send."""
     x, n = torch.ones(64), dist.get_world_size()
     if kind.startswith("send"):
         peer = 1 - dist.get_rank()
@@ -108,7 +109,7 @@ def seeded_bug(kind: str) -> None:
         if kind == "read":
             assert x.sum().item() == 64 * n, "read too early"
         elif kind == "scaled":
-            x.div_(n)  # of a NaN: another NaN
+            x.div_(n)  # turns a signalling NaN into a quiet one
         elif kind == "written to":
             x.zero_()
         elif kind == "freed":
@@ -194,7 +195,7 @@ def name(value) -> str:
 
 
 def shape(own: list[str]) -> list[str]:
-    """The flags of a stage that its reference needs too."""
+    """Those of a stage's flags that its reference run needs too."""
     pairs = zip(own, own[1:], strict=False)
     return [word for pair in pairs if pair[0] in ("--n-layers", "--n-heads") for word in pair]
 
@@ -251,8 +252,8 @@ def test_parity_over_the_late_backend_in_bfloat16(
 def test_checkpoint_and_resume_over_the_late_backend(
     pools, corpus_dir, tmp_path, size, micro, stage, own
 ):
-    """A save must not copy a parameter or a moment that is still in flight: a run that goes on
-    from it continues with the same bits."""
+    """A save must not copy parameters or optimizer state in flight: the resumed run must be bitwise
+    identical."""
     pool = pools(size, backend="late")
     argv = [*RUN, *own, "--data", str(corpus_dir), "--micro-batch-size", str(micro)]
     argv += ["--keep-checkpoints", "2", "--checkpoint-every", "2"]

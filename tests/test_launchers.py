@@ -1,4 +1,4 @@
-"""Every stage starts the same under every launcher, by the commands that the README gives."""
+"""Every stage starts under every launcher by the README's commands; jobs' scripts and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ README = (REPO / "README.md").read_text()
 
 
 def from_readme(command: str, changes: dict[str, str]) -> list[str]:
-    """A command as it stands in the README, with other numbers or another stage."""
+    """A command of the README, with other numbers or another stage."""
     assert f"    {command}" in README, f"the README does not say: {command}"
     for old, new in changes.items():
         assert old in command
@@ -40,7 +40,7 @@ def flags(corpus_dir) -> list[str]:
 
 
 def run(command: list[str], folder: Path) -> list[dict]:
-    """The lines of a run's metrics, started at the root of the repository as a user would."""
+    """Run a command at the root of the repository, as a user would; returns the metrics."""
     environment = {k: v for k, v in os.environ.items() if not STRAY.match(k)}
     # Open MPI as root, on fewer cores than processes, and where there is no ssh
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -61,8 +61,8 @@ COMMANDS = {
 }
 
 
-# every stage starts by torchrun and by srun in test_slurm.py, on two nodes; alone, from a pool of
-# one, all over the tests
+# test_slurm.py starts every stage with torchrun and srun on two nodes, and many tests start them in
+# one process
 STARTED = [
     *(("python", stage) for stage in ("01", "04")),
     *(("torchrun", stage) for stage in ("04", "07")),
@@ -98,11 +98,11 @@ def test_make_names_a_runs_folder_by_the_time(tmp_path, flags):
     assert json.loads((folder / "config.json").read_text())["world_size"] == 2
 
 
-# ---- what is said where something is missing ----
+# ---- errors where something is missing ----
 
 
 def make(folder: Path, *words: str, **scripts: str) -> subprocess.CompletedProcess:
-    """`make` with nothing on the path but the commonest tools, and these, lines of shell."""
+    """Run `make` with only the commonest tools on the path, and with these scripts."""
     bin = folder / "bin"
     bin.mkdir()
     common = "bash sh env make awk grep sed expr printf cat dirname id uname basename realpath"
@@ -150,7 +150,7 @@ def test_time_that_is_long_enough_is_submitted(tmp_path, time):
     assert done.returncode == 0 and f"--time={time}" in done.stdout, done.stderr
 
 
-# ---- the life of a job, with stand-ins for Slurm's commands ----
+# ---- launch.sh, with fake Slurm commands ----
 
 SCONTROL = """\
 case "$*" in
@@ -162,7 +162,7 @@ SRUN = 'trap "exit $STATUS" USR1; touch started; while [ ! -e ended ]; do sleep 
 
 
 def in_slurm_time(seconds: float | None) -> str:
-    """A time so many seconds from now, as scontrol prints it; None: not known."""
+    """A time this many seconds from now, as scontrol prints it; None: unknown."""
     if seconds is None:
         return "Unknown"
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
@@ -171,7 +171,7 @@ def in_slurm_time(seconds: float | None) -> str:
 def launch(
     folder: Path, before: float, left: float | None, signal_it: bool = False, **variables: str
 ) -> subprocess.CompletedProcess:
-    """launch.sh in a job that began `before` seconds ago and has `left`; signalled, if so asked."""
+    """Run launch.sh in a job that started `before` seconds ago and has `left` seconds left."""
     for tool, lines in {"scontrol": SCONTROL, "srun": SRUN}.items():
         (folder / tool).write_text(f"#!/bin/bash\n{lines}\n")
         (folder / tool).chmod(0o755)
@@ -200,7 +200,7 @@ def test_job_shorter_than_the_warning_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("before, left", [(5, 296), (3000, 60), (5, None)])
 def test_job_that_is_long_enough_runs(tmp_path, before, left):
-    """Also one that is nearly over, and one without a limit."""
+    """Including a job that is nearly over, and one without a time limit."""
     done = launch(tmp_path, before, left)
     assert done.returncode == 0 and (tmp_path / "started").exists(), done.stderr
 
@@ -208,15 +208,15 @@ def test_job_that_is_long_enough_runs(tmp_path, before, left):
 @pytest.mark.parametrize(
     "left, status, restarts, comment, requeued",
     [
-        (200, "138", "0", "(null)", True),  # the first life without a step
+        (200, "138", "0", "(null)", True),  # the first start without a step
         (200, "138", "1", "no-step-in-life-0", False),
         (200, "143", "1", "no-step-in-life-0", False),
-        (200, "138", "3", "no-step-in-life-0", True),  # lives between them had steps
-        (200, "0", "1", "no-step-in-life-0", True),  # this one had
-        (3000, "138", "1", "no-step-in-life-0", True),  # a person's signal, long before the end
+        (200, "138", "3", "no-step-in-life-0", True),  # the starts between them had steps
+        (200, "0", "1", "no-step-in-life-0", True),  # this start had a step
+        (3000, "138", "1", "no-step-in-life-0", True),  # a user's signal, long before the end
     ],
 )
-def test_job_cut_twice_before_its_first_step_is_not_requeued(
+def test_job_that_hits_its_time_limit_twice_before_its_first_step_is_not_requeued(
     tmp_path, left, status, restarts, comment, requeued
 ):
     variables = {"STATUS": status, "SLURM_RESTART_COUNT": restarts, "COMMENT": comment}
@@ -235,7 +235,7 @@ def test_every_header_has_the_warning_that_launch_sh_assumes():
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_staging_copies_the_data_that_there_is(tmp_path, exists):
+def test_staging_copies_existing_data_or_warns(tmp_path, exists):
     if exists:
         (tmp_path / "corpora/sample").mkdir(parents=True)
     env = dict(os.environ, STAGE_DATA="1", DATA_ROOT=str(tmp_path / "corpora"))

@@ -1,4 +1,4 @@
-"""What a stage's script may use, and how it is laid out."""
+"""Which modules a stage's script may use, and how it is laid out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tree_of(stage: str) -> ast.Module:
 
 
 def names_of(tree: ast.Module) -> set[str]:
-    """Every dotted name that the code imports or uses, with `import ... as` undone."""
+    """Every dotted name that the code imports or uses, with `import ... as` resolved."""
     aliases, found = {}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -106,7 +106,7 @@ def test_these_checks_see_through_aliases():
 
 
 @every_stage
-def test_a_script_is_laid_out_as_all_are(stage):
+def test_all_scripts_have_the_same_layout(stage):
     tree = tree_of(stage)
     assert ast.get_docstring(tree)
     banners = [

@@ -1,6 +1,6 @@
-"""The model: what it computes, that it comes apart into units, and that its loss in pieces is one.
+"""The model: its formulas, its units, and the chunked loss.
 
-By-hand versions are written from the papers' formulas, in float64 and without the model's code.
+The by-hand versions follow the papers' formulas in float64, and share no code with the model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def normal(*shape: int, seed: int = 0, dtype=torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-# ---- what it computes ----
+# ---- formulas ----
 
 
 def test_causal_mask_no_logit_depends_on_a_later_token():
@@ -69,24 +69,24 @@ def test_rotary_scores_depend_only_on_the_distance():
     q, k = normal(8, seed=1), normal(8, seed=2)
     qkv = torch.stack((q, k, q)).expand(1, 16, 1, 3, 8)  # the same at every position
     q, k, v = rotate(qkv)[0, :, 0].unbind(1)  # [seq, head_dim] each
-    assert torch.equal(v, qkv[0, :, 0, 2])  # stays as it is
+    assert torch.equal(v, qkv[0, :, 0, 2])  # values are not rotated
     scores = q @ k.t()
     for distance in range(-15, 16):
         diagonal = scores.diagonal(distance)
         assert (diagonal - diagonal[0]).abs().max() < 1e-5
-    assert scores[0].std() > 0.1  # and on the distance it does depend
+    assert scores[0].std() > 0.1  # and they do depend on the distance
     torch.testing.assert_close(q.norm(dim=-1), q[:1].norm(dim=-1).expand(16))
 
 
 def head_by_hand(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One causal attention head of x [seq, d]; q, k, v: its weights [head_dim, d]. All float64."""
+    """One causal attention head of x [seq, d] with weights q, k, v [head_dim, d], in float64."""
     seq, half = len(x), len(q) // 2
     angle = torch.arange(seq).double()[:, None] * 10000.0 ** -(torch.arange(half).double() / half)
-    turn = torch.polar(torch.ones_like(angle), angle)  # [seq, half], complex
+    rotation = torch.polar(torch.ones_like(angle), angle)  # [seq, half], complex
 
     def rotated(w: Tensor) -> Tensor:
         y = x @ w.t()
-        z = torch.complex(y[:, 0::2], y[:, 1::2]) * turn
+        z = torch.complex(y[:, 0::2], y[:, 1::2]) * rotation
         return torch.stack((z.real, z.imag), dim=-1).flatten(-2)
 
     queries, keys, values = rotated(q), rotated(k), x @ v.t()
@@ -116,7 +116,7 @@ def test_attention_matches_the_formula():
 
 
 def test_contiguous_rows_of_wqkv_are_complete_heads():
-    """Half of the rows of wqkv with the columns of wo that follow: two halves sum to the whole."""
+    """Two halves of wqkv's rows, each with its columns of wo, sum to the full attention."""
     attention = Attention(CONFIG)
     init_weights(attention, 3, "layers.0.attn.")
     x, total = normal(2, 16, 32), 0.0
@@ -131,7 +131,7 @@ def test_contiguous_rows_of_wqkv_are_complete_heads():
 def test_layer_is_pre_norm_with_residual_connections():
     layer = Layer(CONFIG, 1)
     init_weights(layer, 3, "layers.1.")
-    with torch.no_grad():  # norms of ones would hide a norm that is left out
+    with torch.no_grad():  # with weights of one, a missing norm's weight would not show
         layer.attn_norm.weight.copy_(normal(32, seed=5))
         layer.mlp_norm.weight.copy_(normal(32, seed=6))
     w = {name: p.double() for name, p in layer.named_parameters()}
@@ -157,7 +157,7 @@ def test_number_of_parameters_and_flops():
     norms = (2 * layers + 1) * d
     assert CONFIG.num_parameters() == 128 * d + matrices + norms
     assert sum(p.numel() for p in built().parameters()) == CONFIG.num_parameters()
-    # 2 a weight forward, 4 backward; scores and values: 2 products of 2 seq d, three times
+    # per weight 2 in forward and 4 in backward; attention: 2 matmuls of 2 seq d, three times
     assert CONFIG.flops_per_token() == 6 * (matrices + norms) + 3 * layers * 2 * (2 * seq * d)
 
 
@@ -167,7 +167,7 @@ def test_initial_loss_is_that_of_a_uniform_guess():
     assert abs(loss.item() - math.log(4096)) < 0.1
 
 
-# ---- the loss in pieces ----
+# ---- the chunked loss ----
 
 
 def plain_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -183,11 +183,11 @@ def loss_and_gradients(function, x, weight, targets, scale=1.0, **kwargs):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 10, 11, 1024])
-@pytest.mark.parametrize("ignored", ["none", "some", "a whole piece", "all"])
+@pytest.mark.parametrize("ignored", ["none", "some", "a whole chunk", "all"])
 def test_chunked_loss_and_its_gradients_match_cross_entropy(rows, ignored):
     x, weight = normal(11, 8), normal(20, 8, seed=1)
     targets = torch.arange(11) % 20
-    targets[{"none": [], "some": [0, 5, 10], "a whole piece": [0, 1, 2, 3]}.get(ignored, ...)] = (
+    targets[{"none": [], "some": [0, 5, 10], "a whole chunk": [0, 1, 2, 3]}.get(ignored, ...)] = (
         IGNORED
     )
     ours = loss_and_gradients(linear_cross_entropy, x, weight, targets, scale=3.0, rows=rows)
@@ -228,7 +228,7 @@ def test_chunked_loss_with_a_second_backward_or_a_frozen_input():
 
 
 def test_linear_layer_under_autocast_is_bitwise_identical_to_pytorchs():
-    """It differs only in what it keeps for backward."""
+    """Ours only keeps fewer tensors for backward."""
     torch.manual_seed(0)
     ours, theirs = Linear(24, 40), torch.nn.Linear(24, 40, bias=False)
     torch.nn.init.normal_(ours.weight)
@@ -236,11 +236,11 @@ def test_linear_layer_under_autocast_is_bitwise_identical_to_pytorchs():
     x, grad = torch.randn(3, 8, 24), torch.randn(3, 8, 40, dtype=torch.bfloat16)
     results = []
     for layer in (ours, theirs):
-        own_x = x.clone().requires_grad_()
+        leaf = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
-            y = layer(own_x)
+            y = layer(leaf)
         y.backward(grad)
-        results.append((y, own_x.grad, layer.weight.grad))
+        results.append((y, leaf.grad, layer.weight.grad))
     for a, b in zip(*results, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
@@ -256,11 +256,11 @@ def test_chunked_loss_under_bfloat16_autocast_stays_close_to_float32():
     for results in (rough, bf16):
         assert abs(results[0] - exact[0]) < 1e-2
         for a, b in zip(results[1:], exact[1:], strict=True):
-            assert 1e-5 < (a.float() - b).norm() / b.norm() < 2e-2  # bf16 was used, and is near
+            assert 1e-5 < (a.float() - b).norm() / b.norm() < 2e-2  # bf16 was used, and is close
 
 
 def error_of_a_bf16_head(rows: int) -> float:
-    """Relative error of the head's gradient, against float64 on the same bf16 values."""
+    """Relative error of the head's gradient, compared with float64 on the same bf16 values."""
     x, weight = normal(1024, 32).bfloat16(), normal(64, 32, seed=1).bfloat16()
     targets = torch.arange(1024) % 64
     _, _, grad = loss_and_gradients(linear_cross_entropy, x, weight, targets, rows=rows)
@@ -269,7 +269,7 @@ def error_of_a_bf16_head(rows: int) -> float:
     return ((grad - exact).norm() / exact.norm()).item()
 
 
-def test_the_gradient_of_a_bf16_head_does_not_lose_by_the_number_of_pieces():
+def test_gradient_of_a_bf16_head_is_as_exact_with_many_chunks():
     assert error_of_a_bf16_head(rows=1024) < 5e-3
     assert error_of_a_bf16_head(rows=16) < 5e-3
 
@@ -279,14 +279,14 @@ def test_chunked_loss_never_materializes_the_logits():
     weight = normal(2048, 16, seed=1).requires_grad_()
     targets = torch.arange(512)
     logits, gradients = 512 * 2048 * 4, (512 + 2048) * 16 * 4
-    with PeakMemory() as whole:
+    with PeakMemory() as one_chunk:
         linear_cross_entropy(x, weight, targets, rows=512)
-    with PeakMemory() as pieces:
+    with PeakMemory() as chunks:
         linear_cross_entropy(x, weight, targets, rows=16)
     with PeakMemory() as evaluation, torch.no_grad():
         linear_cross_entropy(x, weight, targets, rows=16)
-    assert whole.above >= 2 * logits
-    assert pieces.above < gradients + 2.5 * logits / 32  # a piece's logits and their softmax
+    assert one_chunk.above >= 2 * logits
+    assert chunks.above < gradients + 2.5 * logits / 32  # a chunk's logits and their softmax
     assert evaluation.above < 2.5 * logits / 32
 
 
@@ -302,31 +302,31 @@ def test_model_loss_is_the_cross_entropy_of_its_logits():
 # ---- units ----
 
 
-def cuts(n_units: int) -> list[list[range]]:
-    """Every way to cut a row of units into runs."""
-    ways = []
+def partitions(n_units: int) -> list[list[range]]:
+    """Every partition of the list of units into contiguous ranges."""
+    found = []
     for n in range(n_units):
         for places in combinations(range(1, n_units), n):
             bounds = [0, *places, n_units]
-            ways.append([range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)])
-    return ways
+            found.append([range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)])
+    return found
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_layers_built_separately_compose_to_the_full_model(dropout):
     config = replace(CONFIG, dropout=dropout)
-    whole, tokens, targets = built(config), tokens_of(), tokens_of(seed=1)
+    full, tokens, targets = built(config), tokens_of(), tokens_of(seed=1)
     keys = sample_keys(1, 5, torch.arange(3)) if dropout else None
-    expected, names = whole(tokens, targets, keys), [n for n, _ in whole.named_parameters()]
-    assert len(cuts(config.n_units)) == 16
-    for cut in cuts(config.n_units):
-        parts = [built(config, units=run) for run in cut]
+    expected, names = full(tokens, targets, keys), [n for n, _ in full.named_parameters()]
+    assert len(partitions(config.n_units)) == 16
+    for partition in partitions(config.n_units):
+        parts = [built(config, units=units) for units in partition]
         x = tokens
         for part in parts:
             x = part(x, targets if part.output is not None else None, keys)
-        assert torch.equal(x, expected), cut
+        assert torch.equal(x, expected), partition
         assert [n for part in parts for n, _ in part.named_parameters()] == names
-        assert [len(part.units()) for part in parts] == [len(run) for run in cut]
+        assert [len(part.units()) for part in parts] == [len(units) for units in partition]
 
 
 def test_initial_weights_do_not_depend_on_which_layers_are_built_or_their_order():
@@ -349,7 +349,7 @@ def test_initial_weights_differ_between_seeds_and_names():
     names = [f"layers.{i}.attn.{w}.weight" for i in (0, 1, 11) for w in ("wqkv", "wo")]
     values = [initial_value(name, shape, seed).flatten() for name in names for seed in (0, 1)]
     correlation = torch.corrcoef(torch.stack(values)) - torch.eye(len(values))
-    assert correlation.abs().max() < 5 / 64  # five standard deviations of 4096 draws
+    assert correlation.abs().max() < 5 / 64  # five standard deviations of 4096 samples
     assert initial_value("layers.0.attn_norm.weight", (64,), 0).eq(1).all()
 
 
@@ -384,6 +384,7 @@ def test_activation_checkpointing_is_bitwise_identical_with_less_memory(dropout)
     loss_2, gradients_2, held_2 = trained(replace(config, activation_checkpointing=True))
     assert torch.equal(loss, loss_2)
     assert all(map(torch.equal, gradients, gradients_2))
-    vector = 3 * 16 * 32 * 4  # bytes of one [batch, seq, d_model]
-    # a layer keeps its input alone; plain, it keeps at least q, k, v and the MLP's two of 4 d_model
-    assert held - held_2 > 3 * 10 * vector
+    hidden = 3 * 16 * 32 * 4  # bytes of one [batch, seq, d_model]
+    # a recomputed layer keeps its input only; a plain one at least q, k, v and the MLP's two
+    # tensors of width 4 d_model
+    assert held - held_2 > 3 * 10 * hidden

@@ -30,8 +30,8 @@ def call(op: str, ranks: tuple[int, ...], peer: int | None = None, group: str = 
 
 
 def exchange(*orders: str) -> Records:
-    """Two ranks: `s` sends to the other, `r` receives, `a` all-reduces, each followed by its wait;
-    upper-case letters use a second group, `.` waits for all before it."""
+    """Records of two ranks: `s` sends to the other rank, `r` receives, `a` all-reduces, `.` waits
+    for all calls before it. Upper-case letters use a second group."""
     records: Records = []
     for rank, order in enumerate(orders):
         events: list[Call | Wait] = []
@@ -48,7 +48,7 @@ def exchange(*orders: str) -> Records:
     return records
 
 
-CONNECT = "sr.", "rs."  # one message each way
+CONNECT = "sr.", "rs."  # one message in each direction
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,10 @@ def test_orders_that_complete_under_nccl(orders):
         ("rs", "rs"),
         ("a", ""),
         ("s.r", "r.r"),
-        ("s.a.s.aa.", "r.a.a.r.a."),  # a collective overtakes a message that is waited for
-        ("aA", "Aa"),  # both connect, each in another communicator
+        ("s.a.s.aa.", "r.a.a.r.a."),  # rank 0 waits for a receive, rank 1 for a collective
+        ("aA", "Aa"),  # each rank connects another communicator first
         ("sR", "Sr"),
-        ("a.A.a.A", "a.A.A.a"),  # each waits for what the other issues afterwards
+        ("a.A.a.A", "a.A.A.a"),  # each rank waits for a call that the other issues later
     ],
     ids=str,
 )
@@ -98,7 +98,7 @@ def named(op: str, message, rank: int, peer: int, p: int) -> Call:
 
 
 def channels(p: int, v: int, rank: int) -> list[Call | Wait]:
-    """What `open_channels` issues: a number through each channel, waited for immediately."""
+    """The calls of `open_channels`: one number through each channel, waited for immediately."""
     events: list[Call | Wait] = []
     neighbors = {((s - 1) % p, s % p) for s in range(1, p * v)}
     for src, dst in sorted(neighbors | {(dst, src) for src, dst in neighbors}):
@@ -115,7 +115,7 @@ def actions(name: str, p: int, m: int, v: int, rank: int) -> list:
 
 
 def issued_by(actions: list, p: int, v: int, rank: int) -> list[Call | Wait]:
-    """What `Pipeline` issues on one rank: it opens the channels, then executes the plan."""
+    """The calls of `Pipeline` on one rank: it opens the channels, then executes the plan."""
     events = channels(p, v, rank)
     issued = len(events) // 2
     receives, sends = {}, deque()
@@ -167,7 +167,7 @@ def test_evaluation_completes_without_deadlock():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_swapped_sends_are_found(name):
-    """Of one rank, to one rank, in one group: the messages meet each other's receives."""
+    """Two sends between the same ranks in one group are swapped: each meets the other's receive."""
     p, m, v = 3, 6, 2 if name == "interleaved" else 1
     records = pipeline(name, p, m, v)
     assert_completes(records)
@@ -191,8 +191,10 @@ def test_swapped_sends_are_found(name):
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
 def test_one_communicator_per_group_would_deadlock(name):
-    """On a rank in the middle a receive that is posted early would block the sends behind it. So
-    `setup` passes no `device_id`, and each pair of ranks has a communicator of its own."""
+    """On a rank in the middle, a receive that is posted early would block the sends after it.
+
+    So `setup` passes no `device_id`, and each pair of ranks has a communicator of its own.
+    """
     p, m, v = 4, 8, 2 if name == "interleaved" else 1
     records = pipeline(name, p, m, v)
     with pytest.raises(AssertionError, match="wait for one another"):
@@ -201,7 +203,7 @@ def test_one_communicator_per_group_would_deadlock(name):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
 def test_without_open_channels_the_first_messages_can_deadlock(name):
-    """So the model sees what `open_channels` is for."""
+    """The model shows why `open_channels` is needed."""
     bare: Records = []
     for rank, events in enumerate(pipeline(name, 4, 8, 1)):
         n = len(channels(4, 1, rank)) // 2
@@ -210,16 +212,16 @@ def test_without_open_channels_the_first_messages_can_deadlock(name):
         assert_completes(bare)
 
 
-# ---- the stages as they are ----
+# ---- the stages themselves ----
 
 
 def record_of(number: str, ranks: int, rank: int, argv: list[str]) -> list[Call | Wait]:
-    """What `main(argv)` issues as `rank` of `ranks`, on all groups: this process is alone."""
+    """The calls of `main(argv)` as `rank` of `ranks` on all groups, recorded in one process."""
     new_group = dist.new_group
     dist.init_process_group("recorded", rank=rank, world_size=ranks, store=FakeStore())
     try:
         with (
-            # also the groups that are on Gloo for real
+            # also the groups that use Gloo in a real run
             patch.object(dist, "new_group", lambda *a, backend=None, **kw: new_group(*a, **kw)),
             recorded_calls() as events,
         ):
@@ -239,7 +241,7 @@ def records_of(pools, corpus_dir, tmp_path, number: str, ranks: int, argv: list[
 
 
 def pipeline_events(events: list[Call | Wait]) -> list[tuple]:
-    """Sends, receives and their waits, numbered anew."""
+    """Sends, receives and their waits, renumbered."""
     number, found, n = {}, [], 0
     for event in events:
         if isinstance(event, Wait):
@@ -299,7 +301,8 @@ def test_every_mesh_of_07_completes_without_deadlock(pools, corpus_dir, tmp_path
 
 @pytest.mark.parametrize("number", ["06", "07"])
 def test_kernels_are_loaded_before_the_first_receive(number):
-    """Before PyTorch is imported, and so before it initializes CUDA; a value that is set stays."""
+    """The variable is set before PyTorch is imported and initializes CUDA; a value that the user
+    has set stays."""
     before = stage_path(number).read_text().split("import torch\n")[0]
     assert 'os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")' in before
 

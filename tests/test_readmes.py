@@ -1,4 +1,4 @@
-"""What the READMEs name exists: links, anchors, files, make targets, flags and identifiers."""
+"""Links, anchors, files, make targets, flags and identifiers in the READMEs exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 06's schedules as pure functions: complete, possible, as idle and as large as claimed."""
+"""Stage 06's schedules as pure functions: complete, free of deadlock, with the claimed bubble."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_every_micro_batch_has_one_forward_and_one_backward_per_stage(name):
 
 @every_schedule
 def test_backward_follows_forward_and_gradients_accumulate_in_a_fixed_order(name):
-    """The micro-batches of a stage go in the same order in every schedule, so gradients have the
-    same bits under all of them."""
+    """Every schedule runs the micro-batches of a stage in the same order, so gradients are bitwise
+    identical under all of them."""
     for p, m, v in cases(name):
         for row in rows(name, p, m, v):
             place = {action: i for i, action in enumerate(row)}
@@ -80,7 +80,7 @@ def test_backward_follows_forward_and_gradients_accumulate_in_a_fixed_order(name
 
 
 def most_in_flight(row: list) -> int:
-    """Forwards whose backward, or weights' part of it, is not done."""
+    """The most forwards at a time whose backward (or weight gradients) has not run."""
     now = most = 0
     ends = "W" if any(action.kind == "W" for action in row) else "B"
     for action in row:
@@ -97,20 +97,20 @@ def test_micro_batches_in_flight(name):
                 "gpipe": m,
                 "1f1b": min(m, p - rank),
                 "zero-bubble": min(m, p),
-                # Narayanan et al.: chunks, each a v-th of a stage
+                # Narayanan et al.: in chunks, each 1/v of a stage
                 "interleaved": min(v * m, (v - 1) * p + 2 * (p - rank - 1) + 1),
             }[name if v > 1 or name != "interleaved" else "1f1b"]
             assert most_in_flight(row) == bound, (p, m, v, rank)
 
 
 def claimed_length(name: str, p: int, m: int, v: int) -> float:
-    """In forwards of a whole stage: 3 of work a micro-batch, and the time that a rank idles."""
+    """In units of a stage's forward: 3 per micro-batch, and the bubble."""
     if name == "interleaved":
         return 3 * m + 3 * (p - 1) / v
     if name == "zero-bubble":
-        # With few micro-batches no order is shorter than the way of the last one: p - 1 forwards
-        # until the last rank begins, m forwards and m inputs' parts there, p - 1 more of these on
-        # the way back, and a weights' part at the end.
+        # With few micro-batches the critical path is that of the last one: p - 1 forwards until the
+        # last rank starts, m forwards and m input gradients there, p - 1 more input gradients on
+        # the lower ranks, and one weight gradient at the end.
         return max(3 * m + p - 1, 2 * m + 2 * p - 1)
     return 3 * (m + p - 1)
 
@@ -130,8 +130,8 @@ def test_bubble_fraction_with_unit_costs(name):
 
 
 def shortest(p: int, m: int) -> int:
-    """The least time of any order of F, I and W on p ranks, found by looking at all of them."""
-    state = ((0, 0, 0),) * p  # forwards, inputs' parts and weights' parts done by each rank
+    """The least time of any order of F, I and W on p ranks, found by exhaustive search."""
+    state = ((0, 0, 0),) * p  # forwards, input gradients and weight gradients done by each rank
     seen, time = {state}, 0
     while ((m, m, m),) * p not in seen:
         time += 1
@@ -150,7 +150,7 @@ def _one_unit_later(state: tuple, p: int, m: int) -> Iterator[tuple]:
             possible.append((f, i + 1, w))
         if w < i:
             possible.append((f, i, w + 1))
-        # idling where something can be done is never better: what is done first is kept
+        # waiting is never better than running a possible action
         choices.append(possible or [(f, i, w)])
     yield from product(*choices)
 
@@ -160,23 +160,23 @@ def test_zero_bubble_schedule_is_optimal(p, m):
     assert shortest(p, m) == claimed_length("zero-bubble", p, m, 1)
 
 
-# ---- what is sent ----
+# ---- messages ----
 
 
 def transport(name: str, p: int, m: int, v: int) -> None:
-    """Run the plans of all ranks over channels that hold nothing and match by order alone.
+    """Simulate the plans of all ranks over channels without buffers that match by order alone.
 
-    A message passes when both ends have posted it and all before it in its channel have passed;
-    the executor waits for what it needs, for its oldest send when more than p are under way, and
-    at the end for all of them.
+    A message is delivered when both ends have posted it and all earlier ones of its channel are
+    delivered. The executor waits for the message that an action needs, for its oldest send when
+    more than p are in flight, and in the end for all sends.
     """
     every = rows("interleaved" if name == "evaluation" else name, p, m, v)
-    if name == "evaluation":  # as `Pipeline.run` does it
+    if name == "evaluation":  # as in `Pipeline.run`
         every = [[action for action in row if action.kind == "F"] for row in every]
     plans = [deque(stage.plan(row, p * v)) for row in every]
     sent, posted = defaultdict(list), defaultdict(list)  # by (source, target)
     passed: set = set()
-    under_way = [deque() for _ in range(p)]  # sends
+    in_flight = [deque() for _ in range(p)]  # sends
     state = ["post"] * p
 
     def advance(rank: int) -> bool:
@@ -191,13 +191,13 @@ def transport(name: str, p: int, m: int, v: int) -> None:
                 return False
             if made:
                 sent[rank, made.stage % p].append(made)
-                under_way[rank].append(made)
+                in_flight[rank].append(made)
             state[rank] = "sent"
         else:
-            if len(under_way[rank]) > p:
-                if under_way[rank][0] not in passed:
+            if len(in_flight[rank]) > p:
+                if in_flight[rank][0] not in passed:
                     return False
-                under_way[rank].popleft()
+                in_flight[rank].popleft()
             plans[rank].popleft()
             state[rank] = "post"
         return True
@@ -221,7 +221,7 @@ def transport(name: str, p: int, m: int, v: int) -> None:
 def test_no_deadlock_without_send_buffers(name):
     for p, m, v in cases("interleaved" if name == "evaluation" else name):
         transport(name, p, m, v)
-    if name == "evaluation":  # takes any number of batches, interleaved or not
+    if name == "evaluation":  # any number of batches
         for p, m, v in product(range(2, 6), range(1, 12), range(1, 4)):
             transport(name, p, m, v)
 
@@ -242,8 +242,8 @@ def test_receives_are_posted_early_and_once(name):
 
 
 class Channels:
-    """Sends and receives between threads, matched by order; with `buffered` a send is complete at
-    once, without it when its receive is posted. Says so when all wait for one another."""
+    """Sends and receives between threads, matched by order. With `buffered` a send completes at
+    once, otherwise when its receive is posted. Raises an error if all threads are waiting."""
 
     def __init__(self, ranks: int, buffered: bool):
         self.buffered, self.alive = buffered, ranks
@@ -294,7 +294,7 @@ class Channels:
 
 
 def run_the_executor(name: str, p: int, m: int, v: int, buffered: bool, monkeypatch) -> None:
-    """`Pipeline.run` itself, with a thread a rank; a message is its own name."""
+    """Run `Pipeline.run` with one thread per rank; each message carries its own name."""
     channels, failures = Channels(p, buffered), []
     monkeypatch.setattr(stage, "isend", channels.isend)
     monkeypatch.setattr(stage, "irecv", channels.irecv)
@@ -316,16 +316,16 @@ def run_the_executor(name: str, p: int, m: int, v: int, buffered: bool, monkeypa
             if needed:
                 assert torch.equal(received, code(needed)), (needed, received)
             assert len(pipeline.sends) <= p and len(pipeline.receives) <= 2 * p + 3
-            under_way.append(len(pipeline.sends))
+            in_flight.append(len(pipeline.sends))
             return code(made) if made else None
 
-        pipeline.do, under_way = do, []
+        pipeline.do, in_flight = do, []
         made = [stage.messages(a, p * v)[1] for a in pipeline.schedule(rank, p, m)]
         try:
             pipeline.run([(torch.zeros(1), None, None)] * m)
             assert not pipeline.sends and not pipeline.receives
-            # a send is waited for when more than p are under way, no sooner
-            assert max(under_way) == min(p, sum(map(bool, made[:-1])))
+            # `run` waits for a send only when more than p are in flight
+            assert max(in_flight) == min(p, sum(map(bool, made[:-1])))
             with torch.no_grad():
                 pipeline.run([(torch.zeros(1), None, None)] * m)
         except BaseException as failure:
@@ -351,7 +351,7 @@ def test_executor_needs_no_send_buffers(name, buffered, monkeypatch):
         run_the_executor(name, p, m, 1, buffered, monkeypatch)
 
 
-# ---- who has which units ----
+# ---- partition of the units ----
 
 
 def test_stages_partition_the_model_evenly():
@@ -365,7 +365,7 @@ def test_stages_partition_the_model_evenly():
         assert layers == sorted(layers, reverse=True), "the last stage has the head as well"
 
 
-# ---- the picture ----
+# ---- the time line ----
 
 
 @every_schedule
