@@ -127,7 +127,7 @@ class Fences(Preprocessor):
 
 
 def code_block(html: str) -> str:
-    return f'<pre tabindex="0"><code>{html}</code></pre>'
+    return f"<pre><code>{html}</code></pre>"
 
 
 class Blocks(Preprocessor):
@@ -294,7 +294,6 @@ class Finish(Treeprocessor):
     def frame(self, child: Element) -> Element:
         """A frame that scrolls if the page is narrower than what is in it."""
         frame = Element("span" if child.tag != "table" else "div", {"class": f"wide {child.tag}"})
-        frame.set("tabindex", "0")
         frame.tail, child.tail = child.tail, None
         frame.append(child)
         return frame

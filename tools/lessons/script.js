@@ -10,6 +10,23 @@ addEventListener("keydown", (event) => {
   if (link) location.href = link.href;
 });
 
+// A frame that scrolls sideways can be reached by the keyboard.
+const frames = document.querySelectorAll(".wide, .code, .rows, main pre");
+const makeReachable = () => {
+  for (const each of frames) {
+    if (each.scrollWidth > each.clientWidth) each.tabIndex = 0;
+    else each.removeAttribute("tabindex");
+  }
+};
+let due = 0;
+const soon = () => {
+  cancelAnimationFrame(due);
+  due = requestAnimationFrame(makeReachable);
+};
+addEventListener("resize", soon);
+addEventListener("toggle", soon, true);
+soon();
+
 // An anchor may stand in a folded definition.
 const unfold = () => {
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
