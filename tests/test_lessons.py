@@ -396,6 +396,12 @@ def test_no_markdown_is_left_in_the_text(pages, name):
     assert left == []
 
 
+def test_diagrams_are_pictures():
+    """GitHub draws Mermaid's diagrams by a script of its own; the pages have none."""
+    for path in (REPO / "README.md", *REPO.glob("*/README.md")):
+        assert "```mermaid" not in path.read_text(), path
+
+
 # ---- what is not ours ----
 
 EVIL = "<script>hacked=1</script><img src=x onerror=hacked=1>\"'>&lt;b&gt;"
