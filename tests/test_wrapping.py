@@ -1,4 +1,4 @@
-"""The classes of 02, 03 and 04 on models that others write, and against PyTorch's own."""
+"""The classes of 02, 03 and 04 on arbitrary models, compared with PyTorch's own classes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from common.model import Transformer, TransformerConfig, init_weights
 pytestmark = pytest.mark.slow
 
 WORDS, WIDTH = 11, 6
-SMALL = 0.0002  # megabytes in a bucket, so that there are several
+SMALL = 0.0002  # megabytes per bucket, so that there are several
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 
 
 class Odd(nn.Module):
-    """All that wrapping can stumble over: tied, frozen and unused parameters, a buffer, nested
-    containers, a branch that not every forward takes, sizes that nothing divides."""
+    """A model with everything that is hard to wrap: tied, frozen and unused parameters, a buffer,
+    nested containers, a branch that not every forward takes, and sizes that do not divide."""
 
     def __init__(self):
         super().__init__()
@@ -77,10 +77,10 @@ def loss_of_transformer(seed: int) -> Callable[[nn.Module], Tensor]:
     return lambda model: model(tokens[:, :-1], tokens[:, 1:])
 
 
-def micro_batches(step: int, a: int, branch: bool, rank: int) -> list[Callable]:
-    """`a` losses for one step of `rank`, each a function of the model."""
-    dice = torch.Generator().manual_seed(1000 * step + rank)
-    return [loss_on(torch.randint(WORDS, (5, 4), generator=dice), branch) for _ in range(a)]
+def micro_batches(step: int, m: int, branch: bool, rank: int) -> list[Callable]:
+    """m losses for one step of `rank`, each a function of the model."""
+    rng = torch.Generator().manual_seed(1000 * step + rank)
+    return [loss_on(torch.randint(WORDS, (5, 4), generator=rng), branch) for _ in range(m)]
 
 
 def loss_on(tokens: Tensor, branch: bool) -> Callable[[nn.Module], Tensor]:
@@ -94,7 +94,7 @@ def loss_on(tokens: Tensor, branch: bool) -> Callable[[nn.Module], Tensor]:
 def plain_step(
     model: nn.Module, optimizer, losses: list[Callable], over_ranks: bool, set_to_none: bool = True
 ) -> Tensor:
-    """The step without any technique."""
+    """One step of the plain model."""
     total = average_gradients(model, losses, over_ranks)
     optimizer.step()
     optimizer.zero_grad(set_to_none=set_to_none)
@@ -102,7 +102,7 @@ def plain_step(
 
 
 def average_gradients(model: nn.Module, losses: list[Callable], over_ranks: bool) -> Tensor:
-    """Forward and backward; a trainable parameter without gradient has one of zeros."""
+    """Run forward and backward, optionally average over the ranks. A missing gradient is zero."""
     total = torch.zeros(())
     for loss_of in losses:
         loss = loss_of(model) / len(losses)
@@ -118,7 +118,7 @@ def average_gradients(model: nn.Module, losses: list[Callable], over_ranks: bool
 
 
 def differences(ours: dict[str, Tensor], plain: nn.Module) -> dict[str, float]:
-    """The largest difference in each parameter that has any."""
+    """The largest difference of each parameter, without the parameters that are equal."""
     theirs = dict(plain.named_parameters())
     assert set(ours) == set(theirs), set(ours) ^ set(theirs)
     found = {name: (ours[name] - p.detach()).abs().max().item() for name, p in theirs.items()}
@@ -128,8 +128,8 @@ def differences(ours: dict[str, Tensor], plain: nn.Module) -> dict[str, float]:
 # ---- against the plain model ----
 
 OPTIMIZERS = {
-    # a rate of 1/8 times a gradient is exact in half precision too, where PyTorch rounds it or not
-    # according to where in the tensor an element stands
+    # a learning rate of 1/8 keeps products exact in half precision, where PyTorch's rounding depends
+    # on an element's position in the tensor
     "exact": (SGD, {"lr": 0.125}),
     "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
@@ -141,17 +141,17 @@ OPTIMIZERS = {
 def five_steps(
     strategy: str,
     optimizer: str,
-    a: int = 1,
+    m: int = 1,
     set_to_none: bool = True,
     same_data: bool = True,
     branch: str = "sometimes",
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, float]:
-    """How far `strategy` is from the plain model after five steps of `a` micro-batches.
+    """How far `strategy` is from the plain model after five steps of m micro-batches.
 
-    same_data: every rank has rank 0's, so that the average is each rank's own gradient to the
-    bit; else the plain model averages over the ranks parameter by parameter. branch: taken in
-    every second step, by rank 0 alone, or in the first micro-batch alone.
+    same_data: every rank has rank 0's data, so that the average equals each rank's own gradient bit
+    for bit; else the plain model averages over the ranks, parameter by parameter. branch: when the
+    optional branch runs: in every second step, on rank 0 only, or in the first micro-batch only.
     """
     optimizer_class, defaults = OPTIMIZERS[optimizer]
     plain = odd().to(dtype)
@@ -161,7 +161,7 @@ def five_steps(
     for step in range(5):
         rank = 0 if same_data else dist.get_rank()
         takes = step % 2 == 1 if branch == "sometimes" else branch == "rank 0" and rank == 0
-        losses = micro_batches(step, a, takes, rank)
+        losses = micro_batches(step, m, takes, rank)
         if branch == "first micro-batch":
             losses[:1] = micro_batches(step, 1, True, rank)
         ours = trainer.step(losses, set_to_none)
@@ -176,41 +176,38 @@ NOT_ZERO_3 = [strategy for strategy in STRATEGIES if strategy != "zero-3"]
 @pytest.mark.quick_cases(
     "3-set-to-none-ddp", "3-set-to-none-zero-1", "3-set-to-none-zero-2", "3-set-to-none-fsdp"
 )
-@pytest.mark.quick_cases(
-    "3-set-to-none-ddp", "3-set-to-none-zero-1", "3-set-to-none-zero-2", "3-set-to-none-fsdp"
-)
 @pytest.mark.parametrize("strategy", NOT_ZERO_3)
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["set-to-none", "zeroed"])
-@pytest.mark.parametrize("a", [1, 3])
-def test_five_steps_are_bitwise_identical_to_the_plain_model(pools, strategy, set_to_none, a):
-    for worst in pools(2).run(five_steps, strategy, "sgd", a, set_to_none):
+@pytest.mark.parametrize("m", [1, 3])
+def test_five_steps_are_bitwise_identical_to_the_plain_model(pools, strategy, set_to_none, m):
+    for worst in pools(2).run(five_steps, strategy, "sgd", m, set_to_none):
         assert worst == {}
 
 
 @pytest.mark.parametrize("strategy", NOT_ZERO_3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_element_wise_optimizer_matches_the_plain_model(pools, strategy, optimizer):
-    for worst in pools(2).run(five_steps, strategy, optimizer, a=2):
+    for worst in pools(2).run(five_steps, strategy, optimizer, m=2):
         assert worst == {}
 
 
 @pytest.mark.parametrize("strategy", NOT_ZERO_3)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_with_different_data_match_the_plain_model(pools, strategy, size):
-    for worst in pools(size).run(five_steps, strategy, "sgd", a=2, same_data=False):
+    for worst in pools(size).run(five_steps, strategy, "sgd", m=2, same_data=False):
         assert max(worst.values(), default=0.0) <= 1e-6, worst
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero-2"])
-@pytest.mark.parametrize("a", [1, 2])
-def test_parameter_unused_on_some_ranks_counts_as_a_zero_gradient(pools, strategy, a):
-    for worst in pools(2).run(five_steps, strategy, "sgd", a, same_data=False, branch="rank 0"):
+@pytest.mark.parametrize("m", [1, 2])
+def test_parameter_unused_on_some_ranks_counts_as_a_zero_gradient(pools, strategy, m):
+    for worst in pools(2).run(five_steps, strategy, "sgd", m, same_data=False, branch="rank 0"):
         assert max(worst.values(), default=0.0) <= 1e-6, worst
 
 
 @pytest.mark.parametrize("strategy", NOT_ZERO_3)
 def test_parameter_unused_in_the_last_micro_batch_keeps_its_accumulated_gradient(pools, strategy):
-    for worst in pools(2).run(five_steps, strategy, "sgd", a=2, branch="first micro-batch"):
+    for worst in pools(2).run(five_steps, strategy, "sgd", m=2, branch="first micro-batch"):
         assert worst == {}
 
 
@@ -302,7 +299,7 @@ def checkpointed_steps(strategy: str, early_stop: bool) -> dict[str, float]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "whole-layer"])
 def test_activation_checkpointing_is_bitwise_identical(pools, strategy, early_stop):
-    """A recomputation that stops at the last tensor it needs never gets to the unit's end."""
+    """With early stop, recomputation ends at the last tensor it needs, before the unit's end."""
     for worst in pools(2).run(checkpointed_steps, strategy, early_stop):
         assert worst == {}
 
@@ -314,8 +311,8 @@ def hybrid(model: nn.Module, shards: int = 2, **defaults) -> Trainer:
 
 
 def clipped(strategy: str) -> tuple[float, float, float]:
-    """The global norm, the plain model's, and how far the parameters are apart after the step."""
-    torch.use_deterministic_algorithms(True)  # fills memory that nobody wrote to with NaN
+    """The global norm, the plain model's, and the difference of the parameters after the step."""
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     try:
         plain, model = odd(), odd()
         if strategy == "fsdp-hybrid":
@@ -346,7 +343,7 @@ def test_gradient_clipping_uses_the_global_norm(pools, strategy, size):
         assert worst <= 1e-6
 
 
-# ---- DistributedDataParallel alone ----
+# ---- DistributedDataParallel ----
 
 
 def ranks_start_apart() -> None:
@@ -367,7 +364,7 @@ def gradients_in_buckets() -> None:
     ddp = stage.DistributedDataParallel(model, bucket_cap_mb=SMALL)
     trained = {p for p in model.parameters() if p.requires_grad}
     in_buckets = [p for bucket in ddp.buckets for p in bucket.params]
-    assert set(in_buckets) == trained and len(in_buckets) == len(trained)  # tied ones once
+    assert set(in_buckets) == trained and len(in_buckets) == len(trained)  # tied parameters once
     assert len(ddp.buckets) > 3
     for step in range(4):
         for loss_of in micro_batches(step, 1, step % 2 == 1, 0):
@@ -381,7 +378,7 @@ def gradients_in_buckets() -> None:
         assert model.frozen.weight.grad is None and not model.never.weight.grad.any()
         assert model.branch.weight.grad.any() == (step % 2 == 1)
         for p in trained:
-            p.grad = None  # as zero_grad(set_to_none=True) does
+            p.grad = None  # like zero_grad(set_to_none=True)
 
 
 def test_ddp_keeps_gradients_in_their_buckets_after_zero_grad_or_reassignment(pools):
@@ -426,11 +423,11 @@ def test_buckets_are_split_by_size_and_dtype_and_the_first_is_small():
         assert sizes([], 25) == []
 
 
-# ---- ZeroRedundancyOptimizer alone ----
+# ---- ZeroRedundancyOptimizer ----
 
 
 def groups_of(model: nn.Module, form: str) -> object:
-    """Parameters in the forms that PyTorch's optimizers take; or groups with rates of their own."""
+    """Parameters in the forms that PyTorch's optimizers accept, or groups with their own rates."""
     if form == "generator":
         return model.parameters()
     if form == "list":
@@ -452,7 +449,7 @@ def steps_of_groups(zero_stage: int, form: str, optimizer: str) -> dict[str, flo
     assert [g["lr"] for g in ours.param_groups] == [g["lr"] for g in theirs.param_groups]
     for step in range(4):
         for group in [*ours.param_groups, *theirs.param_groups]:
-            group["lr"] *= 0.9  # as a schedule does
+            group["lr"] *= 0.9  # like a scheduler
         losses = micro_batches(step, 1, True, 0)
         losses[0](model).backward()
         ours.finish_gradient_synchronization()
@@ -470,7 +467,7 @@ def test_zero_accepts_the_parameters_an_optimizer_accepts(pools, zero_stage, for
         assert worst == {}
 
 
-# ---- FullyShardedDataParallel alone ----
+# ---- FullyShardedDataParallel ----
 
 
 class Nest(nn.Module):
@@ -534,7 +531,7 @@ def warnings_of(kind: str) -> list[str]:
             stage.FullyShardedDataParallel(lone)
         elif kind == "one child":
             stage.FullyShardedDataParallel(nn.Sequential(lone, nn.Tanh()))
-        else:  # units that the rule did not match: all is gathered around the whole
+        else:  # no unit matched the rule: the whole model is one unit
             stage.FullyShardedDataParallel(nn.Sequential(lone, nn.Linear(8, 8)), units=[])
     return [str(w.message) for w in caught if "unit" in str(w.message)]
 
@@ -551,7 +548,7 @@ def test_fsdp_does_not_warn_about_a_model_in_several_units(pools):
 
 
 def backward_under_no_sync() -> float:
-    """How far gradients are from the average over the replicas, if no backward was the last."""
+    """How far the gradients are from the average if every backward ran under `no_sync()`."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     trainer = hybrid(copy.deepcopy(plain), shards=1, lr=1.0)
@@ -571,7 +568,7 @@ def test_finishing_reduces_over_the_replicas_after_backwards_under_no_sync(pools
 
 
 class Prompt(nn.Module):
-    """A trained prompt at the root, around units that are frozen."""
+    """A trainable prompt in the root module, with frozen units."""
 
     def __init__(self):
         super().__init__()
@@ -616,7 +613,7 @@ def test_full_state_dict_has_the_float32_master_weights(pools):
 
 
 def error_of_the_average(strategy: str) -> float:
-    """Relative, of bf16 gradients that are alike on all ranks: their average is each of them."""
+    """The relative error of an average of bf16 gradients that are equal on all ranks."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
     twin, x = copy.deepcopy(plain).bfloat16(), torch.randn(2, 7).bfloat16()
@@ -636,11 +633,11 @@ def error_of_the_average(strategy: str) -> float:
 
 @pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
 def test_gradients_of_bf16_weights_are_averaged_in_float32(pools, strategy):
-    """Three ranks: a third of a number in bf16 is another."""
+    """On three ranks, because a third of a bf16 number is rounded."""
     assert max(pools(3).run(error_of_the_average, strategy)) < 1e-6
 
 
-# ---- FullyShardedDataParallel in other people's hands ----
+# ---- FullyShardedDataParallel with arbitrary modules and loops ----
 
 
 @dataclass
@@ -656,7 +653,7 @@ class Opaque:
 
 
 class Hides(nn.Module):
-    """A unit with two branches that come out in a container, or partly so."""
+    """A unit with two branches whose outputs are (partly) in a container."""
 
     def __init__(self, how: str):
         super().__init__()
@@ -700,7 +697,7 @@ class Hiding(nn.Module):
 
 
 def unsharded(fsdp: nn.Module) -> list[int]:
-    """Which units have memory for their full parameters."""
+    """The units that have memory for their full parameters."""
     return [i for i, f in enumerate(fsdp.flats) if f.full.untyped_storage().nbytes()]
 
 
@@ -740,12 +737,12 @@ def test_unit_that_hides_its_output_tensors_has_the_gradients_of_the_plain_model
     for worst, after_forward, left in pools(2).run(steps_of_hiding, strategy, hows):
         assert worst == {} and left == []
         seen = "object" not in how
-        if strategy == "fsdp":  # what stays unsharded is what cannot be seen into
+        if strategy == "fsdp":  # units whose outputs FSDP cannot see stay unsharded
             assert after_forward == ([] if seen else list(units))
 
 
 class Many(nn.Module):
-    """Units that take a list of tensors and return another, in float32."""
+    """Units that take a list of tensors and return another list, in float32."""
 
     def __init__(self):
         super().__init__()
@@ -768,8 +765,8 @@ class Each(nn.Module):
 
 
 def step_of_lists(strategy: str) -> tuple[int, list[Tensor]]:
-    """All-gathers of a step; the units' inputs that are alive after it."""
-    dtype = torch.bfloat16 if strategy == "fsdp" else None  # whose inputs are cast
+    """The number of all-gathers of a step, and the units' inputs that are alive after it."""
+    dtype = torch.bfloat16 if strategy == "fsdp" else None  # which casts inputs
     model = Many()
     trainer = Trainer(strategy, model, SGD, list(model.units), gathered=dtype, lr=0.1)
     x = torch.ones(2, 6)
@@ -804,7 +801,7 @@ class Tricky(nn.Module):
         self.table = nn.Parameter(torch.randint(0, 100, (6,)), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "detached":  # whose product comes last in backward
+        if self.how == "detached":  # its matmul comes last in backward
             return F.linear(F.linear(x, self.weight.detach()).tanh(), self.weight)
         if self.how == "detached unit":
             return x + F.linear(x, self.weight).detach()
@@ -856,7 +853,7 @@ def loss_on_rows(rows: int, seed: int) -> Callable[[nn.Module], Tensor]:
 
 
 def skip_a_step(strategy: str, micro_batches: int, set_to_none: bool) -> dict[str, float]:
-    """A backward whose gradients are thrown away, as after an overflow, and a step after it."""
+    """Drop the gradients of one backward, as after an overflow, and then take a step."""
     plain = linears()
     if strategy == "fsdp-hybrid":
         trainer = hybrid(copy.deepcopy(plain), shards=1, lr=0.1)
@@ -897,7 +894,7 @@ def test_a_gradient_that_is_changed_while_it_is_reduced_is_an_error(pools):
 
 
 def finish_twice() -> tuple[float, str]:
-    """The largest difference of gradients from the average; what a second backward says."""
+    """The largest difference of gradients from the average, and the error of a second backward."""
     plain = linears()
     trainer = hybrid(copy.deepcopy(plain), shards=1, lr=0.1)
     losses = [loss_on_rows(3, seed=dist.get_rank())]
@@ -913,7 +910,7 @@ def finish_twice() -> tuple[float, str]:
     return (ours - theirs).abs().max().item(), ""
 
 
-def test_finishing_twice_sums_once_and_no_backward_is_added_to_a_sum_over_the_replicas(pools):
+def test_finishing_twice_reduces_once_and_a_backward_after_it_is_an_error(pools):
     for difference, said in pools(2).run(finish_twice):
         assert difference == 0.0 and "no_sync" in said
 
@@ -941,7 +938,7 @@ class Breaking(nn.Module):
         return self.third(self.second(Breaks.apply(self.first(x))))
 
 
-def go_on_after_an_error(strategy: str) -> dict[str, float]:
+def continue_after_an_error(strategy: str) -> dict[str, float]:
     plain = Breaking()
     trainer = Trainer(strategy, copy.deepcopy(plain), SGD, lr=0.1)
     optimizer = SGD(plain.parameters(), lr=0.1)
@@ -957,13 +954,13 @@ def go_on_after_an_error(strategy: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-keep"])
-def test_training_goes_on_after_an_error_in_backward(pools, strategy):
-    for worst in pools(2).run(go_on_after_an_error, strategy):
+def test_training_continues_after_an_error_in_backward(pools, strategy):
+    for worst in pools(2).run(continue_after_an_error, strategy):
         assert worst == {}
 
 
 def call_a_unit_alone(strategy: str, grad: bool) -> list[float]:
-    """How far a unit's output, called alone, is from the plain unit's, before and after a step."""
+    """Call a unit by itself, before and after a step; differences from the plain unit's output."""
     plain = linears()
     trainer = Trainer(strategy, copy.deepcopy(plain), AdamW, lr=0.1, fused=True)
     optimizer = AdamW(plain.parameters(), lr=0.1, fused=True)
@@ -981,7 +978,7 @@ def call_a_unit_alone(strategy: str, grad: bool) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
-def test_a_unit_that_is_called_alone_has_the_parameters_of_now(pools, strategy, grad):
+def test_a_unit_that_is_called_alone_has_the_current_parameters(pools, strategy, grad):
     for found in pools(2).run(call_a_unit_alone, strategy, grad):
         assert found == [0.0] * 4
 
@@ -1003,7 +1000,7 @@ def test_create_graph_is_an_error(pools, how):
 
 
 def scale_gradients(overflow: bool) -> tuple[float, dict[str, float]]:
-    """The scale after a step by GradScaler, and differences from the plain model."""
+    """GradScaler's scale after a step, and the differences from the plain model."""
     plain = linears()
     trainer = Trainer("fsdp", copy.deepcopy(plain), SGD, lr=0.1)
     optimizer = SGD(plain.parameters(), lr=0.1)
@@ -1027,7 +1024,7 @@ def test_every_rank_skips_a_step_whose_gradients_overflow_on_one(pools, overflow
 
 
 class Parent(nn.Module):
-    """A module that has the wrapper as a part."""
+    """A module that contains the wrapper."""
 
     def __init__(self, part: nn.Module):
         super().__init__()
@@ -1037,8 +1034,8 @@ class Parent(nn.Module):
         return self.head(self.part(x))
 
 
-def as_it_is_usually_written() -> dict[str, float]:
-    """A loop that knows modules and optimizers only, over a module that contains the wrapper."""
+def ordinary_training_loop() -> dict[str, float]:
+    """An ordinary training loop over a module that contains the wrapper."""
     torch.manual_seed(0)
     plain = Parent(nn.Sequential(linears(), nn.Dropout(0.5)))
     ours = copy.deepcopy(plain)
@@ -1060,8 +1057,8 @@ def as_it_is_usually_written() -> dict[str, float]:
     return worst | differences(dict(ours.head.named_parameters()), plain.head)
 
 
-def test_a_loop_that_knows_modules_only_trains_the_wrapper(pools):
-    for worst in pools(2).run(as_it_is_usually_written):
+def test_an_ordinary_training_loop_trains_the_wrapper_inside_a_module(pools):
+    for worst in pools(2).run(ordinary_training_loop):
         assert worst == {}
 
 
@@ -1105,7 +1102,7 @@ def ask_what_cannot_be(what: str) -> str:
 @pytest.mark.parametrize(
     "what", ["state_dict", "load_state_dict", "deepcopy", "to", "half", "meta"]
 )
-def test_what_needs_the_full_parameters_is_an_error_that_says_so(pools, parent, what):
+def test_methods_that_need_the_full_parameters_are_an_error(pools, parent, what):
     for said in pools(2).run(ask_what_cannot_be, parent + what):
         if "dict" in what or "copy" in what:
             assert "full_state_dict()" in said
@@ -1114,7 +1111,7 @@ def test_what_needs_the_full_parameters_is_an_error_that_says_so(pools, parent, 
 
 
 def seconds_per_unit(n_units: int) -> float:
-    """Of this process's own time, without the garbage collector's."""
+    """CPU time of this process per unit, without garbage collection."""
     units = (nn.Linear(2, 2) for _ in range(n_units))
     trainer = Trainer("fsdp", nn.Sequential(*units), SGD, lr=0.1)
     fastest = math.inf
@@ -1129,7 +1126,7 @@ def seconds_per_unit(n_units: int) -> float:
     return fastest / n_units
 
 
-def test_the_hooks_of_a_unit_cost_the_same_among_many_units(pools):
+def test_the_cost_of_a_units_hooks_does_not_grow_with_the_number_of_units(pools):
     few, many = (pools(1).run(seconds_per_unit, n)[0] for n in (200, 4000))
     assert many < 1.5 * few
 
@@ -1138,7 +1135,7 @@ def test_the_hooks_of_a_unit_cost_the_same_among_many_units(pools):
 
 
 def gradient_of_the_input_before_a_step(strategy: str) -> dict[str, float]:
-    """Asking autograd for an input's gradient gathers units that no parameter's gradient frees."""
+    """Compute an input's gradient: it unshards units, and no parameter's gradient reshards them."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
     model = copy.deepcopy(plain)
@@ -1162,7 +1159,7 @@ def test_no_stale_weights_after_a_step(pools, strategy):
         assert worst == {}
 
 
-# ---- against PyTorch's own ----
+# ---- compared with PyTorch's own ----
 
 
 def pytorchs(
@@ -1219,7 +1216,7 @@ def test_ten_steps_of_adamw_match_pytorchs_own_classes(pools, strategy, size):
 
 
 class Twice(nn.Module):
-    """A layer's gradient is final twice: reentrant checkpointing has a backward for each use."""
+    """A layer's gradient is accumulated twice: reentrant checkpointing runs a backward per use."""
 
     def __init__(self):
         super().__init__()
@@ -1252,7 +1249,7 @@ def test_gradient_accumulated_twice_in_one_backward_is_an_error(pools, strategy)
 
 
 def gradient_of_a_shared_row(strategy: str, tokens: int) -> float:
-    """The gradient of an embedding's row that all tokens share, over what it should be."""
+    """The gradient of an embedding row that all tokens share, divided by its exact value."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1, bias=False))
     nn.init.ones_(model[1].weight)
@@ -1265,6 +1262,6 @@ def gradient_of_a_shared_row(strategy: str, tokens: int) -> float:
 
 @pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
 def test_embedding_row_of_many_tokens_has_its_full_gradient_in_bf16(pools, strategy):
-    """Added up in bfloat16 a row stops to grow at 256 of equal parts."""
+    """A sum of equal numbers in bfloat16 stops growing at 256 of them."""
     for ratio in pools(2).run(gradient_of_a_shared_row, strategy, 4096):
         assert abs(ratio - 1) < 1e-3
