@@ -128,8 +128,8 @@ def differences(ours: dict[str, Tensor], plain: nn.Module) -> dict[str, float]:
 # ---- against the plain model ----
 
 OPTIMIZERS = {
-    # a learning rate of 1/8 keeps products exact in half precision, where PyTorch's rounding depends
-    # on an element's position in the tensor
+    # a learning rate of 1/8 keeps products exact in half precision, where PyTorch's rounding
+    # depends on an element's position in the tensor
     "exact": (SGD, {"lr": 0.125}),
     "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
