@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.arguments import base_parser, check_arguments, check_degree, model_config, seconds
+from common.arguments import base_parser, check_arguments, model_config, seconds
 from common.checkpoint import load_checkpoint, save_checkpoint, training_state
 from common.collectives import (
     all_gather_single,
@@ -52,15 +52,8 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import cleanup, setup
-from common.model import (
-    IGNORED,
-    Output,
-    Transformer,
-    in_autocast_dtype,
-    initial_value,
-    linear,
-)
+from common.distributed import cleanup, setup, world_size
+from common.model import IGNORED, Output, Transformer, in_autocast_dtype, initial_value, linear
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.random import CounterDropout
 from common.run import Run
@@ -87,7 +80,6 @@ def tensor_parallel(
     The model may be on the meta device: then the shards are as well, and `init_shards` fills
     them. With sequence_parallel it only takes sequences of the configuration's length.
     """
-    check_degree(model.config, group.size(), sequence_parallel)
     region = SequenceParallelRegion(group) if sequence_parallel else TensorParallelRegion(group)
     if model.embed is not None:
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
@@ -175,8 +167,7 @@ class ReduceFromRegion(torch.autograd.Function):
 
 
 class TensorParallelRegion:
-    """Between f and g, ranks compute different features. Outside, every rank holds the full
-    activations.
+    """Between f and g, ranks compute different features; outside, each holds full activations.
 
     f enters the region and g exits it; in backward the gradients pass the other way, so f's
     backward is an exit and g's backward an enter.
@@ -210,7 +201,10 @@ class VocabParallelEmbedding(TensorParallelModule):
 
 
 class VocabParallelOutput(nn.Module):
-    """The last unit: norm, head and loss. No rank ever holds all logits of a token."""
+    """The last unit: norm, head and loss. No rank ever holds all logits of a token.
+
+    Memory usually peaks here: every layer's saved activations and a rank's logits are alive.
+    """
 
     def __init__(self, output: Output, region: TensorParallelRegion):
         super().__init__()
@@ -258,7 +252,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         logits.sub_(highest[:, None])
         target_logit = logits.gather(-1, column)[:, 0].masked_fill(~is_local, 0.0)
         all_reduce(target_logit, group=group)
-        total = logits.exp_().sum(dim=-1)
+        total = logits.exp_().sum(dim=-1)  # in place: after the target's logit has been read
         all_reduce(total, group=group)
 
         ctx.save_for_backward(logits, column, scale / total, scale * is_local)
@@ -274,7 +268,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return grad_logits.to(ctx.dtype), None, None
 
 
-# ---- shards of the weights, and the norm of all ----
+# ---- shards of the weights ----
 
 
 def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
@@ -302,7 +296,8 @@ def shard_dims_of(model: nn.Module) -> dict[str, int]:
 def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.device) -> None:
     """Give a model on the meta device this rank's shards of the plain model's initial weights.
 
-    One parameter at a time is drawn in full: the full model exists nowhere.
+    Full parameters are drawn one after the other: the full model exists nowhere. Call this before
+    building the optimizer, because `to_empty` replaces the parameters.
     """
     model.to_empty(device=device)
     dims = shard_dims_of(model)
@@ -311,21 +306,6 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
         if dim is not None:
             shape[dim] *= group.size()
         parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
-
-
-@torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
-    """Scale the gradients to at most this global norm; returns the norm before.
-
-    Squares of sharded gradients add up over the ranks; replicated gradients count once.
-    """
-    dims = shard_dims_of(model)
-    sharded = [p.grad for name, p in model.named_parameters() if name in dims]
-    replicated = [p.grad for name, p in model.named_parameters() if name not in dims]
-    squares = all_reduce_control(global_norm(sharded).square(), group=group)
-    total_norm = (squares + global_norm(replicated).square()).sqrt()
-    clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
-    return total_norm
 
 
 # ---- sequence parallelism: outside of the regions, activations are sharded by the sequence ----
@@ -392,6 +372,24 @@ class RowParallelLinearWithBias(RowParallelLinear):
         return y + self.bias.to(y.dtype)  # after the sum: added before it, it would count tp times
 
 
+# ---- clipping: the norm is that of all ranks' gradients ----
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
+    """Scale the gradients to at most this global norm; returns the norm before.
+
+    Squares of sharded gradients add up over the ranks; replicated gradients count once.
+    """
+    dims = shard_dims_of(model)
+    sharded = [p.grad for name, p in model.named_parameters() if name in dims]
+    replicated = [p.grad for name, p in model.named_parameters() if name not in dims]
+    squares = all_reduce_control(global_norm(sharded).square(), group=group)
+    total_norm = (squares + global_norm(replicated).square()).sqrt()
+    clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
+    return total_norm
+
+
 # ------------------------------------------------------------------------------------------------
 # The training loop
 # ------------------------------------------------------------------------------------------------
@@ -401,7 +399,7 @@ def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--sequence-parallel", action="store_true", help="shard the sequence too")
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
-    return check_arguments(parser.parse_args(argv))
+    return check_arguments(parser.parse_args(argv), tensor_parallel_size=world_size())
 
 
 @torch.no_grad()

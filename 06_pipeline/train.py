@@ -12,8 +12,8 @@ this rank's part of the model, and the global norm is over all stages. Every ran
     p ranks, m >= p micro-batches per step, v virtual stages per rank
 
     memory per rank           16 bytes per parameter of its own units, and the activations of the
-                              micro-batches in flight: m (gpipe), at most p (1f1b, zero-bubble),
-                              somewhat more (interleaved)
+                              micro-batches in flight: m (gpipe), at most p - rank (1f1b), p
+                              (zero-bubble), somewhat more (interleaved)
     communication per step    m x (micro-batch x seq x d_model) floats per boundary and direction
     bubble fraction           (p - 1) / (m + p - 1) gpipe, 1f1b; (p - 1) / (v m + p - 1)
                               interleaved; (p - 1) / (3 m + p - 1) zero-bubble
@@ -91,7 +91,7 @@ class Pipeline:
         self.n_stages = self.p * len(units)
         self.stages = {stage: PipelineStage(model, units[stage], autocast) for stage in units}
         self.device, self.d_model = next(model.parameters()).device, model.config.d_model
-        self.receives: dict[Message, tuple[Work, Tensor]] = {}  # in flight
+        self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
         self.open_channels()
 
@@ -102,50 +102,51 @@ class Pipeline:
         Returns their losses, [m], on the rank of the last stage, and zeros on the others.
         """
         losses = torch.zeros(len(micro_batches), device=self.device)
+        shape = self.shape_sent(micro_batches[0][0])
         actions = self.schedule(self.rank, self.p, len(micro_batches))
         if not torch.is_grad_enabled():
             actions = [action for action in actions if action.kind == "F"]
-        for receives, action in plan(actions, self.n_stages):
-            for message in receives:
-                self.start_receive(message, self.shape_sent(micro_batches[0][0]))
-            needed, produced = messages(action, self.n_stages)
-            received = self.finish_receive(needed) if needed else None
+        for upcoming, action in plan(actions, self.n_stages):
+            for receiver in upcoming:
+                self.start_receive(receiver, shape)
+            received = self.finish_receive(action) if action in self.receives else None
             with record_function(f"{action.kind} {action.micro} {action.stage}"):  # --profile
-                result = self.do(action, received, micro_batches, losses)
-            if produced:
-                self.start_send(produced, result)
-        while self.sends:  # the last ones
+                result = self.do(action, received, micro_batches)
+            destination = destination_of(action, self.n_stages)
+            if destination is not None:
+                self.start_send(result, destination)
+            elif action.kind == "F":
+                losses[action.micro] = result  # of the last stage
+        while self.sends:  # a tensor must stay alive until it is sent
             self.sends.popleft()[0].wait()
         return losses
 
-    def do(self, action: Action, received: Tensor | None, micro_batches, losses) -> Tensor | None:
-        """Run one action on what it received: activations, a gradient, or None at the ends."""
+    def do(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
+        """Run one action on the activations or the gradient that it received, None at the ends."""
         stage = self.stages[action.stage]
         if action.kind == "B":
             return stage.backward(action.micro, received)
-        inputs, targets, keys = micro_batches[action.micro]
-        x = inputs if received is None else received
-        result = stage.forward(action.micro, x, targets, keys, len(micro_batches))
-        if stage.output is not None:
-            losses[action.micro] = result
-        return result
+        tokens, targets, keys = micro_batches[action.micro]
+        x = tokens if received is None else received
+        return stage.forward(action.micro, x, targets, keys, len(micro_batches))
 
     def shape_sent(self, tokens: Tensor) -> tuple[int, ...]:
         return *tokens.shape, self.d_model  # [micro-batch, seq, d_model]
 
-    def start_receive(self, message: Message, shape: tuple[int, ...]) -> None:
-        src, buffer = message.source % self.p, torch.empty(shape, device=self.device)
+    def start_receive(self, action: Action, shape: tuple[int, ...]) -> None:
+        src = source_of(action, self.n_stages) % self.p
+        buffer = torch.empty(shape, device=self.device)
         work = irecv(buffer, group=self.group_for(src, self.rank), group_src=src)
-        self.receives[message] = work, buffer
+        self.receives[action] = work, buffer
 
-    def finish_receive(self, message: Message) -> Tensor:
-        work, buffer = self.receives.pop(message)
+    def finish_receive(self, action: Action) -> Tensor:
+        work, buffer = self.receives.pop(action)
         work.wait()
         return buffer
 
-    def start_send(self, message: Message, tensor: Tensor) -> None:
-        """Send without waiting. `sends` keeps the tensor alive; above p, the oldest is freed."""
-        dst = message.stage % self.p
+    def start_send(self, tensor: Tensor, destination: int) -> None:
+        """Send without waiting. Of more than p sends in flight, wait for the oldest and free it."""
+        dst = destination % self.p
         work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
         self.sends.append((work, tensor))
         if len(self.sends) > self.p:
@@ -154,7 +155,7 @@ class Pipeline:
     def open_channels(self) -> None:
         """Send one number between all neighbours, in an order common to all ranks: NCCL's first
         operation between two ranks connects them, and blocks until both have issued it."""
-        # only interleaving makes the last rank and the first one neighbours
+        # the last rank and the first one are neighbours with interleaving only
         forward = {((stage - 1) % self.p, stage % self.p) for stage in range(1, self.n_stages)}
         for src, dst in sorted(forward | {(dst, src) for src, dst in forward}):
             number, group = torch.zeros(1, device=self.device), self.group_for(src, dst)
@@ -193,7 +194,7 @@ class PipelineStage:
             x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
-        result, grad = y.detach(), None
+        result, grad = y.detach(), None  # here the graph ends: the output layer has its own
         if self.output is not None:
             result, grad = self.loss(result, targets, m)
         if torch.is_grad_enabled():
@@ -263,68 +264,42 @@ def warm_up_and_alternate(
     return forwards[:warm_up] + steady_state + backwards[len(forwards) - warm_up :]
 
 
-# ---- messages: what the actions make the ranks send ----
+# ---- messages: activations go to the next stage (F), their gradients to the previous one (B) ----
 
 
-class Message(NamedTuple):
-    """What an action waits for: activations (F) or their gradient (B), [micro-batch, seq, d]."""
-
-    kind: str
-    micro: int
-    stage: int  # that receives it
-
-    @property
-    def source(self) -> int:
-        return self.stage - 1 if self.kind == "F" else self.stage + 1
+def source_of(action: Action, n_stages: int) -> int | None:
+    """The stage whose result an action starts from; None: it starts from tokens or the loss."""
+    if action.kind == "F" and action.stage > 0:
+        return action.stage - 1
+    if action.kind == "B" and action.stage < n_stages - 1:
+        return action.stage + 1
+    return None
 
 
-def messages(action: Action, n_stages: int) -> tuple[Message | None, Message | None]:
-    """The message that an action needs and the one that it produces; None for neither.
-
-    The first stage starts from tokens, which take no gradient; the last one ends in the loss.
-    """
-    kind, micro, stage = action
-    is_first, is_last = stage == 0, stage == n_stages - 1
-    needed = produced = None
-    if kind == "F" and not is_first:
-        needed = Message("F", micro, stage)
-    if kind == "F" and not is_last:
-        produced = Message("F", micro, stage + 1)
-    if kind == "B" and not is_last:
-        needed = Message("B", micro, stage)
-    if kind == "B" and not is_first:
-        produced = Message("B", micro, stage - 1)
-    return needed, produced
+def destination_of(action: Action, n_stages: int) -> int | None:
+    """The stage that waits for the result of an action; None: no stage does."""
+    if action.kind == "F" and action.stage < n_stages - 1:
+        return action.stage + 1
+    if action.kind == "B" and action.stage > 0:
+        return action.stage - 1
+    return None
 
 
 RECEIVES_AHEAD = 2  # actions
 
 
-def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Message], Action]]:
-    """Each action with the messages whose receives to post before it starts.
+def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Action], Action]]:
+    """Each action with those whose receives to post before it starts.
 
     A receive is posted two actions before its message is needed, so that data arrives while the
     rank computes. NCCL ignores tags and matches by order alone: with the schedules here a rank
     sends its messages to another in the order in which that one needs them.
     """
-    receives: list[list[Message]] = [[] for _ in actions]
+    upcoming: list[list[Action]] = [[] for _ in actions]
     for i, action in enumerate(actions):
-        needed, _ = messages(action, n_stages)
-        if needed:
-            receives[max(0, i - RECEIVES_AHEAD)].append(needed)
-    return list(zip(receives, actions, strict=True))
-
-
-@torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup | None = None) -> Tensor:
-    """Scale the gradients to at most this global norm; returns the norm before.
-
-    The squares add up over the stages.
-    """
-    squares = global_norm(p.grad for p in model.parameters()).square()
-    total_norm = all_reduce_control(squares, group=group).sqrt()
-    clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
-    return total_norm
+        if source_of(action, n_stages) is not None:
+            upcoming[max(0, i - RECEIVES_AHEAD)].append(action)
+    return list(zip(upcoming, actions, strict=True))
 
 
 # ---- interleaving: v shorter stages per rank ----
@@ -340,7 +315,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
         (micro, chunk)
         for start in range(0, m, p)
         for chunk in range(v)
-        for micro in range(start, min(start + p, m))
+        for micro in range(start, min(start + p, m))  # less than p at the end of evaluation
     ]
     forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
@@ -420,11 +395,13 @@ class ZeroBubbleStage(PipelineStage):
         self.recorded.clear()
         return grad_x
 
+    @torch.no_grad()
     def weight_gradients(self, micro: int) -> None:
-        """The deferred matmuls. `backward` of a leaf accumulates in its `.grad` and runs its hooks,
-        so that data parallelism would hear of it."""
+        """The deferred matmuls. AccumulateGrad, a weight's node in the graph, adds their results to
+        `.grad` and runs the hooks after that, so that data parallelism would hear of it. No public
+        function calls it alone: `weight.backward` would start a backward pass per weight."""
         for weight, x, grad in self.pending.pop(micro):
-            weight.backward((grad.t() @ x).to(weight.dtype))
+            get_gradient_edge(weight).node((grad.t() @ x).to(weight.dtype))
 
 
 class ZeroBubblePipeline(Pipeline):
@@ -433,10 +410,25 @@ class ZeroBubblePipeline(Pipeline):
         for number, stage in self.stages.items():
             self.stages[number] = ZeroBubbleStage(model, units[number], stage.autocast)
 
-    def do(self, action: Action, received: Tensor | None, micro_batches, losses) -> Tensor | None:
+    def do(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
         if action.kind == "W":
             return self.stages[action.stage].weight_gradients(action.micro)
-        return super().do(action, received, micro_batches, losses)
+        return super().do(action, received, micro_batches)
+
+
+# ---- clipping: the norm is that of all ranks' gradients ----
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup | None = None) -> Tensor:
+    """Scale the gradients to at most this global norm; returns the norm before.
+
+    The squares add up over the stages.
+    """
+    squares = global_norm(p.grad for p in model.parameters()).square()
+    total_norm = all_reduce_control(squares, group=group).sqrt()
+    clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
+    return total_norm
 
 
 # ------------------------------------------------------------------------------------------------

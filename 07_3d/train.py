@@ -53,14 +53,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
 from torch.profiler import record_function
 
-from common.arguments import (
-    base_parser,
-    check_degree,
-    check_pipeline,
-    model_config,
-    positive_int,
-    seconds,
-)
+from common.arguments import base_parser, check_mesh, model_config, positive_int, seconds
 from common.checkpoint import load_checkpoint, save_checkpoint, training_state
 from common.collectives import (
     all_gather_single,
@@ -72,15 +65,8 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import cleanup, group_along, refuse, setup, world_size
-from common.model import (
-    IGNORED,
-    Output,
-    Transformer,
-    in_autocast_dtype,
-    initial_value,
-    linear,
-)
+from common.distributed import cleanup, group_along, setup, world_size
+from common.model import IGNORED, Output, Transformer, in_autocast_dtype, initial_value, linear
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.random import CounterDropout
 from common.run import Run
@@ -258,7 +244,6 @@ def tensor_parallel(
     The model may be on the meta device: then the shards are as well, and `init_shards` fills
     them. With sequence_parallel it only takes sequences of the configuration's length.
     """
-    check_degree(model.config, group.size(), sequence_parallel)
     region = SequenceParallelRegion(group) if sequence_parallel else TensorParallelRegion(group)
     if model.embed is not None:
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
@@ -346,8 +331,7 @@ class ReduceFromRegion(torch.autograd.Function):
 
 
 class TensorParallelRegion:
-    """Between f and g, ranks compute different features. Outside, every rank holds the full
-    activations.
+    """Between f and g, ranks compute different features; outside, each holds full activations.
 
     f enters the region and g exits it; in backward the gradients pass the other way, so f's
     backward is an exit and g's backward an enter.
@@ -381,7 +365,10 @@ class VocabParallelEmbedding(TensorParallelModule):
 
 
 class VocabParallelOutput(nn.Module):
-    """The last unit: norm, head and loss. No rank ever holds all logits of a token."""
+    """The last unit: norm, head and loss. No rank ever holds all logits of a token.
+
+    Memory usually peaks here: every layer's saved activations and a rank's logits are alive.
+    """
 
     def __init__(self, output: Output, region: TensorParallelRegion):
         super().__init__()
@@ -429,7 +416,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         logits.sub_(highest[:, None])
         target_logit = logits.gather(-1, column)[:, 0].masked_fill(~is_local, 0.0)
         all_reduce(target_logit, group=group)
-        total = logits.exp_().sum(dim=-1)
+        total = logits.exp_().sum(dim=-1)  # in place: after the target's logit has been read
         all_reduce(total, group=group)
 
         ctx.save_for_backward(logits, column, scale / total, scale * is_local)
@@ -473,7 +460,8 @@ def shard_dims_of(model: nn.Module) -> dict[str, int]:
 def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.device) -> None:
     """Give a model on the meta device this rank's shards of the plain model's initial weights.
 
-    One parameter at a time is drawn in full: the full model exists nowhere.
+    Full parameters are drawn one after the other: the full model exists nowhere. Call this before
+    building the optimizer, because `to_empty` replaces the parameters.
     """
     model.to_empty(device=device)
     dims = shard_dims_of(model)
@@ -556,7 +544,7 @@ class Pipeline:
         self.n_stages = self.p * len(units)
         self.stages = {stage: PipelineStage(model, units[stage], autocast) for stage in units}
         self.device, self.d_model = next(model.parameters()).device, model.config.d_model
-        self.receives: dict[Message, tuple[Work, Tensor]] = {}  # in flight
+        self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
         self.open_channels()
 
@@ -567,50 +555,51 @@ class Pipeline:
         Returns their losses, [m], on the rank of the last stage, and zeros on the others.
         """
         losses = torch.zeros(len(micro_batches), device=self.device)
+        shape = self.shape_sent(micro_batches[0][0])
         actions = self.schedule(self.rank, self.p, len(micro_batches))
         if not torch.is_grad_enabled():
             actions = [action for action in actions if action.kind == "F"]
-        for receives, action in plan(actions, self.n_stages):
-            for message in receives:
-                self.start_receive(message, self.shape_sent(micro_batches[0][0]))
-            needed, produced = messages(action, self.n_stages)
-            received = self.finish_receive(needed) if needed else None
+        for upcoming, action in plan(actions, self.n_stages):
+            for receiver in upcoming:
+                self.start_receive(receiver, shape)
+            received = self.finish_receive(action) if action in self.receives else None
             with record_function(f"{action.kind} {action.micro} {action.stage}"):  # --profile
-                result = self.do(action, received, micro_batches, losses)
-            if produced:
-                self.start_send(produced, result)
-        while self.sends:  # the last ones
+                result = self.do(action, received, micro_batches)
+            destination = destination_of(action, self.n_stages)
+            if destination is not None:
+                self.start_send(result, destination)
+            elif action.kind == "F":
+                losses[action.micro] = result  # of the last stage
+        while self.sends:  # a tensor must stay alive until it is sent
             self.sends.popleft()[0].wait()
         return losses
 
-    def do(self, action: Action, received: Tensor | None, micro_batches, losses) -> Tensor | None:
-        """Run one action on what it received: activations, a gradient, or None at the ends."""
+    def do(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
+        """Run one action on the activations or the gradient that it received, None at the ends."""
         stage = self.stages[action.stage]
         if action.kind == "B":
             return stage.backward(action.micro, received)
-        inputs, targets, keys = micro_batches[action.micro]
-        x = inputs if received is None else received
-        result = stage.forward(action.micro, x, targets, keys, len(micro_batches))
-        if stage.output is not None:
-            losses[action.micro] = result
-        return result
+        tokens, targets, keys = micro_batches[action.micro]
+        x = tokens if received is None else received
+        return stage.forward(action.micro, x, targets, keys, len(micro_batches))
 
     def shape_sent(self, tokens: Tensor) -> tuple[int, ...]:
         return *tokens.shape, self.d_model  # [micro-batch, seq, d_model]
 
-    def start_receive(self, message: Message, shape: tuple[int, ...]) -> None:
-        src, buffer = message.source % self.p, torch.empty(shape, device=self.device)
+    def start_receive(self, action: Action, shape: tuple[int, ...]) -> None:
+        src = source_of(action, self.n_stages) % self.p
+        buffer = torch.empty(shape, device=self.device)
         work = irecv(buffer, group=self.group_for(src, self.rank), group_src=src)
-        self.receives[message] = work, buffer
+        self.receives[action] = work, buffer
 
-    def finish_receive(self, message: Message) -> Tensor:
-        work, buffer = self.receives.pop(message)
+    def finish_receive(self, action: Action) -> Tensor:
+        work, buffer = self.receives.pop(action)
         work.wait()
         return buffer
 
-    def start_send(self, message: Message, tensor: Tensor) -> None:
-        """Send without waiting. `sends` keeps the tensor alive; above p, the oldest is freed."""
-        dst = message.stage % self.p
+    def start_send(self, tensor: Tensor, destination: int) -> None:
+        """Send without waiting. Of more than p sends in flight, wait for the oldest and free it."""
+        dst = destination % self.p
         work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
         self.sends.append((work, tensor))
         if len(self.sends) > self.p:
@@ -619,7 +608,7 @@ class Pipeline:
     def open_channels(self) -> None:
         """Send one number between all neighbours, in an order common to all ranks: NCCL's first
         operation between two ranks connects them, and blocks until both have issued it."""
-        # only interleaving makes the last rank and the first one neighbours
+        # the last rank and the first one are neighbours with interleaving only
         forward = {((stage - 1) % self.p, stage % self.p) for stage in range(1, self.n_stages)}
         for src, dst in sorted(forward | {(dst, src) for src, dst in forward}):
             number, group = torch.zeros(1, device=self.device), self.group_for(src, dst)
@@ -658,7 +647,7 @@ class PipelineStage:
             x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
-        result, grad = y.detach(), None
+        result, grad = y.detach(), None  # here the graph ends: the output layer has its own
         if self.output is not None:
             result, grad = self.loss(result, targets, m)
         if torch.is_grad_enabled():
@@ -728,56 +717,42 @@ def warm_up_and_alternate(
     return forwards[:warm_up] + steady_state + backwards[len(forwards) - warm_up :]
 
 
-# ---- messages: what the actions make the ranks send ----
+# ---- messages: activations go to the next stage (F), their gradients to the previous one (B) ----
 
 
-class Message(NamedTuple):
-    """What an action waits for: activations (F) or their gradient (B), [micro-batch, seq, d]."""
-
-    kind: str
-    micro: int
-    stage: int  # that receives it
-
-    @property
-    def source(self) -> int:
-        return self.stage - 1 if self.kind == "F" else self.stage + 1
+def source_of(action: Action, n_stages: int) -> int | None:
+    """The stage whose result an action starts from; None: it starts from tokens or the loss."""
+    if action.kind == "F" and action.stage > 0:
+        return action.stage - 1
+    if action.kind == "B" and action.stage < n_stages - 1:
+        return action.stage + 1
+    return None
 
 
-def messages(action: Action, n_stages: int) -> tuple[Message | None, Message | None]:
-    """The message that an action needs and the one that it produces; None for neither.
-
-    The first stage starts from tokens, which take no gradient; the last one ends in the loss.
-    """
-    kind, micro, stage = action
-    is_first, is_last = stage == 0, stage == n_stages - 1
-    needed = produced = None
-    if kind == "F" and not is_first:
-        needed = Message("F", micro, stage)
-    if kind == "F" and not is_last:
-        produced = Message("F", micro, stage + 1)
-    if kind == "B" and not is_last:
-        needed = Message("B", micro, stage)
-    if kind == "B" and not is_first:
-        produced = Message("B", micro, stage - 1)
-    return needed, produced
+def destination_of(action: Action, n_stages: int) -> int | None:
+    """The stage that waits for the result of an action; None: no stage does."""
+    if action.kind == "F" and action.stage < n_stages - 1:
+        return action.stage + 1
+    if action.kind == "B" and action.stage > 0:
+        return action.stage - 1
+    return None
 
 
 RECEIVES_AHEAD = 2  # actions
 
 
-def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Message], Action]]:
-    """Each action with the messages whose receives to post before it starts.
+def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Action], Action]]:
+    """Each action with those whose receives to post before it starts.
 
     A receive is posted two actions before its message is needed, so that data arrives while the
     rank computes. NCCL ignores tags and matches by order alone: with the schedules here a rank
     sends its messages to another in the order in which that one needs them.
     """
-    receives: list[list[Message]] = [[] for _ in actions]
+    upcoming: list[list[Action]] = [[] for _ in actions]
     for i, action in enumerate(actions):
-        needed, _ = messages(action, n_stages)
-        if needed:
-            receives[max(0, i - RECEIVES_AHEAD)].append(needed)
-    return list(zip(receives, actions, strict=True))
+        if source_of(action, n_stages) is not None:
+            upcoming[max(0, i - RECEIVES_AHEAD)].append(action)
+    return list(zip(upcoming, actions, strict=True))
 
 
 # ---- interleaving: v shorter stages per rank ----
@@ -793,7 +768,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
         (micro, chunk)
         for start in range(0, m, p)
         for chunk in range(v)
-        for micro in range(start, min(start + p, m))
+        for micro in range(start, min(start + p, m))  # less than p at the end of evaluation
     ]
     forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
@@ -865,16 +840,19 @@ class MeshPipeline(Pipeline):
         batch, seq = tokens.shape
         return batch, seq // self.sequence_shards, self.d_model
 
-    def do(self, action: Action, received: Tensor | None, micro_batches, losses) -> Tensor | None:
+    def do(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
         is_last = action.micro == len(micro_batches) - 1
         replica = self.replicas.get(action.stage)
         with nullcontext() if is_last or replica is None else replica.no_sync():
-            return super().do(action, received, micro_batches, losses)
+            return super().do(action, received, micro_batches)
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the average over `dp`. Call it once per step."""
         for replica in self.replicas.values():
             replica.finish_gradient_synchronization()
+
+
+# ---- clipping: the norm is that of all ranks' gradients ----
 
 
 @torch.no_grad()
@@ -910,14 +888,7 @@ def parse_args(argv: list[str] | None = None):
         "--virtual-stages", type=positive_int, help="per rank (default: interleaved 2, or 1)"
     )
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
-    args = parser.parse_args(argv)
-    args.dp, rest = divmod(world_size(), args.pp * args.tp)
-    if rest:
-        refuse(
-            f"--pp {args.pp} times --tp {args.tp} does not divide the {world_size()} ranks "
-            "(--nproc-per-node); data parallelism takes what is left over"
-        )
-    return check_pipeline(args, args.pp, "--pp", data_parallel_size=args.dp)
+    return check_mesh(parser.parse_args(argv), world_size())
 
 
 @torch.no_grad()
@@ -972,7 +943,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         losses = pipeline.run(micro_batches)
         pipeline.finish_gradient_synchronization()
         if args.sequence_parallel and args.tp > 1:
-            all_reduce_replicated_gradients(model, tp)
+            all_reduce_replicated_gradients(model, tp)  # in place, so after dp's all-reduces
         # dp ranks have different losses, tp ranks equal ones, and pp ranks but the last zeros
         loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
         grad_norm = clip_grad_norm_(model, args.grad_clip, mesh)

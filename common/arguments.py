@@ -115,10 +115,13 @@ def base_parser(description: str) -> Parser:
     return p
 
 
-def check_arguments(args: argparse.Namespace, data_parallel_size: int = 1) -> argparse.Namespace:
+def check_arguments(
+    args: argparse.Namespace, data_parallel_size: int = 1, tensor_parallel_size: int = 1
+) -> argparse.Namespace:
     """Fill in the defaults that depend on other flags and refuse what cannot work.
 
-    data_parallel_size: ranks that share the global batch.
+    data_parallel_size: ranks that share the global batch. tensor_parallel_size: ranks that share
+    each matrix; `model_config` checks it.
     """
     for name, value in zip(
         ("d_model", "n_layers", "n_heads", "seq_len"), PRESETS[args.preset], strict=True
@@ -146,7 +149,7 @@ def check_arguments(args: argparse.Namespace, data_parallel_size: int = 1) -> ar
             f"--micro-batch-size {args.micro_batch_size} does not divide the {share} samples "
             f"that --global-batch-size {args.global_batch_size} gives each data-parallel rank"
         )
-    args.dp = data_parallel_size
+    args.dp, args.tp = data_parallel_size, tensor_parallel_size
     if args.grad_clip == 0:
         args.grad_clip = math.inf
     if args.dtype is None:
@@ -161,7 +164,11 @@ def divisors(n: int) -> list[int]:
 
 
 def check_pipeline(
-    args: argparse.Namespace, p: int, flag: str, data_parallel_size: int = 1
+    args: argparse.Namespace,
+    p: int,
+    flag: str,
+    data_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
 ) -> argparse.Namespace:
     """Fill in the virtual stages and the size of a micro-batch; refuse what p ranks cannot run.
 
@@ -177,7 +184,7 @@ def check_pipeline(
     counts = [m for m in divisors(size) if m % multiple == 0]
     if args.micro_batch_size is None and counts:  # enough of them to keep the ranks busy
         args.micro_batch_size = size // max(m for m in counts if m <= max(4 * p, counts[0]))
-    check_arguments(args, data_parallel_size)
+    check_arguments(args, data_parallel_size, tensor_parallel_size)
     if size // args.micro_batch_size not in counts:
         fit = " or ".join(f"--micro-batch-size {size // m} ({m})" for m in counts)
         refuse(
@@ -191,6 +198,18 @@ def check_pipeline(
             f"{v}): pass --n-layers {p * v} or more, or a smaller {flag}"
         )
     return args
+
+
+def check_mesh(args: argparse.Namespace, n_ranks: int) -> argparse.Namespace:
+    """Set the data-parallel degree: what --pp and --tp leave of the ranks. Includes
+    `check_pipeline`."""
+    dp, rest = divmod(n_ranks, args.pp * args.tp)
+    if rest:
+        refuse(
+            f"--pp {args.pp} times --tp {args.tp} does not divide the {n_ranks} ranks "
+            "(--nproc-per-node); data parallelism takes what is left over"
+        )
+    return check_pipeline(args, args.pp, "--pp", dp, args.tp)
 
 
 def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) -> None:
@@ -218,6 +237,8 @@ def model_config(args: argparse.Namespace, vocab: list[str]) -> TransformerConfi
         dropout=args.dropout,
         activation_checkpointing=args.activation_checkpointing,
     )
+    if args.tp > 1:
+        check_degree(config, args.tp, args.sequence_parallel)
     check_memory(args, config)
     return config
 

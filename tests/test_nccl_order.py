@@ -120,14 +120,16 @@ def issued_by(actions: list, p: int, v: int, rank: int) -> list[Call | Wait]:
     issued = len(events) // 2
     receives, sends = {}, deque()
     for posts, action in stage.plan(actions, p * v):
-        needed, produced = stage.messages(action, p * v)
-        for message in posts:
-            events.append(named("recv", message, rank, message.source % p, p))
-            receives[message], issued = issued, issued + 1
-        if needed:
-            events.append(Wait(receives[needed]))
-        if produced:
-            events.append(named("send", produced, rank, produced.stage % p, p))
+        for waiting in posts:
+            source = stage.source_of(waiting, p * v)
+            events.append(named("recv", waiting, rank, source % p, p))
+            receives[waiting], issued = issued, issued + 1
+        if action in receives:
+            events.append(Wait(receives[action]))
+        destination = stage.destination_of(action, p * v)
+        if destination is not None:
+            message = action._replace(stage=destination)
+            events.append(named("send", message, rank, destination % p, p))
             sends.append(issued)
             issued += 1
             if len(sends) > p:

@@ -163,6 +163,29 @@ def test_zero_bubble_schedule_is_optimal(p, m):
 # ---- messages ----
 
 
+def messages(action, n_stages: int) -> tuple:
+    """The message that an action needs and the one that it sends, each named by the action that
+    waits for it; None for neither."""
+    destination = stage.destination_of(action, n_stages)
+    needed = action if stage.source_of(action, n_stages) is not None else None
+    return needed, None if destination is None else action._replace(stage=destination)
+
+
+@every_schedule
+def test_every_message_is_sent_by_the_stage_that_the_receiver_names(name):
+    for p, m, v in cases(name)[::7]:
+        actions = {action for row in rows(name, p, m, v) for action in row}
+        sent, needed = set(), set()
+        for action in actions:
+            waits, made = messages(action, p * v)
+            if made:
+                assert stage.source_of(made, p * v) == action.stage
+                sent.add(made)
+            if waits:
+                needed.add(waits)
+        assert sent == needed and len(sent) == 2 * m * (p * v - 1)
+
+
 def transport(name: str, p: int, m: int, v: int) -> None:
     """Simulate the plans of all ranks over channels without buffers that match by order alone.
 
@@ -181,10 +204,10 @@ def transport(name: str, p: int, m: int, v: int) -> None:
 
     def advance(rank: int) -> bool:
         posts, action = plans[rank][0]
-        needed, made = stage.messages(action, p * v)
+        needed, made = messages(action, p * v)
         if state[rank] == "post":
             for message in posts:
-                posted[message.source % p, rank].append(message)
+                posted[stage.source_of(message, p * v) % p, rank].append(message)
             state[rank] = "receive"
         elif state[rank] == "receive":
             if needed and needed not in passed:
@@ -208,8 +231,8 @@ def transport(name: str, p: int, m: int, v: int) -> None:
         for rank in range(p):
             while plans[rank] and advance(rank):
                 progress = True
-        for channel, messages in sent.items():
-            both = list(zip(messages, posted[channel], strict=False))
+        for channel, row in sent.items():
+            both = list(zip(row, posted[channel], strict=False))
             assert all(a == b for a, b in both), f"{channel}: {both}"
             progress |= not passed.issuperset(a for a, _ in both)
             passed.update(a for a, _ in both)
@@ -231,7 +254,7 @@ def test_receives_are_posted_early_and_once(name):
     for p, m, v in cases(name)[::7]:
         for rank in range(p):
             plan = stage.plan(schedule_of(name, v)(rank, p, m), p * v)
-            needed = [stage.messages(action, p * v)[0] for _, action in plan]
+            needed = [messages(action, p * v)[0] for _, action in plan]
             posted: dict = {}
             for i, (posts, _) in enumerate(plan):
                 for message in posts:
@@ -311,18 +334,19 @@ def run_the_executor(name: str, p: int, m: int, v: int, buffered: bool, monkeypa
         pipeline.device, pipeline.d_model = torch.device("cpu"), 3
         pipeline.receives, pipeline.sends = {}, deque()
 
-        def do(action, received, micro_batches, losses):
-            needed, made = stage.messages(action, p * v)
+        def do(action, received, micro_batches):
+            needed, made = messages(action, p * v)
             if needed:
                 assert torch.equal(received, code(needed)), (needed, received)
             assert len(pipeline.sends) <= p and len(pipeline.receives) <= 2 * p + 3
             in_flight.append(len(pipeline.sends))
-            return code(made) if made else None
+            return code(made) if made else torch.ones(())
 
         pipeline.do, in_flight = do, []
-        made = [stage.messages(a, p * v)[1] for a in pipeline.schedule(rank, p, m)]
+        made = [messages(a, p * v)[1] for a in pipeline.schedule(rank, p, m)]
         try:
-            pipeline.run([(torch.zeros(1), None, None)] * m)
+            losses = pipeline.run([(torch.zeros(1), None, None)] * m)
+            assert losses.tolist() == [float(rank == p - 1)] * m  # of the last stage alone
             assert not pipeline.sends and not pipeline.receives
             # `run` waits for a send only when more than p are in flight
             assert max(in_flight) == min(p, sum(map(bool, made[:-1])))

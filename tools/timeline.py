@@ -79,15 +79,17 @@ def simulate(stage, schedule, p: int, m: int, costs=COSTS) -> list[list[Span]]:
             kinds = {action.kind for action in row}
             while len(spans[rank]) < len(row):
                 action = row[len(spans[rank])]
-                needed, produced = stage.messages(action, n_stages)
-                if needed and needed not in arrived:
+                waits = stage.source_of(action, n_stages) is not None
+                if waits and action not in arrived:
                     break
                 free = spans[rank][-1].end if spans[rank] else 0.0
-                start = max(free, arrived[needed] if needed else 0.0)
+                start = max(free, arrived[action] if waits else 0.0)
                 kind = drawn_kind(action.kind, kinds)
                 end = start + costs[kind] * p / n_stages  # a v-th of it with v stages per rank
                 spans[rank].append(Span(kind, action.micro, action.stage // p, start, end))
-                arrived[produced] = end
+                destination = stage.destination_of(action, n_stages)
+                if destination is not None:
+                    arrived[action._replace(stage=destination)] = end
                 progress = True
     for rank, row in enumerate(rows):
         if len(spans[rank]) < len(row):
