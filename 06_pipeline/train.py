@@ -51,7 +51,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, Work
 from torch.nn.utils import clip_grads_with_norm_
-from torch.profiler import record_function
 
 from common.arguments import base_parser, check_pipeline, model_config, positive_int, seconds
 from common.checkpoint import load_checkpoint, save_checkpoint, training_state
@@ -60,7 +59,7 @@ from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import cleanup, setup, world_size
 from common.model import IGNORED, Linear, Transformer, in_autocast_dtype, init_weights
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
-from common.run import Run
+from common.run import Run, annotate
 
 # ------------------------------------------------------------------------------------------------
 # The technique: one executor, and schedules that tell each rank what to do next
@@ -110,7 +109,7 @@ class Pipeline:
             for receiver in upcoming:
                 self.start_receive(receiver, shape)
             received = self.finish_receive(action) if action in self.receives else None
-            with record_function(f"{action.kind} {action.micro} {action.stage}"):  # --profile
+            with annotate(f"{action.kind} {action.micro} {action.stage}"):  # in --profile's trace
                 result = self.do(action, received, micro_batches)
             destination = destination_of(action, self.n_stages)
             if destination is not None:

@@ -51,7 +51,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
-from torch.profiler import record_function
 
 from common.arguments import base_parser, check_mesh, model_config, positive_int, seconds
 from common.checkpoint import load_checkpoint, save_checkpoint, training_state
@@ -69,7 +68,7 @@ from common.distributed import cleanup, group_along, setup, world_size
 from common.model import IGNORED, Output, Transformer, in_autocast_dtype, initial_value, linear
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.random import CounterDropout
-from common.run import Run
+from common.run import Run, annotate
 
 # ------------------------------------------------------------------------------------------------
 # The technique: the definitions of 02, 05 and 06, then the mesh that combines them
@@ -563,7 +562,7 @@ class Pipeline:
             for receiver in upcoming:
                 self.start_receive(receiver, shape)
             received = self.finish_receive(action) if action in self.receives else None
-            with record_function(f"{action.kind} {action.micro} {action.stage}"):  # --profile
+            with annotate(f"{action.kind} {action.micro} {action.stage}"):  # in --profile's trace
                 result = self.do(action, received, micro_batches)
             destination = destination_of(action, self.n_stages)
             if destination is not None:

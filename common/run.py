@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -543,6 +544,17 @@ def has_restarted() -> bool:
     """Whether Slurm has requeued this job, or torchrun has started its processes again."""
     counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     return any(int(os.environ.get(count, 0)) > 0 for count in counts)
+
+
+def annotate(name: str) -> AbstractContextManager:
+    """Name the work inside in the trace of --profile.
+
+    `record_function` alone takes 0.2 ms in the middle of a step on a CPU, even if nothing is
+    traced. Only a private function tells whether something is.
+    """
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(name)
+    return nullcontext()
 
 
 def git_commit() -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from harness import (
     whole_ledger,
 )
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.model import Transformer, TransformerConfig, init_weights
@@ -291,6 +293,30 @@ def averaged_over_data_parallel_ranks() -> None:
 
 def test_data_parallelism_averages_deferred_gradients_too(pools):
     pools(2).run(averaged_over_data_parallel_ranks)
+
+
+# ---- the trace ----
+
+
+def actions_traced(schedule: str) -> tuple[list[str], list[str]]:
+    """The names in the trace of a run, and the schedule's actions; without a profiler, none."""
+    pipeline, _ = pipeline_of(schedule, CONFIG)
+    batch = micro_batches(2)
+    spans: list[str] = []
+    with patch("torch.profiler.record_function", lambda name: spans.append(name)):
+        pipeline.run(batch)
+    assert not spans, "record_function is slow even if nothing is traced"
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        pipeline.run(batch)
+    actions = pipeline.schedule(pipeline.rank, pipeline.p, len(batch))
+    expected = [f"{action.kind} {action.micro} {action.stage}" for action in actions]
+    return [event.name for event in trace.events() if event.name in expected], expected
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_trace_names_every_action(pools, schedule):
+    for found, expected in pools(2).run(actions_traced, schedule):
+        assert sorted(found) == sorted(expected)
 
 
 # ---- memory ----
