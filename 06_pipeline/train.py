@@ -396,9 +396,9 @@ class ZeroBubbleStage(PipelineStage):
 
     @torch.no_grad()
     def weight_gradients(self, micro: int) -> None:
-        """The deferred matmuls. AccumulateGrad, a weight's node in the graph, adds their results to
-        `.grad` and runs the hooks after that, so that data parallelism would hear of it. No public
-        function calls it alone: `weight.backward` would start a backward pass per weight."""
+        """The deferred matmuls. AccumulateGrad, a weight's node in the graph, adds each to `.grad`,
+        in place under `no_grad`, and runs the hooks after that: data parallelism would hear of it.
+        No public function calls it alone; `weight.backward` starts a backward pass per weight."""
         for weight, x, grad in self.pending.pop(micro):
             get_gradient_edge(weight).node((grad.t() @ x).to(weight.dtype))
 
