@@ -37,12 +37,15 @@ def code_of(line: str) -> str:
 def hunks(before: list[str], after: list[str]) -> list[tuple[list[str], list[str]]]:
     """The removed and added lines of each hunk of a minimal diff."""
     n, m = len(before), len(after)
-    # length[i][j]: of the longest common subsequence of before[i:] and after[j:]
+    # length[i][j]: of the longest common subsequence of before[i:] and after[j:]. A line with words
+    # counts double, so that it is not given up for a bracket
     length = [[0] * (m + 1) for _ in range(n + 1)]
+    weight = [2 if re.search(r"\w", line) else 1 for line in before]
     for i in reversed(range(n)):
         row, below = length[i], length[i + 1]
         for j in reversed(range(m)):
-            row[j] = below[j + 1] + 1 if before[i] == after[j] else max(below[j], row[j + 1])
+            equal = before[i] == after[j]
+            row[j] = below[j + 1] + weight[i] if equal else max(below[j], row[j + 1])
     found, i, j = [([], [])], 0, 0
     while i < n or j < m:
         if i < n and j < m and before[i] == after[j]:
