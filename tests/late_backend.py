@@ -107,7 +107,7 @@ def _poison(tensor: Tensor) -> None:
 
 
 class Buffer:
-    """A tensor in flight: what it must hold until the wait, and where its storage must lie."""
+    """A tensor in flight: the bytes and the storage address that it must keep until the wait."""
 
     def __init__(self, tensor: Tensor):
         assert tensor.is_contiguous(), f"NCCL takes contiguous tensors only, not {tensor.stride()}"
@@ -328,7 +328,7 @@ class LateProcessGroup(dist.ProcessGroup):
 
 
 class RecordedWork:
-    """A call that nobody answers; its wait is recorded."""
+    """A call without the other ranks; its wait is recorded."""
 
     def __init__(self) -> None:
         self.calls = [(record, record.n_calls - 1) for record in _records]
@@ -341,7 +341,7 @@ class RecordedWork:
 
 
 class RecordedProcessGroup(LateProcessGroup):
-    """One rank of any number without the others: calls are recorded, results are made up.
+    """One rank of any number without the others: calls are recorded, results are arbitrary.
 
     Control flow depends on no result, so the record is that of a real run.
     """

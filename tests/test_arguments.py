@@ -85,7 +85,7 @@ def main_without_collectives(stage: str, argv: list[str]) -> None:
         try:
             load_stage(stage).main(argv)
         finally:
-            assert not counted.records, "it communicates before it refuses"
+            assert not counted.records, "it communicates before the error"
 
 
 def main(stage: str, argv: list[str]) -> None:

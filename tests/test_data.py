@@ -1,4 +1,4 @@
-"""Corpora, batches and evaluation: every token in its place, once, whoever reads it."""
+"""Corpora, batches and evaluation: every token once, in the same order on any number of ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def arguments(**changes) -> types.SimpleNamespace:
 
 
 def numbered(n: int) -> torch.Tensor:
-    """Tokens that say where they stand."""
+    """Tokens whose values are their positions."""
     return torch.arange(n, dtype=torch.int32)
 
 
@@ -49,7 +49,7 @@ def steps_of(tokens, args, first_step=0, rank=0, size=1, limit=None) -> list:
 
 
 def windows_of(steps: list) -> list[int]:
-    """Which windows of `numbered` tokens the micro-batches hold; checks that each is whole."""
+    """The numbers of the windows in the micro-batches; checks that each window is complete."""
     found = []
     for micro_batches in steps:
         for inputs, targets, _ in micro_batches:
@@ -120,14 +120,14 @@ def test_resume_continues_with_the_next_batch():
             assert all(torch.equal(x, y) for i in range(2) for x, y in zip(a[i], b[i], strict=True))
 
 
-def test_order_of_an_epoch_is_drawn_once(monkeypatch):
-    drawn = []
+def test_order_of_an_epoch_is_computed_once(monkeypatch):
+    computed = []
     randperm = torch.randperm
-    monkeypatch.setattr(torch, "randperm", lambda *a, **k: drawn.append(a) or randperm(*a, **k))
+    monkeypatch.setattr(torch, "randperm", lambda *a, **k: computed.append(a) or randperm(*a, **k))
     data._order_of_epoch.cache_clear()
-    args = arguments(steps=5, seed=3)  # 60 windows: two epochs of 22 and the third's first 16
+    args = arguments(steps=5, seed=3)  # 60 windows: two epochs of 22, and 16 of the third
     found = windows_of(steps_of(numbered(22 * SEQ + 1), args))
-    assert len(drawn) == 3
+    assert len(computed) == 3
     orders = [randperm(22, generator=generator_of("epoch", 3, epoch)) for epoch in range(3)]
     assert found == torch.cat(orders)[:60].tolist()
     assert data._order_of_epoch(3, 2, 22).dtype == torch.int32
@@ -144,7 +144,9 @@ def test_evaluation_predicts_every_token_except_the_first_once(n_tokens, batch, 
     by_rank = [
         list(eval_batches(numbered(n_tokens), args, CPU, rank, size)) for rank in range(size)
     ]
-    assert len({len(batches) for batches in by_rank}) == 1  # else a collective would hang
+    assert (
+        len({len(batches) for batches in by_rank}) == 1
+    )  # unequal numbers would hang a collective
     predicted = []
     for inputs, targets in (b for batches in by_rank for b in batches):
         assert inputs.shape == targets.shape == (batch, SEQ)
@@ -153,7 +155,7 @@ def test_evaluation_predicts_every_token_except_the_first_once(n_tokens, batch, 
         predicted += targets[counted].tolist()
     assert sorted(predicted) == list(range(1, n_tokens))
     n_windows = math.ceil((n_tokens - 1) / SEQ)
-    assert len(by_rank[0]) == math.ceil(n_windows / (batch * size))  # and none is for nothing
+    assert len(by_rank[0]) == math.ceil(n_windows / (batch * size))  # and no batch is superfluous
 
 
 @pytest.mark.parametrize("batch", [1, 4, 7, 64])
@@ -162,7 +164,9 @@ def test_evaluation_of_stage_01_matches_a_loop_by_hand(batch):
     model = Transformer(config)
     init_weights(model, 0)
     with torch.no_grad():
-        model.output.head.weight.mul_(40)  # a sure model: the windows' losses differ widely
+        model.output.head.weight.mul_(
+            40
+        )  # a confident model, so that the windows' losses differ widely
     tokens = torch.randint(50, (9 * SEQ + 4,), generator=torch.Generator().manual_seed(0))
     total = 0.0
     model.eval()
@@ -261,7 +265,7 @@ def test_digest_depends_on_the_text_only(monkeypatch, tmp_path):
     digests = {load_corpus(folder(tmp_path / f"o{i}", *o)).digest for i, o in enumerate(others)}
     assert len(digests - {corpus.digest}) == 5
     (prepared,) = (tmp_path / "root").glob("c-*/digest.txt")
-    prepared.unlink()  # as older versions have prepared it
+    prepared.unlink()  # as older versions prepared it
     assert load_corpus(name).digest == corpus.digest
 
 
@@ -276,7 +280,7 @@ def load_together(name: str, root: str) -> tuple[list[int], list[str]]:
 
 
 def load_together_without_locks(name: str, root: str):
-    """As on a file system without locks, and at the worst moment: all write, then all rename."""
+    """Without file locks and with the worst timing: all ranks write, then all rename."""
     import contextlib
 
     write = data._write
@@ -334,7 +338,7 @@ def test_killed_preparation_is_not_taken_for_a_complete_corpus(
 
 @pytest.mark.parametrize("name", ["broken", "wikitext2"])
 def test_failed_preparation_is_reported_and_releases_its_lock(monkeypatch, tmp_path, name):
-    """Other ranks wait for the lock; rank 0, the one to report, may be the last to get it."""
+    """Other ranks wait for the lock, and rank 0, which reports the error, may get it last."""
     fake_hub(monkeypatch, tmp_path / "root", load_dataset=None)
     if name == "broken":
         name = folder(tmp_path / name, "a\n")
@@ -367,7 +371,7 @@ def digest_of_sample() -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_sample_is_the_same_in_every_process(pools):
-    assert pools(2).run(digest_of_sample) == [digest_of_sample()] * 2  # another hash seed there
+    assert pools(2).run(digest_of_sample) == [digest_of_sample()] * 2  # with another hash seed
 
 
 def test_sample_is_english_text():
@@ -398,7 +402,7 @@ def test_wikitext2_has_its_published_counts():
     corpus = load_corpus(str(REAL))
     assert [len(corpus.train), len(corpus.valid), len(corpus.test)] == [2088628, 217646, 245569]
     assert len(corpus.vocab) == 33278
-    assert corpus.vocab.count(UNKNOWN) == 1  # the published one; nothing is out of vocabulary
+    assert corpus.vocab.count(UNKNOWN) == 1  # from the published text; no word is out of vocabulary
     counts = torch.bincount(corpus.train.long(), minlength=33278)
     assert (counts > 0).all() and counts[corpus.vocab.index(EOS)] == 36718
 
@@ -408,7 +412,7 @@ def fake_hub(monkeypatch, tmp_path, load_dataset) -> None:
     module.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", module)
     monkeypatch.setenv("DATA_ROOT", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # no probing of the network
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # do not try the network
 
 
 def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_path):
@@ -473,7 +477,7 @@ def test_hub_address_follows_proxy_and_endpoint(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror:81/hf")
     assert not data._hub_in_reach()
     for proxy in ("http://proxy:3128", "proxy:3128", "http://user:word@proxy"):
-        monkeypatch.setenv("HTTPS_PROXY", proxy)  # a dead one would be tried for a minute and more
+        monkeypatch.setenv("HTTPS_PROXY", proxy)  # an unreachable proxy would take minutes
         assert not data._hub_in_reach()
     assert asked == [
         *(("huggingface.co", 443), ("mirror", 81)),
@@ -489,8 +493,8 @@ def test_wikitext2_without_network_is_a_one_line_error_within_ten_seconds(tmp_pa
     environment = dict(os.environ, DATA_ROOT=str(tmp_path / "data"), HF_HOME=str(tmp_path / "hf"))
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HTTPS_PROXY", "https_proxy"):
         environment.pop(name, None)
-    environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nobody answers there
-    # ten seconds on an idle machine; on a busy one its own work is counted, and no waiting allowed
+    environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing listens there
+    # ten seconds of CPU time, so that a busy machine does not matter; sleeping is an error
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, time\ntime.sleep = lambda n: print('sleeps', n, file=sys.stderr)\n"
     )

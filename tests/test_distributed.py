@@ -1,4 +1,4 @@
-"""Who a process is, under every launcher, and how it speaks and leaves."""
+"""Ranks and addresses under every launcher, printing and errors, setup and cleanup."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def environment(monkeypatch, variables: dict[str, str]) -> None:
         (TORCHRUN, "torchrun", (5, 1, 4, 8)),
         (SRUN, "srun", (5, 1, 4, 8)),
         (MPIRUN, "mpirun", (2, 2, 4, 4)),
-        (SBATCH, "python", (0, 0, 1, 1)),  # the batch shell is no step
-        (SRUN | TORCHRUN, "torchrun", (5, 1, 4, 8)),  # torchrun as a task of srun
+        (SBATCH, "python", (0, 0, 1, 1)),  # the batch shell is not a job step
+        (SRUN | TORCHRUN, "torchrun", (5, 1, 4, 8)),  # torchrun started by srun
         (SBATCH | {"SLURM_STEP_NUM_TASKS": "1"}, "python", (0, 0, 1, 1)),
     ],
     ids=["python", "torchrun", "srun", "mpirun", "sbatch", "torchrun in srun", "one task"],
@@ -139,12 +139,12 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(monkeypatc
     monkeypatch.setattr(time, "strftime", lambda _: "20250101-120000")
     found = [run_id(tmp_path / "runs") for _ in range(3)]
     assert found == ["20250101-120000", "20250101-120000-2", "20250101-120000-3"]
-    (tmp_path / "file").write_text("")  # where no folder can be made, the run reports it
+    (tmp_path / "file").write_text("")  # no folder can be created here: the run reports it later
     assert run_id(tmp_path / "file") == "20250101-120000"
 
 
 def agree_on_the_run(folder: str) -> str:
-    time.sleep(0.6 * dist.get_rank())  # clocks of ranks differ
+    time.sleep(0.6 * dist.get_rank())  # the ranks' clocks differ
     return run_id(Path(folder))
 
 
@@ -165,7 +165,7 @@ def test_setup_joins_an_existing_process_group(pools):
 
 
 def reduce_scatter(dtype: torch.dtype, in_place: bool) -> tuple[list, list]:
-    """This rank's slice, summed over the ranks by us, and of an all-reduce."""
+    """This rank's slice by our reduce-scatter, and the same slice of an all-reduce."""
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(size * 10, dtype=dtype).view(size * 2, 5) * (rank + 1)
     expected = whole.clone()
@@ -176,7 +176,7 @@ def reduce_scatter(dtype: torch.dtype, in_place: bool) -> tuple[list, list]:
     if in_place:
         work.wait()
         output *= 2
-        work.wait()  # as with PyTorch's, nothing happens
+        work.wait()  # a second wait does nothing, as PyTorch's
         expected *= 2
     return output.tolist(), expected.tolist()
 
@@ -276,15 +276,15 @@ def test_first_failure_ends_the_job_within_seconds_and_other_ranks_print_at_most
     started = time.monotonic()
     done = launch(tmp_path, failure, ranks=4)
     assert done.returncode != 0
-    assert time.monotonic() - started < 50  # the group's own timeout is 60
+    assert time.monotonic() - started < 50  # less than the group's timeout of 60
     ours, _, of_torchrun = done.stderr.partition("ChildFailedError")
     assert told in of_torchrun.split("Root Cause")[1], done.stderr
     if "ValueError" in failure:
         assert "[rank 1 of 4] Traceback" in ours and told in ours
-    for other in (0, 2, 3):  # torchrun may end them before they know
+    for other in (0, 2, 3):  # torchrun may terminate them before they notice
         said = [line for line in ours.splitlines() if f"[rank {other} of 4]" in line]
         assert len(said) <= 1 and all("another rank is gone, as seen in" in x for x in said)
-    assert ours.count("Traceback") == (2 if "ValueError" in failure else 1)  # torchrun's own
+    assert ours.count("Traceback") == (2 if "ValueError" in failure else 1)  # one is torchrun's own
     assert done.stderr.count("\n") < 80, done.stderr
 
 
@@ -305,9 +305,9 @@ def raised(error: BaseException, while_handling: BaseException | None = None) ->
         (raised(RuntimeError(str(GONE)), while_handling=GONE), True),
         (raised(RuntimeError(str(GONE)), while_handling=ValueError("the cause")), False),
         (raised(ValueError("a second one"), while_handling=GONE), False),
-        (ConnectionResetError("Connection reset by peer"), False),  # of a download
+        (ConnectionResetError("Connection reset by peer"), False),  # of a download, not of a peer
         (RuntimeError("[/b/gloo/transport/tcp/pair.cc:9] Application timeout"), False),
     ],
 )
-def test_lost_peer_is_told_from_a_failure_of_this_rank(error, quiet):
+def test_lost_peer_is_distinguished_from_a_failure_of_this_rank(error, quiet):
     assert has_lost_a_peer(error) == quiet

@@ -1,4 +1,4 @@
-"""A dry run says what a real one does, and follows the formulas to 4096 ranks."""
+"""A dry run reports what a real run does, and follows the formulas up to 4096 ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from common.dry_run import STAND_INS, Report, dry_run, main, plan
 pytestmark = pytest.mark.slow
 
 SIZE = "--d-model 64 --n-layers 8 --n-heads 8 --seq-len 16 --global-batch-size 32".split()
-VOCABULARY = 201  # of the tests' corpus with its line ends
-WAYS = [
+VOCABULARY = 201  # of the tests' corpus, with <eos>
+CASES = [
     ("02", []),
     ("03", ["--zero-stage", "1"]),
     ("03", ["--zero-stage", "2", "--micro-batch-size", "2"]),
@@ -36,8 +36,8 @@ WAYS = [
 
 
 def real(stage: str, argv: list[str]) -> Report:
-    """The same step in real memory and by real messages, with PyTorch's own reduce-scatter: the
-    pieces that ours needs on Gloo are no part of what is held where a dry run is of use."""
+    """The same step for real, with PyTorch's own reduce-scatter: the buffer of ours on Gloo would
+    count as memory, and a dry run predicts runs on NCCL."""
     module = load_stage(stage)
     native = patch.object(collectives, "_is_gloo", lambda *_: False)
     with native, patch.multiple(module, **STAND_INS), PeakMemory() as memory:
@@ -46,7 +46,7 @@ def real(stage: str, argv: list[str]) -> Report:
     return report
 
 
-@pytest.mark.parametrize("stage, own", WAYS, ids=str)
+@pytest.mark.parametrize("stage, own", CASES, ids=str)
 def test_dry_run_matches_the_memory_and_communication_of_eight_real_ranks(
     pools, corpus_dir, stage, own
 ):
@@ -54,7 +54,7 @@ def test_dry_run_matches_the_memory_and_communication_of_eight_real_ranks(
     alone = pools(1, group=False)
     dry = {rank: alone.run(dry_run, stage, 8, rank, argv, VOCABULARY)[0] for rank in (0, 7)}
     peak = dict.fromkeys(dry, math.inf)
-    for _ in range(6):  # a thread of Gloo may hold what it has sent, so that a peak is too high
+    for _ in range(6):  # a thread of Gloo may still hold a sent tensor
         every = pools(8).run(real, stage, [*argv, "--data", str(corpus_dir)])
         peak = {rank: min(peak[rank], every[rank].peak) for rank in dry}
         if all(peak[rank] <= 1.02 * dry[rank].peak for rank in dry):
@@ -82,14 +82,14 @@ MESH = "--pp 2 --tp 2 --global-batch-size 8"
     ],
 )
 def test_bfloat16_activations_take_at_most_0_8_of_float32_memory(pools, stage, own):
-    """No copy of the weights in bfloat16 is kept for backward, of any micro-batch in flight."""
-    whole, half = (
+    """No micro-batch in flight keeps a bfloat16 copy of the weights for backward."""
+    float32, bfloat16 = (
         pools(1, group=False).run(
             dry_run, stage, 4, 0, [*MEMORY, *own.split(), "--dtype", dtype], VOCABULARY
         )[0]
         for dtype in ("float32", "bfloat16")
     )
-    assert half.activations <= 0.8 * whole.activations, (whole.activations, half.activations)
+    assert bfloat16.activations <= 0.8 * float32.activations, (float32, bfloat16)
 
 
 def test_dry_run_of_a_model_larger_than_this_machines_memory(pools):
@@ -106,7 +106,7 @@ PARAMETERS = 2 * 256 * 64 + 2 * (12 * 64 * 64 + 2 * 64) + 64
 def test_model_state_and_communication_follow_the_formulas_up_to_4096_ranks(pools, ranks):
     argv = [*TINY, "--global-batch-size", str(ranks)]
     around, p = (ranks - 1) / ranks, 4 * PARAMETERS  # bytes
-    expected = {  # states, ring bytes; what padding may add: one number a rank and buffer
+    expected = {  # model state and ring bytes, without padding
         ("02",): (4 * p, 2 * around * p),
         ("03", "--zero-stage", "1"): (2 * p + 2 * p / ranks, 2 * around * p),
         ("03", "--zero-stage", "2"): (p + 3 * p / ranks, 2 * around * p),
@@ -115,7 +115,8 @@ def test_model_state_and_communication_follow_the_formulas_up_to_4096_ranks(pool
     }
     for (stage, *own), (states, sent) in expected.items():
         (got,) = pools(1, group=False).run(dry_run, stage, ranks, 3, [*argv, *own], VOCABULARY)
-        padding = 4 * 4 * ranks * 4  # bytes in four buffers, each of the four kinds of state
+        # at most one element per rank in each of four buffers, for each of the four kinds of state
+        padding = 4 * 4 * ranks * 4
         assert states <= got.states <= states + padding, (stage, own)
         assert sent <= got.sent.total_ring_bytes <= sent + padding, (stage, own)
 
@@ -170,9 +171,9 @@ def test_dry_run_of_a_large_model_on_a_thousand_ranks_takes_under_a_minute():
     assert time.monotonic() - start < 60
 
 
-def test_a_plan_shows_each_row_when_it_begins_and_when_it_ends(monkeypatch):
+def test_plan_prints_the_start_of_a_row_before_it_is_computed(monkeypatch):
     class Pipe(io.StringIO):
-        """Who reads at the other end sees what is flushed."""
+        """The reader of a pipe sees only flushed text."""
 
         seen = ""
 

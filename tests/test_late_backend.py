@@ -46,13 +46,13 @@ def results(x: torch.Tensor) -> list[torch.Tensor]:
     return [*got, torch.tensor(objects)], early
 
 
-def vectors(dtype: torch.dtype) -> tuple:
+def results_in(dtype: torch.dtype) -> tuple:
     return results((torch.arange(8) + 10 * dist.get_rank() + 1).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_results_match_gloo_and_arrive_at_the_wait(pools, dtype):
-    late, gloo = pools(2, backend="late").run(vectors, dtype), pools(2).run(vectors, dtype)
+    late, gloo = pools(2, backend="late").run(results_in, dtype), pools(2).run(results_in, dtype)
     for (ours, early), (theirs, _) in zip(late, gloo, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b)

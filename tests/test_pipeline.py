@@ -80,7 +80,7 @@ def options(schedule: str, m: int, extra: list[str]) -> list[str]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_parity_with_stage_01(pools, reference, corpus_dir, size, m, schedule):
     if schedule == "interleaved" and m % size:
-        pytest.skip("refused: see bad_arguments.txt")
+        pytest.skip("an error: see bad_arguments.txt")
     argv = [*RUN, "--data", str(corpus_dir)]
     stages = 2 * size if schedule == "interleaved" else size
     argv += ["--n-layers", str(stages)]

@@ -1,4 +1,4 @@
-"""Dropout from counters: the same mask whoever computes it, and as random as a mask should be."""
+"""Counter-based dropout: the same mask on any rank, with good statistical properties."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def keys_of(step: int = 0, samples: int = 8, seed: int = 1) -> Tensor:
 
 
 def kept(p: float = 0.5, site: int = 0, keys: Tensor | None = None, shape=(64, 128), first=0):
-    """The mask as 0 and 1: [batch, seq, features]."""
+    """The dropout mask as 0 and 1: [batch, seq, features]."""
     keys = keys_of() if keys is None else keys
     dropout = CounterDropout(p, site, first)
     return (dropout(torch.ones(len(keys), *shape), keys) > 0).float()
@@ -63,7 +63,7 @@ def test_dropout_rate_and_scaling(p):
 
 
 def test_dropout_masks_are_independent_across_sites_samples_steps_seeds_positions_and_features():
-    a = kept()  # 65,536 draws: a standard deviation of 1/256
+    a = kept()  # 65,536 samples: a standard deviation of 1/256
     shifted = kept(shape=(65, 129))
     others = {f"site {s}": kept(site=s) for s in (1, 2, 3, 8, 255)}
     others |= {f"step {s}": kept(keys=keys_of(step=s)) for s in (1, 2, 1000)}
@@ -71,7 +71,7 @@ def test_dropout_masks_are_independent_across_sites_samples_steps_seeds_position
     others |= {f"sample +{n}": a.roll(n, 0) for n in (1, 2, 4)}
     others |= {"next position": shifted[:, 1:, :-1], "next feature": shifted[:, :-1, 1:]}
     others |= {"next of both": shifted[:, 1:, 1:]}
-    # site and position, or position and feature, exchanged
+    # position and feature exchanged
     others |= {"position as feature": kept(shape=(128, 64)).transpose(1, 2)}
     for name, b in others.items():
         assert abs(correlation(a, b)) < 5 / 256, name
@@ -81,9 +81,9 @@ def test_dropout_masks_of_distant_positions_are_independent():
     a = kept(shape=(256, 64), keys=keys_of(samples=1))[0]  # [256 positions, 64 features]
     assert len(a.unique(dim=0)) == 256
     table = torch.corrcoef(a) - torch.eye(256)
-    # 32,640 pairs of 64 draws: the largest of so many is near 4.2 standard deviations
+    # 32,640 pairs of 64 samples: the largest correlation is near 4.2 standard deviations
     assert table.abs().max() < 6.0 / 8
-    assert abs(table.pow(2).sum() / (256 * 255) - 1 / 63) < 1e-3  # as of independent rows
+    assert abs(table.pow(2).sum() / (256 * 255) - 1 / 63) < 1e-3  # as for independent rows
 
 
 def test_no_dropout_in_evaluation_without_keys_or_at_rate_zero():
@@ -127,7 +127,7 @@ def test_hash_is_a_bijection_with_the_avalanche_property():
 def test_seeds_differ_by_name_and_never_change():
     assert len({seed_of("a", 1), seed_of("a", 2), seed_of("b", 1), seed_of("a", "1")}) == 4
     assert 0 <= seed_of("dropout", 0, 0) < 2**63
-    # with another stream a resumed run would go on with other masks and batches than it began
+    # another stream would change the masks and batches of a run that is resumed
     assert seed_of("init", 1337, "embed.tokens.weight") == 3749379711100740266
     order = torch.randint(1000, (3,), generator=generator_of("epoch", 1337, 0))
     assert order.tolist() == [392, 424, 303]

@@ -1,4 +1,4 @@
-"""Stage 01 as a run: the curve, its flags, its files, and how it ends and begins again."""
+"""Stage 01 as a run: its loss curve, flags and files, resume, signals and NaN."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TIMINGS |= {"model_state_mb"}
 
 @pytest.fixture
 def train(pools, corpus_dir):
-    """`train("--steps", ...)`: stage 01 on the small corpus; its metrics."""
+    """`train("--steps", ...)` runs stage 01 on the small corpus and returns its metrics."""
 
     def run(*flags, timeout: float | None = None) -> list[dict]:
         argv = [*SMALL, "--data", str(corpus_dir), *map(str, flags)]
@@ -46,7 +46,7 @@ def train(pools, corpus_dir):
 
 
 def numbers(metrics: list[dict]) -> list[dict]:
-    """The lines without what a clock or the machine says."""
+    """The metrics without times and memory."""
     return [{k: v for k, v in line.items() if k not in TIMINGS} for line in metrics]
 
 
@@ -67,7 +67,7 @@ def assert_same_bits(a: Path, b: Path) -> None:
         assert torch.equal(ours[name], theirs[name]), name
 
 
-# ---- the curve ----
+# ---- the loss curve ----
 
 
 def arguments(*flags):
@@ -75,11 +75,11 @@ def arguments(*flags):
 
 
 def by_hand(args, tokens: Tensor, vocab_size: int) -> list[dict]:
-    """The same training with nothing but PyTorch's own parts, in the plainest order."""
+    """The same training, written by hand with plain PyTorch operations."""
     config = TransformerConfig(vocab_size, args.d_model, args.n_layers, args.n_heads, args.seq_len)
     model = Transformer(config)
     init_weights(model, args.seed)
-    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()]
+    adam_state = [(torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()]
     lines = []
     for step, ((inputs, targets, _),) in enumerate(
         train_batches(tokens, args, torch.device("cpu"))
@@ -95,7 +95,7 @@ def by_hand(args, tokens: Tensor, vocab_size: int) -> list[dict]:
             low = args.lr * args.min_lr_ratio
             lr = low + (args.lr - low) * (1 + math.cos(math.pi * done)) / 2
         with torch.no_grad():
-            for p, (m, v) in zip(model.parameters(), moments, strict=True):
+            for p, (m, v) in zip(model.parameters(), adam_state, strict=True):
                 grad = p.grad * min(1.0, args.grad_clip / (norm + 1e-6))
                 m.mul_(0.9).add_(0.1 * grad)
                 v.mul_(0.95).add_(0.05 * grad**2)
@@ -117,7 +117,7 @@ def test_stage_01_has_the_loss_curve_of_a_hand_written_loop(train, corpus_dir):
         assert abs(ours["loss"] - theirs["loss"]) < 1e-5, ours["step"]
         assert abs(ours["grad_norm"] / theirs["grad_norm"] - 1) < 1e-4, ours["step"]
         assert ours["lr"] == pytest.approx(theirs["lr"], rel=1e-12)
-    assert max(x["grad_norm"] for x in metrics) > 0.5  # so that clipping had something to do
+    assert max(x["grad_norm"] for x in metrics) > 0.5  # so that clipping is active
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_training_learns_the_structure_of_the_corpus(reference, corpus_dir):
 def test_gradient_accumulation_has_the_loss_and_gradients_of_the_large_batch(
     train, tmp_path, dropout
 ):
-    """At step 0 AdamW's first moment is a tenth of the gradient."""
+    """After step 0, AdamW's first moment is a tenth of the gradient."""
     found = {}
     for micro in (24, 6, 1):
         run_dir = tmp_path / str(micro)
@@ -177,7 +177,7 @@ def test_bfloat16_is_used_and_stays_close_to_float32(train):
 
 
 def test_dropout_changes_training_but_not_evaluation(train):
-    flags = "--steps 2 --log-every 1 --lr 1e-30".split()  # the weights stay as they are
+    flags = "--steps 2 --log-every 1 --lr 1e-30".split()  # the weights hardly change
     without, with_dropout = train(*flags), train(*flags, "--dropout", "0.3")
     assert abs(without[0]["loss"] - with_dropout[0]["loss"]) > 1e-4
     assert without[-1]["val_loss"] == with_dropout[-1]["val_loss"]
@@ -186,7 +186,7 @@ def test_dropout_changes_training_but_not_evaluation(train):
 
 
 def test_gradient_clipping_uses_the_global_norm_and_zero_disables_it(train):
-    """By AdamW's second moment: clipping changes the gradients' relative size between steps."""
+    """Seen in AdamW's second moment: clipping changes the relative size of the steps' gradients."""
     flags = "--steps 4 --log-every 1 --lr 1e-2 --warmup-steps 0".split()
     never = train(*flags, "--grad-clip", 0)
     assert numbers(never) == numbers(train(*flags, "--grad-clip", 1e9))
@@ -207,7 +207,7 @@ def test_optimizer_flags_and_seed_change_the_loss_curve(train):
 
 def test_logging_and_evaluation_intervals(train):
     metrics = train("--steps", 10, "--log-every", 4, "--eval-every", 3)
-    # the first, every 4th, every 3rd with an evaluation, the last
+    # the first step, every 4th, every 3rd with an evaluation, and the last
     assert [x["step"] for x in metrics] == [0, 2, 3, 5, 7, 8, 9]
     assert [x["step"] for x in metrics if "val_loss" in x] == [2, 5, 8, 9]
     assert [x["step"] for x in metrics if "test_loss" in x] == [9]
@@ -239,7 +239,7 @@ def test_compile_has_the_same_loss_curve(train, monkeypatch):
 @pytest.mark.slow
 def test_profile_writes_a_trace_of_forward_and_backward(train, tmp_path):
     train("--steps", 8, "--profile", "--run-dir", tmp_path)
-    (trace,) = (tmp_path / "profile").glob("*.pt.trace.json")  # TensorBoard and Perfetto read it
+    (trace,) = (tmp_path / "profile").glob("*.pt.trace.json")  # for TensorBoard and Perfetto
     events = json.loads(trace.read_text())["traceEvents"]
     names = {e.get("name", "") for e in events}
     assert {"aten::mm", "aten::embedding", "Optimizer.step#AdamW.step"} <= names
@@ -247,7 +247,7 @@ def test_profile_writes_a_trace_of_forward_and_backward(train, tmp_path):
     assert {f"ProfilerStep#{i}" for i in range(3, 6)} <= names
 
 
-# ---- the schedule and the figures ----
+# ---- learning rate and FLOPs ----
 
 
 def test_learning_rate_warmup_and_cosine_decay():
@@ -255,7 +255,7 @@ def test_learning_rate_warmup_and_cosine_decay():
     rates = [learning_rate(args, step) for step in range(111)]
     assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
     assert rates[10] == 2.0
-    assert rates[60] == pytest.approx((2.0 + 0.2) / 2)  # half way
+    assert rates[60] == pytest.approx((2.0 + 0.2) / 2)  # halfway
     assert rates[110] == pytest.approx(0.2)
     assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
     assert learning_rate(arguments("--warmup-steps", 0), 0) == 1e-3
@@ -324,7 +324,7 @@ def test_first_line_names_the_hash_of_the_corpus(pools, corpus_dir):
 def test_model_state_is_sixteen_bytes_per_parameter(pools, corpus_dir):
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "1"]
     pool = pools(1, group=False)
-    pool.close()  # a fresh process, where nothing else lives
+    pool.close()  # a fresh process without other live tensors
     (line,) = pool.train("01", argv)[0]
     parameters = TransformerConfig(201, 32, 2, 2, 16).num_parameters()
     assert 16 * parameters <= line["model_state_mb"] * 1e6 < 16 * parameters * 1.05
@@ -370,7 +370,9 @@ def test_resume_is_bitwise_identical(train, tmp_path):
 def test_resume_drops_metrics_after_the_checkpoint_and_a_truncated_line(train, tmp_path):
     flags = "--log-every 1 --checkpoint-every 3 --run-dir".split() + [tmp_path]
     whole = train("--steps", 6, *flags)
-    (checkpoints(tmp_path / "checkpoints")[-1] / ".metadata").unlink()  # the newest is not whole
+    (
+        checkpoints(tmp_path / "checkpoints")[-1] / ".metadata"
+    ).unlink()  # the newest one is incomplete
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "lo')
     rest = train("--steps", 6, *flags)
@@ -387,7 +389,7 @@ def test_resume_logs_the_metrics_of_an_uninterrupted_run(train, tmp_path):
     assert numbers(lines_of(tmp_path / "cut")) == numbers(whole)
 
 
-def in_a_later_life(variable: str, argv: list[str]) -> list[dict]:
+def restarted(variable: str, argv: list[str]) -> list[dict]:
     with patch.dict(os.environ, {variable: "1"}):
         return load_stage("01").main(argv)
 
@@ -404,13 +406,14 @@ def test_resume_flag_applies_to_the_first_start_only_not_to_a_requeue_or_restart
     flags += ["--run-dir", tmp_path / "run", "--resume", resume]
     argv = [*SMALL, "--data", str(corpus_dir), *map(str, flags)]
 
-    def life(steps: str) -> list[int]:
-        (lines,) = pools(1, group=False).run(in_a_later_life, variable, [*argv, "--steps", steps])
+    def steps_of_restart(steps: str) -> list[int]:
+        (lines,) = pools(1, group=False).run(restarted, variable, [*argv, "--steps", steps])
         return [line["step"] for line in lines]
 
     first = 0 if how == "never" else 2
-    assert life("4") == list(range(first, 4))  # cut before it had saved: the flag counts
-    assert life("6") == [4, 5]
+    # a restart before the first save still follows the flag
+    assert steps_of_restart("4") == list(range(first, 4))
+    assert steps_of_restart("6") == [4, 5]
 
 
 def test_resume_of_a_finished_run_trains_no_step(train, tmp_path):
@@ -422,7 +425,7 @@ def test_resume_of_a_finished_run_trains_no_step(train, tmp_path):
     assert [x["step"] for x in train(*flags, "--resume", "never")] == [0, 1]
 
 
-def test_a_run_that_has_nothing_to_do_or_to_keep_says_so(pools, corpus_dir, tmp_path):
+def test_message_when_nothing_is_left_to_do_or_no_checkpoint_was_saved(pools, corpus_dir, tmp_path):
     def said(*flags) -> str:
         argv = [*SMALL, "--data", str(corpus_dir), "--steps", "2", "--run-dir", str(tmp_path)]
         (ended,) = pools(1, group=False).attempt_train("01", [*argv, *flags])
@@ -446,15 +449,15 @@ def test_resume_never_keeps_an_earlier_runs_checkpoints_apart(pools, train, corp
         assert [p.name for p in sorted(tmp_path.glob("checkpoints-*"))] == folders
         assert [p.name[-1] for p in checkpoints(tmp_path / "checkpoints")] == ["2", "4"]
     assert [p.name[-1] for p in checkpoints(tmp_path / "checkpoints-earlier")] == ["4", "6"]
-    # a restart goes on from the run's own, and moves nothing
+    # a restart continues from the run's own checkpoint, and moves nothing
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "6", *map(str, place)]
-    job = (in_a_later_life, "SLURM_RESTART_COUNT", [*argv, "--resume", "never"])
+    job = (restarted, "SLURM_RESTART_COUNT", [*argv, "--resume", "never"])
     assert pools(1, group=False).run(*job)[0][0]["step"] >= 4
     assert len(list(tmp_path.glob("checkpoints-*"))) == 2
 
 
 def notes_of_resuming(pools, argv: list, run_dir: Path) -> list[str]:
-    """What is printed between the run's first line and its first step."""
+    """The lines between the run's first line and the line about resuming."""
     argv = [*map(str, argv), "--resume", str(run_dir)]
     (ended,) = pools(1, group=False).attempt_train("01", argv)
     assert ended.exit_status is None and ended.traceback is None, ended
@@ -464,14 +467,14 @@ def notes_of_resuming(pools, argv: list, run_dir: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def saved_run(pools, corpus_dir, tmp_path_factory) -> tuple[list, Path]:
-    """A run of two steps with a checkpoint of each: its arguments and its folder."""
+    """Arguments and folder of a run of two steps with a checkpoint after each."""
     run_dir = tmp_path_factory.mktemp("saved")
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "2"]
     pools(1, group=False).train("01", [*argv, "--checkpoint-every", "1", "--run-dir", str(run_dir)])
     return argv, run_dir
 
 
-def test_resuming_with_other_arguments_prints_one_line_for_each(pools, saved_run):
+def test_resume_with_other_arguments_prints_one_line_for_each(pools, saved_run):
     argv, run_dir = saved_run
     changed = {"seed": 1, "seq-len": 8, "global-batch-size": 6, "lr": 0.01, "warmup-steps": 3}
     changed |= {"min-lr-ratio": 0.5, "steps": 3, "weight-decay": 0.2, "grad-clip": 0}
@@ -492,7 +495,7 @@ def copy_of_corpus(corpus_dir: Path, folder: Path, name: str, old: str, new: str
     return ["--data", str(folder)]
 
 
-def test_resuming_with_another_corpus_is_said_and_with_another_vocabulary_an_error(
+def test_resume_with_another_corpus_prints_a_line_and_another_vocabulary_is_an_error(
     pools, saved_run, corpus_dir, tmp_path
 ):
     argv, run_dir = saved_run
@@ -527,7 +530,7 @@ def with_checksum(run: dict) -> str:
     ],
     ids=["missing", "changed", "cut short", "too deep", "a list", "empty", "another's"],
 )
-def test_a_damaged_run_json_is_damage_and_a_missing_one_an_older_versions(
+def test_corrupt_run_json_is_a_corrupt_checkpoint_and_a_missing_one_is_accepted(
     pools, saved_run, tmp_path, content, says
 ):
     argv, run_dir = saved_run
@@ -555,7 +558,7 @@ def wait_for_checkpoint(process: subprocess.Popen, run_dir: Path, step: int) -> 
 
 @pytest.mark.slow
 def test_resume_after_signal_and_kill_is_bitwise_identical(train, tmp_path, corpus_dir):
-    """Real processes, from another folder: SIGTERM, then kill -9, then to the end."""
+    """Real processes in another folder: SIGTERM, then kill -9, then until the end."""
     argv = [*SMALL, "--data", str(corpus_dir), "--checkpoint-every", "8", "--steps", "80"]
     argv += "--log-every 1 --dropout 0.1 --micro-batch-size 6 --eval-every 20".split()
     run_dir = tmp_path / "cut"
@@ -586,7 +589,7 @@ def test_resume_after_signal_and_kill_is_bitwise_identical(train, tmp_path, corp
 
 
 def train_and_signal(argv: list[str], number: int, step: int) -> tuple[list[dict], bool]:
-    """Train, and get a signal while a step's numbers are logged; are the handlers put back?"""
+    """Train with a signal while a step is logged; returns whether the handlers were restored."""
     from common.run import Run
 
     before = signal.getsignal(number)
@@ -610,7 +613,7 @@ def train_and_signal(argv: list[str], number: int, step: int) -> tuple[list[dict
 def test_signal_saves_a_checkpoint_after_the_step_and_stops(
     pools, train, tmp_path, corpus_dir, name
 ):
-    flags = ["--steps", "9", "--log-every", "1"]  # no checkpoints asked for: it saves all the same
+    flags = ["--steps", "9", "--log-every", "1"]  # a signal saves without --checkpoint-every too
     argv = [*SMALL, "--data", str(corpus_dir), *flags, "--run-dir", str(tmp_path)]
     number = getattr(signal, name)
     ((metrics, restored),) = pools(1, group=False).run(train_and_signal, argv, number, 3)
@@ -621,7 +624,7 @@ def test_signal_saves_a_checkpoint_after_the_step_and_stops(
     assert numbers(lines_of(tmp_path)) == numbers(train(*flags))
 
 
-# ---- a loss that is no number ----
+# ---- NaN ----
 
 
 def assert_stops(pools, argv: list[str], says: str) -> None:
@@ -635,7 +638,7 @@ def test_nan_loss_stops_the_run_with_a_clear_error(pools, tmp_path, corpus_dir, 
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "50", "--run-dir", str(tmp_path)]
     argv += ["--lr", "1e30", "--warmup-steps", "0", "--log-every", str(log_every)]
     assert_stops(pools, [*argv, "--checkpoint-every", "4"], f" of step {step} is nan")
-    assert not checkpoints(tmp_path / "checkpoints")  # nothing of it was saved
+    assert not checkpoints(tmp_path / "checkpoints")  # nothing was saved
     assert all(math.isfinite(x["loss"]) for x in lines_of(tmp_path))
 
 
@@ -664,7 +667,7 @@ def poisoned(argv: list[str], step: int, what: str) -> None:
 def test_nan_does_not_overwrite_the_last_good_checkpoint(pools, train, tmp_path, corpus_dir, what):
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "12", "--run-dir", str(tmp_path)]
     argv += "--log-every 100 --checkpoint-every 4 --keep-checkpoints 1".split()
-    step = 7 if what == "gradient" else 6  # the step of a save, or the one before
+    step = 7 if what == "gradient" else 6  # the step of a save, or the previous one
     (ended,) = pools(1, group=False).attempt(poisoned, argv, step, what)
     assert ended.exit_status == 1, ended
     assert ended.stderr.count("\n") == 1 and "step 7 is nan" in ended.stderr
@@ -673,7 +676,7 @@ def test_nan_does_not_overwrite_the_last_good_checkpoint(pools, train, tmp_path,
     assert math.isfinite(metrics[-1]["test_loss"]) and metrics[-1]["step"] == 11
 
 
-# ---- what is left out of a batch is left out of the loss ----
+# ---- padding ----
 
 
 def test_evaluation_counts_no_padding(train, corpus_dir):
