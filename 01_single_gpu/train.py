@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from common.arguments import base_parser, check_arguments, model_config
-from common.checkpoint import load_checkpoint, save_checkpoint, training_state
+from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
 from common.model import IGNORED, Transformer, init_weights
 from common.optimization import (
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model, optimizer)
-    first_step = load_checkpoint(run.checkpoints, args.resume, state, optimizer)
+    first_step = run.checkpoints.load(args.resume, state, optimizer)
     batches = train_batches(corpus.train, args, device, first_step)
 
     for step in run.steps(first_step):
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.log_evaluation("test", evaluate(model, corpus.test, args, device))
         run.write()
         if run.saves(step):
-            save_checkpoint(run.checkpoints, step + 1, state, args.keep_checkpoints)
+            run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     return run.finish()
 
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from common.arguments import base_parser, check_arguments, model_config, positive, seconds
-from common.checkpoint import load_checkpoint, save_checkpoint, training_state
+from common.checkpoint import training_state
 from common.collectives import all_reduce, all_reduce_control, broadcast
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model.module, optimizer)
-    first_step = load_checkpoint(run.checkpoints, args.resume, state, optimizer)
+    first_step = run.checkpoints.load(args.resume, state, optimizer)
     batches = train_batches(corpus.train, args, device, first_step, world.rank, world.size)
 
     for step in run.steps(first_step):
@@ -272,7 +272,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.log_evaluation("test", evaluate(model, corpus.test, args, device, world))
         run.write()
         if run.saves(step):
-            save_checkpoint(run.checkpoints, step + 1, state, args.keep_checkpoints)
+            run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     return run.finish()
 
 

@@ -45,13 +45,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
-from common.checkpoint import (
-    State,
-    adamw_moments,
-    load_checkpoint,
-    save_checkpoint,
-    shards_of_flat_slice,
-)
+from common.checkpoint import State, adamw_moments, shards_of_flat_slice
 from common.collectives import (
     all_gather_single,
     all_reduce,
@@ -586,7 +580,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     run = Run(args, __file__, config, device, corpus)
     state = model.training_state(optimizer)
-    first_step = load_checkpoint(run.checkpoints, args.resume, state, optimizer)
+    first_step = run.checkpoints.load(args.resume, state, optimizer)
     batches = train_batches(corpus.train, args, device, first_step, world.rank, world.size)
 
     for step in run.steps(first_step):
@@ -614,7 +608,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.log_evaluation("test", evaluate(model, corpus.test, args, device, world))
         run.write()
         if run.saves(step):
-            save_checkpoint(run.checkpoints, step + 1, state, args.keep_checkpoints)
+            run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     return run.finish()
 
 

@@ -44,7 +44,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.arguments import base_parser, check_arguments, model_config, seconds
-from common.checkpoint import load_checkpoint, save_checkpoint, training_state
+from common.checkpoint import training_state
 from common.collectives import (
     all_gather_single,
     all_reduce,
@@ -433,7 +433,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model, optimizer, shard_dims_of(model), group)
-    first_step = load_checkpoint(run.checkpoints, args.resume, state, optimizer)
+    first_step = run.checkpoints.load(args.resume, state, optimizer)
     batches = train_batches(corpus.train, args, device, first_step)
 
     for step in run.steps(first_step):
@@ -459,7 +459,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.log_evaluation("test", evaluate(model, corpus.test, args, device))
         run.write()
         if run.saves(step):
-            save_checkpoint(run.checkpoints, step + 1, state, args.keep_checkpoints)
+            run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     return run.finish()
 
 

@@ -31,7 +31,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from bench import interval, machine  # noqa: E402
 from harness import Pool  # noqa: E402
 
-from common.checkpoint import CheckpointFolder, load_checkpoint, save_checkpoint  # noqa: E402
+from common.checkpoint import Checkpointer  # noqa: E402
 from common.run import keep_freed_memory  # noqa: E402
 
 STUB = types.SimpleNamespace(state={})  # no optimizer whose step could be set

@@ -116,14 +116,13 @@ class PeakStorage(TorchDispatchMode):
 class OneStep:
     """Stands in for `common.run.Run`: one step, which is looked at and not written down."""
 
-    optimizer: torch.optim.Optimizer  # as `load_checkpoint` is shown it
+    optimizer: torch.optim.Optimizer  # as `load` is shown it
 
     def __init__(self, *_) -> None:
-        self.checkpoints = None
+        self.checkpoints = self
 
-    @classmethod
-    def load_checkpoint(cls, _, __, ___, optimizer: torch.optim.Optimizer) -> int:
-        cls.optimizer = optimizer
+    def load(self, resume: str, state: dict, optimizer: torch.optim.Optimizer) -> int:
+        self.optimizer = optimizer
         return 0
 
     def steps(self, first: int) -> Iterator[int]:
@@ -135,7 +134,7 @@ class OneStep:
         self.report.sent = Ledger(
             *map(Counter, (ledger.calls, ledger.payload, ledger.ring, ledger.control))
         )
-        del OneStep.optimizer
+        del self.optimizer
 
     def evaluates(self, step: int) -> bool:
         return False
@@ -149,7 +148,7 @@ class OneStep:
         return self.report
 
 
-STAND_INS = {"Run": OneStep, "load_checkpoint": OneStep.load_checkpoint}
+STAND_INS = {"Run": OneStep}
 
 
 def empty_batches(_, args, device, first_step: int, rank: int = 0, size: int = 1):

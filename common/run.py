@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from common.checkpoint import CheckpointFolder, checkpoints
+from common.checkpoint import Checkpointer, checkpoints
 from common.collectives import all_reduce_control, ledger
 from common.data import Corpus
 from common.distributed import launch_environment, print0, rank, refuse, world_size
@@ -196,7 +196,7 @@ class Run:
             "arguments": {k: 0 if v == math.inf else v for k, v in vars(args).items()},
             **{"vocabulary": vocabulary, "corpus": corpus.digest},
         }
-        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", timeout, self._described)
+        self.checkpoints = Checkpointer(self.folder / "checkpoints", timeout, self._described)
         self._handlers: dict = {}
         self._asked_to_stop = False
         self._stopping = False
@@ -212,7 +212,7 @@ class Run:
         if self._any_rank(trouble is not None):
             refuse(str(trouble))
         # the flag says how a run begins; in a later life it goes on from what it has saved itself
-        later_life = has_restarted() and bool(checkpoints(self.checkpoints))
+        later_life = has_restarted() and bool(checkpoints(self.checkpoints.path))
         if args.resume != "auto" and self._any_rank(later_life):
             args.resume = "auto"
 
@@ -366,9 +366,9 @@ class Run:
             "model_state_mb": self._model_state_mb,
             "comm_mb": ledger.total_ring_bytes / 1e6 / self._steps_timed,
         }
-        if self.checkpoints.held:
-            self._line["save_ms"] = 1e3 * self.checkpoints.held
-            self.checkpoints.held = 0.0
+        if self.checkpoints.blocked_seconds:
+            self._line["save_ms"] = 1e3 * self.checkpoints.blocked_seconds
+            self.checkpoints.blocked_seconds = 0.0
         if self._peak:
             flops = self.config.flops_per_token() * tokens / seconds
             self._line["mfu"] = flops / (self._peak * world_size())

@@ -12,7 +12,7 @@ from harness import Pool, assert_same_curve, load_stage, stages
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.arguments import model_config
-from common.checkpoint import checkpoints, load_checkpoint, training_state
+from common.checkpoint import Checkpointer, checkpoints, training_state
 from common.data import load_corpus
 from common.model import Transformer
 
@@ -113,11 +113,11 @@ def test_checkpoint_with_any_missing_file_is_an_error(saved, corpus_dir, tmp_pat
     for file in files:
         (tmp_path / "copy" / file.name).unlink()
         with pytest.raises(SystemExit):
-            load_checkpoint(tmp_path, str(tmp_path / "copy"), state, optimizer)
+            Checkpointer(tmp_path).load(str(tmp_path / "copy"), state, optimizer)
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and file.name in said
         shutil.copy(file, tmp_path / "copy")
-    assert load_checkpoint(tmp_path, str(tmp_path / "copy"), state, optimizer) == AFTER
+    assert Checkpointer(tmp_path).load(str(tmp_path / "copy"), state, optimizer) == AFTER
 
 
 def test_these_checkpoints_include_uneven_and_empty_shards(saved):

@@ -32,16 +32,26 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from common import checkpoint, storage
-from common.checkpoint import (
-    CheckpointFolder,
-    Shard,
-    checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-    training_state,
-)
+from common.checkpoint import Checkpointer, Shard, checkpoints, training_state
 from common.model import Transformer, TransformerConfig, init_weights
-from common.storage import Checksum
+
+STUB = types.SimpleNamespace(state={})  # no optimizer's step to set
+
+
+def save_checkpoint(folder: Path | str, step: int, state: dict, keep: int = 2) -> None:
+    """Save and wait."""
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(step, state, keep)
+    checkpointer.close()
+
+
+def load_checkpoint(folder: Path | str, resume: str, state: dict, optimizer=STUB) -> int:
+    checkpointer = Checkpointer(folder)
+    try:
+        return checkpointer.load(resume, state, optimizer)
+    finally:
+        checkpointer.close()
+
 
 CONFIG = TransformerConfig(vocab_size=100, d_model=32, n_layers=2, n_heads=2, seq_len=8)
 
@@ -98,7 +108,6 @@ def test_round_trip_restores_every_bit_of_weights_and_optimizer_state(tmp_path):
 
 
 def test_round_trip_of_large_small_and_non_contiguous_tensors(tmp_path):
-    """An item of a few elements is read by `torch.load`, a larger one as it lies in the file."""
     dice = torch.Generator().manual_seed(0)
     state = {
         "model.across": torch.randn(70, 50, generator=dice).t(),
@@ -109,10 +118,8 @@ def test_round_trip_of_large_small_and_non_contiguous_tensors(tmp_path):
     }
     save_checkpoint(tmp_path, 1, state)
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    assert load_checkpoint(tmp_path, "auto", found, STUB) == 1
+    assert load_checkpoint(tmp_path, "auto", found) == 1
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
-    raw = {i.fqn for i, info in metadata_of(tmp_path).storage_data.items() if hasattr(info, "raw")}
-    assert raw == {"model.across", "model.large", "model.half"}
 
 
 def test_names_in_a_checkpoint_are_those_of_the_plain_model_and_adamw(tmp_path):
@@ -135,14 +142,14 @@ def test_dcp_to_torch_converts_a_checkpoint(tmp_path):
 # ---- shards ----
 
 
-def box_indices(shape: torch.Size, offset: torch.Size, extent: torch.Size) -> Tensor:
-    """Flat indices of a box's elements, in the box's order."""
+def chunk_indices(shape: torch.Size, offset: torch.Size, extent: torch.Size) -> Tensor:
+    """Flat indices of a chunk's elements, in the chunk's order."""
     whole = torch.arange(prod(shape)).view(shape)
     return whole[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]
 
 
 @pytest.mark.parametrize(
-    "shape", [(7,), (1,), (3, 4), (1, 5), (5, 1), (4, 4), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
+    "shape", [(), (7,), (1,), (3, 4), (1, 5), (5, 1), (4, 4), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 )
 def test_chunks_of_any_flat_shard_tile_it_exactly(shape):
     n = prod(shape)
@@ -151,24 +158,23 @@ def test_chunks_of_any_flat_shard_tile_it_exactly(shape):
             piece = torch.arange(start, start + length)
             shard = Shard.of_flat_slice(shape, start, piece)
             covered = []
-            for offset, tensor in shard.boxes.items():
+            for offset, tensor in shard.chunks.items():
                 assert tensor.dim() == len(shape)
-                assert torch.equal(tensor, box_indices(torch.Size(shape), offset, tensor.shape))
+                assert torch.equal(tensor, chunk_indices(torch.Size(shape), offset, tensor.shape))
                 covered += tensor.flatten().tolist()
             assert sorted(covered) == piece.tolist()
-            assert len(shard.boxes) <= (1 if len(shape) == 1 else 2 * len(shape) - 1)
+            assert len(shard.chunks) <= max(1, 2 * len(shape) - 1)
             assert shard.size() == torch.Size(shape)
 
 
 def test_chunks_are_views_into_the_buffer():
     buffer = torch.zeros(10)
-    for tensor in Shard.of_flat_slice((4, 4), 3, buffer).boxes.values():
+    for tensor in Shard.of_flat_slice((4, 4), 3, buffer).chunks.values():
         tensor.fill_(1)
     assert buffer.eq(1).all()
 
 
 SHAPES = {"model.a": (7, 5), "model.b": (13,), "model.c": (4, 6), "model.d": (1, 3)}
-STUB = types.SimpleNamespace(state={})  # no optimizer's step to set
 
 
 def values(name: str) -> Tensor:
@@ -216,13 +222,13 @@ def load_cuts(folder: str) -> int:
     right = 0
     for (step, of), into in product(enumerate(CUTS), CUTS):
         state = cut(into, fill=False)
-        assert load_checkpoint(Path(folder) / of, "auto", state, STUB) == step
+        assert load_checkpoint(Path(folder) / of, "auto", state) == step
         for name, expected in cut(into, fill=True).items():
             if isinstance(expected, Tensor):
                 assert torch.equal(state[name], expected), (of, into, name)
                 continue
-            for offset, tensor in expected.boxes.items():
-                assert torch.equal(state[name].boxes[offset], tensor), (of, into, name)
+            for offset, tensor in expected.chunks.items():
+                assert torch.equal(state[name].chunks[offset], tensor), (of, into, name)
         right += 1
     return right
 
@@ -272,7 +278,7 @@ def save_and_die(folder: str, moment: str) -> None:
     elif moment == "before the rename":
         Path.rename = die
     elif moment == "after the rename":
-        checkpoint._sync_folder = die
+        storage._sync_folder = die
     else:  # while an old one is deleted
 
         def remove_half(path, **kwargs):
@@ -323,7 +329,7 @@ def die_on_rank_1(folder: str) -> None:
 def test_save_in_which_one_rank_dies_is_not_complete(pools, tmp_path):
     ended = pools(2).attempt(die_on_rank_1, str(tmp_path))
     assert "exit code 9" in ended[1].traceback
-    assert load_checkpoint(tmp_path, "auto", cut("rows", fill=False), STUB) == 2
+    assert load_checkpoint(tmp_path, "auto", cut("rows", fill=False)) == 2
 
 
 def test_resume_takes_the_newest_complete_checkpoint(tmp_path):
@@ -397,13 +403,13 @@ def test_corrupt_checkpoint_is_an_error(tmp_path, capsys):
     (file,) = checkpoints(tmp_path)[0].glob("*.distcp")
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    assert_refused(capsys, loaded, tmp_path, says="damaged")
+    assert_refused(capsys, loaded, tmp_path, says="corrupt")
     file.unlink()
-    assert_refused(capsys, loaded, tmp_path, says="damaged")
+    assert_refused(capsys, loaded, tmp_path, says="corrupt")
     file.write_bytes(whole)
     assert loaded(tmp_path)[1] == 2
     (checkpoints(tmp_path)[0] / ".metadata").write_bytes(b"\x80\x04 nonsense")
-    assert_refused(capsys, loaded, tmp_path, says="damaged")
+    assert_refused(capsys, loaded, tmp_path, says="corrupt")
 
 
 def test_corrupt_byte_anywhere_in_a_tensor_is_detected(tmp_path, capsys):
@@ -453,7 +459,7 @@ def test_resume_falls_back_from_a_corrupt_checkpoint_and_names_both(tmp_path, ca
     assert lines[-1] == f"resumed from {older}, 4 steps done"
     if newest is not None:
         (line,) = lines[:-1]
-        assert line.startswith(f"{newest} is damaged: ") and line.endswith(f"back to {older.name}")
+        assert line.startswith(f"{newest} is corrupt: ") and line.endswith(f"back to {older.name}")
         assert name in line or "__0_0.distcp" in line  # which is not what a strange metadata says
 
 
@@ -463,7 +469,7 @@ def test_corrupt_metadata_that_is_readable_is_detected(tmp_path, capsys):
     path = tmp_path / "step-00000004" / ".metadata"
     path.write_bytes(path.read_bytes().replace(b"model.embed.tokens", b"model.embed.tokenz"))
     assert loaded(tmp_path)[1] == 2
-    assert ".metadata: its checksum differs; going back" in capsys.readouterr().out
+    assert ".metadata: the checksum differs; going back" in capsys.readouterr().out
 
 
 def test_resume_with_only_corrupt_checkpoints_is_an_error(tmp_path, capsys):
@@ -491,12 +497,12 @@ def test_incompatible_checkpoint_is_not_reported_as_corrupt(tmp_path, capsys):
 
 def load_rows(folder: str) -> tuple[int, bool]:
     state = cut("rows", fill=False)
-    step = load_checkpoint(folder, "auto", state, STUB)
+    step = load_checkpoint(folder, "auto", state)
     expected = cut("rows", fill=True)
     right = all(
-        torch.equal(state[name].boxes[offset], tensor)
+        torch.equal(state[name].chunks[offset], tensor)
         for name, shard in expected.items()
-        for offset, tensor in shard.boxes.items()
+        for offset, tensor in shard.chunks.items()
     )
     return step, right
 
@@ -511,44 +517,26 @@ def test_all_ranks_fall_back_when_one_reads_a_corrupt_file(pools, tmp_path, dama
     DAMAGE[damage](tmp_path / "run/step-00000004/__1_0.distcp", other)
     ended = pools(3).attempt(load_rows, str(tmp_path / "run"))
     assert [o.value for o in ended] == [(1, True)] * 3, ended[0].traceback
-    assert ended[0].stdout.count("is damaged") == 1 and "__1_0.distcp" in ended[0].stdout
+    assert ended[0].stdout.count("is corrupt") == 1 and "__1_0.distcp" in ended[0].stdout
     assert ended[1].stdout == ended[2].stdout == ""
-
-
-def test_checksum_depends_on_every_bit_and_the_order_of_sectors():
-    data = bytes(range(256)) * 5  # two sectors and a half
-    dice = torch.Generator().manual_seed(0)
-    value = Checksum().update(data).value()
-    for at in range(len(data)):
-        for bit in (1, 128):
-            other = bytearray(data)
-            other[at] ^= bit
-            assert Checksum().update(other).value() != value
-    sectors = [bytes([i]) * Checksum.SECTOR for i in range(4)]
-    straight, swapped = b"".join(sectors), b"".join([*sectors[:2], sectors[3], sectors[2]])
-    assert Checksum().update(straight).value() != Checksum().update(swapped).value()
-    for _ in range(50):  # however it comes in
-        pieces, checksum = sorted(torch.randint(1281, (3,), generator=dice).tolist()), Checksum()
-        for a, b in zip([0, *pieces], [*pieces, len(data)], strict=True):
-            checksum.update(data[a:b])
-        assert checksum.value() == value
 
 
 def read_of_each_file(folder: str, kind: str) -> tuple[dict[str, int], int, int]:
     """Bytes that this rank reads of each file, how many items, and how many readings of them."""
     read, items = Counter(), Counter()
-    checked_item = storage.Reader._checked_item
+    read_item = storage.VerifiedItems.read
 
-    def count(self, file, info):
+    def count(self, index, stream):
+        info = self.storage_data[index]
         read[info.relative_path] += info.length
         items[info.relative_path, info.offset] += 1
-        return checked_item(self, file, info)
+        return read_item(self, index, stream)
 
-    storage.Reader._checked_item = count
+    storage.VerifiedItems.read = count
     try:
-        load_checkpoint(folder, "auto", cut(kind, fill=False), STUB)
+        load_checkpoint(folder, "auto", cut(kind, fill=False))
     finally:
-        storage.Reader._checked_item = checked_item
+        storage.VerifiedItems.read = read_item
     return dict(read), len(items), sum(items.values())
 
 
@@ -598,25 +586,25 @@ def save_while_training(folder: str) -> dict:
     """Two saves on a slow disk, and collectives of training between them and after."""
     write = checkpoint.dcp.FileSystemWriter.write_data
     checkpoint.dcp.FileSystemWriter.write_data = slowly(write)
-    place = CheckpointFolder(folder)
+    checkpointer = Checkpointer(folder)
     state = cut("rows", fill=True)
     clock, seen = [time.perf_counter()], []
     for step in (2, 4):
-        save_checkpoint(place, step, state)
+        checkpointer.save(step, state)
         clock.append(time.perf_counter())
         for shard in state.values():  # training goes on and changes what was saved
-            for tensor in shard.boxes.values():
+            for tensor in shard.chunks.values():
                 tensor.add_(1)
         total = torch.ones(())
         for _ in range(20):
             dist.all_reduce(total)
         seen.append([p.name for p in checkpoints(folder)])
-    held, failed = place.held, place.has_failed()
-    place.close()
+    blocked, failed = checkpointer.blocked_seconds, checkpointer.has_failed()
+    checkpointer.close()
     clock.append(time.perf_counter())
     checkpoint.dcp.FileSystemWriter.write_data = write
     seconds = [b - a for a, b in zip(clock, clock[1:], strict=False)]
-    return {"seconds": seconds, "seen": seen, "held": held, "failed": failed}
+    return {"seconds": seconds, "seen": seen, "blocked": blocked, "failed": failed}
 
 
 @pytest.mark.wall_clock
@@ -625,31 +613,31 @@ def test_async_save_blocks_training_for_the_copy_only(pools, tmp_path):
     for told in pools(2).run(save_while_training, str(tmp_path)):
         first, second, closing = told["seconds"]
         assert first < 0.4 < second and closing > 0.3
-        assert abs(told["held"] - first - second) < 0.3
+        assert abs(told["blocked"] - first - second) < 0.3
         assert told["seen"] == [[], ["step-00000002"]]
         assert not told["failed"]
     for step in (2, 4):  # what was there when it was called, and not what became of it
         state = cut("replicated", fill=False)
         path = str(tmp_path / f"step-{step:08d}")
-        assert load_checkpoint(tmp_path, path, state, STUB) == step
+        assert load_checkpoint(tmp_path, path, state) == step
         expected = cut("replicated", fill=True)
         more = 0 if step == 2 else 1
         assert all(torch.equal(state[name], expected[name] + more) for name in expected)
 
 
 def fail_in_the_background(folder: str) -> None:
-    place = CheckpointFolder(folder)
+    checkpointer = Checkpointer(folder)
     state = cut("rows", fill=True)
-    save_checkpoint(place, 2, state)
-    place.wait()
+    checkpointer.save(2, state)
+    checkpointer.wait()
     if dist.get_rank() == 1:
         checkpoint.dcp.FileSystemWriter.write_data = full
-    save_checkpoint(place, 4, state)
+    checkpointer.save(4, state)
     deadline = time.monotonic() + 20
-    while not place.has_failed():
+    while not checkpointer.has_failed():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    place.wait()
+    checkpointer.wait()
 
 
 def full(*_, **__):
@@ -682,7 +670,7 @@ STORED = Path(__file__).with_name("stored")  # written by each version as it pic
 @pytest.mark.parametrize("folder", sorted(STORED.iterdir()), ids=lambda folder: folder.name)
 def test_load_of_a_stored_checkpoint_of_another_python_version(folder):
     state = {"model.w": torch.zeros(2, 3)}
-    assert load_checkpoint(folder, "auto", state, STUB) == 3
+    assert load_checkpoint(folder, "auto", state) == 3
     assert state["model.w"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -717,11 +705,12 @@ try:
     import torch
 except ImportError:
     sys.exit(77)
-from common.checkpoint import load_checkpoint, save_checkpoint
-ours, theirs = sys.argv[1:]
+from common.checkpoint import Checkpointer
+ours, theirs = map(Checkpointer, sys.argv[1:])
 state = {"model.w": torch.zeros(2, 3)}
-assert load_checkpoint(ours, "auto", state, types.SimpleNamespace(state={})) == 3
-save_checkpoint(theirs, 4, {"model.w": state["model.w"] + 1})
+assert ours.load("auto", state, types.SimpleNamespace(state={})) == 3
+theirs.save(4, {"model.w": state["model.w"] + 1})
+theirs.close()
 """
 DEBIAN = Path("/usr/bin/python3").resolve()
 
@@ -752,7 +741,7 @@ def test_load_between_the_pythons_of_this_machine(tmp_path, python):
         skip_or_fail(reason) if python == DEBIAN else pytest.skip(reason)
     assert done.returncode == 0, done.stderr
     state = {"model.w": torch.zeros(2, 3)}
-    assert load_checkpoint(theirs, "auto", state, STUB) == 4
+    assert load_checkpoint(theirs, "auto", state) == 4
     assert state["model.w"].flatten().tolist() == [1, 2, 3, 4, 5, 6]
 
 
@@ -778,7 +767,7 @@ def test_full_disk_is_a_one_line_error_and_keeps_the_older_checkpoint(pools, tmp
     assert loaded(tmp_path)[1] == 2
 
 
-def full_for_large_writes(self, data, write=storage._Summed.write) -> int:
+def full_for_large_writes(self, data, write=storage.HashingStream.write) -> int:
     """A disk on which a few bytes still fit: then the zip writer has an error of its own."""
     return full() if len(memoryview(data).cast("B")) > 1000 else write(self, data)
 
@@ -787,7 +776,7 @@ def test_a_full_disk_is_named_although_the_zip_writer_has_another_error(
     tmp_path, capsys, monkeypatch
 ):
     state = training_state(*trained())
-    monkeypatch.setattr(storage._Summed, "write", full_for_large_writes)
+    monkeypatch.setattr(storage.HashingStream, "write", full_for_large_writes)
     assert_refused(capsys, save_checkpoint, tmp_path, 4, state, status=1, says="No space left")
     assert list(tmp_path.iterdir()) == []
 
@@ -914,7 +903,9 @@ def test_malicious_byte_entry_is_an_error_and_does_not_run(tmp_path, capsys, nam
     length = len(torch_save(Touch(bait)))
     metadata.storage_data[MetadataIndex(name)] = type(info)("bait.distcp", 0, length)
     write_metadata(folder, metadata)
-    with pytest.raises(storage.Damaged, match="BytesStorageMetadata"):  # before anything is read
+    with pytest.raises(
+        storage.CorruptCheckpointError, match="BytesStorageMetadata"
+    ):  # before anything is read
         storage.Reader(checkpoints(folder)[0])
     assert_harmless(capsys, folder, bait)
 

@@ -114,13 +114,13 @@ def train_and_signal_twice(argv: list[str]) -> list[dict]:
         time.sleep(2.2)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
-        with patch.object(checkpoint.CheckpointFolder, "wait", wait):
+        with patch.object(checkpoint.Checkpointer, "wait", wait):
             wait(self)
 
-    log, wait = Run.log, checkpoint.CheckpointFolder.wait
+    log, wait = Run.log, checkpoint.Checkpointer.wait
     with (
         patch.object(Run, "log", log_and_signal),
-        patch.object(checkpoint.CheckpointFolder, "wait", signal_and_wait),
+        patch.object(checkpoint.Checkpointer, "wait", signal_and_wait),
     ):
         return load_stage("01").main(argv)
 

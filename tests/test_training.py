@@ -521,11 +521,11 @@ def with_checksum(run: dict) -> str:
     "content, says",
     [
         (None, "no run.json: its arguments and vocabulary are not compared"),
-        (lambda text: text.replace('"seed": 1337', '"seed": 1338'), "its checksum differs"),
+        (lambda text: text.replace('"seed": 1337', '"seed": 1338'), "the checksum differs"),
         (lambda text: text[: len(text) // 2], "run.json"),
         (lambda text: "[" * 100_000, "run.json"),
         (lambda text: '["checksum"]', "run.json"),
-        (lambda text: with_checksum({}), "no run.json"),
+        (lambda text: with_checksum({}), "run.json"),
         (lambda text: with_checksum({"a": 1}), "run.json"),
     ],
     ids=["missing", "changed", "cut short", "too deep", "a list", "empty", "another's"],

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.checkpoint import checkpoints
 from common.distributed import refuse, save0
-from common.storage import Damaged, LoadPlanner, Reader
+from common.storage import CorruptCheckpointError, LoadPlanner, Reader
 
 
 def newest_run() -> Path:
@@ -46,7 +46,7 @@ def weights_of(checkpoint: Path) -> dict[str, Tensor]:
             if name.startswith("model.")
         }
         dcp.load(state, storage_reader=reader, planner=LoadPlanner(set(entries)), no_dist=True)
-    except (Damaged, dcp.api.CheckpointException) as error:
+    except (CorruptCheckpointError, dcp.api.CheckpointException) as error:
         refuse(f"{checkpoint} cannot be read: {str(error).splitlines()[-1]}", status=1)
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
