@@ -8,10 +8,9 @@ its AdamW, so a checkpoint of any stage on any topology loads in any other:
     optim.exp_avg_sq.layers.0.attn.wqkv.weight      and its second
     step                                            int64: optimizer steps done
 
-A folder is written under another name and renamed when every rank has finished: a folder called
-`step-...` is complete. Weights, data order and dropout follow from seed and step, so nothing else
-is saved. Beside the tensors, `run.json` holds the run's arguments and the hashes of its vocabulary
-and corpus, so that resuming with others is an error or is reported.
+A folder is renamed to `step-...` when every rank has written: under this name it is complete. Data
+order and dropout follow from seed and step. `run.json` holds the run's arguments and hashes of its
+vocabulary and corpus, so that resuming with others is an error or is reported.
 """
 
 from __future__ import annotations
@@ -100,18 +99,14 @@ class Shard:
         return self.full_shape
 
     def __create_write_items__(self, name: str, _: object) -> list[dcp.WriteItem]:
-        return [
-            dcp.WriteItem(
-                MetadataIndex(name, offset),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=dcp.ChunkStorageMetadata(offset, tensor.size()),
-                    properties=TensorProperties.create_from_tensor(tensor),
-                    size=self.full_shape,
-                ),
-            )
-            for offset, tensor in self.chunks.items()
-        ]
+        items = []
+        for offset, tensor in self.chunks.items():
+            chunk = dcp.ChunkStorageMetadata(offset, tensor.size())
+            properties = TensorProperties.create_from_tensor(tensor)
+            data = TensorWriteData(chunk, properties, self.full_shape)
+            index = MetadataIndex(name, offset)
+            items.append(dcp.WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[dcp.ChunkStorageMetadata]:
         return [dcp.ChunkStorageMetadata(offset, t.size()) for offset, t in self.chunks.items()]
@@ -124,7 +119,7 @@ State = dict[str, Tensor | Shard]
 
 
 def adamw_moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's first and second moments of a parameter, which do not exist before its first step."""
+    """AdamW's first and second moments of a parameter, created here if it has not stepped yet."""
     state = optimizer.state[parameter]
     if not state:
         # fused AdamW needs its step count on the parameter's device
@@ -176,17 +171,13 @@ def shards_of_flat_slice(
 class Checkpointer:
     """Saves checkpoints into a folder in the background, and loads them.
 
-    timeout: of the collectives, which have a process group of their own: a save issues them when
-    its disk is ready, in no fixed order with training's.
-    run: a run's `arguments` and the hashes of its `vocabulary` and `corpus`, saved with each
-    checkpoint and compared with those of the checkpoint that is resumed from.
+    timeout: of the collectives. They have a process group of their own, because a save issues
+    them whenever its disk is ready. run: the run's `arguments` and hashes of its `vocabulary` and
+    `corpus`, saved with each checkpoint and compared with those of the one resumed from.
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike,
-        timeout: timedelta | None = None,
-        run: dict | None = None,
+        self, path: str | os.PathLike, timeout: timedelta | None = None, run: dict | None = None
     ):
         self.path, self.run, self.run_json = Path(path), run, b""
         if run:
@@ -232,8 +223,8 @@ class Checkpointer:
         except dcp.api.CheckpointException as error:
             if rank() == 0:  # every rank has stopped writing
                 shutil.rmtree(writer.path, ignore_errors=True)
-            why = _first_cause(error)
-            fail(f"cannot save {writer.final}: {why}; older ones are untouched", status=1)
+            cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
+            fail(f"cannot save {writer.final}: {cause}; older ones are untouched", status=1)
 
     def close(self) -> None:
         self.wait()
@@ -249,7 +240,13 @@ class Checkpointer:
         """
         if resume == "never":
             return 0
-        found = self._gather(self._candidates(resume))[0]  # shared file systems may lag elsewhere
+        if resume == "auto":
+            found = checkpoints(self.path)
+        elif (Path(resume) / ".metadata").is_file():
+            found = [Path(resume)]
+        else:
+            found = checkpoints(Path(resume) / "checkpoints")
+        found = self._gather(found[::-1])[0]  # rank 0's listing: shared file systems may lag
         if not found and resume == "auto":
             return 0
         if not found:
@@ -266,23 +263,14 @@ class Checkpointer:
                 print0(f"{path} is corrupt: {error}; going back to {older.name}")
         for adamw in optimizer.state.values():
             adamw["step"].fill_(step)
-        for note in notes:
-            print0(note)
-        print0(f"resumed from {path}, {step} steps done")
+        print0("\n".join([*notes, f"resumed from {path}, {step} steps done"]))
         return step
 
-    def _candidates(self, resume: str) -> list[Path]:
-        """The checkpoints to try, in this order."""
-        path = Path(resume)
-        if resume != "auto" and (path / ".metadata").is_file():
-            return [path]
-        return checkpoints(self.path if resume == "auto" else path / "checkpoints")[::-1]
-
     def _gather(self, value: object) -> list:
-        values = [value]
-        if self.group is not None:
-            values *= dist.get_world_size(self.group)
-            dist.all_gather_object(values, value, group=self.group)
+        if self.group is None:
+            return [value]
+        values = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def _fill(self, state: State, path: Path) -> tuple[int, list[str]]:
@@ -297,8 +285,8 @@ class Checkpointer:
         except CheckpointError as found:
             error = found
         errors, names = zip(*self._gather((error, set(state))), strict=True)
-        for error in filter(None, errors):
-            raise error
+        if any(errors):
+            raise next(filter(None, errors))
         step = torch.tensor(0)
         try:
             dcp.load(
@@ -309,16 +297,11 @@ class Checkpointer:
                 no_dist=self.group is None,
             )
         except dcp.api.CheckpointException as error:
-            cause = _first_cause(error)
+            cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
             if isinstance(cause, CheckpointError):
                 raise cause from None
             raise CorruptCheckpointError(str(cause).strip().split("\n")[0]) from None
         return int(step.item()), notes
-
-
-def _first_cause(error: dcp.api.CheckpointException) -> BaseException:
-    """DCP wraps the errors of all ranks in one exception; return the first of them."""
-    return next(iter(error.failures.values()))[0]
 
 
 # arguments that may differ from those of the run that saved, but not silently
