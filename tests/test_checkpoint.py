@@ -560,6 +560,8 @@ def test_resharded_load_reads_only_the_needed_items_and_each_once(pools, tmp_pat
         assert sum(read.values()) == mine + others and different == total
     for read, different, total in pools(3).run(read_of_each_file, str(folder), "flat"):
         assert different == total and sum(read.values()) < sum(lengths.values())
+    for _, different, total in pools(2).run(read_of_each_file, str(tmp_path / "flat"), "flat"):
+        assert different == total
 
 
 def test_size_on_disk_is_twelve_bytes_per_parameter(tmp_path):
@@ -672,6 +674,19 @@ def test_load_of_a_stored_checkpoint_of_another_python_version(folder):
     state = {"model.w": torch.zeros(2, 3)}
     assert load_checkpoint(folder, "auto", state) == 3
     assert state["model.w"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_corrupt_checkpoint_of_an_older_version_is_detected(tmp_path, capsys, name):
+    """They have another checksum, which is still verified."""
+    shutil.copytree(STORED / "python-3.11.7", tmp_path / "c")
+    file = checkpoints(tmp_path / "c")[0] / name
+    content = file.read_bytes()
+    wanted = torch.arange(6.0).numpy().tobytes() if name == "__0_0.distcp" else b"model.w"
+    assert content.count(wanted) >= 1
+    file.write_bytes(content.replace(wanted, bytes([wanted[0] ^ 1]) + wanted[1:]))
+    state = {"model.w": torch.zeros(2, 3)}
+    assert_refused(capsys, load_checkpoint, tmp_path / "c", "auto", state, says="checksum differs")
 
 
 class Globals(pickle.Unpickler):
