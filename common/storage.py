@@ -285,10 +285,10 @@ class VerifiedItems:
 
 
 class Reader(dcp.FileSystemReader):
-    """PyTorch's reader, but nothing runs code, lies outside of the folder or goes unverified.
+    """PyTorch's reader, but no file can run code, lie outside of the folder or miss its checksum.
 
-    PyTorch unpickles `.metadata` without restriction, and byte entries, which the metadata cannot
-    hold here. Raises `CorruptCheckpointError`.
+    PyTorch unpickles `.metadata` without restriction, and byte entries too. Here the metadata
+    cannot contain byte entries. Raises `CorruptCheckpointError`.
     """
 
     def __init__(self, path: str | os.PathLike):
