@@ -61,6 +61,7 @@ from common.wrapping import (
     OptimizerOfShards,
     cast_inputs,
     no_state_dict,
+    norm_weights,
     not_a_number,
     outputs_of,
     tensors_in_containers,
@@ -455,12 +456,13 @@ class ShardedParameterBucket(ShardedGradientBucket):
         self.shard.data = (
             self.shard.data.clone()
         )  # `reshard` frees the buffer that it is a view into
-        owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
+        owners = [m for m in unit.modules() if set(m.parameters(False)) & set(self.params)]
         is_lookup = all(isinstance(m, nn.Embedding) for m in owners)
         # the gradient of a lookup does not depend on the weights (they must not be used otherwise)
         self.unshards_in_backward = not is_lookup
         # and a row's gradient is a sum over many tokens: bfloat16 would round most of them away
-        self.full = self.full.to(self.shard.dtype if is_lookup else dtype)
+        keeps_dtype = is_lookup or set(self.params) <= norm_weights(unit, dtype)
+        self.full = self.full.to(self.shard.dtype if keeps_dtype else dtype)
         self.full_views = self.views_into(self.full)
         # what a parameter reads as while it is freed
         nan = not_a_number(self.full.dtype, self.full.device)
@@ -531,6 +533,19 @@ def split_into_buckets(
     return lists
 
 
+def units_to_shard(model: Transformer, dtype: torch.dtype) -> dict[nn.Module, list[nn.Parameter]]:
+    """Stage 3: the parameters that are gathered together, by the module that computes with them.
+
+    Norms keep their dtype. Where that is not `dtype`, their weights, one vector each, are a unit of
+    their own: they are unsharded together, around the whole model.
+    """
+    norms = norm_weights(model, dtype)
+    units = {model: [p for p in model.parameters() if p in norms]} if norms else {}
+    for unit in model.units():
+        units[unit] = [p for p in unit.parameters() if p not in norms]
+    return units
+
+
 # ------------------------------------------------------------------------------------------------
 # The training loop
 # ------------------------------------------------------------------------------------------------
@@ -576,12 +591,13 @@ def main(argv: list[str] | None = None) -> list[dict]:
     model.to(device)
     params = model.parameters()
     if args.zero_stage == 3:
-        params = [{"params": list(unit.parameters())} for unit in model.units()]
+        units = units_to_shard(model, getattr(torch, args.dtype))
+        params = [{"params": list(params)} for params in units.values()]
     optimizer = ZeroRedundancyOptimizer(
         params, torch.optim.AdamW, args.zero_stage, **adamw_settings(args)
     )
     if args.zero_stage == 3:
-        optimizer.shard_parameters(model.units(), getattr(torch, args.dtype))
+        optimizer.shard_parameters(list(units), getattr(torch, args.dtype))
 
     run = Run(args, __file__, config, device, corpus)
     state = optimizer.training_state(model)

@@ -61,6 +61,7 @@ from common.wrapping import (
     ModuleOfShards,
     PendingGradient,
     cast_inputs,
+    norm_weights,
     not_a_number,
     outputs_of,
     tensors_in_containers,
@@ -307,6 +308,7 @@ class FullyShardedDataParallel(ModuleOfShards):
         if any(p.is_meta for p in shared.values()):
             raise ValueError(f"{', '.join(shared)}: in no unit, or in several; cannot materialize")
         self.shard_unit(module, shared)
+        norms = {}  # whose weights, one vector each, keep their dtype: also around the whole module
         for unit in units:
             before = len(list(unit.parameters()))
             if materialize is not None:
@@ -316,7 +318,12 @@ class FullyShardedDataParallel(ModuleOfShards):
                 raise ValueError(f"{names[unit]}: `materialize` has untied its tied parameters")
             if any(p.is_meta for p in params.values()):
                 raise ValueError(f"{names[unit]}: still on the meta device, without values")
-            self.shard_unit(unit, {n: p for n, p in params.items() if users[p] < 2})
+            own = {n: p for n, p in params.items() if users[p] < 2}
+            kept = norm_weights(unit, self.param_dtype)
+            norms |= {n: p for n, p in own.items() if p in kept}
+            self.shard_unit(unit, {n: p for n, p in own.items() if p not in kept})
+        self.shard_unit(module, norms)
+        self.flats.sort(key=lambda flat: flat.unit is not module)  # forward enters `module` first
         if len({flat.unit for flat in self.flats}) == 1:
             warnings.warn(
                 "one unit has all parameters: they are all unsharded at once", stacklevel=3
@@ -367,12 +374,13 @@ class FlatParameter:
         shard = F.pad(values, (0, self.padding))[self.owned].to(shard_device, copy=True)
         self.trains = self.params[0].requires_grad
         self.shard = nn.Parameter(shard, requires_grad=self.trains)
-        owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
+        owners = [m for m in unit.modules() if set(m.parameters(False)) & set(self.params)]
         is_lookup = all(isinstance(m, nn.Embedding) for m in owners)
         # the gradient of a lookup does not depend on the weights (they must not be used otherwise)
         self.unshards_in_backward = not is_lookup
         # and a row's gradient is a sum over many tokens: bfloat16 would round most of them away
-        keeps_dtype = param_dtype is None or is_lookup or not shard.is_floating_point()
+        keeps_dtype = is_lookup or set(self.params) <= norm_weights(unit, param_dtype)
+        keeps_dtype = keeps_dtype or param_dtype is None or not shard.is_floating_point()
         dtype = shard.dtype if keeps_dtype else param_dtype
         self.full = torch.empty(n_shards * length, dtype=dtype, device=device)
         self.full_views = self.views_into(self.full)

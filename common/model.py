@@ -138,6 +138,13 @@ def rotate(x: Tensor) -> Tensor:
     return turned.flatten(-2).to(x.dtype)
 
 
+class RMSNorm(nn.RMSNorm):
+    """Computes in the dtype of its weight, and returns the dtype of x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Causal self-attention over whole sequences."""
 
@@ -185,10 +192,10 @@ class Layer(nn.Module):
 
     def __init__(self, config: TransformerConfig, index: int):
         super().__init__()
-        self.attn_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.attn_norm = RMSNorm(config.d_model, eps=1e-6)
         self.attn = Attention(config)
         self.attn_dropout = CounterDropout(config.dropout, site=2 * index + 1)
-        self.mlp_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.mlp_norm = RMSNorm(config.d_model, eps=1e-6)
         self.mlp = MLP(config)
         self.mlp_dropout = CounterDropout(config.dropout, site=2 * index + 2)
 
@@ -202,7 +209,7 @@ class Output(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.norm = RMSNorm(config.d_model, eps=1e-6)
         self.head = Linear(config.d_model, config.padded_vocab)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:

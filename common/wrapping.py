@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from common.collectives import all_reduce_control
+from common.model import RMSNorm
 from common.optimization import global_norm
 
 # ---- a unit's inputs and outputs ----
@@ -89,7 +90,16 @@ def cast_inputs(args: tuple, kwargs: dict, dtype: torch.dtype | None) -> tuple[t
     return tree_map_only(Tensor, cast, (args, kwargs), is_leaf=stays)
 
 
-# ---- a parameter, while it is freed ----
+# ---- a parameter's dtype, and its values while it is freed ----
+
+
+def norm_weights(module: nn.Module, dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """The weights of norms that are not cast to `dtype`, because these norms cast their input.
+
+    In bfloat16, which has no number between 1 and 1.0078, most of their updates would be lost.
+    """
+    weights = {m.weight for m in module.modules() if type(m) is RMSNorm}
+    return {weight for weight in weights if dtype not in (None, weight.dtype)}
 
 
 def not_a_number(dtype: torch.dtype, device: torch.device) -> Tensor:

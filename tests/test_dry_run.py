@@ -26,7 +26,7 @@ CASES = [
     ("03", ["--zero-stage", "2", "--micro-batch-size", "2"]),
     ("03", ["--zero-stage", "3"]),
     ("04", ["--micro-batch-size", "2"]),
-    ("04", ["--shard-size", "4", "--dtype", "bfloat16"]),
+    ("04", ["--shard-size", "4", "--dtype", "bfloat16", "--n-layers", "12"]),
     ("05", ["--sequence-parallel", "--activation-checkpointing"]),
     ("05", ["--dtype", "bfloat16"]),
     ("06", ["--schedule", "zero-bubble"]),

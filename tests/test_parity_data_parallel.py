@@ -103,11 +103,24 @@ PARALLEL = [("05", []), ("05", ["--sequence-parallel"]), ("06", []), ("07", ["--
 @pytest.mark.quick_cases("04")
 @pytest.mark.parametrize("strategy", [*EVERY, ("04", KEEP), *PARALLEL], ids=name)
 def test_bfloat16_follows_the_bfloat16_curve_of_stage_01(pools, reference, corpus_dir, strategy):
-    """The remaining difference in 03's stage 3 and in 04 comes from the norms' weights: they are
-    all-gathered in bf16, whose numbers next to 1 are 1/256 apart."""
     stage, own = strategy
     argv = [*SIZE, *ONE, *"--steps 30 --log-every 1 --resume never --dtype bfloat16".split()]
     argv += ["--data", str(corpus_dir)]
+    expected = reference(argv)
+    for metrics in pools(2).train(stage, [*argv, *own]):
+        assert_same_curve(metrics, expected, loss=3e-4, norm=1e-2)
+
+
+@pytest.mark.parametrize("strategy", [("03", ZERO[2]), ("04", [])], ids=name)
+def test_bfloat16_follows_the_bfloat16_curve_of_stage_01_on_the_sample(pools, reference, strategy):
+    """With the norms' weights unsharded in bf16, which has no number between 1 and 1.0078, the
+    loss is 1.2e-3 off here."""
+    stage, own = strategy
+    size = "--d-model 64 --n-layers 2 --n-heads 4 --seq-len 64 --global-batch-size 16".split()
+    argv = [
+        *size,
+        *"--steps 30 --log-every 1 --resume never --dtype bfloat16 --data sample".split(),
+    ]
     expected = reference(argv)
     for metrics in pools(2).train(stage, [*argv, *own]):
         assert_same_curve(metrics, expected, loss=3e-4, norm=1e-2)
