@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, of any cut into any cut, and harmless whoever made them."""
+"""Checkpoints: atomic saves, resharded loads, corruption is detected, loading runs no code."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def trained(config: TransformerConfig = CONFIG, seed: int = 1, steps: int = 2):
 
 
 def loaded(folder: Path, resume: str = "auto", config: TransformerConfig = CONFIG):
-    """A fresh model, of another seed, filled from a checkpoint: its state and the step."""
+    """Load a checkpoint into a model with another seed; returns state, step and optimizer."""
     model, optimizer = trained(config, seed=9, steps=0)
     state = training_state(model, optimizer)
     step = load_checkpoint(folder, resume, state, optimizer)
@@ -92,7 +92,7 @@ def assert_refused(capsys, function, *args, status: int = 2, says: str = "") -> 
     return said
 
 
-# ---- there and back ----
+# ---- round trip ----
 
 
 def test_round_trip_restores_every_bit_of_weights_and_optimizer_state(tmp_path):
@@ -183,7 +183,7 @@ def values(name: str) -> Tensor:
 
 
 def uneven(n: int, rank: int, size: int) -> tuple[int, int]:
-    """Rank's share of n things: ever smaller, the last rank's empty where there are several."""
+    """Bounds of a rank's part of n elements: ever smaller parts, the last rank's is empty."""
     bounds = [n - round(n * (1 - r / max(1, size - 1)) ** 2) for r in range(size)] + [n]
     return (0, n) if size == 1 else (bounds[rank], bounds[rank + 1])
 
@@ -204,7 +204,7 @@ def cut(kind: str, fill: bool) -> dict[str, Shard | Tensor]:
         elif kind == "columns":
             a, b = uneven(shape[1], rank, size)
             state[name] = Shard.of_slice(shape, 1, a, whole[:, a:b].contiguous())
-        elif kind == "replicated" or i % size == rank:  # "pipeline": each its own tensors
+        elif kind == "replicated" or i % size == rank:  # "pipeline": each tensor on one rank
             state[name] = whole
     return state
 
@@ -218,7 +218,7 @@ def save_cuts(folder: str) -> None:
 
 
 def load_cuts(folder: str) -> int:
-    """Load every cut that was saved in every cut; returns how many pairs came out right."""
+    """Load every saved sharding into every other; returns the number of pairs that were right."""
     right = 0
     for (step, of), into in product(enumerate(CUTS), CUTS):
         state = cut(into, fill=False)
@@ -234,7 +234,7 @@ def load_cuts(folder: str) -> int:
 
 
 def test_resharded_load_between_any_shardings_and_numbers_of_ranks(pools, tmp_path):
-    """Flat slices, rows, columns, copies and whole tensors; uneven, and empty on the last rank."""
+    """Flat, row-wise and column-wise shards, replicas and full tensors; uneven and empty shards."""
     sizes = [pools(1, group=False), pools(2), pools(3)]
     for saver in sizes[1:]:
         saver.run(save_cuts, str(tmp_path / str(saver.size)))
@@ -255,7 +255,7 @@ def die(*_, **__) -> None:
 
 
 def save_and_die(folder: str, moment: str) -> None:
-    """Steps 2 and 4 are saved; then the process is killed at `moment` of saving step 6."""
+    """Save steps 2 and 4; then die at `moment` of saving step 6."""
     state = training_state(*trained())
     save_checkpoint(folder, 2, state)
     save_checkpoint(folder, 4, state)
@@ -307,12 +307,12 @@ def test_kill_during_a_save_leaves_only_complete_checkpoints(pools, tmp_path, mo
     (ended,) = pools(1, group=False).attempt(save_and_die, str(tmp_path), moment)
     assert "exit code 9" in ended.traceback, ended
     expected = training_state(*trained())
-    # what has a checkpoint's name is whole
+    # every folder with a checkpoint's name is complete
     assert checkpoints(tmp_path) == sorted(tmp_path.glob("step-*"))
     found, step, _ = loaded(tmp_path)
     assert step == newest
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    for path in checkpoints(tmp_path):  # the others can be trusted too
+    for path in checkpoints(tmp_path):  # the others are complete too
         assert loaded(tmp_path, str(path))[1] == int(path.name[5:])
     save_checkpoint(tmp_path, 8, expected)
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith("step-")] == []
@@ -367,7 +367,7 @@ def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
-# ---- which one to resume from ----
+# ---- choosing the checkpoint to resume from ----
 
 
 def test_resume_accepts_a_checkpoint_a_run_or_auto(tmp_path):
@@ -424,7 +424,7 @@ def test_corrupt_byte_anywhere_in_a_tensor_is_detected(tmp_path, capsys):
 
 
 def flip(file: Path) -> None:
-    """One bit in the middle."""
+    """Flip one bit in the middle."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 8
     file.write_bytes(content)
@@ -449,7 +449,7 @@ def test_resume_falls_back_from_a_corrupt_checkpoint_and_names_both(tmp_path, ca
             good = expected
     before, older, newest = checkpoints(tmp_path)
     DAMAGE[damage](newest / name, before)
-    if (damage, name) == ("missing", ".metadata"):  # then it is none at all, as after a kill
+    if (damage, name) == ("missing", ".metadata"):  # without it the folder is no checkpoint
         newest = None
     found, step, _ = loaded(tmp_path)
     assert step == 4 and all(torch.equal(found[n], good[n]) for n in good)
@@ -522,7 +522,7 @@ def test_all_ranks_fall_back_when_one_reads_a_corrupt_file(pools, tmp_path, dama
 
 
 def read_of_each_file(folder: str, kind: str) -> tuple[dict[str, int], int, int]:
-    """Bytes that this rank reads of each file, how many items, and how many readings of them."""
+    """Bytes that this rank reads of each file, different items read, and all reads of items."""
     read, items = Counter(), Counter()
     read_item = storage.VerifiedItems.read
 
@@ -541,7 +541,7 @@ def read_of_each_file(folder: str, kind: str) -> tuple[dict[str, int], int, int]
 
 
 def test_resharded_load_reads_only_the_needed_items_and_each_once(pools, tmp_path):
-    """As it was saved each rank reads its own file alone; another cut, what it overlaps."""
+    """With the saved sharding each rank reads its own file only, else the overlapping items."""
     folder = tmp_path / "rows"
     pools(3).run(save_cuts, str(tmp_path))
     path = checkpoints(folder)[0]
@@ -573,7 +573,7 @@ def test_size_on_disk_is_twelve_bytes_per_parameter(tmp_path):
     assert needed < size < 1.01 * needed
 
 
-# ---- in the background ----
+# ---- asynchronous saves ----
 
 
 def slowly(function):
@@ -585,7 +585,7 @@ def slowly(function):
 
 
 def save_while_training(folder: str) -> dict:
-    """Two saves on a slow disk, and collectives of training between them and after."""
+    """Save twice on a slow disk, with training's collectives in between and after."""
     write = checkpoint.dcp.FileSystemWriter.write_data
     checkpoint.dcp.FileSystemWriter.write_data = slowly(write)
     checkpointer = Checkpointer(folder)
@@ -618,7 +618,7 @@ def test_async_save_blocks_training_for_the_copy_only(pools, tmp_path):
         assert abs(told["blocked"] - first - second) < 0.3
         assert told["seen"] == [[], ["step-00000002"]]
         assert not told["failed"]
-    for step in (2, 4):  # what was there when it was called, and not what became of it
+    for step in (2, 4):  # the values at the call of save, not the later ones
         state = cut("replicated", fill=False)
         path = str(tmp_path / f"step-{step:08d}")
         assert load_checkpoint(tmp_path, path, state) == step
@@ -648,7 +648,7 @@ def full(*_, **__):
 
 def test_save_failure_on_one_rank_ends_all_with_one_line(pools, tmp_path):
     ended = pools(2).attempt(fail_in_the_background, str(tmp_path))
-    pools(2).close()  # it is patched
+    pools(2).close()  # its processes are patched
     assert [o.exit_status for o in ended] == [1, 1], ended[0].traceback
     said = "".join(o.stderr for o in ended)
     assert said.count("\n") == 1 and "No space left" in said and "older ones are" in said
@@ -666,7 +666,7 @@ def test_load_of_a_checkpoint_written_by_pytorch(tmp_path):
 
 # ---- other versions of Python ----
 
-STORED = Path(__file__).with_name("stored")  # written by each version as it pickles by itself
+STORED = Path(__file__).with_name("stored")  # written by each version with its own pickle
 
 
 @pytest.mark.parametrize("folder", sorted(STORED.iterdir()), ids=lambda folder: folder.name)
@@ -690,7 +690,7 @@ def test_corrupt_checkpoint_of_an_older_version_is_detected(tmp_path, capsys, na
 
 
 class Globals(pickle.Unpickler):
-    """Notes every class and function that a pickle asks for."""
+    """Records every class and function that a pickle imports."""
 
     def __init__(self, file):
         super().__init__(file)
@@ -702,7 +702,7 @@ class Globals(pickle.Unpickler):
 
 
 def test_metadata_loads_in_every_python_version(tmp_path, monkeypatch):
-    """Members of enums are pickled here as Python 3.11.2 does."""
+    """Enum members are pickled here as by Python 3.11.2."""
     monkeypatch.setattr(
         _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))
     )
@@ -731,7 +731,7 @@ DEBIAN = Path("/usr/bin/python3").resolve()
 
 
 def other_pythons() -> list[Path]:
-    """Every Python 3.11 or newer of this machine, less the one that runs the tests."""
+    """Every other Python 3.11 or newer on this machine."""
     folders = [DEBIAN.parent, Path("/usr/local/bin"), *Path(sys.base_prefix).parent.glob("*/bin")]
     named = {path.resolve() for folder in folders for path in folder.glob("python3.*")}
     versions = [(re.fullmatch(r"python3\.(\d+)", path.name), path) for path in named]
@@ -742,7 +742,7 @@ def other_pythons() -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("python", other_pythons(), ids=str)
 def test_load_between_the_pythons_of_this_machine(tmp_path, python):
-    """It imports the packages of this one, which works where both are of one minor version."""
+    """The other Python imports this one's packages, which works within a minor version."""
     packages = Path(torch.__file__).parents[1]
     environment = dict(os.environ, PYTHONPATH=f"{REPO}{os.pathsep}{packages}")
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -760,7 +760,7 @@ def test_load_between_the_pythons_of_this_machine(tmp_path, python):
     assert state["model.w"].flatten().tolist() == [1, 2, 3, 4, 5, 6]
 
 
-# ---- what cannot be written ----
+# ---- disks that are full or read-only ----
 
 
 def save_without_space(folder: str) -> None:
@@ -778,7 +778,7 @@ def test_full_disk_is_a_one_line_error_and_keeps_the_older_checkpoint(pools, tmp
     (ended,) = pools(1, group=False).attempt(save_without_space, str(tmp_path))
     assert ended.exit_status == 1, ended.traceback
     assert ended.stderr.count("\n") == 1 and "cannot save" in ended.stderr
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]  # room for others
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]  # no leftovers on the disk
     assert loaded(tmp_path)[1] == 2
 
 
@@ -798,7 +798,7 @@ def test_a_full_disk_is_named_although_the_zip_writer_has_another_error(
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk for one checkpoint and a half, where this process may mount one."""
+    """A disk with room for one and a half checkpoints, if this process may mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)]
@@ -823,7 +823,7 @@ def test_full_or_read_only_disk_keeps_its_checkpoints(small_disk, capsys):
     found, step, _ = loaded(small_disk)
     assert step == 2 and all(torch.equal(found[name], expected[name]) for name in expected)
     subprocess.run(["mount", "-o", "remount,rw,size=4m", str(small_disk)], check=True)
-    save_checkpoint(small_disk, 6, state)  # what was half written is gone
+    save_checkpoint(small_disk, 6, state)  # the partial save was removed
     assert sorted(p.name for p in small_disk.iterdir()) == ["step-00000002", "step-00000006"]
 
 
@@ -835,11 +835,11 @@ def test_unwritable_checkpoint_folder_is_a_one_line_error(tmp_path, capsys):
     )
 
 
-# ---- nothing in it may run code ----
+# ---- loading a checkpoint runs no code ----
 
 
 class Touch:
-    """A pickle that makes a file when it is loaded."""
+    """A pickle that creates a file when it is loaded."""
 
     def __init__(self, path: Path):
         self.path = path
