@@ -460,7 +460,7 @@ def test_resume_falls_back_from_a_corrupt_checkpoint_and_names_both(tmp_path, ca
     if newest is not None:
         (line,) = lines[:-1]
         assert line.startswith(f"{newest} is corrupt: ") and line.endswith(f"back to {older.name}")
-        assert name in line or "__0_0.distcp" in line  # which is not what a strange metadata says
+        assert name in line or "__0_0.distcp" in line  # a foreign .metadata fits no data file
 
 
 def test_corrupt_metadata_that_is_readable_is_detected(tmp_path, capsys):
@@ -594,7 +594,7 @@ def save_while_training(folder: str) -> dict:
     for step in (2, 4):
         checkpointer.save(step, state)
         clock.append(time.perf_counter())
-        for shard in state.values():  # training goes on and changes what was saved
+        for shard in state.values():  # training continues and changes the saved tensors
             for tensor in shard.chunks.values():
                 tensor.add_(1)
         total = torch.ones(())
@@ -783,7 +783,7 @@ def test_full_disk_is_a_one_line_error_and_keeps_the_older_checkpoint(pools, tmp
 
 
 def full_for_large_writes(self, data, write=storage.HashingStream.write) -> int:
-    """A disk on which a few bytes still fit: then the zip writer has an error of its own."""
+    """Write a few bytes before the disk is full: the zip writer then raises its own error."""
     return full() if len(memoryview(data).cast("B")) > 1000 else write(self, data)
 
 
@@ -918,9 +918,8 @@ def test_malicious_byte_entry_is_an_error_and_does_not_run(tmp_path, capsys, nam
     length = len(torch_save(Touch(bait)))
     metadata.storage_data[MetadataIndex(name)] = type(info)("bait.distcp", 0, length)
     write_metadata(folder, metadata)
-    with pytest.raises(
-        storage.CorruptCheckpointError, match="BytesStorageMetadata"
-    ):  # before anything is read
+    # an error before any item is read
+    with pytest.raises(storage.CorruptCheckpointError, match="BytesStorageMetadata"):
         storage.Reader(checkpoints(folder)[0])
     assert_harmless(capsys, folder, bait)
 

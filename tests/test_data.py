@@ -477,7 +477,7 @@ def test_hub_address_follows_proxy_and_endpoint(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror:81/hf")
     assert not data._hub_in_reach()
     for proxy in ("http://proxy:3128", "proxy:3128", "http://user:word@proxy"):
-        monkeypatch.setenv("HTTPS_PROXY", proxy)  # an unreachable proxy would take minutes
+        monkeypatch.setenv("HTTPS_PROXY", proxy)  # a dead one would be tried for a minute and more
         assert not data._hub_in_reach()
     assert asked == [
         *(("huggingface.co", 443), ("mirror", 81)),

@@ -139,7 +139,7 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(monkeypatc
     monkeypatch.setattr(time, "strftime", lambda _: "20250101-120000")
     found = [run_id(tmp_path / "runs") for _ in range(3)]
     assert found == ["20250101-120000", "20250101-120000-2", "20250101-120000-3"]
-    (tmp_path / "file").write_text("")  # no folder can be created here: the run reports it later
+    (tmp_path / "file").write_text("")  # where no folder can be made, the run reports it
     assert run_id(tmp_path / "file") == "20250101-120000"
 
 
