@@ -39,14 +39,16 @@ class Run:
         return [x for x in found if isinstance(x, (int, float)) and math.isfinite(x)]
 
 
-def read_runs(folder: Path) -> list[Run]:
-    """The runs of `make quickstart`, which are comparable; without them each stage's newest run."""
+def read_runs(folder: Path) -> tuple[str, list[Run]]:
+    """The runs to show, and a sentence that says which ones they are."""
     runs = [read_run(path, path.name) for path in sorted(folder.glob("quickstart/[0-9][0-9]_*/"))]
-    if not any(runs):
-        for stage in sorted(folder.glob("[0-9][0-9]_*/")):
-            logs = sorted(stage.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-            runs += [read_run(path.parent, stage.name) for path in logs[-1:]]
-    return [run for run in runs if run]
+    if any(runs):
+        return "The runs of make quickstart, which have the same settings.", [*filter(None, runs)]
+    for stage in sorted(folder.glob("[0-9][0-9]_*/")):
+        logs = sorted(stage.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+        runs += [read_run(path.parent, stage.name) for path in logs[-1:]]
+    text = "The newest run of each stage; only runs with the same settings have the same losses."
+    return text, [*filter(None, runs)]
 
 
 def read_run(folder: Path, name: str) -> Run | None:
@@ -87,8 +89,8 @@ def pictures(runs: list[Run]) -> list[tuple[str, str]]:
     return [
         (
             "Loss per step, all runs on one another: the widest line is the first run, and each "
-            "later run is a narrower line on top of it. Every stage has to reproduce the curve of "
-            "stage 01.",
+            "later run is a narrower line on top of it. With the same settings every stage "
+            "reproduces the curve of stage 01.",
             str(curves(runs)),
         ),
         ("Weights, gradients and optimizer state that rank 0 holds.", str(memory)),

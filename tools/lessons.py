@@ -119,12 +119,12 @@ class Site:
             )
         }
         title = self.document("README.md").title
-        runs = read_runs(self.runs)
+        which, runs = read_runs(self.runs)
         drawn = [(caption, Markup(picture)) for caption, picture in pictures(runs)]
         toc = [Entry(1, "stages", "The stages"), Entry(1, "how-to-read", "How to read them")]
         toc += [Entry(1, "figures", "Figures of your runs")] if drawn else []
         toc += [Entry(1, "cost", "Which technique when")]
-        content = {"lead": self.lead("README.md"), "pictures": drawn, **parts}
+        content = {"lead": self.lead("README.md"), "runs": which, "pictures": drawn, **parts}
         return Page("index.html", title, toc=toc, content=content)
 
     def lesson(self, number: str) -> Page:
