@@ -107,9 +107,9 @@ schedule-06: $(READY) ## draw time lines of pipelines; SCHEDULE= PP= MICRO= VIRT
 		$(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
 		$(if $(RUN),--run $(RUN)) $(if $(SVG),--svg $(SVG))
 dry-run-%: $$(folder)/train.py $(READY) ## what RANK= of RANKS= would hold and send in stage NN
-	@$(BIN)/python -m common.dry_run $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) $(ARGS)
+	@$(BIN)/python tools/dry_run.py $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) $(ARGS)
 plan: $(READY) ## the same for every stage on 8 to 4096 ranks, in one table
-	@$(BIN)/python -m common.dry_run plan
+	@$(BIN)/python tools/dry_run.py plan
 
 # ---- check ----
 

@@ -271,7 +271,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, corpus.test, args, device, world))
         run.write()
-        if run.saves(step):
+        if run.agree_to_save(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     return run.finish()
 

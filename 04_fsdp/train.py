@@ -53,7 +53,7 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import World, cleanup, group_along, refuse, setup, world_size
+from common.distributed import World, cleanup, fail, group_along, setup, world_size
 from common.model import IGNORED, Transformer, init_weights
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.run import Run
@@ -552,7 +552,7 @@ def parse_args(argv: list[str] | None = None):
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     args.shard_size = args.shard_size or world_size()
     if world_size() % args.shard_size:
-        refuse(f"--shard-size {args.shard_size} does not divide the {world_size()} ranks")
+        fail(f"--shard-size {args.shard_size} does not divide the {world_size()} ranks")
     args.param_dtype = args.param_dtype or args.dtype
     args.autocast = False  # units are unsharded in --param-dtype, and their inputs cast to it
     return args
@@ -615,7 +615,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, corpus.test, args, device, world))
         run.write()
-        if run.saves(step):
+        if run.agree_to_save(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     return run.finish()
 

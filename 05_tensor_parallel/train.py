@@ -51,11 +51,11 @@ from common.collectives import (
     all_reduce_control,
     reduce_scatter_single,
 )
+from common.counter_rng import CounterDropout
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import cleanup, setup, world_size
 from common.model import IGNORED, Output, Transformer, in_autocast_dtype, initial_value, linear
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
-from common.random import CounterDropout
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
@@ -458,7 +458,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, corpus.test, args, device))
         run.write()
-        if run.saves(step):
+        if run.agree_to_save(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     return run.finish()
 

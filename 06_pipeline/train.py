@@ -501,7 +501,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, pipeline, corpus.test, args, device))
         run.write()
-        if run.saves(step):
+        if run.agree_to_save(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     for group in groups:
         dist.destroy_process_group(group)

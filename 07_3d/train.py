@@ -63,11 +63,11 @@ from common.collectives import (
     isend,
     reduce_scatter_single,
 )
+from common.counter_rng import CounterDropout
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import cleanup, group_along, setup, world_size
 from common.model import IGNORED, Output, Transformer, in_autocast_dtype, initial_value, linear
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
-from common.random import CounterDropout
 from common.run import Run, annotate
 
 # ------------------------------------------------------------------------------------------------
@@ -955,7 +955,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, pipeline, corpus.test, args, device, dp))
         run.write()
-        if run.saves(step):
+        if run.agree_to_save(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     for group in mesh:
         dist.destroy_process_group(group)

@@ -65,7 +65,7 @@ def checkout(commit: str) -> Iterator[str]:
 class OtherTree:
     """Another checkout in this process, with its own `common`, stages and `rows`."""
 
-    reloaded = re.compile(r"(common|harness|rows|stage_\d+)(\.|$)")  # modules that differ
+    reloaded = re.compile(r"(common|harness|rows|stages|stage_\d+)(\.|$)")  # modules that differ
 
     def __init__(self, folder: str):
         self.path = [f"{folder}{sub}" for sub in ("", "/tests", "/benchmarks")]

@@ -1,1 +1,15 @@
-"""What the seven stages share and no stage teaches. Import from the modules by name."""
+"""What the stages share and no stage teaches. A map, in reading order:
+
+model.py         the transformer as a list of units, and its chunked loss
+counter_rng.py   stateless randomness: seeds from names, dropout masks from counters
+data.py          corpora as memory-mapped tokens, batches as functions of (seed, step)
+optimization.py  AdamW's settings, the learning-rate schedule, the global norm
+distributed.py   the process group: launchers, start, end, errors
+collectives.py   PyTorch's collectives, with a ledger that counts their bytes
+arguments.py     the flags that every stage has, and their checks
+run.py           a run: its folder, its steps, when it saves and when it stops
+metrics.py       what a logged line holds, how it prints, where it is written
+checkpoint.py    sharded checkpoints in the format of torch.distributed.checkpoint
+storage.py       how checkpoints are stored: checksums, and loading that runs no code
+wrapping.py      guards of ZeRO and FSDP for other people's modules and training loops
+"""

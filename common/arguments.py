@@ -1,4 +1,4 @@
-"""The flags that every stage has, and the refusals that need no model and no process group."""
+"""The flags that every stage has, their defaults, and the checks that need no model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from common.collectives import all_reduce_control
-from common.distributed import launch_environment, refuse
+from common.distributed import fail, launch_environment
 from common.model import TransformerConfig
 
 PRESETS = {  # d_model, n_layers, n_heads, seq_len
@@ -25,7 +25,7 @@ PRESETS = {  # d_model, n_layers, n_heads, seq_len
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that there are."""
+    """Shows a default unless it is None or False."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         unset = action.default is None or action.default is False
@@ -33,14 +33,14 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says one line on rank 0 and exits with status 2 on every rank."""
+    """Fails with one line on rank 0, and with status 2 on every rank."""
 
     def error(self, message: str) -> NoReturn:
-        refuse(f"{message} (--help lists the flags)")
+        fail(f"{message} (--help lists the flags)")
 
 
 def _number(kind: type, least: float, most: float = math.inf, above: bool = False):
-    """An argparse type: a finite number from `least` (or above it) to `most`."""
+    """An argparse type: a finite number between `least` (excluded if `above`) and `most`."""
 
     def parse(text: str):
         try:
@@ -68,7 +68,7 @@ def base_parser(description: str) -> Parser:
     p = Parser(
         description=description.strip().split("\n")[0],
         epilog="SIGTERM or SIGUSR1: finish the step, save, and exit. Ctrl-C: exit without saving. "
-        "A second SIGTERM or Ctrl-C, two seconds later: exit at once, in the midst of a step.",
+        "A second SIGTERM or Ctrl-C, two seconds later: exit at once, in the middle of a step.",
         formatter_class=_Help,
         allow_abbrev=False,
     )
@@ -83,20 +83,30 @@ def base_parser(description: str) -> Parser:
     add("--d-model", type=count, help="width (default: the preset's)")
     add("--n-layers", type=count, help="number of layers (default: the preset's)")
     add("--n-heads", type=count, help="attention heads (default: the preset's)")
-    add("--seq-len", type=count, help="tokens a sample (default: the preset's)")
+    add("--seq-len", type=count, help="tokens per sample (default: the preset's)")
     add("--steps", type=count, default=1000, help="optimizer steps of the whole run")
-    add("--global-batch-size", type=count, default=24, help="samples a step, over all ranks")
-    add("--micro-batch-size", type=count, help="samples a forward (default: no accumulation)")
-    add("--lr", type=positive, default=1e-3, help="highest learning rate")
+    add("--global-batch-size", type=count, default=24, help="samples per step, over all ranks")
+    add("--micro-batch-size", type=count, help="samples per forward (default: no accumulation)")
+    add("--lr", type=positive, default=1e-3, help="peak learning rate")
     add("--warmup-steps", type=natural, default=20, help="steps of linear warm-up")
-    add("--min-lr-ratio", type=_number(float, 0, 1), default=0.1, help="last rate / highest")
+    add("--min-lr-ratio", type=_number(float, 0, 1), default=0.1, help="final rate / peak rate")
     add("--weight-decay", type=_number(float, 0), default=0.1, help="AdamW's")
-    add("--grad-clip", type=_number(float, 0), default=1.0, help="global norm; 0: never clip")
-    add("--dropout", type=_number(float, 0, 0.99), default=0.0, help="embedding and residual")
+    add(
+        "--grad-clip",
+        type=_number(float, 0),
+        default=1.0,
+        help="largest global norm; 0: never clip",
+    )
+    add(
+        "--dropout",
+        type=_number(float, 0, 0.99),
+        default=0.0,
+        help="probability, after the embedding and on residuals",
+    )
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of the matrix products (default: bfloat16 on a GPU, float32 on CPU)",
+        help="of the matmuls (default: bfloat16 on a GPU, float32 on a CPU)",
     )
     add("--activation-checkpointing", action="store_true", help="recompute layers in backward")
     add("--seed", type=natural, default=1337, help="of weights, data order and dropout")
@@ -118,10 +128,10 @@ def base_parser(description: str) -> Parser:
 def check_arguments(
     args: argparse.Namespace, data_parallel_size: int = 1, tensor_parallel_size: int = 1
 ) -> argparse.Namespace:
-    """Fill in the defaults that depend on other flags and refuse what cannot work.
+    """Fill in the defaults that depend on other flags; fail on combinations that cannot work.
 
-    data_parallel_size: ranks that share the global batch. tensor_parallel_size: ranks that share
-    each matrix; `model_config` checks it.
+    data_parallel_size: number of ranks that the global batch is split over. tensor_parallel_size:
+    number of ranks that the matrices are sharded over; `model_config` checks it.
     """
     for name, value in zip(
         ("d_model", "n_layers", "n_heads", "seq_len"), PRESETS[args.preset], strict=True
@@ -129,23 +139,23 @@ def check_arguments(
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.d_model % args.n_heads:
-        refuse(f"--d-model {args.d_model} is not a multiple of --n-heads {args.n_heads}")
+        fail(f"--d-model {args.d_model} is not a multiple of --n-heads {args.n_heads}")
     if args.d_model // args.n_heads % 2:
-        refuse(
+        fail(
             f"--d-model {args.d_model} over --n-heads {args.n_heads} gives heads of odd width; "
-            "rotary positions turn pairs: choose fewer heads or another width"
+            "rotary positions rotate pairs: choose fewer heads or another width"
         )
     share, rest = divmod(args.global_batch_size, data_parallel_size)
     if rest:
         sizes = ", ".join(map(str, divisors(args.global_batch_size)))
-        refuse(
+        fail(
             f"--global-batch-size {args.global_batch_size} does not divide by "
             f"{data_parallel_size} data-parallel ranks; it does by {sizes}"
         )
     if args.micro_batch_size is None:
         args.micro_batch_size = share
     if share % args.micro_batch_size:
-        refuse(
+        fail(
             f"--micro-batch-size {args.micro_batch_size} does not divide the {share} samples "
             f"that --global-batch-size {args.global_batch_size} gives each data-parallel rank"
         )
@@ -170,30 +180,33 @@ def check_pipeline(
     data_parallel_size: int = 1,
     tensor_parallel_size: int = 1,
 ) -> argparse.Namespace:
-    """Fill in the virtual stages and the size of a micro-batch; refuse what p ranks cannot run.
+    """Check the flags of a pipeline of p ranks, and choose the defaults that depend on them.
 
-    flag: the one that sets p. Includes `check_arguments`.
+    flag: the flag that sets p. Includes `check_arguments`.
     """
     interleaves = args.schedule == "interleaved"
     if interleaves and p == 1:
-        refuse(f"--schedule interleaved needs {flag} 2 or more: pass another schedule")
+        fail(f"--schedule interleaved needs {flag} 2 or more: pass another schedule")
     v = args.virtual_stages = args.virtual_stages or (2 if interleaves else 1)
     if v > 1 and not interleaves:
-        refuse(f"--virtual-stages {v} goes with --schedule interleaved, not with {args.schedule}")
-    size, multiple = args.global_batch_size // data_parallel_size, p if interleaves else 1
-    counts = [m for m in divisors(size) if m % multiple == 0]
-    if args.micro_batch_size is None and counts:  # enough of them to keep the ranks busy
-        args.micro_batch_size = size // max(m for m in counts if m <= max(4 * p, counts[0]))
+        fail(f"--virtual-stages {v} goes with --schedule interleaved, not with {args.schedule}")
+    share = args.global_batch_size // data_parallel_size
+    multiple = p if interleaves else 1  # the number of micro-batches must be a multiple of it
+    counts = [m for m in divisors(share) if m % multiple == 0]
+    if args.micro_batch_size is None and counts:
+        args.micro_batch_size = share // max(m for m in counts if m <= max(4 * p, counts[0]))
     check_arguments(args, data_parallel_size, tensor_parallel_size)
-    if size // args.micro_batch_size not in counts:
-        fit = " or ".join(f"--micro-batch-size {size // m} ({m})" for m in counts)
-        refuse(
-            f"--schedule interleaved sends micro-batches round by {p} ({flag}), and "
-            f"{size // args.micro_batch_size} are not a multiple of that: pass "
-            + (fit or f"--global-batch-size {data_parallel_size * (size - size % p + p)}")
+    m = share // args.micro_batch_size
+    if m % multiple:
+        size = f"--global-batch-size {data_parallel_size * p} or a multiple of it"
+        if counts:
+            size = f"--micro-batch-size {share // counts[0]}"
+        fail(
+            f"--schedule interleaved needs a multiple of {p} ({flag}) micro-batches, not {m}: "
+            f"pass {size}"
         )
     if args.n_layers < p * v:
-        refuse(
+        fail(
             f"--n-layers {args.n_layers} do not fill {p * v} stages ({flag} {p}, --virtual-stages "
             f"{v}): pass --n-layers {p * v} or more, or a smaller {flag}"
         )
@@ -201,11 +214,10 @@ def check_pipeline(
 
 
 def check_mesh(args: argparse.Namespace, n_ranks: int) -> argparse.Namespace:
-    """Set the data-parallel degree: what --pp and --tp leave of the ranks. Includes
-    `check_pipeline`."""
+    """Set the data-parallel degree to the ranks over --pp times --tp. Includes `check_pipeline`."""
     dp, rest = divmod(n_ranks, args.pp * args.tp)
     if rest:
-        refuse(
+        fail(
             f"--pp {args.pp} times --tp {args.tp} does not divide the {n_ranks} ranks "
             "(--nproc-per-node); data parallelism takes what is left over"
         )
@@ -213,7 +225,10 @@ def check_mesh(args: argparse.Namespace, n_ranks: int) -> argparse.Namespace:
 
 
 def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) -> None:
-    """Refuse a number of ranks that does not divide what is cut; heads make the widths divide."""
+    """Fail if the tensor-parallel degree does not divide the sizes that are sharded.
+
+    The heads stand for the widths: a width is a multiple of them.
+    """
     sizes = {
         f"--n-heads {config.n_heads}": config.n_heads,
         f"the vocabulary of --data, padded to {config.padded_vocab},": config.padded_vocab,
@@ -223,11 +238,11 @@ def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) ->
     for name, size in sizes.items():
         if size % tp:
             fit = [str(n) for n in range(1, tp) if not any(s % n for s in sizes.values())]
-            refuse(f"{name} does not divide by {tp} tensor-parallel ranks: {', '.join(fit)} do")
+            fail(f"{name} does not divide by {tp} tensor-parallel ranks: {', '.join(fit)} do")
 
 
 def model_config(args: argparse.Namespace, vocab: list[str]) -> TransformerConfig:
-    """The model that the flags ask for, on this vocabulary."""
+    """The model's configuration, from the flags and the vocabulary."""
     config = TransformerConfig(
         vocab_size=len(vocab),
         d_model=args.d_model,
@@ -244,19 +259,19 @@ def model_config(args: argparse.Namespace, vocab: list[str]) -> TransformerConfi
 
 
 def check_memory(args: argparse.Namespace, config: TransformerConfig) -> None:
-    """Refuse a model that cannot fit into the memory of all ranks together.
+    """Fail if the model cannot fit into the memory of all ranks together.
 
-    A lower bound, whatever the technique: 16 bytes per parameter over the ranks, and in each
-    data-parallel replica the hidden states of one micro-batch, a layer's input.
+    A lower bound for every technique: 16 bytes per parameter over all ranks, and in each
+    data-parallel replica one layer's input for one micro-batch.
     """
     element = 2 if "bfloat16" in (args.dtype, getattr(args, "param_dtype", None)) else 4  # bytes
     hidden = args.micro_batch_size * config.seq_len * config.d_model * element
     needed = 16 * config.num_parameters() + args.dp * hidden
     memory = torch.tensor(memory_of_rank(getattr(args, "cpu_offload", False)), dtype=torch.float64)
     if dist.is_initialized():
-        all_reduce_control(memory)  # the sum: nodes may differ, and all ranks must agree
+        all_reduce_control(memory)  # the sum: nodes may differ, but all ranks must agree
     if needed > memory.item():
-        refuse(
+        fail(
             f"--d-model {config.d_model} --n-layers {config.n_layers} ({config.num_parameters():,} "
             f"parameters) with --micro-batch-size {args.micro_batch_size} --seq-len "
             f"{config.seq_len} needs at least {needed / 1e9:,.1f} GB and the ranks together have "
@@ -265,7 +280,7 @@ def check_memory(args: argparse.Namespace, config: TransformerConfig) -> None:
 
 
 def memory_of_rank(cpu_offload: bool = False) -> float:
-    """Bytes that this rank may use at most: its GPU's, or its part of the host's, or both."""
+    """The most bytes that this rank may use: of its GPU, of its part of the host, or of both."""
     gpu = host = 0.0
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -275,9 +290,9 @@ def memory_of_rank(cpu_offload: bool = False) -> float:
 
 
 def host_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory and swap: the machine's, or what the cgroup of a container or job allows."""
+    """Bytes of memory and swap: the machine's, or the limit of a container's or job's cgroup."""
     limits, swap = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")], 0
-    with contextlib.suppress(OSError):  # no Linux
+    with contextlib.suppress(OSError):  # not Linux
         meminfo = dict(x.split(":") for x in (root / "proc/meminfo").read_text().splitlines())
         swap = 1024 * int(meminfo.get("SwapTotal", "0").split()[0])
         for line in (root / "proc/self/cgroup").read_text().splitlines():

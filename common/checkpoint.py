@@ -34,8 +34,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
-from common.distributed import print0, rank
-from common.distributed import refuse as fail
+from common.distributed import fail, print0, rank
 from common.storage import (
     AtomicWriter,
     CheckpointError,

@@ -1,23 +1,23 @@
-"""PyTorch's collectives under their own names and signatures, each with one line in a ledger.
+"""PyTorch's collectives under their own names and signatures, each with one line that counts.
 
-Every byte that a stage sends goes through this file, so the ledger can say what a step costs:
-calls, payload bytes (the tensor that is reduced, gathered or sent) and ring bytes (what one rank
-sends when the collective runs on a ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations", 2009).
+Every byte that a stage sends goes through this file. A **ledger** counts calls, payload bytes (the
+tensor that is reduced, gathered or sent) and ring bytes (sent by one rank if the collective runs on
+a ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+2009).
 
-| collective                | payload             | ring bytes a rank  |
-| ------------------------- | ------------------- | ------------------ |
-| all_reduce                | the tensor          | 2 (N-1)/N payload  |
-| all_gather_single         | the gathered output | (N-1)/N payload    |
-| reduce_scatter_single     | the whole input     | (N-1)/N payload    |
-| broadcast                 | the tensor          | (N-1)/N payload    |
-| isend                     | the tensor          | payload            |
+| collective                | payload             | ring bytes per rank |
+| ------------------------- | ------------------- | ------------------- |
+| all_reduce                | the tensor          | 2 (N-1)/N payload   |
+| all_gather_single         | the gathered output | (N-1)/N payload     |
+| reduce_scatter_single     | the full input      | (N-1)/N payload     |
+| broadcast                 | the tensor          | (N-1)/N payload     |
+| isend                     | the tensor          | payload             |
 
-The tests hold these figures against what PyTorch's dispatcher is asked for, and against the bytes
-that the kernel is given to write.
+The tests compare these figures with the calls that PyTorch's dispatcher sees, and with the bytes
+that processes write to the kernel.
 
-PyTorch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single`; this is
-the one place that knows both names.
+PyTorch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single`; this file
+accepts both names.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 @dataclass
 class Ledger:
-    """What this rank has sent: `calls`, `payload` and `ring` bytes by (collective, group).
+    """Communication of this rank: `calls`, `payload` and `ring` bytes by (collective, group).
 
-    `control` holds the scalars for logging, clipping and stopping in the same three counters:
-    they are not part of any technique, and no cost table counts them.
+    `control` counts the calls for scalars: to log, to clip, to stop. They belong to no technique,
+    and no cost table includes them.
     """
 
     calls: Counter = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class Ledger:
     control: Counter = field(default_factory=Counter)  # calls
 
     def record(self, name: str, nbytes: int, factor: float, group: ProcessGroup | None) -> None:
-        """Note one call of `name` with `nbytes` of payload, `factor` times that on a ring."""
+        """Count one call of `name` with `nbytes` of payload and `factor` times that on a ring."""
         key = (name, group_name(group))
         self.calls[key] += 1
         self.payload[key] += nbytes
@@ -78,7 +78,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _is_gloo(tensor: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether Gloo serves this group: on CPUs, and on a GPU that ranks share (`setup`)."""
+    """Whether this group runs on Gloo: on CPUs, and on a GPU that ranks share (`setup`)."""
     return f"{tensor.device.type}:gloo" in dist.get_backend_config(group)
 
 
@@ -123,9 +123,9 @@ def reduce_scatter_single(
 
 @dataclass
 class _SumOfPieces:
-    """The reduce-scatter of Gloo, which has none: each rank gets its slice of all and sums them.
+    """Reduce-scatter on Gloo, which has none: each rank gets its slice of every input and sums.
 
-    PyTorch would all-reduce a copy of the whole and keep a slice, which sends twice as much
+    PyTorch would all-reduce a copy of the full input and keep a slice, which sends twice as much
     (pytorch/pytorch#118911).
     """
 
@@ -171,7 +171,7 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work | None:
-    # the sender has counted these bytes
+    # counted by the sender
     if _goes_through_host(tensor, group):
         host = torch.empty_like(tensor, device="cpu")
         work = dist.irecv(host, src, group=group, tag=tag, group_src=group_src)
@@ -180,7 +180,7 @@ def irecv(
 
 
 def _goes_through_host(tensor: Tensor, group: ProcessGroup | None) -> bool:
-    """Gloo sends no GPU memory point to point."""
+    """Whether a message must be copied to the host: Gloo cannot send GPU tensors."""
     return tensor.is_cuda and _is_gloo(tensor, group)
 
 
@@ -198,9 +198,9 @@ class _HostReceive:
 
 
 def all_reduce_control(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Sum over the ranks a scalar that steers the run: loss to log, norm to clip by, wish to stop.
+    """All-reduce a scalar that controls the run: a loss to log, a norm to clip by, a vote to stop.
 
-    Returns the tensor, reduced in place. Counted apart from the technique's traffic.
+    Returns the tensor, reduced in place. It is counted apart from the technique's communication.
     """
     ledger.control[("all_reduce", group_name(group))] += 1
     dist.all_reduce(tensor, group=group)

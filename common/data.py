@@ -1,20 +1,23 @@
-"""Corpora as memory-mapped tokens, and batches that depend on (seed, step) alone.
+"""Corpora as memory-mapped tokens, and batches that depend on (seed, step) only.
 
-A corpus is prepared once into `data/` beside this package (or $DATA_ROOT): one process works
-aside and renames, whoever comes meanwhile waits or takes what is there. After that nothing
-touches the network or tokenises again, and all ranks of a node share the mapped pages.
+A corpus is prepared once, into `data/` beside this package (or $DATA_ROOT): one process writes to a
+temporary folder and renames it; processes that start meanwhile wait. Afterwards nothing touches the
+network or tokenizes again, and all ranks of a node share the mapped pages.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import os
 import re
 import shutil
 import socket
+import sys
 import tempfile
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,13 +25,16 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlparse
 
+if __name__ == "__main__":  # as a script it finds its own folder first, and needs that one's parent
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from common.distributed import print0, refuse
+from common.counter_rng import generator_of, sample_keys
+from common.distributed import fail, print0
 from common.model import IGNORED
-from common.random import generator_of, sample_keys
 
 SPLITS = ("train", "valid", "test")
 EOS, UNKNOWN = "<eos>", "<unk>"
@@ -38,7 +44,7 @@ EOS, UNKNOWN = "<eos>", "<unk>"
 class Corpus:
     """`train`, `valid`, `test`: int32 tokens, 1-D, memory-mapped. `vocab[t]` is token t's word.
 
-    digest: a hash of them all, equal for the same text wherever it was prepared.
+    digest: a hash of them all. The same text has the same digest wherever it was prepared.
     """
 
     train: Tensor
@@ -49,11 +55,12 @@ class Corpus:
 
 
 def load_corpus(name: str) -> Corpus:
-    """`wikitext2`, `sample`, or a folder with train.txt, valid.txt and test.txt.
+    """Load `wikitext2`, `sample`, or a folder with train.txt, valid.txt and test.txt.
 
-    Refuses (status 2) where there is nothing prepared and no way to prepare it.
+    Fails with status 2 if the corpus is not prepared and cannot be.
     """
-    prepared = _data_root() / _folder_name(name)
+    root = os.environ.get("DATA_ROOT") or Path(__file__).resolve().parents[1] / "data"
+    prepared = Path(root, _folder_name(name))
     if not (prepared / "vocab.txt").exists():
         _prepare(name, prepared)
     tokens = {}
@@ -61,37 +68,35 @@ def load_corpus(name: str) -> Corpus:
         path = prepared / f"{split}.int32"
         size = path.stat().st_size // 4
         if size < 2:
-            refuse(f"--data {name}: too few tokens in {split}: {size}, at least 2 are needed")
+            fail(f"--data {name}: too few tokens in {split}: {size}, at least 2 are needed")
         tokens[split] = torch.from_file(str(path), shared=False, size=size, dtype=torch.int32)
     vocab = (prepared / "vocab.txt").read_text(encoding="utf-8").split("\n")[:-1]
-    file = prepared / "digest.txt"  # missing where an older version prepared the corpus
+    file = prepared / "digest.txt"  # missing if an older version prepared the corpus
     digest = file.read_text() if file.exists() else _digest(prepared)
     return Corpus(**tokens, vocab=vocab, digest=digest)
 
 
-# ---- preparing ----
-
-
-def _data_root() -> Path:
-    return Path(os.environ.get("DATA_ROOT") or Path(__file__).resolve().parents[1] / "data")
+# ---- preparation ----
 
 
 def _folder_name(name: str) -> str:
-    """Where a corpus is prepared; a folder that changed, or moved, is another corpus."""
+    """The folder of a prepared corpus. A folder that changed or moved is a new corpus."""
     if name == "wikitext2":
-        return "wikitext2"
+        return name
     if name == "sample":
-        return f"sample-{hashlib.sha256(repr(_sample_topics()).encode()).hexdigest()[:12]}"
-    folder = Path(name)
-    missing = [s for s in SPLITS if not (folder / f"{s}.txt").is_file()]
-    if missing:
-        refuse(
-            f"--data {name}: no {missing[0]}.txt there; give a folder with train.txt, valid.txt "
-            "and test.txt, or wikitext2, or sample"
-        )
-    files = [folder.resolve() / f"{s}.txt" for s in SPLITS]
+        from pydoc_data.topics import topics
+
+        return f"{name}-{hashlib.sha256(repr(topics).encode()).hexdigest()[:12]}"
+    folder = Path(name).resolve()
+    files = [folder / f"{split}.txt" for split in SPLITS]
+    for file in files:
+        if not file.is_file():
+            fail(
+                f"--data {name}: no {file.name} there; give a folder with train.txt, valid.txt and "
+                "test.txt, or wikitext2, or sample"
+            )
     identity = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return f"{folder.resolve().name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:12]}"
+    return f"{folder.name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:12]}"
 
 
 def _prepare(name: str, prepared: Path) -> None:
@@ -99,7 +104,7 @@ def _prepare(name: str, prepared: Path) -> None:
         prepared.parent.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(prepared.with_suffix(".lock")):
             if (prepared / "vocab.txt").exists():
-                return  # another process has done it while this one waited
+                return  # another process prepared it while this one waited
             words = _read_words(name)
             aside = Path(tempfile.mkdtemp(dir=prepared.parent, prefix=f".{prepared.name}."))
             try:
@@ -110,25 +115,21 @@ def _prepare(name: str, prepared: Path) -> None:
             except OSError:
                 if not (prepared / "vocab.txt").exists():
                     raise
-                # a process on another node, where locks do not reach, was first
+                # a process on another node, which does not see the lock, was first
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
-        refuse(f"--data {name}: cannot prepare it in {prepared.parent}: {error}; set DATA_ROOT")
-    except ValueError as error:  # here, because the other ranks wait for the lock
-        refuse(f"--data {name} {error}")
+        fail(f"--data {name}: cannot prepare it in {prepared.parent}: {error}; set DATA_ROOT")
+    except ValueError as error:  # here, where the lock is free again: the other ranks wait for it
+        fail(f"--data {name} {error}")
 
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold a lock file. Where the file system has no locks the rename alone keeps us safe."""
+    """Hold a lock file. On a file system without locks, the atomic rename alone protects us."""
     with open(path, "w") as file:
-        try:
-            import fcntl
-
+        with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        except (ImportError, OSError):
-            pass
         yield
 
 
@@ -136,26 +137,25 @@ def _read_words(name: str) -> dict[str, list[str]]:
     """The words of each split, `<eos>` at each line's end."""
     if name == "sample":
         return _sample_words()
-    if name == "wikitext2":
-        lines = _wikitext2_lines()
-    else:
-        lines = {s: _lines_of(Path(name) / f"{s}.txt") for s in SPLITS}
-    return {s: [w for line in lines[s] for w in (*line.split(), EOS)] for s in SPLITS}
+    lines = _wikitext2_lines() if name == "wikitext2" else _lines_of_folder(Path(name))
+    return {s: [word for line in lines[s] for word in (*line.split(), EOS)] for s in SPLITS}
 
 
-def _lines_of(path: Path) -> io.StringIO:
-    try:
-        return io.StringIO(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        value = error.object[error.start]
-        wrong = f"byte {error.start:,} is 0x{value:02x} ({error.reason})"
-        raise ValueError(f"cannot be read: {path} is not UTF-8, {wrong}") from None
+def _lines_of_folder(folder: Path) -> dict[str, io.StringIO]:
+    lines = {}
+    for split in SPLITS:
+        path = folder / f"{split}.txt"
+        try:
+            lines[split] = io.StringIO(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"cannot be read: {path} is not UTF-8: {error}") from None
+    return lines
 
 
 def _wikitext2_lines() -> dict[str, list[str]]:
     """WikiText-2 (Merity et al., 2016), word level, from the Hugging Face Hub or its cache."""
-    if not _hub_in_reach():
-        os.environ["HF_HUB_OFFLINE"] = "1"  # take the cache, and do not retry for half a minute
+    if not _hub_is_reachable():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read the cache, without half a minute of retries
     try:
         from datasets import load_dataset
 
@@ -170,7 +170,7 @@ def _wikitext2_lines() -> dict[str, list[str]]:
     return {s: rows["validation" if s == "valid" else s]["text"] for s in SPLITS}
 
 
-def _hub_in_reach() -> bool:
+def _hub_is_reachable() -> bool:
     if os.environ.get("HF_HUB_OFFLINE") == "1" or os.environ.get("HF_DATASETS_OFFLINE") == "1":
         return False
     proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
@@ -184,37 +184,31 @@ def _hub_in_reach() -> bool:
     return True
 
 
-def _sample_topics() -> dict[str, str]:
+def _sample_words() -> dict[str, list[str]]:
+    """The Python language reference that every CPython carries (`help("if")`), split by topic.
+
+    Of six topics one goes to `valid` and one to `test`, without the lines that `train` has too:
+    topics quote one another. A token is a word or a punctuation mark. Words that occur once in
+    `train` become `<unk>`, as in WikiText.
+    """
     from pydoc_data.topics import topics
 
-    return topics
-
-
-def _sample_words() -> dict[str, list[str]]:
-    """The Python language reference that every CPython carries (`help("if")`), by topic.
-
-    Of six topics one goes to `valid` and one to `test`, less the lines that `train` has too, for
-    the topics quote one another. Words and signs are tokens; a word seen once in `train` is
-    `<unk>`, as in WikiText.
-    """
     lines: dict[str, list[str]] = {split: [] for split in SPLITS}
-    for i, (_, text) in enumerate(sorted(_sample_topics().items())):
+    for i, (_, text) in enumerate(sorted(topics.items())):
         split = {2: "valid", 5: "test"}.get(i % 6, "train")
         lines[split] += [line.strip() for line in text.splitlines() if line.strip()]
     known = set(lines["train"])
-    for split in ("valid", "test"):
-        lines[split] = [line for line in lines[split] if line not in known]
-    token = re.compile(r"\w+|([^\w\s])\1*")  # a rule of dashes is one sign
-    words = {
-        s: [w for line in lines[s] for w in (*(m[0] for m in token.finditer(line)), EOS)]
-        for s in SPLITS
-    }
+    token = re.compile(r"\w+|([^\w\s])\1*")  # a row of dashes is one token
+    words = {}
+    for split in SPLITS:
+        kept = [line for line in lines[split] if split == "train" or line not in known]
+        words[split] = [w for line in kept for w in (*(m[0] for m in token.finditer(line)), EOS)]
     seen = Counter(words["train"])
     return {s: [w if seen[w] > 1 else UNKNOWN for w in words[s]] for s in SPLITS}
 
 
 def _write(words: dict[str, list[str]], folder: Path) -> None:
-    """The vocabulary is that of `train`, most frequent first; what else occurs is `<unk>`."""
+    """Write tokens and vocabulary: the words of `train` by frequency; other words are `<unk>`."""
     seen = Counter(words["train"])
     if any(word not in seen for s in ("valid", "test") for word in words[s]):
         seen.setdefault(UNKNOWN, 0)
@@ -238,14 +232,15 @@ def _digest(folder: Path) -> str:
 # ---- batches ----
 
 
-def _window(tokens: Tensor, index: int, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [seq_len] of window `index`; past the end, token 0 and no target."""
-    start = index * seq_len
-    chunk = tokens[start : start + seq_len + 1].long()
-    inputs = torch.zeros(seq_len, dtype=torch.int64)
-    targets = torch.full((seq_len,), IGNORED)
-    predicted = max(0, len(chunk) - 1)
-    inputs[:predicted], targets[:predicted] = chunk[:-1], chunk[1:]
+def _windows(tokens: Tensor, indices: list[int] | range, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [len(indices), seq_len]. Past the end: token 0 and IGNORED."""
+    inputs = torch.zeros(len(indices), seq_len, dtype=torch.int64)
+    targets = torch.full_like(inputs, IGNORED)
+    for row, index in enumerate(indices):
+        start = index * seq_len
+        window = tokens[start : start + seq_len + 1].long()
+        predicted = max(0, len(window) - 1)
+        inputs[row, :predicted], targets[row, :predicted] = window[:-1], window[1:]
     return inputs, targets
 
 
@@ -259,8 +254,8 @@ def _order_of_epoch(seed: int, epoch: int, n_windows: int) -> Tensor:
 def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:
     """Window indices of step `step`'s global batch, the same on every topology.
 
-    The epochs follow one another, each a permutation by (seed, epoch) of all windows, and the
-    steps cut that row into batches: a batch may span two epochs, no window is left out.
+    Each epoch is a permutation of all windows, from (seed, epoch). Batches are consecutive parts
+    of the concatenated epochs: a batch may span two epochs, and no window is left out.
     """
     indices, position = [], step * size
     while len(indices) < size:
@@ -272,80 +267,63 @@ def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:
     return indices
 
 
-class TrainBatches(IterableDataset):
-    """The micro-batches of each step from `first_step` on, as one list a step."""
+@dataclass
+class TrainBatches:
+    """Item `step` is the list of this rank's micro-batches of that step's global batch."""
 
-    def __init__(self, tokens, args, first_step, rank, size):
-        self.tokens, self.args, self.first_step = tokens, args, first_step
-        self.rank, self.size = rank, size
+    tokens: Tensor
+    args: Namespace
+    rank: int
+    size: int
 
-    def __iter__(self) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+    def __getitem__(self, step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         args = self.args
-        n_windows = (len(self.tokens) - 1) // args.seq_len  # the last, short one is left out
+        n_windows = (len(self.tokens) - 1) // args.seq_len  # without the last, shorter one
+        indices = global_batch(args.seed, step, args.global_batch_size, n_windows)
         share = args.global_batch_size // self.size
-        for step in range(self.first_step, args.steps):
-            indices = global_batch(args.seed, step, args.global_batch_size, n_windows)
-            yield [
-                self._micro_batch(step, indices, start)
-                for start in range(
-                    self.rank * share, (self.rank + 1) * share, args.micro_batch_size
-                )
-            ]
-
-    def _micro_batch(self, step, indices, start):
-        places = torch.arange(start, start + self.args.micro_batch_size)
-        windows = [_window(self.tokens, indices[i], self.args.seq_len) for i in places]
-        inputs, targets = map(torch.stack, zip(*windows, strict=True))
-        return inputs, targets, sample_keys(self.args.seed, step, places)
+        micro_batches = []
+        for start in range(self.rank * share, (self.rank + 1) * share, args.micro_batch_size):
+            end = start + args.micro_batch_size
+            windows = _windows(self.tokens, indices[start:end], args.seq_len)
+            keys = sample_keys(args.seed, step, torch.arange(start, end))
+            micro_batches.append((*windows, keys))
+        return micro_batches
 
 
 def train_batches(
-    tokens: Tensor, args, device: torch.device, first_step: int = 0, rank: int = 0, size: int = 1
+    tokens: Tensor, args: Namespace, device: torch.device, first_step=0, rank=0, size=1
 ) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
-    """For each step from `first_step` on, this rank's micro-batches of its global batch.
+    """For each step from `first_step` on, yield this rank's micro-batches of its global batch.
 
     rank, size: of the data-parallel group. A micro-batch is inputs, targets [micro batch, seq]
-    and dropout keys [micro batch], on `device`. Refuses a corpus shorter than one window.
+    and dropout keys [micro batch], on `device`. Fails if the corpus is shorter than one window.
     """
     if len(tokens) <= args.seq_len:
-        refuse(f"--data {args.data}: {len(tokens)} tokens to train on, fewer than --seq-len + 1")
-    dataset = TrainBatches(tokens, args, first_step, rank, size)
-    on_gpu = device.type == "cuda"
-    # on a GPU one worker cuts the next step's batches while this one computes
-    loader = DataLoader(dataset, batch_size=None, num_workers=int(on_gpu), pin_memory=on_gpu)
+        fail(f"--data {args.data}: {len(tokens)} tokens to train on, fewer than --seq-len + 1")
+    loader = DataLoader(
+        TrainBatches(tokens, args, rank, size),
+        sampler=range(first_step, args.steps),
+        batch_size=None,  # an item is a batch already
+        num_workers=int(device.type == "cuda"),  # it prepares the next steps during this one
+        pin_memory=device.type == "cuda",
+    )
     for micro_batches in loader:
         yield [tuple(x.to(device, non_blocking=True) for x in batch) for batch in micro_batches]
 
 
-class EvalBatches(IterableDataset):
-    """Every window of a split once, dealt out to the ranks; each rank gets as many batches."""
-
-    def __init__(self, tokens, seq_len, batch_size, rank, size):
-        self.tokens, self.seq_len, self.batch_size = tokens, seq_len, batch_size
-        self.rank, self.size = rank, size
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        n_windows = -(-(len(self.tokens) - 1) // self.seq_len)
-        stride = self.batch_size * self.size
-        for first in range(0, n_windows, stride):
-            # windows past the end have no targets: no rank runs out of batches before another
-            start = first + self.rank * self.batch_size
-            indices = range(start, start + self.batch_size)
-            windows = [_window(self.tokens, i, self.seq_len) for i in indices]
-            yield tuple(map(torch.stack, zip(*windows, strict=True)))
-
-
 def eval_batches(
-    tokens: Tensor, args, device: torch.device, rank: int = 0, size: int = 1
+    tokens: Tensor, args: Namespace, device: torch.device, rank: int = 0, size: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets [micro batch, seq] that cover each token of a split but the first once.
+    """Yield inputs and targets [micro batch, seq] that predict each token but the first once.
 
-    Windows of seq_len at stride seq_len, targets shifted by one. The last is filled up with
-    IGNORED targets. rank, size: of the data-parallel group; all ranks get as many batches.
+    rank, size: of the data-parallel group. All ranks get the same number of batches, the last ones
+    filled up with windows past the end, whose targets are IGNORED.
     """
-    dataset = EvalBatches(tokens, args.seq_len, args.micro_batch_size, rank, size)
-    for inputs, targets in DataLoader(dataset, batch_size=None):
-        yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+    n_windows = -(-(len(tokens) - 1) // args.seq_len)
+    for first in range(0, n_windows, args.micro_batch_size * size):
+        start = first + rank * args.micro_batch_size
+        windows = _windows(tokens, range(start, start + args.micro_batch_size), args.seq_len)
+        yield tuple(x.to(device) for x in windows)
 
 
 if __name__ == "__main__":  # `make data`

@@ -1,6 +1,6 @@
-"""The process group: who this process is, how it joins the others, how it leaves.
+"""The process group: this process's rank, how it joins the others, and how it leaves them.
 
-Everything here works without a process group too: one process is rank 0 of 1.
+Everything here works without a process group too: a single process is rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-# what Gloo and NCCL say when the process at the other end of a connection is gone
+# what Gloo and NCCL report when the process at the other end of a connection has gone
 PEER_IS_GONE = re.compile(
     "gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)|remote process exited",
     re.DOTALL,
 )
 
-GRACE = 2.0  # seconds for which a rank that ends waits for the others, before a launcher ends them
+GRACE = 2.0  # seconds that a failing rank waits before it exits: launchers then end the other ranks
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all: global rank, rank on its node, number of processes, device."""
+    """This process: global rank, rank on its node, number of processes, device."""
 
     rank: int
     local_rank: int
@@ -44,10 +44,7 @@ class World:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher's environment says of this process.
-
-    address: host and port of rank 0, None for one process; the host is "" where it is not told.
-    """
+    """torchrun's variables. address: host ("" if unknown) and port of rank 0; None: one process."""
 
     launcher: str
     rank: int
@@ -58,44 +55,50 @@ class Launch:
 
 
 def launch_environment() -> Launch:
-    """Read torchrun's, Slurm's (`srun python`) or Open MPI's environment, in this order.
+    """Read torchrun's variables, or translate those of `srun python` or Open MPI into them.
 
-    Inside `sbatch` but outside `srun` the batch shell has SLURM_PROCID=0 and the job's
-    SLURM_NTASKS; only a step has SLURM_STEP_NUM_TASKS, so that is what tells.
+    Only a step of Slurm has SLURM_STEP_NUM_TASKS; a batch shell has a SLURM_PROCID of 0, too.
     """
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        address = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", 29500))
-        local_rank, size = int(env.get("LOCAL_RANK", 0)), int(env["WORLD_SIZE"])
-        local_size = int(env.get("LOCAL_WORLD_SIZE", 1))
-        return Launch("torchrun", int(env["RANK"]), local_rank, local_size, size, address)
-    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        launcher, variables = "torchrun", env
+    elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         size, job = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_JOB_ID"])
-        local_size = size // int(env.get("SLURM_STEP_NUM_NODES", 1))
-        port = 20000 + (job * 7 + int(env.get("SLURM_STEP_ID", 0))) % 20000
-        address = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", port))
-        rank, local_rank = int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"])
-        return Launch("srun", rank, local_rank, local_size, size, address)
-    if int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        rank, size = int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"])
-        local_size = int(env["OMPI_COMM_WORLD_LOCAL_SIZE"])
-        host = "127.0.0.1" if local_size == size else ""
-        # a port per mpirun: its job id is shared by its processes and by nobody else here
-        job = sum(map(ord, env.get("PMIX_NAMESPACE", "")))
-        address = env.get("MASTER_ADDR", host), int(env.get("MASTER_PORT", 20000 + job))
-        local_rank = int(env["OMPI_COMM_WORLD_LOCAL_RANK"])
-        return Launch("mpirun", rank, local_rank, local_size, size, address)
-    return Launch("python", 0, 0, 1, 1, None)
+        port = 20000 + (7 * job + int(env.get("SLURM_STEP_ID", 0))) % 20000
+        launcher = "srun"
+        variables = {
+            "RANK": env["SLURM_PROCID"],
+            "LOCAL_RANK": env["SLURM_LOCALID"],
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size // int(env.get("SLURM_STEP_NUM_NODES", 1)),
+            "MASTER_ADDR": env.get("MASTER_ADDR", ""),
+            "MASTER_PORT": env.get("MASTER_PORT", port),
+        }
+    elif int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        size, local_size = env["OMPI_COMM_WORLD_SIZE"], env["OMPI_COMM_WORLD_LOCAL_SIZE"]
+        port = 20000 + sum(map(ord, env.get("PMIX_NAMESPACE", "")))  # unique to this mpirun here
+        launcher = "mpirun"
+        variables = {
+            "RANK": env["OMPI_COMM_WORLD_RANK"],
+            "LOCAL_RANK": env["OMPI_COMM_WORLD_LOCAL_RANK"],
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": local_size,
+            "MASTER_ADDR": env.get("MASTER_ADDR", "127.0.0.1" if local_size == size else ""),
+            "MASTER_PORT": env.get("MASTER_PORT", port),
+        }
+    else:
+        return Launch("python", 0, 0, 1, 1, None)
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    defaults = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    address = variables.get("MASTER_ADDR", "127.0.0.1"), int(variables.get("MASTER_PORT", 29500))
+    return Launch(launcher, *(int(variables.get(n, defaults.get(n))) for n in names), address)
 
 
 def _host_of_rank_0(launcher: str) -> str:
     if launcher == "mpirun":
-        refuse("mpirun over several nodes needs MASTER_ADDR: pass -x MASTER_ADDR=<rank 0's>")
-    nodes = os.environ["SLURM_STEP_NODELIST"]
-    hosts = subprocess.run(
-        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-    )
-    return hosts.stdout.split()[0]
+        fail("mpirun over several nodes needs MASTER_ADDR: pass -x MASTER_ADDR=<rank 0's>")
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
 
 
 def rank() -> int:
@@ -110,37 +113,33 @@ def setup(timeout: float = 600.0) -> World:
     """Start the process group from the launcher's environment, or join the one that exists.
 
     timeout: seconds after which a collective that hangs is an error.
-    Gloo on CPU; on GPUs NCCL for their tensors and Gloo for the CPU's. Where several processes
-    share a GPU, which NCCL refuses, Gloo serves both.
     """
-    launch = launch_environment()
+    launch, limit = launch_environment(), timedelta(seconds=timeout)
     device, backend = _device_and_backend(launch)
     if not dist.is_initialized():
-        where: dict[str, Any] = {"store": dist.HashStore()}
-        if launch.address is not None:
+        if launch.address is None:
+            where: dict[str, Any] = {"store": dist.HashStore()}
+        elif int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+            where = {"store": _store_of_this_attempt(launch, limit)}
+        elif launch.launcher == "torchrun":
+            where = {"init_method": "env://"}  # reuses torchrun's own store
+        else:
             host, port = launch.address
             where = {"init_method": f"tcp://{host or _host_of_rank_0(launch.launcher)}:{port}"}
-            if launch.launcher == "torchrun":
-                where = {"init_method": "env://"}  # reuses the store that torchrun has opened
-            if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-                where = {"store": _store_of_this_attempt(launch, timedelta(seconds=timeout))}
-        # no device_id: with one, all messages of a group would share one NCCL communicator, where a
-        # pipeline's early receive blocks the sends behind it; now each pair of ranks has its own
+        # Without device_id, NCCL has one communicator per pair of ranks for messages. With it, all
+        # of a group's messages share one, where a pipeline's early receive blocks later sends.
         dist.init_process_group(
-            backend,
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=timedelta(seconds=timeout),
-            **where,
+            backend, rank=launch.rank, world_size=launch.size, timeout=limit, **where
         )
     return World(dist.get_rank(), launch.local_rank, dist.get_world_size(), device)
 
 
 def _store_of_this_attempt(launch: Launch, timeout: timedelta) -> dist.Store:
-    """A store of rank 0's own, whose port it tells in torchrun's.
+    """A store of rank 0's own, whose port rank 0 publishes in torchrun's store.
 
-    That one outlives a restart, and the addresses in it are of processes that are gone
-    (https://github.com/pytorch/pytorch/issues/135712). So may be the port: then nobody listens.
+    torchrun's store outlives a restart, with the addresses of processes that are gone
+    (https://github.com/pytorch/pytorch/issues/135712). The port may be stale, too; then no process
+    listens on it yet.
     """
     host, port = launch.address
     shared = dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False)
@@ -150,10 +149,10 @@ def _store_of_this_attempt(launch: Launch, timeout: timedelta) -> dist.Store:
         return store
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
-        at = int(shared.get("port"))
+        port = int(shared.get("port"))
         try:
-            with socket.create_connection((host, at), timeout=1):
-                return dist.TCPStore(host, at, timeout=timeout, wait_for_workers=False)
+            socket.create_connection((host, port), timeout=1).close()
+            return dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False)
         except OSError:
             if time.monotonic() > deadline:
                 raise
@@ -161,12 +160,13 @@ def _store_of_this_attempt(launch: Launch, timeout: timedelta) -> dist.Store:
 
 
 def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
+    """NCCL for GPU tensors and Gloo for CPU tensors; Gloo for both where ranks share a GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "gloo"
     count = torch.cuda.device_count()
     device = torch.device("cuda", launch.local_rank % count)
     torch.cuda.set_device(device)
-    # srun may show each task its own GPU alone: then one visible GPU is not a shared one
+    # srun may show each task its own GPU only: then one visible GPU is not a shared one
     shared = launch.local_size > count and not (launch.launcher == "srun" and count == 1)
     return device, "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
 
@@ -174,8 +174,8 @@ def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
 def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> dist.ProcessGroup:
     """This rank's group along one axis of a mesh of all ranks, whose last axis is innermost.
 
-    Every rank calls it, in the same order. `init_device_mesh` makes such groups too, but gives
-    them a time-out of its own, ten to thirty minutes, whatever `setup` was told.
+    Every rank calls it, in the same order. `init_device_mesh` creates such groups too, but with a
+    time-out of its own, ten to thirty minutes, whatever `setup` was given.
     """
     size, stride = shape[axis], prod(shape[axis + 1 :])
     firsts = (rank for rank in range(prod(shape)) if rank // stride % size == 0)
@@ -187,10 +187,10 @@ def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> d
 
 
 def cleanup() -> None:
-    """End the process group. When an error is on its way: report it with its rank first.
+    """Destroy the process group. Call it in a `finally`: an error is reported first.
 
-    Call it in a `finally`. The others learn of a failure by the closing of connections, or by
-    their launcher; they must not be waited for, so after an error nothing is synchronised.
+    After an error it exits at once, without the other ranks: they learn of the failure from closed
+    connections or from their launcher.
     """
     error = sys.exc_info()[1]
     if error is not None and not isinstance(error, SystemExit):
@@ -201,10 +201,10 @@ def cleanup() -> None:
 
 
 def _report(error: BaseException) -> None:
-    """The traceback on stderr, and in the file that torchrun's own report reads.
+    """Print the traceback, and write it to the file that torchrun's report reads.
 
-    Where another rank has failed first, one line: that rank, or the launcher, says why. Then wait
-    for the launcher, which takes the first process that exits for the cause.
+    If another rank has failed first, print one line instead: that rank, or the launcher, says why.
+    Then wait for the launcher, which takes the first process that exits for the cause.
     """
     if isinstance(error, KeyboardInterrupt):
         print0("interrupted", file=sys.stderr)
@@ -226,7 +226,7 @@ def _report(error: BaseException) -> None:
 
 
 def has_lost_a_peer(error: BaseException | None) -> bool:
-    """Whether the connection to another rank is all that has failed here."""
+    """Whether nothing but the connection to another rank has failed here."""
     while error is not None:
         if not (isinstance(error, RuntimeError) and PEER_IS_GONE.search(str(error))):
             return False
@@ -235,7 +235,7 @@ def has_lost_a_peer(error: BaseException | None) -> bool:
 
 
 def _summary(error: BaseException) -> str:
-    """The innermost line of this repository that the error has passed, and its message."""
+    """The innermost line of this repository in the error's traceback, and the error's message."""
     repo = Path(__file__).resolve().parents[1]
     frames = traceback.extract_tb(error.__traceback__)
     *_, frame = [f for f in frames if Path(f.filename).is_relative_to(repo)] or frames
@@ -243,13 +243,13 @@ def _summary(error: BaseException) -> str:
 
 
 def print0(*values: Any, **kwargs: Any) -> None:
-    """`print` on rank 0, at once."""
+    """`print` on rank 0, flushed."""
     if rank() == 0:
         print(*values, **{"flush": True, **kwargs})
 
 
 def save0(obj: Any, path: str | os.PathLike) -> None:
-    """`torch.save` on rank 0: whole or not at all, for it is written aside and renamed."""
+    """`torch.save` on rank 0, atomically: the file is renamed when it is complete."""
     if rank() == 0:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -258,21 +258,20 @@ def save0(obj: Any, path: str | os.PathLike) -> None:
         aside.replace(path)
 
 
-def refuse(message: str, status: int = 2) -> NoReturn:
-    """One line on stderr, once for the whole job, then exit with `status` (2: wrong usage).
+def fail(message: str, status: int = 2) -> NoReturn:
+    """Print one line on stderr, once for the whole job, and exit with `status` (2: wrong usage).
 
-    Every rank must come to the same refusal. The others wait for rank 0 to speak, because a
-    launcher that sees one process fail ends the rest, and rank 0 may start last. Being ended in
-    that wait is what they hope for, and no failure of their own.
+    Every rank must come to the same failure. The others wait for rank 0, which may start last: a
+    launcher that sees one process exit terminates the rest, rank 0 before it has printed.
     """
     if rank() == 0:
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
         if dist.is_initialized() and world_size() > 1:
-            time.sleep(GRACE)  # past `setup` the others are near, and come to their own end
+            time.sleep(GRACE)  # after `setup` all ranks are close, and exit by themselves
     elif world_size() > 1:
-        try:
+        try:  # a launcher that terminates this rank while it waits gets the same status
             signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         except ValueError:
-            pass  # not the main thread
+            pass  # not in the main thread
         time.sleep(2 * GRACE if dist.is_initialized() else 5 * GRACE)
     raise SystemExit(status)

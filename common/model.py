@@ -1,10 +1,11 @@
-"""The transformer that every stage trains: three kinds of unit in a row.
+"""The transformer that every stage trains: a list of units of three kinds.
 
     embed -> layers.0 -> ... -> layers.L-1 -> output
 
-`embed` maps tokens to vectors, each of `layers` is a pre-norm block of causal attention and MLP,
-`output` is the last norm, the head and the loss. A unit is what FSDP gathers, where a pipeline is
-cut and what tensor parallelism replaces; nothing in this file knows of that.
+`embed` maps tokens to hidden states, each of `layers` is a pre-norm block of causal attention and
+MLP, `output` is the final norm, the head and the loss. FSDP unshards one unit after another, a
+pipeline stage is a contiguous range of units, and tensor parallelism replaces modules of a unit.
+This file is the same for all of them.
 
 Vaswani et al., "Attention is all you need", 2017; pre-norm with RMSNorm (Zhang and Sennrich,
 2019), rotary positions (Su et al., 2021), no biases, an untied head.
@@ -22,14 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.random import CounterDropout, generator_of
+from common.counter_rng import CounterDropout, generator_of
 
-IGNORED = -100  # a target that no loss counts
+IGNORED = -100  # a target that the loss leaves out
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shapes of the model. `vocab_size` is the corpus's own; the model pads it to 128."""
+    """Shapes of the model. `vocab_size` is that of the corpus."""
 
     vocab_size: int
     d_model: int = 128
@@ -41,8 +42,8 @@ class TransformerConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding and the head: a multiple of 128 suits the matrix units and
-        divides by any usual tensor-parallel degree. The extra logits are never a target."""
+        """Rows of the embedding and the head. A multiple of 128 suits tensor cores and is divisible
+        by any usual tensor-parallel degree. The extra words never occur as targets."""
         return math.ceil(self.vocab_size / 128) * 128
 
     @property
@@ -59,17 +60,17 @@ class TransformerConfig:
         return 2 * self.padded_vocab * d + self.n_layers * layer + d  # embedding and head; a norm
 
     def flops_per_token(self) -> float:
-        """Forward and backward: 6 a parameter that multiplies, plus attention's two products.
+        """Forward and backward: 6 per parameter of a matmul, plus attention's two matmuls.
 
-        Chowdhery et al., "PaLM", 2022, appendix B. The embedding is a look-up and counts nothing;
-        the causal mask is not credited.
+        Chowdhery et al., "PaLM", 2022, appendix B. The embedding is a lookup and counts nothing;
+        the half that the causal mask saves is not subtracted.
         """
         matrices = self.num_parameters() - self.padded_vocab * self.d_model
         return 6.0 * matrices + 12.0 * self.n_layers * self.d_model * self.seq_len
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """Cast x as autocast does for a matmul: autograd functions have to do that themselves."""
+    """Cast x as autocast does for a matmul: autograd functions have to do it themselves."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -146,13 +147,13 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Causal self-attention over whole sequences."""
+    """Causal self-attention."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.head_dim = config.head_dim
-        # rows in the order (head, q/k/v, head_dim): a contiguous slice of rows is whole heads,
-        # and one product makes q, k and v
+        # one matmul computes q, k and v; the rows are in the order (head, q/k/v, head_dim), so that
+        # a contiguous shard of rows is a set of heads
         self.wqkv = Linear(config.d_model, 3 * config.d_model)
         self.wo = Linear(config.d_model, config.d_model)
 
@@ -164,7 +165,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear maps around a GELU, four times as wide as the model."""
+    """Two linear layers around a GELU; the hidden layer is four times as wide as the model."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -176,7 +177,7 @@ class MLP(nn.Module):
 
 
 class Embed(nn.Module):
-    """The first unit: tokens to vectors."""
+    """The first unit: tokens to hidden states."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -188,7 +189,7 @@ class Embed(nn.Module):
 
 
 class Layer(nn.Module):
-    """The middle unit: attention, then MLP, each on a norm of its input and added to it."""
+    """A middle unit: attention, then MLP, each with a norm before it and a residual around it."""
 
     def __init__(self, config: TransformerConfig, index: int):
         super().__init__()
@@ -221,38 +222,30 @@ class Output(nn.Module):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of x W^T, some rows at a time, so that the logits never exist whole.
+    """Mean cross-entropy of x W^T, in chunks of rows, so that never all logits are in memory.
 
-    The gradient of a piece is made while its logits are there, in forward: the same three matrix
-    products as plain autograd, and no recomputation. (Mosaic of two published ideas: the
-    gradient in forward of Hsu et al., "Liger Kernel", 2024, and pieces over rows.)
+    Forward computes a chunk's gradient too, while its logits exist: the same three matmuls as
+    plain autograd, without recomputation (Hsu et al., "Liger Kernel", 2024, section 3.2).
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
         # x: [tokens, d_model], weight: [vocab, d_model], targets: [tokens]
-        device_type = x.device.type
-        dtype = x.dtype
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-        with torch.autocast(device_type, enabled=False):
+        dtype = in_autocast_dtype(x[:0]).dtype  # of the matmuls
+        with torch.autocast(x.device.type, enabled=False):
             w = weight.to(dtype)
             count = (targets != IGNORED).sum().clamp(min=1)
             loss = torch.zeros((), dtype=torch.float32, device=x.device)
             grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
             grad_weight = None
-            if ctx.needs_input_grad[1]:  # a sum over all pieces, which bf16 would round each time
+            if ctx.needs_input_grad[1]:  # a sum over chunks, which bf16 would round after each one
                 sum_dtype = torch.promote_types(weight.dtype, torch.float32)
                 grad_weight = torch.zeros_like(weight, dtype=sum_dtype)
             for start in range(0, len(x), rows):
-                piece = slice(start, start + rows)
-                loss += _loss_of_piece(
-                    x[piece].to(dtype),
-                    w,
-                    targets[piece],
-                    count,
-                    None if grad_x is None else grad_x[piece],
-                    grad_weight,
+                chunk = slice(start, start + rows)
+                grad_of_chunk = None if grad_x is None else grad_x[chunk]
+                loss += _loss_of_chunk(
+                    x[chunk].to(dtype), w, targets[chunk], count, grad_of_chunk, grad_weight
                 )
         ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.to(weight.dtype))
         return loss
@@ -260,7 +253,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         grad_x, grad_weight = ctx.saved_tensors
-        # not in place: a second backward (retain_graph) must find them as they were
+        # not in place: a second backward (retain_graph) must find them unchanged
         return (
             None if grad_x is None else grad_x * grad.to(grad_x.dtype),
             None if grad_weight is None else grad_weight * grad.to(grad_weight.dtype),
@@ -269,27 +262,23 @@ class LinearCrossEntropy(torch.autograd.Function):
         )
 
 
-def _loss_of_piece(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    count: Tensor,
-    grad_x: Tensor | None,
-    grad_weight: Tensor | None,
-) -> Tensor:
-    """Summed loss of some rows over `count`; writes `grad_x`, adds to `grad_weight`."""
+def _loss_of_chunk(x, weight, targets, count, grad_x, grad_weight) -> Tensor:
+    """Sum the loss of some rows, divided by `count`; write `grad_x` and add to `grad_weight`.
+
+    A gradient that is None is not computed.
+    """
     logits = (x @ weight.t()).float()  # [rows, vocab]
     index = targets.clamp(min=0)[:, None]
     scale = (targets != IGNORED)[:, None] / count  # [rows, 1], 0 where there is no target
     highest, target_logit = logits.amax(-1, keepdim=True), logits.gather(-1, index)
     softmax = logits.softmax(-1)
     del logits
-    # the highest probability is e^highest over the sum of all: no other pass for the sum's log
+    # the largest probability is e^highest / total, which gives log(total) without another pass
     log_total = highest - softmax.amax(-1, keepdim=True).log()
     loss = ((log_total - target_logit) * scale).sum()
     if grad_x is None and grad_weight is None:
         return loss
-    # softmax less one at the target; `scale` goes to the narrow factor, not to all of the logits
+    # softmax minus one at the target; `scale` multiplies [rows, d_model], not all logits
     grad = softmax.scatter_add_(-1, index, -torch.ones_like(scale)).to(x.dtype)
     if grad_x is not None:
         grad_x.copy_(grad @ weight).mul_(scale)
@@ -302,22 +291,30 @@ def _loss_of_piece(
     return loss
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, rows: int = 256) -> Tensor:
-    """Mean cross-entropy (float32 scalar) of logits x W^T against targets, in pieces of `rows`.
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, rows: int | None = None
+) -> Tensor:
+    """Mean cross-entropy (float32 scalar) of logits x W^T against targets, in chunks of `rows`.
 
-    x: [tokens, d_model], weight: [vocab, d_model], targets: int64 [tokens], IGNORED ones left
-    out. With nothing to count the loss is 0.
+    x: [tokens, d_model], weight: [vocab, d_model], targets: int64 [tokens], without the IGNORED
+    ones. If all are IGNORED the loss is 0.
     """
-    if not torch.is_grad_enabled():  # the function makes the gradients of all that requires one
+    if rows is None:
+        # On a CPU a chunk's logits should stay in the cache. On a GPU, r rows take 6 r d V FLOPs,
+        # and adding to the float32 gradient moves 12 d V bytes (read, write, and a bf16 summand).
+        # At 400 TFLOP/s and 3.35 TB/s (H100) that takes as long as the matmuls for r = 240, and
+        # 12 % of them for r = 2,048, whose logits are 0.27 GB with WikiText-2's vocabulary.
+        rows = 2048 if x.is_cuda else 256
+    if not torch.is_grad_enabled():  # the function computes gradients for inputs that require one
         x, weight = x.detach(), weight.detach()
     return LinearCrossEntropy.apply(x, weight, targets, rows)
 
 
 class Transformer(nn.Module):
-    """The model, or any run of its units.
+    """The model, or a part of it.
 
-    units: which to build, counted from 0 (embed) over 1 ... n_layers to n_layers + 1 (output).
-    A part has the parameter names of the whole, so that it gets the same initial values.
+    units: those to build; 0 is embed, 1 ... n_layers the layers, n_layers + 1 output. Parameters
+    have the same names in a part as in the full model, and so the same initial values.
     """
 
     def __init__(self, config: TransformerConfig, units: Sequence[int] | None = None):
@@ -332,22 +329,22 @@ class Transformer(nn.Module):
 
     def units(self) -> list[nn.Module]:
         """The units in the order of forward."""
-        row = [self.embed, *self.layers.values(), self.output]
-        return [unit for unit in row if unit is not None]
+        units = [self.embed, *self.layers.values(), self.output]
+        return [unit for unit in units if unit is not None]
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, keys: Tensor | None = None
     ) -> Tensor:
-        """Logits, or with targets the mean loss; without `output` the vectors it would get.
+        """Logits, or with targets the mean loss; without the output unit the hidden states.
 
-        x: tokens [batch, seq], or vectors [batch, seq, d_model] where `embed` is not built.
-        targets: [batch, seq], IGNORED where none. keys: int32 [batch], dropout's (None: none).
+        x: tokens [batch, seq]; without `embed` hidden states [batch, seq, d_model].
+        targets: [batch, seq]. keys: int32 [batch] for dropout; None: no dropout.
         """
         if self.embed is not None:
             x = self.embed(x, keys)
         for layer in self.layers.values():
             if self.config.activation_checkpointing and torch.is_grad_enabled():
-                # no random state to keep: dropout is a hash
+                # dropout is a hash, so there is no random state to preserve
                 x = checkpoint(layer, x, keys, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, keys)
@@ -355,11 +352,11 @@ class Transformer(nn.Module):
 
 
 def initial_value(full_name: str, full_shape: Sequence[int], seed: int) -> Tensor:
-    """What the parameter of this name starts as: float32 on the CPU, from name and seed alone.
+    """The initial value of a parameter, from its name and the seed: float32, on the CPU.
 
-    Norms are ones. Matrices are normal: 0.02 for the embedding (GPT-2), 1/sqrt(inputs) for a
-    linear map, and a third of that where it adds to the residual stream, which grows by every
-    such map. The head starts small, so that the first loss is that of a uniform guess.
+    Norms are ones. Matrices are normal with standard deviation 0.02 for the embedding and the head
+    (GPT-2), so that the first loss is that of a uniform guess; 1/sqrt(inputs) for a linear layer,
+    and a third of that where it adds to the residual stream, which grows with every layer.
     """
     if len(full_shape) == 1:
         return torch.ones(full_shape)
@@ -375,7 +372,7 @@ def initial_value(full_name: str, full_shape: Sequence[int], seed: int) -> Tenso
 def init_weights(module: nn.Module, seed: int, prefix: str = "") -> None:
     """Give every parameter of `module` its initial value; `prefix` is the module's full name.
 
-    The order does not matter, nor what else is built: each value has a stream of its own.
+    Each value has a random stream of its own, so neither the order nor other modules matter.
     """
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
         parameter.copy_(initial_value(name, parameter.shape, seed))

@@ -1,4 +1,4 @@
-"""What every stage does alike with its optimizer: AdamW's settings and the learning rate."""
+"""What all stages share of the optimizer: AdamW's settings, learning-rate schedule, global norm."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.nn.utils import clip_grads_with_norm_
 def adamw_settings(args: argparse.Namespace) -> dict:
     """Keyword arguments of `torch.optim.AdamW`, the same in every stage.
 
-    Weight decay acts on every parameter, norms included, so that a flat buffer of many
-    parameters is updated as one tensor. `fused`: one kernel over all of them.
+    Weight decay acts on every parameter, norms included, so that a flat buffer of many parameters
+    can be updated as one tensor. `fused`: one kernel for all of them.
     """
     return {
         "lr": args.lr,
@@ -29,7 +29,7 @@ def adamw_settings(args: argparse.Namespace) -> dict:
 def learning_rate(args: argparse.Namespace, step: int) -> float:
     """Linear warm-up over `--warmup-steps`, then half a cosine down to `--min-lr-ratio` of it.
 
-    From (arguments, step) alone, so that a resumed run needs no scheduler state. Loshchilov and
+    A function of (arguments, step), so a resumed run needs no scheduler state. Loshchilov and
     Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017, without the restarts.
     """
     if step < args.warmup_steps:
@@ -45,10 +45,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def global_norm(tensors: Iterable[Tensor], width: int = 1024) -> Tensor:
-    """Euclidean norm of all elements of all tensors, a scalar in float32 or, if any is, float64.
+    """Euclidean norm of all elements of all tensors: a float32 scalar, float64 if any tensor is.
 
-    Of rows of `width` first, then of their norms: on a CPU PyTorch adds up the squares of a whole
-    tensor in a few lanes, and of four million float32 numbers the norm is off by 2e-4.
+    First the norms of rows of `width`, then the norm of these. On a CPU PyTorch sums the squares of
+    a tensor in a few lanes: for four million float32 numbers the norm is off by 2e-4.
     """
     norms = []
     for tensor in tensors:
@@ -63,9 +63,9 @@ def global_norm(tensors: Iterable[Tensor], width: int = 1024) -> Tensor:
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients to at most this global norm; returns the norm before.
+    """Scale the gradients to at most this global norm; returns the norm before clipping.
 
-    As `torch.nn.utils.clip_grad_norm_`, by `global_norm`.
+    Like `torch.nn.utils.clip_grad_norm_`, but with `global_norm`.
     """
     parameters = [p for p in parameters if p.grad is not None]
     norm = global_norm(p.grad for p in parameters)

@@ -1,21 +1,20 @@
-"""A run: its folder, its steps, what it logs, and when it stops.
+"""A run: its folder, its steps, when it saves, and when it stops.
 
-The folder holds `config.json`, `metrics.jsonl` (one object a line), TensorBoard events and
+The folder holds `config.json`, `metrics.jsonl` (one JSON object per line), TensorBoard events and
 `checkpoints/`. Rank 0 writes; the numbers are the same on every rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
-import gc
 import hashlib
 import itertools
 import json
 import math
 import os
 import platform
-import resource
 import signal
 import socket
 import subprocess
@@ -23,8 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,116 +32,29 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.checkpoint import Checkpointer, checkpoints
-from common.collectives import all_reduce_control, ledger
+from common.collectives import all_reduce_control
 from common.data import Corpus
-from common.distributed import launch_environment, print0, rank, refuse, world_size
+from common.distributed import fail, launch_environment, print0, rank, world_size
+from common.metrics import Metrics
 from common.model import TransformerConfig
-
-# dense bf16 tensor-core peaks in FLOP/s by a part of the device's name, from NVIDIA's and AMD's
-# data sheets; the longer name first where one holds the other
-PEAK_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "V100": 125e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "MI300X": 1307e12,
-    "MI250": 362e12,
-}
-
-
-# where TensorBoard, which groups its charts by the word before the slash, shows a metric
-TAGS = {
-    "loss": "loss/train",
-    "val_loss": "loss/val",
-    "test_loss": "loss/test",
-    "val_ppl": "perplexity/val",
-    "test_ppl": "perplexity/test",
-    "grad_norm": "optimizer/grad_norm",
-    "lr": "optimizer/lr",
-    "tokens_per_s": "speed/tokens_per_s",
-    "step_ms": "speed/step_ms",
-    "save_ms": "speed/save_ms",
-    "seconds_left": "speed/seconds_left",
-    "gpu_utilisation": "speed/gpu_utilisation",
-    "mfu": "speed/mfu",
-    "memory_mb": "memory/memory_mb",
-    "model_state_mb": "memory/model_state_mb",
-    "comm_mb": "comm/comm_mb",
-}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """bf16 peak of a GPU by its name, None if it is not known."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
-
-
-def live_storages() -> dict[int, int]:
-    """Bytes of each storage of floating-point numbers that a living Python tensor refers to."""
-    found = {}
-    for obj in gc.get_objects():
-        # the compiler's stand-ins have no memory: subclasses, and plain tensors that wrap one
-        if type(obj) not in (Tensor, torch.nn.Parameter) or obj.is_meta:
-            continue
-        if obj.is_floating_point() and not torch._is_functional_tensor(obj):
-            storage = obj.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
-
-
-def model_state_bytes() -> int:
-    """Bytes of weights, gradients and moments on this rank, counted and not computed.
-
-    Called between the optimizer's step and `zero_grad`, when they are all there and the
-    activations are gone.
-    """
-    return sum(live_storages().values())
-
-
-def gpu_utilisation(device: torch.device) -> Callable[[], int | None]:
-    """A function that tells in which share of the last moments, in percent, the GPU was at work.
-
-    It asks what `nvidia-smi` asks, the library of NVIDIA's driver, which answers at once; None
-    where there is no such GPU.
-    """
-    handle, rates = ctypes.c_void_p(), (ctypes.c_uint * 2)()  # of the GPU, and of its memory
-    if device.type != "cuda":
-        return lambda: None
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
-            return lambda: None
-    except (OSError, AttributeError):
-        return lambda: None
-    return lambda: None if nvml.nvmlDeviceGetUtilizationRates(handle, rates) else rates[0]
 
 
 class SecondSignal:
-    """End the process when SIGTERM or Ctrl-C comes again, two seconds or more after the first.
+    """Ends the process when SIGTERM or Ctrl-C comes again, two seconds or more after the first.
 
-    Python runs its handlers between two of its own instructions, and a backward is one of them,
-    however long. The C handler writes the signal's number to a wake-up socket at once, and a
-    thread reads it there. A launcher may pass on what a process has got already: that is no second
-    signal. `ignored` is set when the first was heeded, and a checkpoint is being written.
+    Python runs its own handlers only between two of its instructions, and a whole backward is one
+    instruction. The C handler, however, writes the signal's number to a wake-up socket at once,
+    where a thread reads it. Two seconds, because a launcher may forward a signal that the process
+    has received already. `ignored` is set while the checkpoint of the first signal is written.
 
-    It knows nothing of the run, and its thread ends with `close`: a process group that a thread
-    keeps alive to the interpreter's exit aborts the process.
+    It has no reference to the run and its thread ends with `close`: a process group that a thread
+    keeps alive at the interpreter's exit aborts the process.
     """
 
     def __init__(self) -> None:
         self.ignored = False
         self.reader, self.writer = socket.socketpair()
-        self.writer.setblocking(False)  # as set_wakeup_fd wants it
+        self.writer.setblocking(False)  # set_wakeup_fd demands it
         self.before = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
@@ -167,10 +78,7 @@ class SecondSignal:
 
 
 class Run:
-    """One training run, from the flags; see the module's docstring.
-
-    script: the stage's file, whose folder names the stage.
-    """
+    """One training run, from its flags. script: the stage's file; its folder names the stage."""
 
     def __init__(
         self,
@@ -180,156 +88,134 @@ class Run:
         device: torch.device,
         corpus: Corpus,
     ):
-        self.args, self.config, self.device = args, config, device
         if device.type == "cpu":
             keep_freed_memory()
-        self.stage = Path(script).resolve().parent.name
-        stage_folder = Path("runs", self.stage)
-        self.folder = Path(args.run_dir or stage_folder / run_id(stage_folder))
-        self.history: list[dict] = []
-        self.stop_group = timeout = None
+        sys.excepthook = _report_interrupt
+        stage = Path(script).resolve().parent.name
+        self.args = args
+        self.folder = Path(args.run_dir or Path("runs", stage, run_id(Path("runs", stage))))
+        self.metrics = Metrics(args, config, device, self.folder)
+        self._group = timeout = None
         if dist.is_initialized():
             timeout = timedelta(seconds=args.timeout)
-            self.stop_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="stop")
-        vocabulary = hashlib.sha256("\n".join(corpus.vocab).encode()).hexdigest()[:12]
-        self._described = {
+            self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="stop")
+        saved = {  # with every checkpoint
             "arguments": {k: 0 if v == math.inf else v for k, v in vars(args).items()},
-            **{"vocabulary": vocabulary, "corpus": corpus.digest},
+            "vocabulary": hashlib.sha256("\n".join(corpus.vocab).encode()).hexdigest()[:12],
+            "corpus": corpus.digest,
         }
-        self.checkpoints = Checkpointer(self.folder / "checkpoints", timeout, self._described)
-        self._handlers: dict = {}
-        self._asked_to_stop = False
-        self._stopping = False
-        self._line: dict = {}
-        self._clock, self._busy, self._steps_timed = 0.0, 0.0, 0
-        self._board = self._metrics = self._bar = None
-        self._model_state_mb: float | None = None
-        name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-        self._peak = peak_flops(name)
-        self._gpu_utilisation = gpu_utilisation(device)
-        sys.excepthook = _calm_interrupt
-        trouble = self._open(name) if rank() == 0 else None
-        if self._any_rank(trouble is not None):
-            refuse(str(trouble))
-        # the flag says how a run begins; in a later life it goes on from what it has saved itself
-        later_life = has_restarted() and bool(checkpoints(self.checkpoints.path))
-        if args.resume != "auto" and self._any_rank(later_life):
+        self.checkpoints = Checkpointer(self.folder / "checkpoints", timeout, saved)
+        self._handlers: dict = {}  # of signals, before this run
+        self._second_signal: SecondSignal | None = None
+        self._asked_to_stop = False  # on this rank
+        self._stopping = False  # on all ranks
+        self._loss = self._grad_norm = torch.zeros(())  # of the last step
+        description = {
+            "stage": stage,
+            **saved,
+            "parameters": config.num_parameters(),
+            "world_size": world_size(),
+            "launcher": launch_environment().launcher,
+            "device": self.metrics.device_name or platform.processor() or platform.machine(),
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "git_commit": git_commit(),
+        }
+        problem = self._make_folder(description) if rank() == 0 else None
+        if self._any_rank(problem is not None):
+            fail(str(problem))
+        print0(
+            f"{stage}: {config.num_parameters() / 1e6:.2f} M parameters, {world_size()} x "
+            f"{device.type}, data {args.data} (hash {corpus.digest}), run folder {self.folder}"
+        )
+        # --resume decides how a run starts; a requeued or restarted one continues from its own
+        continues = has_restarted() and bool(checkpoints(self.checkpoints.path))
+        if args.resume != "auto" and self._any_rank(continues):
             args.resume = "auto"
 
-    def _open(self, device_name: str) -> str | None:
-        """Make the folder and begin its files; returns what has gone wrong."""
-        from torch.utils.tensorboard import SummaryWriter
+    def _make_folder(self, description: dict) -> str | None:
+        """Make the folder and check that it can be written to; returns what went wrong.
 
+        Under `--resume never` an earlier run's checkpoints are moved aside.
+        """
+        folder = self.checkpoints.path
         try:
-            self._make_checkpoint_folder()
-            described = {
-                "stage": self.stage,
-                **self._described,
-                "parameters": self.config.num_parameters(),
-                "world_size": world_size(),
-                "launcher": launch_environment().launcher,
-                "device": device_name or platform.processor() or platform.machine(),
-                "versions": {"torch": torch.__version__, "python": platform.python_version()},
-                "git_commit": git_commit(),
-            }
-            (self.folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-            self._board = SummaryWriter(self.folder)
+            if self.args.resume == "never" and not has_restarted() and checkpoints(folder):
+                earlier = new_folder(self.folder, "checkpoints-earlier")
+                folder.rename(earlier)
+                print0(f"--resume never: the checkpoints of the earlier run are now in {earlier}")
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            (self.folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
         except OSError as error:
             return f"--run-dir {self.folder}: cannot write there: {error}"
-        millions = described["parameters"] / 1e6
-        print0(
-            f"{self.stage}: {millions:.2f} M parameters, {world_size()} x {self.device.type}, "
-            f"data {self.args.data} (hash {described['corpus']}), run folder {self.folder}"
-        )
         return None
-
-    def _make_checkpoint_folder(self) -> None:
-        """And try it; under `--resume never` an earlier run's checkpoints are moved aside."""
-        folder = self.checkpoints.path
-        if self.args.resume == "never" and not has_restarted() and checkpoints(folder):
-            earlier = _new_folder(self.folder, "checkpoints-earlier")
-            folder.rename(earlier)
-            print0(f"--resume never: the checkpoints of the earlier run are now in {earlier}")
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
 
     # ---- steps ----
 
     def steps(self, first: int) -> Iterator[int]:
-        """The steps from `first` to `--steps`, until the ranks agree to stop.
+        """Yield the steps from `first` to `--steps`, until the ranks agree to stop.
 
-        Drops the lines that a run which went further has left behind; shows a progress bar at a
-        terminal; with `--profile` traces steps 4 to 6 after the first.
+        Shows a progress bar on a terminal. `--profile` traces the 4th to 6th of these steps.
         """
         if first >= self.args.steps:
             print0(f"nothing left to do: {first} steps are done, --steps is {self.args.steps}")
-        self._drop_lines_from(first)
-        ledger.reset()  # what the start has sent belongs to no step
+        self.metrics.start(first)
         for number in (signal.SIGTERM, signal.SIGUSR1):
             self._handlers[number] = signal.signal(number, self._ask_to_stop)
         self._second_signal = SecondSignal()
-        self._bar = tqdm(
-            total=self.args.steps,
-            initial=first,
-            unit="step",
-            disable=rank() != 0 or not sys.stderr.isatty(),
-        )
-        profiler = self._profiler() if self.args.profile else None
-        self._first, self._started = first, time.perf_counter()
-        try:
+        hidden = rank() != 0 or not sys.stderr.isatty()
+        with (
+            contextlib.closing(self._second_signal),
+            tqdm(total=self.args.steps, initial=first, unit="step", disable=hidden) as bar,
+            self._profiler() if self.args.profile else contextlib.nullcontext() as profiler,
+        ):
             for step in range(first, self.args.steps):
-                self._clock = time.perf_counter()
+                self.metrics.start_step()
                 yield step
-                self._bar.update()
+                bar.update()
                 if profiler:
                     profiler.step()
                 if self._stopping:
                     break
-        finally:
-            self._second_signal.close()
-            if profiler:
-                profiler.stop()
-            self._bar.close()
 
     def _ask_to_stop(self, *_) -> None:
         self._asked_to_stop = True
 
     def _profiler(self) -> torch.profiler.profile:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would print two lines of its own
-        profiler = torch.profiler.profile(
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # without two lines of its own
+        return torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=1, warmup=2, active=3, repeat=1),
             on_trace_ready=torch.profiler.tensorboard_trace_handler(
                 str(self.folder / "profile"), worker_name=f"rank{rank()}"
             ),
         )
-        profiler.start()
-        return profiler
 
     def evaluates(self, step: int) -> bool:
-        """Is the validation loss due after this step? Every `--eval-every`, and at the end."""
+        """Whether the validation loss is due: every `--eval-every` steps and after the last."""
         return self._is_due(step, self.args.eval_every)
 
-    def saves(self, step: int) -> bool:
-        """Is a checkpoint due after this step? Every `--checkpoint-every`, at the end if that is
-        set, and when any rank was asked to stop (SIGTERM, SIGUSR1), after which no step follows.
+    def agree_to_save(self, step: int) -> bool:
+        """Agree with all ranks whether to save a checkpoint after this step, and whether to stop.
 
-        The ranks agree on it, in a group of their own: a collective that only some enter hangs.
+        A checkpoint is due every `--checkpoint-every` steps and after the last one, if that flag is
+        set, and when any rank has received SIGTERM or SIGUSR1; then no step follows. This is an
+        all-reduce in a group of its own: a collective that only some ranks enter hangs.
         """
         self._stopping = self._any_rank(self._asked_to_stop or self.checkpoints.has_failed())
         if self._stopping:
             self._second_signal.ignored = True
-            self.checkpoints.wait()  # which ends the run if it was a save that failed
+            self.checkpoints.wait()  # ends the run if it is a save that failed
             print0(f"asked to stop: saving after step {step}")
         due = self.args.checkpoint_every > 0 and self._is_due(step, self.args.checkpoint_every)
         if due or self._stopping:
-            self._refuse_nan(step)
+            self._check_finite(step)
         return due or self._stopping
 
-    def _any_rank(self, mine: bool) -> bool:
-        wish = torch.tensor(float(mine))
-        if self.stop_group is not None:
-            all_reduce_control(wish, group=self.stop_group)
-        return wish.item() > 0
+    def _any_rank(self, here: bool) -> bool:
+        votes = torch.tensor(float(here))
+        if self._group is not None:
+            all_reduce_control(votes, group=self._group)
+        return votes.item() > 0
 
     def _is_due(self, step: int, every: int) -> bool:
         return self.is_last(step) or (every > 0 and (step + 1) % every == 0)
@@ -337,122 +223,57 @@ class Run:
     def is_last(self, step: int) -> bool:
         return step + 1 == self.args.steps
 
-    # ---- logging ----
-
     def log(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
-        """Note a step's numbers; every `--log-every` steps, and at both ends, in a line.
+        """Record a step; log it if it is the first, the last, or due by `--log-every`.
 
         loss: mean over the global batch. grad_norm: global, before clipping. Call it between the
         optimizer's step and `zero_grad`.
         """
-        self._loss, self._grad_norm, args = loss, grad_norm, self.args
-        logs = step == 0 or self._is_due(step, args.log_every) or self.evaluates(step)
-        self._line = {"step": step}
-        if self._model_state_mb is None:  # before the first save, which makes a copy of it
-            self._model_state_mb = model_state_bytes() / 1e6
-        if logs:
-            self._line |= {"loss": loss.item(), "grad_norm": float(grad_norm), "lr": lr}
-            self._refuse_nan(step)
-        self._busy += time.perf_counter() - self._clock
-        self._steps_timed += 1
-        if not logs:
-            return
-        seconds = self._busy / self._steps_timed
-        tokens = args.global_batch_size * args.seq_len
-        self._line |= {
-            "tokens_per_s": tokens / seconds,
-            "step_ms": 1e3 * seconds,
-            "memory_mb": self._memory_mb(),
-            "model_state_mb": self._model_state_mb,
-            "comm_mb": ledger.total_ring_bytes / 1e6 / self._steps_timed,
-        }
-        if self.checkpoints.blocked_seconds:
-            self._line["save_ms"] = 1e3 * self.checkpoints.blocked_seconds
-            self.checkpoints.blocked_seconds = 0.0
-        if self._peak:
-            flops = self.config.flops_per_token() * tokens / seconds
-            self._line["mfu"] = flops / (self._peak * world_size())
-        utilisation = self._gpu_utilisation()
-        if utilisation is not None:
-            self._line["gpu_utilisation"] = utilisation
-        # at the pace so far, with its evaluations and saves
-        pace = (time.perf_counter() - self._started) / (step + 1 - self._first)
-        self._line["seconds_left"] = pace * (args.steps - step - 1)
-        self._busy, self._steps_timed = 0.0, 0
-        ledger.reset()
+        self._loss, self._grad_norm = loss, grad_norm
+        is_logged = step == 0 or self._is_due(step, self.args.log_every) or self.evaluates(step)
+        self.metrics.end_step(step, loss, grad_norm, lr, is_logged)
+        if is_logged:
+            self._check_finite(step)
+            if self.checkpoints.blocked_seconds:
+                self.metrics.add_save(self.checkpoints.blocked_seconds)
+                self.checkpoints.blocked_seconds = 0.0
 
     def log_evaluation(self, name: str, loss: float) -> None:
-        """Add `val` or `test` loss (nats a token) and its perplexity to the step's line."""
-        self._line |= {f"{name}_loss": loss, f"{name}_ppl": math.exp(min(loss, 700.0))}
+        """Add the loss (nats per token) of `val` or `test` to the step's line."""
+        self.metrics.add_evaluation(name, loss)
 
     def write(self) -> None:
         """Write the step's line, before a checkpoint that counts the step as done."""
-        line = self._line
-        self._line = {}
-        if len(line) < 2:
-            return
-        self.history.append(line)
-        if rank() != 0:
-            return
-        if self._metrics is None:
-            self._metrics = open(self.folder / "metrics.jsonl", "a")
-        self._metrics.write(json.dumps(line) + "\n")
-        self._metrics.flush()
-        for name, value in line.items():
-            if name != "step":
-                self._board.add_scalar(TAGS.get(name, name), value, line["step"])
-        if self._bar is not None:
-            self._bar.clear()
-        print0(_readable(line))
+        self.metrics.write()
 
     def finish(self) -> list[dict]:
         """Wait for the last save and close the files; returns the lines of this process.
 
-        Signals are taken until then, so that a second one does not end the save.
+        The run's signal handlers stay until the save is complete, so that no signal ends it.
         """
-        self.write()
         self.checkpoints.close()
-        if self.history and not self.args.checkpoint_every and not self._stopping:
+        if self.metrics.lines and not self.args.checkpoint_every and not self._stopping:
             print0("no checkpoint was saved: pass --checkpoint-every to resume or export a run")
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if rank() == 0:
-            self._board.close()
-            if self._metrics is not None:
-                self._metrics.close()
-        if self.stop_group is not None:
-            dist.destroy_process_group(self.stop_group)
-        return self.history
+        self.metrics.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        return self.metrics.lines
 
-    def _refuse_nan(self, step: int) -> None:
-        """Stop at a loss that is no number, or at a gradient that has just made weights so."""
+    def _check_finite(self, step: int) -> None:
+        """Fail if the loss, or the gradient that has just changed the weights, is not finite."""
         for name, value in (("loss", self._loss), ("gradient norm", self._grad_norm)):
             if not math.isfinite(float(value)):
                 self.checkpoints.wait()  # of an earlier step, and good
-                refuse(
+                fail(
                     f"the {name} of step {step} is {float(value)}: stopped, nothing saved since; "
                     "try a lower --lr, a lower --grad-clip or more --warmup-steps",
                     status=1,
                 )
 
-    def _memory_mb(self) -> float:
-        """Peak so far: of the GPU's allocator, else of the process."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated() / 1e6
-        kilo = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo / 1e6
 
-    def _drop_lines_from(self, first: int) -> None:
-        path = self.folder / "metrics.jsonl"
-        if rank() != 0 or not path.exists():
-            return
-        kept = [x for x in path.read_text().splitlines(True) if _step_of(x) < first]
-        aside = path.with_suffix(".writing")
-        aside.write_text("".join(kept))
-        aside.replace(path)
-
-
-def _calm_interrupt(kind, error, trace) -> None:
+def _report_interrupt(kind, error, trace) -> None:
     """Ctrl-C is no failure: one line in place of a traceback."""
     if issubclass(kind, KeyboardInterrupt):
         print0("\ninterrupted", file=sys.stderr)
@@ -460,53 +281,17 @@ def _calm_interrupt(kind, error, trace) -> None:
         sys.__excepthook__(kind, error, trace)
 
 
-def _step_of(line: str) -> float:
-    """A line's step; of a line cut short by a kill, infinity."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
-        return math.inf
-
-
-def _readable(line: dict) -> str:
-    parts = [f"step {line['step']:5d}"]
-    if "loss" in line:
-        parts += [
-            f"loss {line['loss']:.4f}",
-            f"norm {line['grad_norm']:.3f}",
-            f"lr {line['lr']:.2e}",
-            f"{line['tokens_per_s']:,.0f} tok/s",
-            f"{line['step_ms']:.1f} ms",
-            f"{line['memory_mb']:,.0f} MB",
-            f"sent {line['comm_mb']:.2f} MB",
-        ]
-    if "save_ms" in line:
-        parts.append(f"save {line['save_ms']:.1f} ms")
-    if "gpu_utilisation" in line:
-        parts.append(f"GPU {line['gpu_utilisation']} %")
-    if "mfu" in line:
-        parts.append(f"MFU {100 * line['mfu']:.1f} %")
-    if "seconds_left" in line:
-        parts.append(f"left {timedelta(seconds=round(line['seconds_left']))}")
-    parts += [
-        f"{k.replace('_', ' ')} {v:.4g}" for k, v in line.items() if k[:4] in ("val_", "test")
-    ]
-    return "  ".join(parts)
-
-
 def keep_freed_memory() -> None:
-    """Have glibc keep large buffers that are freed, for those of the next step.
+    """Make glibc keep large buffers that are freed, for the next step.
 
-    By default it maps each one over 32 MB anew and hands it back; with a large vocabulary the page
-    faults are a third of a CPU's step. Where there is no glibc nothing happens.
+    By default it maps each one over 32 MB anew and returns it to the system; with a large
+    vocabulary the page faults are a third of a CPU's step. Without glibc this does nothing.
     """
-    m_trim_threshold, m_mmap_threshold = -1, -3  # of malloc.h
-    try:
+    m_trim_threshold, m_mmap_threshold = -1, -3  # from malloc.h
+    with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(m_mmap_threshold, 2**30)
         libc.mallopt(m_trim_threshold, 2**31 - 1)
-    except (OSError, AttributeError):
-        pass
 
 
 def run_id(parent: Path) -> str:
@@ -515,20 +300,19 @@ def run_id(parent: Path) -> str:
     parent: of the run's folder.
     """
     env = os.environ
-    elastic = env.get("TORCHELASTIC_RUN_ID", "none")
     if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" in env:
         job, step = env["SLURM_JOB_ID"], env["SLURM_STEP_ID"]
         return job if step == "0" else f"{job}.{step}"  # each srun of a job is a run
-    if elastic != "none":
-        return elastic
-    told = [_new_folder(parent, time.strftime("%Y%m%d-%H%M%S")).name if rank() == 0 else None]
+    if env.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        return env["TORCHELASTIC_RUN_ID"]
+    name = [new_folder(parent, time.strftime("%Y%m%d-%H%M%S")).name if rank() == 0 else None]
     if dist.is_initialized():
-        dist.broadcast_object_list(told, src=0)
-    return told[0]
+        dist.broadcast_object_list(name, src=0)
+    return name[0]
 
 
-def _new_folder(parent: Path, name: str) -> Path:
-    """Make a folder of this name, or with a number behind it where another has the name."""
+def new_folder(parent: Path, name: str) -> Path:
+    """Make a folder of this name, with a number appended if the name is taken."""
     for number in itertools.count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")
         try:
@@ -536,17 +320,17 @@ def _new_folder(parent: Path, name: str) -> Path:
         except FileExistsError:
             continue
         except OSError:
-            pass  # `Run._open` will meet it too, and reports it
+            pass  # `_make_folder` meets the same error and reports it
         return folder
 
 
 def has_restarted() -> bool:
-    """Whether Slurm has requeued this job, or torchrun has started its processes again."""
+    """Whether Slurm has requeued this job, or torchrun has restarted its processes."""
     counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     return any(int(os.environ.get(count, 0)) > 0 for count in counts)
 
 
-def annotate(name: str) -> AbstractContextManager:
+def annotate(name: str) -> contextlib.AbstractContextManager:
     """Name the work inside in the trace of --profile.
 
     `record_function` alone takes 0.2 ms in the middle of a step on a CPU, even if nothing is
@@ -554,19 +338,13 @@ def annotate(name: str) -> AbstractContextManager:
     """
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function(name)
-    return nullcontext()
+    return contextlib.nullcontext()
 
 
 def git_commit() -> str | None:
-    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
     try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--verify", "-q", "HEAD"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=5,
-        )
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found.stdout.strip() or None

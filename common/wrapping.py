@@ -1,8 +1,8 @@
-"""What arbitrary modules and training loops need of ZeRO and FSDP (stages 03 and 04).
+"""Guards of ZeRO and FSDP (stages 03 and 04) for arbitrary modules and training loops.
 
-This repository needs none of it: its units take and return tensors, and its training loop calls
-every method in turn. But people copy the stages for models that return dataclasses or fill lists,
-and for loops that skip steps, call `model.zero_grad()` or use a `GradScaler`.
+This repository needs none of them: its units take and return tensors, and its training loop calls
+every method in turn. They are for models that return dataclasses or fill lists, and for loops that
+skip steps, call `model.zero_grad()` or use a `GradScaler`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib.util
 import io
 import multiprocessing
 import multiprocessing.forkserver
@@ -37,7 +36,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -48,34 +46,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from stages import REPO, load_stage, stage_path, stages  # noqa: F401  for the tests, too
+
 import common.distributed
-
-REPO = Path(__file__).resolve().parents[1]
-
-# ---- stages ----
-
-
-def stages() -> list[str]:
-    """The numbers of the stages: "01", "02", ..."""
-    return sorted(p.parent.name[:2] for p in REPO.glob("[0-9][0-9]_*/train.py"))
-
-
-def stage_path(number: str) -> Path:
-    (path,) = REPO.glob(f"{number}_*/train.py")
-    return path
-
-
-@lru_cache
-def load_stage(number: str) -> ModuleType:
-    """`train.py` of stage "02" as a module: `import` cannot, for 02_ddp is no identifier."""
-    path = stage_path(number)
-    name = f"stage_{number}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
 
 # ---- pools ----
 

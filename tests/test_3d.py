@@ -19,8 +19,8 @@ from harness import (
 )
 from torch.profiler import ProfilerActivity, profile
 
+from common.counter_rng import sample_keys
 from common.model import Transformer, TransformerConfig, init_weights
-from common.random import sample_keys
 
 pytestmark = pytest.mark.slow
 

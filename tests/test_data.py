@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from harness import REPO, load_stage
 
 from common import data
+from common.counter_rng import generator_of, sample_keys
 from common.data import EOS, UNKNOWN, eval_batches, load_corpus, train_batches
 from common.model import IGNORED, Transformer, TransformerConfig, init_weights
-from common.random import generator_of, sample_keys
 
 CPU = torch.device("cpu")
 SEQ = 8
@@ -346,14 +346,14 @@ def test_failed_preparation_is_reported_and_releases_its_lock(monkeypatch, tmp_p
 
     released = []
 
-    def refuse(message: str):
+    def fail(message: str):
         (lock,) = (tmp_path / "root").glob("*.lock")
         with open(lock) as file, contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             released.append(message)
         raise SystemExit(2)
 
-    monkeypatch.setattr(data, "refuse", refuse)
+    monkeypatch.setattr(data, "fail", fail)
     with pytest.raises(SystemExit):
         load_corpus(name)
     assert len(released) == 1
@@ -444,6 +444,16 @@ def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_p
     assert asked == [("Salesforce/wikitext", "wikitext-2-v1")]
 
 
+@pytest.mark.parametrize("command", [["common/data.py"], ["-m", "common.data"]])
+def test_data_runs_as_a_script(monkeypatch, tmp_path, command):
+    rows = {split: {"text": ["a b\n"]} for split in ("train", "validation", "test")}
+    fake_hub(monkeypatch, tmp_path, load_dataset=lambda *_: rows)
+    load_corpus("wikitext2")
+    done = subprocess.run([sys.executable, *command], cwd=REPO, capture_output=True, text=True)
+    prepared = "WikiText-2 is prepared: 3 / 3 / 3 tokens, vocabulary 3\n"
+    assert (done.stdout, done.stderr) == (prepared, "")
+
+
 def test_wikitext2_download_failure_is_an_error_and_leaves_nothing(monkeypatch, tmp_path, capsys):
     def load_dataset(*args):
         raise ConnectionError("no route\nto host")
@@ -473,18 +483,18 @@ def test_hub_address_follows_proxy_and_endpoint(monkeypatch):
 
     monkeypatch.setattr(data.socket, "create_connection", connect)
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
-    assert not data._hub_in_reach()
+    assert not data._hub_is_reachable()
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror:81/hf")
-    assert not data._hub_in_reach()
+    assert not data._hub_is_reachable()
     for proxy in ("http://proxy:3128", "proxy:3128", "http://user:word@proxy"):
         monkeypatch.setenv("HTTPS_PROXY", proxy)  # a dead one would be tried for a minute and more
-        assert not data._hub_in_reach()
+        assert not data._hub_is_reachable()
     assert asked == [
         *(("huggingface.co", 443), ("mirror", 81)),
         *(("proxy", 3128), ("proxy", 3128), ("proxy", 80)),
     ]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert not data._hub_in_reach() and len(asked) == 5
+    assert not data._hub_is_reachable() and len(asked) == 5
 
 
 @pytest.mark.slow

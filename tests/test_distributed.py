@@ -15,16 +15,16 @@ from harness import REPO
 
 from common import collectives
 from common.distributed import (
+    fail,
     has_lost_a_peer,
     launch_environment,
     print0,
     rank,
-    refuse,
     save0,
     setup,
     world_size,
 )
-from common.run import run_id
+from common.run import new_folder, run_id
 
 TORCHRUN = {
     **{"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
@@ -134,13 +134,11 @@ def test_requeued_job_has_the_same_run_folder(monkeypatch, tmp_path, variables, 
         assert all(time.strftime("%Y%m%d") in x for x in found) or time.strftime("%H%M") < "0001"
 
 
-def test_runs_that_start_in_the_same_second_have_folders_of_their_own(monkeypatch, tmp_path):
-    environment(monkeypatch, {"RANK": "0", "WORLD_SIZE": "1"})
-    monkeypatch.setattr(time, "strftime", lambda _: "20250101-120000")
-    found = [run_id(tmp_path / "runs") for _ in range(3)]
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):
+    found = [new_folder(tmp_path / "runs", "20250101-120000").name for _ in range(3)]
     assert found == ["20250101-120000", "20250101-120000-2", "20250101-120000-3"]
     (tmp_path / "file").write_text("")  # where no folder can be made, the run reports it
-    assert run_id(tmp_path / "file") == "20250101-120000"
+    assert new_folder(tmp_path / "file", "x") == tmp_path / "file" / "x"
 
 
 def agree_on_the_run(folder: str) -> str:
@@ -210,14 +208,14 @@ def test_print0_and_save0_work_without_a_group(capsys, tmp_path):
     assert torch.load(tmp_path / "x.pt", weights_only=True) == [1]
 
 
-def refuse_late_on_rank_0() -> None:
+def fail_late_on_rank_0() -> None:
     if rank() == 0:
         time.sleep(0.5)
-    refuse("--flag 1: no; pass 2")
+    fail("--flag 1: no; pass 2")
 
 
 def test_error_is_printed_once_and_every_rank_exits_with_its_status(pools):
-    ended = pools(3).attempt(refuse_late_on_rank_0)
+    ended = pools(3).attempt(fail_late_on_rank_0)
     assert [o.exit_status for o in ended] == [2, 2, 2]
     assert ended[0].stderr.endswith(": --flag 1: no; pass 2\n")
     assert [o.stderr for o in ended[1:]] == ["", ""]

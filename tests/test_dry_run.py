@@ -10,11 +10,11 @@ import time
 from unittest.mock import patch
 
 import pytest
+from dry_run import PATCHES, Report, dry_run, main, plan
 from harness import REPO, PeakMemory, load_stage
 
 from common import collectives
 from common.arguments import host_memory
-from common.dry_run import STAND_INS, Report, dry_run, main, plan
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def real(stage: str, argv: list[str]) -> Report:
     count as memory, and a dry run predicts runs on NCCL."""
     module = load_stage(stage)
     native = patch.object(collectives, "_is_gloo", lambda *_: False)
-    with native, patch.multiple(module, **STAND_INS), PeakMemory() as memory:
+    with native, patch.multiple(module, **PATCHES), PeakMemory() as memory:
         report = module.main(argv)
     report.peak = memory.above
     return report
@@ -139,7 +139,7 @@ def test_mesh_of_4096_ranks_shards_model_state_over_pp_and_tp(pools):
 
 def command(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "common.dry_run", *words], cwd=REPO, capture_output=True, text=True
+        [sys.executable, "tools/dry_run.py", *words], cwd=REPO, capture_output=True, text=True
     )
 
 
@@ -187,7 +187,7 @@ def test_plan_prints_the_start_of_a_row_before_it_is_computed(monkeypatch):
         seen.append(pipe.seen)
         return "1 | 2 | 3"
 
-    monkeypatch.setattr("common.dry_run.figures", figures)
+    monkeypatch.setattr("dry_run.figures", figures)
     plan()
     assert seen[0].endswith("\n| 02 | 8 | ") and "4096" in seen[0].splitlines()[0]
     assert seen[1].endswith("| 02 | 8 | 1 | 2 | 3 | --global-batch-size 8 |\n| 02 | 64 | ")

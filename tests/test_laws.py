@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 
 import pytest
 from harness import REPO, stage_path, stages
+
+import common
 
 FORBIDDEN = (
     "torch.nn.parallel",
@@ -59,6 +62,13 @@ def uses(names: set[str], module: str) -> list[str]:
     return sorted(n for n in names if n == module or n.startswith(module + "."))
 
 
+def packages_of(tree: ast.Module) -> set[str]:
+    """The top-level packages that the code imports."""
+    names = [n.name for node in ast.walk(tree) if isinstance(node, ast.Import) for n in node.names]
+    names += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {name.split(".")[0] for name in names}
+
+
 @every_stage
 def test_a_stage_uses_no_ready_made_technique(stage):
     names = names_of(tree_of(stage))
@@ -67,18 +77,23 @@ def test_a_stage_uses_no_ready_made_technique(stage):
 
 @every_stage
 def test_a_stage_imports_the_standard_library_torch_and_common_alone(stage):
-    roots = {
-        name.split(".")[0]
-        for node in ast.walk(tree_of(stage))
-        for name in (
-            [n.name for n in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
-    assert roots <= {*sys.stdlib_module_names, "torch", "common"}
+    assert packages_of(tree_of(stage)) <= {*sys.stdlib_module_names, "torch", "common"}
+
+
+def test_requirements_declare_every_imported_package():
+    files = [
+        p for sub in ("common", "tools", "tests", "benchmarks") for p in REPO.glob(f"{sub}/*.py")
+    ]
+    packages = set().union(*(packages_of(ast.parse(file.read_text())) for file in files))
+    local = {"common", *(file.stem for file in files)}
+    declared = re.findall(r"^[\w-]+", (REPO / "requirements.txt").read_text(), re.MULTILINE)
+    assert packages - local - sys.stdlib_module_names <= set(declared)
+
+
+def test_map_of_common_names_every_file():
+    named = re.findall(r"^(\w+\.py) ", common.__doc__, re.MULTILINE)
+    files = [path.name for path in REPO.glob("common/*.py") if path.name != "__init__.py"]
+    assert sorted(named) == sorted(files)
 
 
 @every_stage

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ import torch.nn.functional as F
 from harness import PeakMemory
 from torch import Tensor
 
+from common.counter_rng import sample_keys
 from common.model import (
     IGNORED,
     Attention,
     Layer,
     Linear,
+    LinearCrossEntropy,
     Transformer,
     TransformerConfig,
     init_weights,
@@ -27,7 +30,6 @@ from common.model import (
     linear_cross_entropy,
     rotate,
 )
-from common.random import sample_keys
 
 CONFIG = TransformerConfig(vocab_size=100, d_model=32, n_layers=3, n_heads=4, seq_len=16)
 
@@ -180,6 +182,14 @@ def loss_and_gradients(function, x, weight, targets, scale=1.0, **kwargs):
     loss = function(x, weight, targets, **kwargs)
     (scale * loss).backward()
     return loss.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("on_gpu, rows", [(False, 256), (True, 2048)])
+def test_chunks_of_the_loss_are_larger_on_a_gpu(monkeypatch, on_gpu, rows):
+    used = []
+    monkeypatch.setattr(LinearCrossEntropy, "apply", lambda *args: used.append(args[-1]))
+    linear_cross_entropy(SimpleNamespace(is_cuda=on_gpu), None, None)
+    assert used == [rows]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 10, 11, 1024])

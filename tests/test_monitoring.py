@@ -1,60 +1,44 @@
-"""Metrics about the run itself: the time left, and the GPU's utilization."""
+"""What a run reports while it runs: the memory of its state, the time left, how busy its GPU is."""
 
 from __future__ import annotations
-
-import ctypes
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common.run import _readable, gpu_utilisation
+from common.metrics import gpu_utilization, readable
 
 SMALL = "--d-model 16 --n-layers 1 --n-heads 2 --seq-len 16 --global-batch-size 4".split()
-GPU = torch.device("cuda", 3)
+LINE = {"step": 7, "loss": 5.25, "grad_norm": 1.5, "lr": 1e-3, "tokens_per_s": 1234.5}
+LINE |= {"step_ms": 60.04, "memory_mb": 404.1, "model_state_mb": 15.69, "comm_mb": 3.926}
+LINE |= {"seconds_left": 3723.4, "val_loss": 5.1, "val_ppl": 164.02}
 
 
-class Driver:
-    """A replacement for NVIDIA's library: one GPU with this UUID and a utilization of 87 %."""
-
-    def __init__(self, uuid: str, status: int = 0):
-        self.uuid, self.status = uuid, status
-
-    def nvmlInit_v2(self) -> int:
-        return 0
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle) -> int:
-        handle._obj.value = 77
-        return 0 if uuid == b"GPU-" + self.uuid.encode() else 6
-
-    def nvmlDeviceGetUtilizationRates(self, handle, rates) -> int:
-        assert handle.value == 77
-        rates[0], rates[1] = 87, 12
-        return self.status
+def no_figure(_) -> int:
+    raise RuntimeError("Not Supported")  # of a part of a GPU (MIG)
 
 
-def absent(_: str):
-    raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+def no_package(_) -> int:
+    raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
 
 
 @pytest.mark.parametrize(
-    "library, expected",
-    [
-        (lambda _: Driver("a-b"), 87),
-        (lambda _: Driver("a-b", status=3), None),  # a part of a GPU (MIG) has no utilization
-        (lambda _: Driver("c-d"), None),
-        (lambda _: object(), None),
-        (absent, None),
-    ],
-    ids=["supported", "not supported", "another GPU", "another library", "no library"],
+    "utilization, expected", [(lambda _: 87, 87), (no_figure, None), (no_package, None)]
 )
-def test_gpu_utilization_or_none_where_it_is_unknown(monkeypatch, library, expected):
-    monkeypatch.setattr(ctypes, "CDLL", library)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a-b"), raising=False
-    )
-    assert gpu_utilisation(GPU)() == expected
-    assert gpu_utilisation(torch.device("cpu"))() is None
+def test_gpu_utilization_or_none_where_it_is_unknown(monkeypatch, utilization, expected):
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    assert gpu_utilization(torch.device("cuda", 3)) == expected
+    assert gpu_utilization(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_console_line_shows_the_model_state_and_on_a_gpu_the_peak(monkeypatch, on_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    speed = "step     7  loss 5.2500  norm 1.500  lr 1.00e-03  1,234 tok/s  60.0 ms"
+    memory = "state 15.69 MB  peak 404 MB" if on_gpu else "state 15.69 MB"
+    end = "left 1:02:03  val loss 5.1  val ppl 164"
+    assert readable(LINE) == f"{speed}  {memory}  sent 3.93 MB  {end}"
+    busy = readable(LINE | {"save_ms": 12.34, "gpu_utilisation": 87, "mfu": 0.4})
+    assert "sent 3.93 MB  save 12.3 ms  GPU 87 %  MFU 40.0%  left" in busy
 
 
 @pytest.mark.slow
@@ -63,5 +47,3 @@ def test_metrics_report_the_seconds_left(pools, corpus_dir):
     (metrics,) = pools(1, group=False).train("01", flags)
     left = [line["seconds_left"] for line in metrics]
     assert all(x > 0 for x in left[:-1]) and left[-1] == 0
-    line = metrics[1] | {"seconds_left": 3723.4, "gpu_utilisation": 87}
-    assert "GPU 87 %  left 1:02:03" in _readable(line)

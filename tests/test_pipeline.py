@@ -23,8 +23,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.counter_rng import sample_keys
 from common.model import Transformer, TransformerConfig, init_weights
-from common.random import sample_keys
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.counter_rng import CounterDropout, fold_in, generator_of, hash32, sample_keys, seed_of
 from common.model import Transformer, TransformerConfig
-from common.random import CounterDropout, generator_of, hash32, mix, sample_keys, seed_of
 
 
 def keys_of(step: int = 0, samples: int = 8, seed: int = 1) -> Tensor:
@@ -121,7 +121,7 @@ def test_hash_is_a_bijection_with_the_avalanche_property():
         for out in range(32):
             share = ((moved >> out) & 1).double().mean()
             assert 0.42 < share < 0.58, (bit, out)
-    assert mix(torch.tensor(5, dtype=torch.int32), 0).dtype == torch.int32
+    assert fold_in(torch.tensor(5, dtype=torch.int32), 0).dtype == torch.int32
 
 
 def test_seeds_differ_by_name_and_never_change():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import threading
 import xml.etree.ElementTree as ElementTree
@@ -13,20 +12,11 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
+import timeline
 import torch
 from harness import REPO, load_stage
 
 stage = load_stage("06")
-
-
-def _timeline():
-    spec = importlib.util.spec_from_file_location("timeline", REPO / "tools" / "timeline.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-timeline = _timeline()
 SCHEDULES = {**stage.SCHEDULES, **stage.SPLIT_SCHEDULES}
 NAMES = tuple(SCHEDULES)
 

@@ -26,8 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from common.counter_rng import sample_keys
 from common.model import IGNORED, Transformer, TransformerConfig, init_weights
-from common.random import sample_keys
 
 pytestmark = pytest.mark.slow
 

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from common.arguments import PRESETS
 from common.checkpoint import checkpoints
 from common.data import eval_batches, load_corpus, train_batches
+from common.metrics import peak_flops
 from common.model import IGNORED, Transformer, TransformerConfig, init_weights
 from common.optimization import adamw_settings, learning_rate
-from common.run import peak_flops
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 TIMINGS = {"tokens_per_s", "step_ms", "save_ms", "seconds_left", "memory_mb", "mfu"}

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from common.checkpoint import checkpoints
-from common.distributed import refuse, save0
+from common.distributed import fail, save0
 from common.storage import CorruptCheckpointError, LoadPlanner, Reader
 
 
@@ -31,7 +31,7 @@ def newest_run() -> Path:
     runs = {p.parent.parent for p in repo.glob("runs/**/checkpoints/step-*")}
     runs = {run for run in runs if checkpoints(run / "checkpoints")}
     if not runs:
-        refuse("no run here has a checkpoint: name a run's folder, or train --checkpoint-every 100")
+        fail("no run here has a checkpoint: name a run's folder, or train --checkpoint-every 100")
     return max(runs, key=lambda run: checkpoints(run / "checkpoints")[-1].stat().st_mtime)
 
 
@@ -47,7 +47,7 @@ def weights_of(checkpoint: Path) -> dict[str, Tensor]:
         }
         dcp.load(state, storage_reader=reader, planner=LoadPlanner(set(entries)), no_dist=True)
     except (CorruptCheckpointError, dcp.api.CheckpointException) as error:
-        refuse(f"{checkpoint} cannot be read: {str(error).splitlines()[-1]}", status=1)
+        fail(f"{checkpoint} cannot be read: {str(error).splitlines()[-1]}", status=1)
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
@@ -58,7 +58,7 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path]:
         return path.parents[path.parent.name == "checkpoints"], path
     found = checkpoints(path / "checkpoints")
     if not found:
-        refuse(f"{path}: no checkpoint there; train with --checkpoint-every")
+        fail(f"{path}: no checkpoint there; train with --checkpoint-every")
     return path, found[-1]
 
 

@@ -12,12 +12,12 @@ parameters, one cell per element, above the equal shards of the ranks and their 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from math import prod
 from pathlib import Path
 
 import torch
+from stages import load_stage
 from svg import Picture
 
 REPO = Path(__file__).resolve().parents[1]
@@ -33,13 +33,10 @@ def buckets_of(cap_mb: float) -> list[list[tuple[str, float]]]:
     """(name, MB) of each parameter, bucket by bucket, as stage 02 splits them."""
     from common.model import Transformer, TransformerConfig
 
-    spec = importlib.util.spec_from_file_location("stage_02", REPO / "02_ddp" / "train.py")
-    stage = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stage)
     with torch.device("meta"):
         model = Transformer(TransformerConfig(vocab_size=VOCABULARY))
     names = {p: name for name, p in model.named_parameters()}
-    split = stage.split_into_buckets(list(model.parameters())[::-1], cap_mb)
+    split = load_stage("02").split_into_buckets(list(model.parameters())[::-1], cap_mb)
     return [[(names[p], p.numel() * 4 / 2**20) for p in bucket] for bucket in split]
 
 

@@ -20,7 +20,7 @@ import torch
 from export import export, newest_run, run_and_checkpoint
 
 from common.data import UNKNOWN, load_corpus
-from common.distributed import refuse
+from common.distributed import fail
 from common.model import Transformer, TransformerConfig
 
 
@@ -28,7 +28,7 @@ def load_run(path: Path) -> tuple[Transformer, list[str]]:
     """The trained model and the corpus's words. path: a run's folder, or a checkpoint's."""
     run, checkpoint = run_and_checkpoint(path)
     if not (run / "config.json").is_file():
-        refuse(f"{run}: no config.json there (it names the corpus): is it a run's folder?")
+        fail(f"{run}: no config.json there (it names the corpus): is it a run's folder?")
     export(checkpoint, run / "model.pt")
     arguments = json.loads((run / "config.json").read_text())["arguments"]
     vocab = load_corpus(arguments["data"]).vocab
@@ -42,7 +42,7 @@ def tokens_of(prompt: str, vocab: list[str]) -> list[int]:
     known = {word: token for token, word in enumerate(vocab)}
     missing = [word for word in prompt.split() if word not in known]
     if missing and UNKNOWN not in known:
-        refuse(f"--prompt: {missing[0]!r} is not among the {len(vocab)} words of the corpus")
+        fail(f"--prompt: {missing[0]!r} is not among the {len(vocab)} words of the corpus")
     return [known.get(word, known.get(UNKNOWN)) for word in prompt.split()]
 
 
@@ -76,6 +76,6 @@ if __name__ == "__main__":
     model, vocab = load_run(args.run or newest_run())
     tokens = tokens_of(args.prompt, vocab)
     if not tokens:
-        refuse("--prompt: give at least one word")
+        fail("--prompt: give at least one word")
     words = continued(model, tokens, args.words, args.temperature, args.seed)
     print(" ".join("\n" if vocab[t] == "<eos>" else vocab[t] for t in words))

@@ -13,7 +13,6 @@ step of median length, from the traces that torch.profiler has written to the ru
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from typing import NamedTuple
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "tools")]
 
+from stages import load_stage  # noqa: E402
 from svg import LIGHT, Picture  # noqa: E402
 
 from common.arguments import Parser, positive_int  # noqa: E402
@@ -47,15 +47,6 @@ class Span(NamedTuple):
     chunk: int
     start: float
     end: float
-
-
-def load_stage():
-    """`06_pipeline/train.py` as a module: `import` cannot, for 06_pipeline is no identifier."""
-    spec = importlib.util.spec_from_file_location("stage_06", REPO / "06_pipeline" / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def drawn_kind(kind: str, kinds: set[str]) -> str:
@@ -264,7 +255,7 @@ def draw_axis(art: Picture, left: float, y: float, scale: float, length: float, 
 
 
 def planned(name: str, p: int, m: int, virtual: int | None = None) -> Panel:
-    stage = load_stage()
+    stage = load_stage("06")
     v = virtual or 2 if name == "interleaved" else 1
     if name == "interleaved" and m % p:
         raise SystemExit(f"timeline.py: --micro {m} is not a multiple of --pp {p}")

@@ -1,8 +1,8 @@
-"""Randomness without state: every number comes from counters that name it.
+"""Stateless randomness: every random number is a hash of names and counters.
 
-Nothing here depends on who computes it or on what was drawn before, so any rank, any pipeline
-stage and any resumed run gets the same initial weight, batch and dropout mask. (Counter-based
-generators: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.)
+No number depends on the rank that computes it or on earlier draws, so any rank, any pipeline stage
+and any resumed run gets the same initial weight, batch and dropout mask. (Counter-based generators:
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 # Two odd multipliers and three shifts of a 32-bit integer hash that Chris Wellons found by search
-# ("lowbias32", 2018). Signed 32-bit products wrap around as unsigned ones do.
+# ("lowbias32", 2018). Signed 32-bit multiplication wraps around as unsigned does.
 _MULTIPLY = (0x7FEB352D, 0x846CA68B - (1 << 32))
 _GOLDEN = 0x9E3779B9 - (1 << 32)  # 2^32 / golden ratio: spreads consecutive counters
 
@@ -34,29 +34,29 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def hash32(x: Tensor) -> Tensor:
-    """A bijection of int32 in which each input bit moves each output bit half of the time."""
+    """A bijection of int32 in which each input bit flips each output bit half of the time."""
     x = (x ^ _shift(x, 16)) * _MULTIPLY[0]
     x = (x ^ _shift(x, 15)) * _MULTIPLY[1]
     return x ^ _shift(x, 16)
 
 
-def mix(key: Tensor, counter: Tensor | int) -> Tensor:
-    """A new key from a key and a counter (int32, broadcast against each other)."""
+def fold_in(key: Tensor, counter: Tensor | int) -> Tensor:
+    """Derive a new key from a key and a counter (int32, broadcast against each other)."""
     return hash32(key ^ (counter * _GOLDEN + 0x3C6EF372))
 
 
 def sample_keys(seed: int, step: int, samples: Tensor) -> Tensor:
-    """One int32 key for each sample of step `step`'s global batch, from its place in it."""
+    """One int32 key per sample of step `step`'s global batch; samples: their indices in it."""
     start = torch.tensor(seed_of("dropout", seed, step) & 0x7FFFFFFF, dtype=torch.int32)
-    return mix(start, samples.to(torch.int32))
+    return fold_in(start, samples.to(torch.int32))
 
 
 class CounterDropout(nn.Module):
     """Dropout whose mask is a hash of (sample key, site, position, feature).
 
-    site: a number of this place in the model, no two alike. first_position: where the sequence
-    that `forward` sees begins in the whole one, so that a rank that holds a slice of a sequence
-    drops what it would drop in the whole.
+    site: the unique number of this dropout in the model. first_position: of the first token that
+    `forward` gets, so that a rank with one shard of a sequence drops the same elements as a rank
+    with all of it.
     """
 
     def __init__(self, p: float, site: int, first_position: int = 0):
@@ -71,15 +71,15 @@ class CounterDropout(nn.Module):
 
     @torch.compiler.disable  # 2.13 compiles the integers of a whole layer wrongly for AVX-512
     def keep(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Where x stays: bool [batch, seq, features]."""
+        """True for the elements of x to keep: bool [batch, seq, features]."""
         seq, features = x.shape[-2:]
         # site and position in one counter: room for a million positions at each of 4096 sites
         place = torch.arange(seq, dtype=torch.int32, device=x.device)
         place += self.first_position + (self.site << 20)
         feature = torch.arange(features, dtype=torch.int32, device=x.device)
-        key = mix(keys[:, None], place)  # [batch, seq]
+        key = fold_in(keys[:, None], place)  # [batch, seq]
         threshold = round(self.p * 2**31)
-        return (mix(key[..., None], feature) & 0x7FFFFFFF) >= threshold
+        return (fold_in(key[..., None], feature) & 0x7FFFFFFF) >= threshold
 
     def extra_repr(self) -> str:
         return f"p={self.p}, site={self.site}"

@@ -1,18 +1,17 @@
 """What a stage would hold and send on any number of ranks, without the ranks.
 
-    python -m common.dry_run 07 --ranks 1024 --pp 8 --tp 8 --preset gpt2-xl --n-heads 32 ...
-    python -m common.dry_run plan
+    python tools/dry_run.py 07 --ranks 1024 --pp 8 --tp 8 --preset gpt2-xl --n-heads 32 ...
+    python tools/dry_run.py plan
 
-It runs the stage's own `main` for one step as one chosen rank: PyTorch's fake process group
-answers at once for all the others, and its fake tensors have shapes and no memory. So it cannot
-drift from the stage; what would be refused for real is refused here, by the same line.
+It runs the stage's own `main` for one step as one chosen rank. PyTorch's fake process group answers
+at once for all other ranks, and its fake tensors have shapes but no memory. So the dry run cannot
+drift from the stage, and wrong arguments end it with the stage's own error.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import sys
 import time
@@ -20,11 +19,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from stages import load_stage
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -33,16 +35,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.collectives import Ledger, ledger
-from common.distributed import World, refuse
+from common.distributed import World, fail
 from common.model import rotary_table
 
-REPO = Path(__file__).resolve().parents[1]
 VOCABULARY = 33_278  # of WikiText-2
 
 
 @dataclass
 class Report:
-    """What one rank holds (bytes) and sends in a step. `peak` is all that lives at a time."""
+    """Bytes that one rank holds and sends per step. `peak`: all that are alive at the same time."""
 
     parameters: int = 0
     gradients: int = 0
@@ -56,12 +57,12 @@ class Report:
 
     @property
     def activations(self) -> int:
-        """At the peak: activations, and what is gathered or on its way just then."""
+        """At the peak: activations, unsharded parameters and tensors in flight."""
         return self.peak - self.states
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> Report:
-    """The storages behind parameters, gradients and optimizer states, each counted once."""
+    """The storages behind parameters, gradients and optimizer state, each counted once."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     kinds = {
         "parameters": params,
@@ -78,12 +79,12 @@ def states_of(optimizer: torch.optim.Optimizer) -> Report:
 
 
 class PeakStorage(TorchDispatchMode):
-    """The most bytes of floating-point storages that lived at a time, seen operator by operator."""
+    """The peak of the bytes in living floating-point storages, updated at every operator."""
 
     def __init__(self) -> None:
         super().__init__()
         self.known: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.at_most = self.peak = 0  # at_most: with what may have been freed since the last sweep
+        self.at_most = self.peak = 0  # at_most: with storages freed since the last sweep
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.see(args)
@@ -114,9 +115,9 @@ class PeakStorage(TorchDispatchMode):
 
 
 class OneStep:
-    """Stands in for `common.run.Run`: one step, which is looked at and not written down."""
+    """In place of `common.run.Run`: takes one step, whose memory and messages it reports."""
 
-    optimizer: torch.optim.Optimizer  # as `load` is shown it
+    optimizer: torch.optim.Optimizer  # from the call of `load`
 
     def __init__(self, *_) -> None:
         self.checkpoints = self
@@ -126,7 +127,7 @@ class OneStep:
         return 0
 
     def steps(self, first: int) -> Iterator[int]:
-        ledger.reset()  # what the start has sent belongs to no step
+        ledger.reset()  # communication at the start belongs to no step
         yield first
 
     def log(self, *_) -> None:
@@ -139,7 +140,7 @@ class OneStep:
     def evaluates(self, step: int) -> bool:
         return False
 
-    is_last = saves = evaluates
+    is_last = agree_to_save = evaluates
 
     def write(self) -> None:
         pass
@@ -148,11 +149,11 @@ class OneStep:
         return self.report
 
 
-STAND_INS = {"Run": OneStep}
+PATCHES = {"Run": OneStep}
 
 
 def empty_batches(_, args, device, first_step: int, rank: int = 0, size: int = 1):
-    """Shapes of what `train_batches` yields."""
+    """Yield batches of the shapes that `train_batches` yields."""
     share = args.global_batch_size // size
     tokens = torch.zeros(args.micro_batch_size, args.seq_len, dtype=torch.int64, device=device)
     keys = torch.zeros(args.micro_batch_size, dtype=torch.int32, device=device)
@@ -162,7 +163,7 @@ def empty_batches(_, args, device, first_step: int, rank: int = 0, size: int = 1
 
 @torch.no_grad()
 def replace_parameters(module: nn.Module, convert, recurse: bool = True) -> nn.Module:
-    """In place of `Module._apply`, which swaps tensors, and fake ones cannot be swapped."""
+    """In place of `Module._apply`, which swaps tensors: fake tensors cannot be swapped."""
     for owner in module.modules():
         for name, p in owner.named_parameters(recurse=False):
             converted = convert(p)
@@ -171,34 +172,26 @@ def replace_parameters(module: nn.Module, convert, recurse: bool = True) -> nn.M
     return module
 
 
-def load_stage(number: str) -> ModuleType:
-    (path,) = REPO.glob(f"{number}_*/train.py")
-    spec = importlib.util.spec_from_file_location(f"dry_run_of_{number}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def dry_run(
     number: str, ranks: int, rank: int, argv: list[str], vocabulary: int = VOCABULARY
 ) -> Report:
-    """One step of stage `number` as `rank` of `ranks`, with the script's own flags `argv`.
+    """Run one step of stage `number` as `rank` of `ranks`, with the script's own flags `argv`.
 
-    Raises SystemExit where the stage refuses. There must be no process group yet.
+    Raises SystemExit where the stage fails. There must be no process group yet.
     """
     module = load_stage(number)
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    stand_ins = {
+    patches = {
         "setup": lambda timeout: World(rank, rank, ranks, torch.device("cpu")),
         "load_corpus": lambda _: SimpleNamespace(vocab=range(vocabulary), train=None),
         "train_batches": empty_batches,
-        **STAND_INS,
+        **PATCHES,
     }
     rotary_table.cache_clear()  # real tensors and fake ones do not mix
     try:
         with (
-            patch.multiple(module, **stand_ins),
-            patch("common.arguments.check_memory"),  # what it is for
+            patch.multiple(module, **patches),
+            patch("common.arguments.check_memory"),  # this machine's memory does not matter
             patch.object(nn.Module, "_apply", replace_parameters),
             FakeTensorMode() as fake,
             PeakStorage() as storages,
@@ -212,7 +205,7 @@ def dry_run(
     return report
 
 
-# ---- what is printed ----
+# ---- output ----
 
 
 def gigabytes(count: float) -> str:
@@ -225,13 +218,16 @@ def show(number: str, ranks: int, rank: int, argv: list[str], vocabulary: int) -
     print(f"stage {number}, rank {rank} of {ranks}: {' '.join(argv)}\n\nheld, GB")
     for name in ("parameters", "gradients", "optimizer", "activations", "peak"):
         print(f"  {name:24}{gigabytes(getattr(report, name)):>12}")
-    print(f"\n{'sent in a step':26}{'calls':>12}{'payload GB':>14}{'on a ring GB':>14}")
+    print(f"\n{'sent per step':26}{'calls':>12}{'payload GB':>14}{'on a ring GB':>14}")
     sent = report.sent
     for key in sorted(sent.calls):
         row = f"{sent.calls[key]:12}{gigabytes(sent.payload[key]):>14}"
         print(f"  {' over '.join(key):24}{row}{gigabytes(sent.ring[key]):>14}")
-    print(f"  {'in all':36}{'':14}{gigabytes(sent.total_ring_bytes):>14}")
-    print(f"\nactivations: with what is gathered at the peak. {time.perf_counter() - start:.0f} s")
+    print(f"  {'total':36}{'':14}{gigabytes(sent.total_ring_bytes):>14}")
+    print(
+        "\nactivations: with unsharded parameters and tensors in flight at the peak. "
+        f"{time.perf_counter() - start:.0f} s"
+    )
 
 
 # 3.5 billion parameters in a shape that divides
@@ -253,10 +249,10 @@ PLANS = {  # flags of a stage on n ranks: the batch grows with them
 def plan() -> None:
     """One table: every stage on 8 to 4096 ranks. The batch grows with the ranks."""
     print(f"{MODEL}, vocabulary {VOCABULARY}; GB of the rank that has most\n")
-    print("| stage | ranks | states | peak | sent a step | flags |\n|" + " --- |" * 6)
+    print("| stage | ranks | states | peak | sent per step | flags |\n|" + " --- |" * 6)
     for number, flags in PLANS.items():
         for ranks in SIZES:
-            # flushed: a row may take a minute, and shows where the plan is
+            # flushed, to show progress: a row may take a minute
             print(f"| {number} | {ranks} | ", end="", flush=True)
             row = figures(number, ranks, [*MODEL.split(), *flags(ranks).split()])
             print(f"{row} | {flags(ranks)} |", flush=True)
@@ -264,14 +260,14 @@ def plan() -> None:
 
 def figures(number: str, ranks: int, argv: list[str]) -> str:
     """States, peak and ring bytes of the rank that has most, or why there are none."""
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             # along a pipeline ranks differ most at its ends; elsewhere all are alike
             ends = (0, ranks - 1) if number in ("06", "07") else (0,)
             reports = [dry_run(number, ranks, rank, argv) for rank in ends]
     except SystemExit:
-        why = said.getvalue().removeprefix("dry-run: ").split(":")[0].split(" (")[0].strip()
+        why = stderr.getvalue().removeprefix("dry-run: ").split(":")[0].split(" (")[0].strip()
         return f"no: {why} | | "
     each = [(r.states, r.peak, r.sent.total_ring_bytes) for r in reports]
     return " | ".join(gigabytes(max(values)) for values in zip(*each, strict=True))
@@ -280,15 +276,15 @@ def figures(number: str, ranks: int, argv: list[str]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("stage", help="02 ... 07, or plan: a table of all of them")
-    parser.add_argument("--ranks", type=int, default=8, help="how many to pretend")
-    parser.add_argument("--rank", type=int, default=0, help="which of them to be")
+    parser.add_argument("--ranks", type=int, default=8, help="number of ranks to simulate")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to run as")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="words")
     args, own = parser.parse_known_args(argv)
     if not 0 <= args.rank < args.ranks:
-        refuse(f"--rank {args.rank} is none of the {args.ranks} ranks: 0 to {args.ranks - 1}")
+        fail(f"--rank {args.rank} is none of the {args.ranks} ranks: 0 to {args.ranks - 1}")
     if args.stage not in PLANS and args.stage != "plan":
-        refuse(
-            f"there is no stage {args.stage!r} to run dry; there are {', '.join(PLANS)}, or plan"
+        fail(
+            f"there is no stage {args.stage!r} for a dry run; there are {', '.join(PLANS)}, or plan"
         )
     if args.stage == "plan":
         plan()

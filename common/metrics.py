@@ -1,0 +1,214 @@
+"""The metrics of a run: what a logged line holds, how it prints, and where it is written.
+
+A line goes to the console, to `metrics.jsonl` and to TensorBoard. Rank 0 writes it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import resource
+import sys
+import time
+from argparse import Namespace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from common.collectives import ledger
+from common.distributed import print0, rank, world_size
+from common.model import TransformerConfig
+
+# fmt: off
+PEAK_FLOPS = {  # dense bf16, in FLOP/s, by a part of the device's name; the longer name first
+    "GB200": 2500e12, "B200": 2250e12, "H200": 989e12,
+    "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12,
+    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "V100": 125e12,
+    "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250": 362e12,
+}  # from NVIDIA's and AMD's data sheets
+# fmt: on
+
+# for each key of a line: its tag in TensorBoard, which groups charts by the word before the slash,
+# and its format on the console
+COLUMNS = {
+    "step": ("", "step {:5d}"),
+    "loss": ("loss/train", "loss {:.4f}"),
+    "grad_norm": ("optimizer/grad_norm", "norm {:.3f}"),
+    "lr": ("optimizer/lr", "lr {:.2e}"),
+    "tokens_per_s": ("speed/tokens_per_s", "{:,.0f} tok/s"),
+    "step_ms": ("speed/step_ms", "{:.1f} ms"),
+    "model_state_mb": ("memory/model_state_mb", "state {:,.2f} MB"),
+    "memory_mb": ("memory/memory_mb", "peak {:,.0f} MB"),
+    "comm_mb": ("comm/comm_mb", "sent {:.2f} MB"),
+    "save_ms": ("speed/save_ms", "save {:.1f} ms"),
+    "gpu_utilisation": ("speed/gpu_utilisation", "GPU {} %"),
+    "mfu": ("speed/mfu", "MFU {:.1%}"),
+    "seconds_left": ("speed/seconds_left", "left {}"),
+    "val_loss": ("loss/val", "val loss {:.4g}"),
+    "val_ppl": ("perplexity/val", "val ppl {:.4g}"),
+    "test_loss": ("loss/test", "test loss {:.4g}"),
+    "test_ppl": ("perplexity/test", "test ppl {:.4g}"),
+}
+
+
+def readable(line: dict) -> str:
+    """A line as the console shows it."""
+    shown = dict(line)
+    if "seconds_left" in line:
+        shown["seconds_left"] = timedelta(seconds=round(line["seconds_left"]))
+    if not torch.cuda.is_available():  # then it is the process's, most of which is PyTorch itself
+        shown.pop("memory_mb", None)
+    return "  ".join(COLUMNS[key][1].format(shown[key]) for key in COLUMNS if key in shown)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """bf16 peak of a GPU by its name, None if it is not known."""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
+
+
+def model_state_bytes() -> int:
+    """Count the bytes of weights, gradients and optimizer state in this rank's living tensors.
+
+    Call it between the optimizer's step and `zero_grad`, when the activations are freed.
+    """
+    storages = {}
+    for obj in gc.get_objects():
+        # the compiler's fake tensors have no memory: subclasses, and plain tensors that wrap one
+        if type(obj) not in (Tensor, nn.Parameter) or obj.is_meta:
+            continue
+        if obj.is_floating_point() and not torch._is_functional_tensor(obj):
+            storage = obj.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak since the start: of the GPU's allocator, on a CPU of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    kilobyte = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte
+
+
+def gpu_utilization(device: torch.device) -> int | None:
+    """Percent of the last second in which the GPU was busy, as `nvidia-smi` shows it."""
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device)
+    except Exception:  # no nvidia-ml-py, no driver, or a part of a GPU (MIG): it has no such figure
+        return None
+
+
+class Metrics:
+    """Collects the metrics of a step and writes those of the logged steps, one line each."""
+
+    def __init__(
+        self, args: Namespace, config: TransformerConfig, device: torch.device, folder: Path
+    ):
+        self.lines: list[dict] = []  # written since the start of this process
+        self._device, self._path = device, folder / "metrics.jsonl"
+        self._n_steps, self._tokens = args.steps, args.global_batch_size * args.seq_len
+        self._flops = self._tokens * config.flops_per_token()  # per step, over all ranks
+        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._peak_flops = peak_flops(self.device_name)
+        self._line: dict = {}  # of the present step
+        self._model_state_mb: float | None = None
+        self._first_step, self._started = 0, 0.0
+        self._step_started, self._seconds, self._steps_timed = 0.0, 0.0, 0
+        self._file = self._board = None
+
+    def start(self, first: int) -> None:
+        """Open the files, before step `first`."""
+        if rank() == 0:
+            self._open_files(first)
+        ledger.reset()  # communication at the start belongs to no step
+        self._first_step, self._started = first, time.perf_counter()
+
+    def _open_files(self, first: int) -> None:
+        """Drop the lines of a run that got past step `first` before it stopped."""
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+
+        self._board = SummaryWriter(self._path.parent)
+        if self._path.exists():
+            kept = [x for x in self._path.read_text().splitlines(True) if _step_of(x) < first]
+            aside = self._path.with_suffix(".writing")
+            aside.write_text("".join(kept))
+            aside.replace(self._path)
+        self._file = open(self._path, "a")
+
+    def start_step(self) -> None:
+        self._step_started = time.perf_counter()
+
+    def end_step(
+        self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, is_logged: bool
+    ) -> None:
+        """Time the step. If it is logged, add the averages since the last logged step."""
+        if self._model_state_mb is None:  # before the first save, which copies the model state
+            self._model_state_mb = model_state_bytes() / 1e6
+        self._line = {"step": step}
+        if is_logged:  # within the step's time: this waits for the GPU
+            self._line |= {"loss": loss.item(), "grad_norm": float(grad_norm), "lr": lr}
+        self._seconds += time.perf_counter() - self._step_started
+        self._steps_timed += 1
+        if not is_logged:
+            return
+        seconds = self._seconds / self._steps_timed
+        # per step since the start, with evaluations and saves
+        pace = (time.perf_counter() - self._started) / (step + 1 - self._first_step)
+        self._line |= {
+            "tokens_per_s": self._tokens / seconds,
+            "step_ms": 1e3 * seconds,
+            "memory_mb": peak_memory_bytes(self._device) / 1e6,
+            "model_state_mb": self._model_state_mb,
+            "comm_mb": ledger.total_ring_bytes / 1e6 / self._steps_timed,
+            "seconds_left": pace * (self._n_steps - step - 1),
+        }
+        if self._peak_flops:
+            self._line["mfu"] = self._flops / seconds / (self._peak_flops * world_size())
+        utilization = gpu_utilization(self._device)
+        if utilization is not None:
+            self._line["gpu_utilisation"] = utilization
+        self._seconds, self._steps_timed = 0.0, 0
+        ledger.reset()
+
+    def add_save(self, seconds: float) -> None:
+        """Add the time for which saves have blocked training."""
+        self._line["save_ms"] = 1e3 * seconds
+
+    def add_evaluation(self, name: str, loss: float) -> None:
+        """Add a loss in nats per token and its perplexity."""
+        self._line |= {f"{name}_loss": loss, f"{name}_ppl": math.exp(min(loss, 700.0))}
+
+    def write(self) -> None:
+        """Write the step's line if it has one."""
+        line, self._line = self._line, {}
+        if len(line) < 2:
+            return
+        self.lines.append(line)
+        if rank() != 0:
+            return
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        for name, value in line.items():
+            if name != "step":
+                self._board.add_scalar(COLUMNS[name][0], value, line["step"])
+        with tqdm.external_write_mode():  # clears the progress bar meanwhile
+            print0(readable(line))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._board.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of a line in metrics.jsonl; infinity if a kill has truncated it."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return math.inf
