@@ -571,10 +571,10 @@ def pages_to_see() -> list[str]:
 
 
 TOO_WIDE = """[...document.querySelectorAll("body *")].filter((each) =>
-  each.getBoundingClientRect().right > innerWidth + 1
+  each.getBoundingClientRect().right > WIDTH + 1
   && !each.closest(".wide, .code, .rows, pre, .skip, .stages")).length"""
 SEEN = f"""({{
-  wide: document.documentElement.scrollWidth - innerWidth,
+  width: document.documentElement.scrollWidth,
   outside: {TOO_WIDE},
   broken: [...document.images].filter((each) => !each.complete || !each.naturalWidth).length,
   tags: [...document.querySelectorAll("*")].map((each) => each.localName.toLowerCase()),
@@ -587,8 +587,9 @@ SEEN = f"""({{
 def test_pages_in_a_browser(browser, folder, parsed, width, dark):
     for name in pages_to_see():
         page = browser.open(folder / name, width, dark)
-        seen = page.evaluate(SEEN)
-        assert seen["wide"] <= 0 and seen["outside"] == 0, (name, seen["outside"])
+        # not innerWidth, which on a phone grows with what is too wide
+        seen = page.evaluate(SEEN.replace("WIDTH", str(width)))
+        assert seen["width"] <= width and seen["outside"] == 0, (name, seen["width"])
         assert seen["broken"] == 0, name
         assert page.problems == [], name
         assert all(re.match("file:|data:", url) for url in page.requests), name
@@ -617,7 +618,12 @@ def test_an_anchor_unfolds_the_definition_it_leads_to(browser, folder, pages):
     deadline = time.monotonic() + 10
     while not 0 < page.evaluate(f"{where}.bottom") < 850:
         assert time.monotonic() < deadline
-    assert page.evaluate(f"{where}.height") > 0
+    is_open = f"document.getElementById('{fold[1]}').closest('details').open"
+    assert page.evaluate(is_open)
+    # Chromium unfolds by itself what it navigates to; other browsers leave it to our script
+    page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = false; })")
+    page.evaluate("dispatchEvent(new Event('hashchange'))")
+    assert page.evaluate(is_open)
 
 
 @pytest.mark.slow
