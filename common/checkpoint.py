@@ -51,11 +51,10 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 
 
 class Shard:
-    """What one rank owns of a tensor: chunks of it, as views of this rank's memory.
+    """What one rank owns of a tensor: chunks of it, by their offsets, as views of its memory.
 
-    full_shape: of the whole tensor. chunks: by their offset in it; none where this rank owns
-    nothing of it. DCP's planners accept any object with the three methods `__...__` below (the
-    protocol by which they accept DTensor), so a shard needs no device mesh and no process group.
+    DCP's planners accept any object with the three `__...__` methods below, as they accept DTensor,
+    so a shard needs no device mesh and no process group. A rank may own no chunk at all.
     """
 
     def __init__(self, full_shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Tensor]]):
@@ -234,8 +233,8 @@ class Checkpointer:
         """Fill `state` in place from a checkpoint; return the steps done, 0 for a new run.
 
         resume: `auto` (the newest complete checkpoint of this folder, if any), `never`, or the path
-        of a checkpoint or of a run. A corrupt checkpoint is reported and the previous one is used.
-        A checkpoint of another model is an error.
+        of a checkpoint or of a run. A corrupt one is reported, and the previous one is used. One of
+        another model is an error.
         """
         if resume == "never":
             return 0
