@@ -1,11 +1,11 @@
 """Stage 03: ZeRO: shard the optimizer state, gradients and parameters across the ranks.
 
 The replicas of stage 02 hold the same optimizer state, gradients and parameters N times over. ZeRO
-removes this redundancy in three stages. Parameters lie in flat buckets, and each rank owns an
-equal shard of every bucket: of AdamW's first and second moments (--zero-stage 1), of the gradients
-as well (2), of the parameters as well (3).
+removes this redundancy in three stages. Parameters lie in flat buffers (buckets), each split into N
+equal shards, one per rank. A rank keeps only its shard of AdamW's first and second moments
+(--zero-stage 1), also of the gradients (2), also of the parameters (3).
 
-New since stage 02: `ZeroRedundancyOptimizer` in place of DDP and optimizer. A reduce-scatter leaves
+New since stage 02: `ZeroRedundancyOptimizer` in place of DDP and AdamW. A reduce-scatter leaves
 each rank the average gradient of its shard. The rank updates that shard, and an all-gather
 distributes the updated parameters. Stage 3 all-gathers the parameters of a unit (here a layer)
 before its forward and before its backward, and frees them afterwards.
@@ -15,9 +15,10 @@ before its forward and before its backward, and frees them afterwards.
     --zero-stage  memory per rank, bytes         communication per step, elements
     1             8 P + 8 P / N                  reduce-scatter P + all-gather P
     2             4 P + 12 P / N                 reduce-scatter m P + all-gather P
-    3             16 P / N + one unit unsharded  reduce-scatter m P + all-gather m (2 P - E)
+    3             16 P / N + one unsharded unit  reduce-scatter m P + all-gather m (2 P - E)
 
-    During backward stages 2 and 3 also hold the full gradients of two or three buckets.
+    During backward, stages 2 and 3 also hold the full gradients of two buckets: one that backward
+    fills and one that is being reduced. Gloo adds a receive buffer for each reduction in flight.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
@@ -83,8 +84,8 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
 
     Call `finish_gradient_synchronization` after the last backward of a step. `param_groups` and
     `state` are those of the inner optimizer, which steps on the `shard` of every bucket. A
-    parameter that a backward did not use has a zero gradient, and delays the buckets behind it
-    until backward ends.
+    parameter that a backward did not use has a zero gradient, and delays its bucket and all later
+    ones until backward ends.
     """
 
     def __init__(
@@ -137,15 +138,15 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
     # ---- stage 3 only: hooks that unshard a unit's parameters while it computes ----
 
     def shard_parameters(self, units: list[nn.Module], dtype: torch.dtype) -> None:
-        """Keep only the shards, and unshard each unit's parameters, in `dtype`, where it computes.
+        """Keep only the shards, and unshard a unit's parameters, in `dtype`, while it computes.
 
-        units: in the order of the parameter groups. The simple version: computation waits for
-        every all-gather. All ranks must run the same units in the same order, because their
+        units: in the order of the parameter groups. This is the simple version: computation waits
+        for every all-gather. All ranks must run the same units in the same order, because their
         collectives are matched by order.
         """
         self.param_dtype = dtype
         trained = [unit for unit in units if any(p.requires_grad for p in unit.parameters())]
-        for unit, bucket in zip(trained, self.buckets[::-1], strict=True):  # the last unit is first
+        for unit, bucket in zip(trained, self.buckets[::-1], strict=True):  # buckets: last first
             bucket.shard_parameters(unit, dtype)
             unit.register_forward_pre_hook(partial(self.before_forward, bucket), with_kwargs=True)
             unit.register_forward_hook(partial(self.after_forward, bucket), with_kwargs=True)
@@ -165,7 +166,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         if bucket.in_backward:
             return  # activation checkpointing has recomputed forward: backward needs the parameters
         outputs, some_are_hidden = outputs_of(module, args, kwargs, output, before)
-        if not torch.is_grad_enabled() or not some_are_hidden:
+        if not torch.is_grad_enabled() or not some_are_hidden:  # these get no hook below
             bucket.reshard()
         for tensor in outputs:
             tensor.register_hook(partial(self.before_backward, bucket))
@@ -180,7 +181,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
             bucket.wait()
 
     def reshard_finished_units(self, entered: ShardedParameterBucket) -> None:
-        """Free the units that forward ran after `entered`: backward is done with them.
+        """Free the finished units that forward ran after `entered`: backward has left them.
 
         Complete gradients alone do not prove that: backward may still read the parameters of a unit
         that also uses `weight.detach()`.
@@ -198,7 +199,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError("a gradient is final once: use checkpoint(..., use_reentrant=False)")
+            raise RuntimeError("a gradient came twice: use checkpoint(..., use_reentrant=False)")
         bucket.collect(param, divide_by=self.n_ranks if self.synchronizes else 1)
         self.has_new_gradients = True
         if self.synchronizes:
@@ -297,11 +298,11 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
 
 
 class Bucket:
-    """Stage 1: parameters side by side in one flat buffer, each rank owns an equal shard of it.
+    """Stage 1: parameters in one flat buffer, of which each rank owns an equal shard.
 
     full: [N * length], padded; the parameters are views into it. shard: [length], the part that
-    this rank's optimizer updates, itself a view into `full`. grads: [N * length], of which a
-    reduce-scatter leaves the average in the owned part.
+    this rank's optimizer updates, itself a view into `full`. grads: [N * length]; the
+    reduce-scatter writes the average into the part that this rank owns.
     waiting_for: the parameters whose gradients this backward has not finished yet.
     """
 
@@ -358,7 +359,7 @@ class Bucket:
             torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
 
     def start_reduction(self) -> None:
-        """Reduce-scatter: each rank gets the sum of its own part of `grads`, written there."""
+        """Start the reduce-scatter, which writes the sum of this rank's part of `grads` there."""
         for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
             self.collect(param, divide_by=self.n_ranks)
         self.waiting_for = set()
@@ -397,8 +398,8 @@ class Bucket:
             self.gathering.wait()
             self.gathering = self.sent = None
 
-    # ---- arbitrary training loops: `model.zero_grad()` between a reduction and the step. With this
-    # repository's loop there is nothing to drop ----
+    # ---- arbitrary training loops: what happens if the gradients are zeroed between the reduction
+    # and the step, or if no_sync() is missing. This repository's loop does neither ----
 
     def drop_zeroed_gradients(self) -> None:
         if self.hidden.were_zeroed():
@@ -431,7 +432,7 @@ class ShardedGradientBucket(Bucket):
         self.before_accumulation()
         self.finish_reduction()  # of the previous backward
         self.copy_gradient(param, divide_by)
-        param.grad = None  # the buffer is freed after the reduction
+        param.grad = None  # a view would keep the buffer alive after the reduction
 
     def finish_reduction(self) -> None:
         """Add the average to `shard.grad` and free the full gradients."""
@@ -453,9 +454,8 @@ class ShardedParameterBucket(ShardedGradientBucket):
     """Stage 3: full parameters exist only while their unit computes. One bucket is one unit."""
 
     def shard_parameters(self, unit: nn.Module, dtype: torch.dtype) -> None:
-        self.shard.data = (
-            self.shard.data.clone()
-        )  # `reshard` frees the buffer that it is a view into
+        # so far a view into the buffer that `reshard` frees
+        self.shard.data = self.shard.data.clone()
         owners = [m for m in unit.modules() if set(m.parameters(False)) & set(self.params)]
         is_lookup = all(isinstance(m, nn.Embedding) for m in owners)
         # the gradient of a lookup does not depend on the weights (they must not be used otherwise)
@@ -474,8 +474,8 @@ class ShardedParameterBucket(ShardedGradientBucket):
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is there or in flight.
 
-        Tensors saved for backward alias this buffer, so its storage is resized in place and
-        written through `.data`, so that autograd does not report them as modified.
+        Tensors saved for backward alias this buffer, so its storage is resized in place. It is
+        written through `.data`, because autograd would report them as modified otherwise.
         """
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
@@ -534,10 +534,10 @@ def split_into_buckets(
 
 
 def units_to_shard(model: Transformer, dtype: torch.dtype) -> dict[nn.Module, list[nn.Parameter]]:
-    """Stage 3: the parameters that are gathered together, by the module that computes with them.
+    """Stage 3: each unit with the parameters that are gathered before its forward and backward.
 
-    Norms keep their dtype. Where that is not `dtype`, their weights, one vector each, are a unit of
-    their own: they are unsharded together, around the whole model.
+    Norms are gathered in their own dtype. If that is not `dtype`, the weights of all norms, one
+    vector each, are one more unit: the model, during whose forward and backward they stay there.
     """
     norms = norm_weights(model, dtype)
     units = {model: [p for p in model.parameters() if p in norms]} if norms else {}

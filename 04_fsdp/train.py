@@ -187,7 +187,7 @@ class FullyShardedDataParallel(ModuleOfShards):
         flat.wait()
 
     def reshard_finished_units(self, entered: FlatParameter) -> None:
-        """Free the units that forward ran after `entered`: backward is done with them.
+        """Free the finished units that forward ran after `entered`: backward has left them.
 
         Complete gradients alone do not prove that: backward may still read the parameters of a unit
         that also uses `weight.detach()`. A frozen unit has no gradients at all.
@@ -206,7 +206,7 @@ class FullyShardedDataParallel(ModuleOfShards):
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError("a gradient is final once: use checkpoint(..., use_reentrant=False)")
+            raise RuntimeError("a gradient came twice: use checkpoint(..., use_reentrant=False)")
         self.queue_end_backward()
         bucket.collect(param, divide_by=bucket.n_ranks)
         bucket.waiting_for.remove(param)
@@ -407,8 +407,8 @@ class FlatParameter:
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is there or in flight.
 
-        Tensors saved for backward alias this buffer, so its storage is resized in place and
-        written through `.data`, so that autograd does not report them as modified.
+        Tensors saved for backward alias this buffer, so its storage is resized in place. It is
+        written through `.data`, because autograd would report them as modified otherwise.
         """
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
@@ -460,7 +460,7 @@ class FlatParameter:
             torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
 
     def start_reduction(self) -> None:
-        """Reduce-scatter: each rank gets the sum of its own part of `grads`, written there."""
+        """Start the reduce-scatter, which writes the sum of this rank's part of `grads` there."""
         for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
             self.collect(param, divide_by=self.n_ranks)
         self.waiting_for = set()
