@@ -63,7 +63,7 @@ def train_and_signal(
     """Train; one rank gets a signal in the middle of `step`, and again while it saves."""
     from common.run import Run
 
-    log, write = Run.log, checkpoint.Writer.write_data
+    log, write = Run.log, checkpoint.AtomicWriter.write_data
 
     def log_and_signal(self, now, *args):
         log(self, now, *args)
@@ -75,11 +75,11 @@ def train_and_signal(
         time.sleep(0.1)
         return write(self, *args, **kwargs)
 
-    Run.log, checkpoint.Writer.write_data = log_and_signal, signal_and_write
+    Run.log, checkpoint.AtomicWriter.write_data = log_and_signal, signal_and_write
     try:
         return load_stage(stage).main(argv)
     finally:
-        Run.log, checkpoint.Writer.write_data = log, write
+        Run.log, checkpoint.AtomicWriter.write_data = log, write
 
 
 @pytest.mark.parametrize("stage", [s for s in stages() if s > "01"])
