@@ -42,13 +42,11 @@ from common.model import TransformerConfig
 class SecondSignal:
     """Ends the process when SIGTERM or Ctrl-C comes again, two seconds or more after the first.
 
-    Python runs its own handlers only between two of its instructions, and a whole backward is one
-    instruction. The C handler, however, writes the signal's number to a wake-up socket at once,
-    where a thread reads it. Two seconds, because a launcher may forward a signal that the process
-    has received already. `ignored` is set while the checkpoint of the first signal is written.
-
-    It has no reference to the run and its thread ends with `close`: a process group that a thread
-    keeps alive at the interpreter's exit aborts the process.
+    Python runs its own handlers only between two of its instructions, and a whole backward is one.
+    The C handler writes the signal's number to a wake-up socket at once, where a thread reads it.
+    Two seconds, because a launcher may forward a signal that the process has received already.
+    `ignored` is set while the checkpoint of the first signal is written. The thread has no
+    reference to the run: it would keep process groups alive, which aborts the interpreter's exit.
     """
 
     def __init__(self) -> None:
@@ -224,10 +222,9 @@ class Run:
         return step + 1 == self.args.steps
 
     def log(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
-        """Record a step; log it if it is the first, the last, or due by `--log-every`.
+        """Record a step, between the optimizer's step and `zero_grad`; log it if that is due.
 
-        loss: mean over the global batch. grad_norm: global, before clipping. Call it between the
-        optimizer's step and `zero_grad`.
+        loss: mean over the global batch. grad_norm: global, before clipping.
         """
         self._loss, self._grad_norm = loss, grad_norm
         is_logged = step == 0 or self._is_due(step, self.args.log_every) or self.evaluates(step)
@@ -247,10 +244,7 @@ class Run:
         self.metrics.write()
 
     def finish(self) -> list[dict]:
-        """Wait for the last save and close the files; returns the lines of this process.
-
-        The run's signal handlers stay until the save is complete, so that no signal ends it.
-        """
+        """Wait for the last save, which no signal ends; returns this process's lines of metrics."""
         self.checkpoints.close()
         if self.metrics.lines and not self.args.checkpoint_every and not self._stopping:
             print0("no checkpoint was saved: pass --checkpoint-every to resume or export a run")
@@ -295,10 +289,7 @@ def keep_freed_memory() -> None:
 
 
 def run_id(parent: Path) -> str:
-    """The launcher's id of this run, which a requeued job keeps; else the time on rank 0.
-
-    parent: of the run's folder.
-    """
+    """The launcher's id of this run, which a requeued job keeps; else rank 0's new folder's name."""
     env = os.environ
     if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" in env:
         job, step = env["SLURM_JOB_ID"], env["SLURM_STEP_ID"]
