@@ -244,7 +244,7 @@ class Run:
         self.metrics.write()
 
     def finish(self) -> list[dict]:
-        """Wait for the last save, which no signal ends; returns this process's lines of metrics."""
+        """Wait for the last save, which no signal ends; returns the lines of this process."""
         self.checkpoints.close()
         if self.metrics.lines and not self.args.checkpoint_every and not self._stopping:
             print0("no checkpoint was saved: pass --checkpoint-every to resume or export a run")
@@ -289,7 +289,7 @@ def keep_freed_memory() -> None:
 
 
 def run_id(parent: Path) -> str:
-    """The launcher's id of this run, which a requeued job keeps; else rank 0's new folder's name."""
+    """The launcher's id of this run, which a requeued job keeps; else a new folder's name."""
     env = os.environ
     if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" in env:
         job, step = env["SLURM_JOB_ID"], env["SLURM_STEP_ID"]
@@ -322,11 +322,8 @@ def has_restarted() -> bool:
 
 
 def annotate(name: str) -> contextlib.AbstractContextManager:
-    """Name the work inside in the trace of --profile.
-
-    `record_function` alone takes 0.2 ms in the middle of a step on a CPU, even if nothing is
-    traced. Only a private function tells whether something is.
-    """
+    """Name the work inside in the trace of --profile."""
+    # record_function takes 0.2 ms even if nothing is traced; only a private function tells whether
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function(name)
     return contextlib.nullcontext()
