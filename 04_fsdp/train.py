@@ -1,19 +1,19 @@
 """Stage 04: fully sharded data parallelism (FSDP): ZeRO stage 3 with prefetching.
 
 Every rank owns a shard of each unit's parameters, gradients and optimizer state. The parameters of
-a unit (here a layer) are all-gathered one unit ahead, while the previous unit computes (prefetch),
-and freed right after use. In backward, the reduce-scatter of the gradients of the unit that
-backward has just left overlaps with the computation of the next.
+a unit (here a layer) are all-gathered while the previous unit computes (prefetch), and freed right
+after use. In backward, the reduce-scatter of one unit's gradients overlaps with the computation of
+the next unit's.
 
 New since stage 03: prefetching; the model is built on the meta device and filled unit by unit, so
 that no rank ever holds all of it; shards are float32, but unsharded parameters and gradients may be
-bfloat16; shards may be split over --shard-size ranks only, with replicas of these groups
-(hybrid sharding), or be kept on the CPU.
+bfloat16; only --shard-size ranks may shard the model, in groups that are replicas of each other
+(hybrid sharding); shards may be kept on the CPU.
 
     P parameters, N ranks that shard, m micro-batches per step, E the embedding; float32
 
     memory per rank     16 P / N bytes, the full parameters of two units, and in backward the full
-                        gradients of two or three
+                        gradients of two, with m > 1 also those of the first unit
     communication       reduce-scatter m P + all-gather m (2 P - E) elements per step;
                         without resharding after forward all-gather m P;
                         hybrid sharding adds an all-reduce of P / N
@@ -77,7 +77,7 @@ class FullyShardedDataParallel(ModuleOfShards):
 
     module: the same on every rank, or on the meta device with a `materialize(unit, name)` that
     gives the parameters of one unit memory and values. units: the modules that are unsharded one
-    at a time, in the order of forward; None for the module's children, containers opened up.
+    at a time, in the order of forward; None: the module's children (`opened`).
     shard_group: the N ranks that shard each unit. replicate_group: the ranks that hold the same
     shard, for hybrid sharding. param_dtype: of the unsharded parameters, None for their own.
     reduce_dtype: of the gradients when they are reduced, None for `param_dtype`. cpu_offload:
@@ -87,8 +87,9 @@ class FullyShardedDataParallel(ModuleOfShards):
     `finish_gradient_synchronization` after the last backward of a step, and clip with
     `clip_grad_norm_` of this class: `torch.nn.utils.clip_grad_norm_` sees this rank's shards only.
     All ranks must use the same parameters, because their collectives are matched by order. A
-    parameter that a backward did not use has a zero gradient, and delays the units before it until
-    backward ends. Raises ValueError where `materialize` leaves a parameter without values.
+    parameter that a backward did not use has a zero gradient, and delays the reductions of its own
+    and all earlier units until backward ends. Raises ValueError where `materialize` leaves a
+    parameter without values.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class FullyShardedDataParallel(ModuleOfShards):
     def before_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs):
         if not self.in_forward and not self.in_backward:
             flat.reshard()  # a unit called alone: what is unsharded may be stale
+        # a recomputation in backward prefetches nothing: backward has left the next unit
         self.unshard(flat, self.next_in_forward.get(flat) if self.in_forward else None)
         flat.turn = next(self.turns)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
@@ -199,7 +201,7 @@ class FullyShardedDataParallel(ModuleOfShards):
                     flat.reshard()
                 else:
                     self.finished.append(flat)
-        if not entered.waiting_for:
+        if not entered.waiting_for:  # frozen: `mark_ready` will not add it
             self.finished.append(entered)
 
     def mark_ready(self, param: nn.Parameter) -> None:
@@ -219,7 +221,8 @@ class FullyShardedDataParallel(ModuleOfShards):
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
         collectives are matched by the order of the calls. The full gradients of a bucket are freed
-        when the next bucket has been launched.
+        when the next bucket has been launched; those of the last one in the next backward, or when
+        the step ends.
         """
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
@@ -308,7 +311,7 @@ class FullyShardedDataParallel(ModuleOfShards):
         if any(p.is_meta for p in shared.values()):
             raise ValueError(f"{', '.join(shared)}: in no unit, or in several; cannot materialize")
         self.shard_unit(module, shared)
-        norms = {}  # whose weights, one vector each, keep their dtype: also around the whole module
+        norms = {}  # one vector each, in their own dtype: unsharded around the whole module too
         for unit in units:
             before = len(list(unit.parameters()))
             if materialize is not None:
@@ -414,6 +417,7 @@ class FlatParameter:
         if storage.nbytes() == 0:
             storage.resize_(self.full.numel() * self.full.element_size())
             self.point_parameters_to(self.full_views)
+            # `sent` stays alive until the all-gather has ended
             out, self.sent = self.full.data, self.shard.detach().to(self.full, non_blocking=True)
             self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
 
@@ -461,7 +465,7 @@ class FlatParameter:
 
     def start_reduction(self) -> None:
         """Start the reduce-scatter, which writes the sum of this rank's part of `grads` there."""
-        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
+        for param in self.waiting_for:  # unused in this backward: a zero gradient
             self.collect(param, divide_by=self.n_ranks)
         self.waiting_for = set()
         owned = self.grads[self.owned]
@@ -546,7 +550,9 @@ def parse_args(argv: list[str] | None = None):
     )
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--no-reshard-after-forward", action="store_true", help="until backward")
+    parser.add_argument(
+        "--no-reshard-after-forward", action="store_true", help="stay unsharded until backward"
+    )
     parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
