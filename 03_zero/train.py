@@ -221,7 +221,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
             if bucket.waiting_for and not backward_has_ended:
                 return
             bucket.start_reduction()  # first, so that the network is busy during the wait below
-            if self.shards_gradients and self.launched > 0:
+            if self.shards_gradients:  # index -1: the last bucket of the previous backward
                 self.buckets[self.launched - 1].finish_reduction()
             self.launched += 1
 

@@ -229,11 +229,10 @@ class FullyShardedDataParallel(ModuleOfShards):
             if bucket.waiting_for and not backward_has_ended:
                 return
             bucket.start_reduction()  # first, so that the network is busy during the wait below
-            if self.launched > 0:
-                previous = self.buckets[self.launched - 1]
-                previous.finish_reduction()
-                if self.synchronizes:
-                    previous.start_replicating()
+            previous = self.buckets[self.launched - 1]  # -1: the last one of the previous backward
+            previous.finish_reduction()
+            if self.synchronizes and self.launched > 0:
+                previous.start_replicating()
             self.launched += 1
 
     def queue_end_backward(self) -> None:

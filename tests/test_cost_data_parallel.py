@@ -435,6 +435,28 @@ def test_memory_matches_the_table_at_every_point_of_a_step(pools, strategy, prec
     assert 0 <= got["peak"] - peak <= little + copies
 
 
+def peak_with_accumulation(strategy: str, size: int) -> int:
+    """Peak bytes above the idle ones, in a step of three micro-batches."""
+    with fake_ranks(size):
+        trainer = Trainer(strategy, stack(), bucket_mb=4 * UNIT / 2**20, fused=True)
+        x = torch.randn(1, WIDTH)
+        losses = [lambda model: model(x).sum()] * 3
+        trainer.step(losses)  # creates the optimizer state
+        with PeakMemory() as peak:
+            trainer.step(losses)
+        return peak.above
+
+
+@pytest.mark.parametrize("strategy", ["zero-2", "zero-3", "fsdp"])
+def test_accumulation_holds_the_full_gradients_of_two_units(pools, strategy):
+    """In addition to all shards of gradients, the gradient that autograd has just computed, and the
+    unsharded units: the last reduction of a micro-batch ends in the backward of the next one."""
+    gathered = {"zero-2": 0, "zero-3": 1, "fsdp": 2}[strategy]
+    peak = (N_UNITS // 2 + 2 + 1 + gathered) * 4 * UNIT
+    got = pools(1, group=False).run(peak_with_accumulation, strategy, 2)[0]
+    assert 0 <= got - peak <= 8 * ACTIVATION
+
+
 def peak_with_frozen_units(strategy: str) -> int:
     """Peak bytes above the idle ones, with all units frozen except the first and the last."""
     with fake_ranks(2):
