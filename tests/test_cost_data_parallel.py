@@ -477,6 +477,27 @@ def test_frozen_units_are_resharded_during_backward(pools):
     assert 0 <= most - 4 * (4 * UNIT + UNIT // 2) <= 8 * ACTIVATION
 
 
+def full_gradients_after_backward(strategy: str) -> list[list[bool]]:
+    """Whether each bucket has its full gradients, after each of two micro-batches' backward and
+    after the last wait."""
+    with fake_ranks(2):
+        trainer = Trainer(strategy, stack(), torch.optim.SGD, bucket_mb=UNIT * 4 / 2**20, lr=0.1)
+        found = []
+        for _ in range(2):
+            trainer.model(torch.randn(1, WIDTH)).sum().backward()
+            found.append([bucket.grads is not None for bucket in trainer.sync.buckets])
+        trainer.sync.finish_gradient_synchronization()
+        return [*found, [bucket.grads is not None for bucket in trainer.sync.buckets]]
+
+
+@pytest.mark.parametrize("strategy", ["zero-2", "zero-3", "fsdp"])
+def test_between_micro_batches_only_the_last_reduction_is_in_flight(pools, strategy):
+    """It overlaps with the next forward, and keeps the full gradients of its bucket alive."""
+    others = [False] * (N_UNITS - 1)
+    got = pools(1, group=False).run(full_gradients_after_backward, strategy)[0]
+    assert got == [[*others, True], [*others, True], [*others, False]]
+
+
 @pytest.mark.quick
 def test_model_state_in_bytes_per_parameter_matches_the_papers():
     """In float32 on n ranks: 16, 8 + 8/n, 4 + 12/n and 16/n bytes per parameter."""
