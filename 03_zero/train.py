@@ -252,7 +252,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients to at most this global norm; returns the norm before."""
+        """Scale the gradients to at most this global norm; returns the norm before clipping."""
         self.finish_gradient_synchronization()
         grads = [bucket.shard.grad for bucket in self.buckets if bucket.shard.grad is not None]
         # each rank has the squares of its own shards only

@@ -10,15 +10,17 @@ exchange activations. The loss is computed on logits sharded by the vocabulary. 
 --sequence-parallel, the activations outside of the pairs (norms, residuals, dropout) are sharded as
 well, along the sequence.
 
-    P parameters, N ranks, L layers, m micro-batches per step, A = batch x seq x d_model; float32
+    P parameters, N ranks, L layers, m micro-batches per step, in float32;
+    A = micro-batch x seq x d_model
 
     memory per rank           16 P / N bytes (norms are replicated); activations: 1 / N inside of a
                               pair, full outside of it (--sequence-parallel: 1 / N, except for the
                               gathered input of each pair and of the head, kept for backward)
-    communication per step    (4 L + 2) m all-reduces of A elements, 3 m of batch x seq (the loss)
+    communication per step    (4 L + 2) m all-reduces of A elements, 3 m of micro-batch x seq (loss)
     --sequence-parallel       each large all-reduce becomes a reduce-scatter and an all-gather, with
                               as many bytes in all; one all-reduce of the norms' gradients per step
-    --activation-checkpointing  repeats the communication of the layers' forward
+    --activation-checkpointing  repeats the collectives of each layer's forward, without the last
+                              one unless a dropout follows it
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", 2019, section 3; Korthikanti et al., "Reducing Activation Recomputation in Large
@@ -96,7 +98,10 @@ def tensor_parallel(
 
 
 class TensorParallelModule(nn.Module):
-    """Holds this rank's shards of the parameters of `plain`. shard_dims: along which dimension."""
+    """Holds this rank's shard of each parameter of `plain`.
+
+    shard_dims: the dimension along which each parameter is split, by name; None: replicated.
+    """
 
     shard_dims: dict[str, int | None] = {}
 
@@ -177,11 +182,11 @@ class TensorParallelRegion:
         self.group, self.tp, self.rank = group, group.size(), group.rank()
 
     def enter(self, x: Tensor) -> Tensor:
-        """The full activations, [batch, seq, d], on every rank: they are already."""
+        """Return the full activations [batch, seq, d]: every rank already has them."""
         return x
 
     def start_exit(self, partial: Tensor) -> tuple[Tensor, Work]:
-        """Start to sum the ranks' `partial` [batch, seq, d], in place."""
+        """Start to all-reduce the ranks' `partial` [batch, seq, d], in place."""
         return partial, all_reduce(partial, group=self.group, async_op=True)
 
 
@@ -189,7 +194,7 @@ class TensorParallelRegion:
 
 
 class VocabParallelEmbedding(TensorParallelModule):
-    """Looks up the tokens whose rows this rank owns. The others are zeros until the all-reduce."""
+    """Looks up the tokens whose rows this rank owns, and has zeros for the others; then g."""
 
     shard_dims = {"weight": 0}  # [vocab / tp, d]
 
@@ -203,7 +208,9 @@ class VocabParallelEmbedding(TensorParallelModule):
 class VocabParallelOutput(nn.Module):
     """The last unit: norm, head and loss. No rank ever holds all logits of a token.
 
-    Memory usually peaks here: every layer's saved activations and a rank's logits are alive.
+    Memory usually peaks in the head's backward: every layer's saved activations, the logits'
+    gradient and the weight's are alive. With bfloat16 it peaks in the loss, which copies the
+    logits to float32.
     """
 
     def __init__(self, output: Output, region: TensorParallelRegion):
@@ -242,7 +249,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # logits: [tokens, vocab / tp], targets: [tokens]
         ctx.dtype, logits = logits.dtype, logits.float()
         counted = targets != IGNORED
-        scale = counted / counted.sum().clamp(min=1)  # [tokens], of each token in the mean
+        scale = counted / counted.sum().clamp(min=1)  # [tokens], weights of the mean
         column = targets - group.rank() * logits.shape[-1]
         is_local = (column >= 0) & (column < logits.shape[-1])  # IGNORED is local nowhere
         column = column.masked_fill(~is_local, 0)[:, None]
@@ -256,7 +263,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         all_reduce(total, group=group)
 
         ctx.save_for_backward(logits, column, scale / total, scale * is_local)
-        losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # infinity * 0 is NaN
+        losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # inf * (scale = 0) is NaN
         return (losses * scale).sum()
 
     @staticmethod
@@ -272,7 +279,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
-    """A copy of this rank's shard along `dim`, so that `full` can be freed. None: of all of it."""
+    """Copy this rank's shard along `dim` (None: all of it), so that `full` can be freed."""
     if dim is None:
         return full.detach().clone()
     if full.shape[dim] % group.size():
@@ -282,7 +289,7 @@ def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
 
 
 def shard_dims_of(model: nn.Module) -> dict[str, int]:
-    """Along which dimension each sharded parameter is split, by name; without the replicated."""
+    """The dimension along which each sharded parameter is split, by name; no replicated ones."""
     return {
         f"{prefix}.{name}": dim
         for prefix, module in model.named_modules()
@@ -308,7 +315,7 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
         parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
 
 
-# ---- sequence parallelism: outside of the regions, activations are sharded by the sequence ----
+# ---- sequence parallelism: outside of the regions, activations are sharded along the sequence ----
 #
 #                                  forward          backward
 #   f, where a pair begins         all-gather       reduce-scatter
@@ -318,20 +325,21 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
 class SequenceParallelRegion(TensorParallelRegion):
     """Outside of it a rank holds only its part of every sequence: [batch, seq / tp, d].
 
-    An all-reduce is a reduce-scatter and an all-gather. g does the first and the next f the
+    An all-reduce is a reduce-scatter, then an all-gather. g does the first half and the next f the
     second; norms, dropout and residual additions between them work on seq / tp positions.
     """
 
     def enter(self, x: Tensor) -> Tensor:
         """All-gather along the sequence: [batch, seq / tp, d] -> [batch, seq, d]."""
-        by_rank = x.new_empty(self.tp * x.shape[0], *x.shape[1:])
+        by_rank = x.new_empty(self.tp * x.shape[0], *x.shape[1:])  # [tp * batch, seq / tp, d]
         all_gather_single(by_rank, x.contiguous(), group=self.group)
         return by_rank.unflatten(0, (self.tp, -1)).transpose(0, 1).flatten(1, 2)
 
     def start_exit(self, partial: Tensor) -> tuple[Tensor, Work]:
         """Start to reduce-scatter along the sequence: [batch, seq, d] -> [batch, seq / tp, d]."""
+        # [tp * batch, seq / tp, d]: what goes to one rank is contiguous
         by_rank = partial.unflatten(1, (self.tp, -1)).transpose(0, 1).flatten(0, 1)
-        total = torch.empty_like(by_rank[: len(partial)])  # of [tp * batch, seq / tp, d]
+        total = torch.empty_like(by_rank[: len(partial)])
         return total, reduce_scatter_single(total, by_rank, group=self.group, async_op=True)
 
 
@@ -344,7 +352,7 @@ def shift_dropout(model: Transformer, region: SequenceParallelRegion) -> None:
 
 @torch.no_grad()
 def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
-    """Sum the norms' gradients, once per step: each rank's are of its part of the sequence."""
+    """Sum the norms' gradients, once per step: each rank's come from its part of the sequence."""
     dims = shard_dims_of(model)
     grads = [p.grad for name, p in model.named_parameters() if name not in dims]
     flat = torch.cat([grad.flatten() for grad in grads])
@@ -377,7 +385,7 @@ class RowParallelLinearWithBias(RowParallelLinear):
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
-    """Scale the gradients to at most this global norm; returns the norm before.
+    """Scale the gradients to at most this global norm; returns the norm before clipping.
 
     Squares of sharded gradients add up over the ranks; replicated gradients count once.
     """

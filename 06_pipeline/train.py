@@ -420,7 +420,7 @@ class ZeroBubblePipeline(Pipeline):
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup | None = None) -> Tensor:
-    """Scale the gradients to at most this global norm; returns the norm before.
+    """Scale the gradients to at most this global norm; returns the norm before clipping.
 
     The squares add up over the stages.
     """

@@ -1,8 +1,8 @@
 """Stage 07: data, tensor and pipeline parallelism together, on a three-dimensional mesh of ranks.
 
 Every rank has a coordinate on each of three axes. Along `pp` the layers are split into stages,
-along `tp` the matrices of each layer are sharded, along `dp` the batch is split. Ranks whose
-coordinates differ on one axis only form the group in which that axis communicates:
+along `tp` the matrices of each layer are sharded, along `dp` the batch is split. Ranks that
+differ in one coordinate alone form a process group, in which that axis communicates:
 
     rank = (pp_rank * dp + dp_rank) * tp + tp_rank
 
@@ -259,7 +259,10 @@ def tensor_parallel(
 
 
 class TensorParallelModule(nn.Module):
-    """Holds this rank's shards of the parameters of `plain`. shard_dims: along which dimension."""
+    """Holds this rank's shard of each parameter of `plain`.
+
+    shard_dims: the dimension along which each parameter is split, by name; None: replicated.
+    """
 
     shard_dims: dict[str, int | None] = {}
 
@@ -340,11 +343,11 @@ class TensorParallelRegion:
         self.group, self.tp, self.rank = group, group.size(), group.rank()
 
     def enter(self, x: Tensor) -> Tensor:
-        """The full activations, [batch, seq, d], on every rank: they are already."""
+        """Return the full activations [batch, seq, d]: every rank already has them."""
         return x
 
     def start_exit(self, partial: Tensor) -> tuple[Tensor, Work]:
-        """Start to sum the ranks' `partial` [batch, seq, d], in place."""
+        """Start to all-reduce the ranks' `partial` [batch, seq, d], in place."""
         return partial, all_reduce(partial, group=self.group, async_op=True)
 
 
@@ -352,7 +355,7 @@ class TensorParallelRegion:
 
 
 class VocabParallelEmbedding(TensorParallelModule):
-    """Looks up the tokens whose rows this rank owns. The others are zeros until the all-reduce."""
+    """Looks up the tokens whose rows this rank owns, and has zeros for the others; then g."""
 
     shard_dims = {"weight": 0}  # [vocab / tp, d]
 
@@ -366,7 +369,9 @@ class VocabParallelEmbedding(TensorParallelModule):
 class VocabParallelOutput(nn.Module):
     """The last unit: norm, head and loss. No rank ever holds all logits of a token.
 
-    Memory usually peaks here: every layer's saved activations and a rank's logits are alive.
+    Memory usually peaks in the head's backward: every layer's saved activations, the logits'
+    gradient and the weight's are alive. With bfloat16 it peaks in the loss, which copies the
+    logits to float32.
     """
 
     def __init__(self, output: Output, region: TensorParallelRegion):
@@ -405,7 +410,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         # logits: [tokens, vocab / tp], targets: [tokens]
         ctx.dtype, logits = logits.dtype, logits.float()
         counted = targets != IGNORED
-        scale = counted / counted.sum().clamp(min=1)  # [tokens], of each token in the mean
+        scale = counted / counted.sum().clamp(min=1)  # [tokens], weights of the mean
         column = targets - group.rank() * logits.shape[-1]
         is_local = (column >= 0) & (column < logits.shape[-1])  # IGNORED is local nowhere
         column = column.masked_fill(~is_local, 0)[:, None]
@@ -419,7 +424,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         all_reduce(total, group=group)
 
         ctx.save_for_backward(logits, column, scale / total, scale * is_local)
-        losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # infinity * 0 is NaN
+        losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # inf * (scale = 0) is NaN
         return (losses * scale).sum()
 
     @staticmethod
@@ -435,7 +440,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
-    """A copy of this rank's shard along `dim`, so that `full` can be freed. None: of all of it."""
+    """Copy this rank's shard along `dim` (None: all of it), so that `full` can be freed."""
     if dim is None:
         return full.detach().clone()
     if full.shape[dim] % group.size():
@@ -445,7 +450,7 @@ def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
 
 
 def shard_dims_of(model: nn.Module) -> dict[str, int]:
-    """Along which dimension each sharded parameter is split, by name; without the replicated."""
+    """The dimension along which each sharded parameter is split, by name; no replicated ones."""
     return {
         f"{prefix}.{name}": dim
         for prefix, module in model.named_modules()
@@ -471,7 +476,7 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
         parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
 
 
-# ---- sequence parallelism: outside of the regions, activations are sharded by the sequence ----
+# ---- sequence parallelism: outside of the regions, activations are sharded along the sequence ----
 #
 #                                  forward          backward
 #   f, where a pair begins         all-gather       reduce-scatter
@@ -481,20 +486,21 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
 class SequenceParallelRegion(TensorParallelRegion):
     """Outside of it a rank holds only its part of every sequence: [batch, seq / tp, d].
 
-    An all-reduce is a reduce-scatter and an all-gather. g does the first and the next f the
+    An all-reduce is a reduce-scatter, then an all-gather. g does the first half and the next f the
     second; norms, dropout and residual additions between them work on seq / tp positions.
     """
 
     def enter(self, x: Tensor) -> Tensor:
         """All-gather along the sequence: [batch, seq / tp, d] -> [batch, seq, d]."""
-        by_rank = x.new_empty(self.tp * x.shape[0], *x.shape[1:])
+        by_rank = x.new_empty(self.tp * x.shape[0], *x.shape[1:])  # [tp * batch, seq / tp, d]
         all_gather_single(by_rank, x.contiguous(), group=self.group)
         return by_rank.unflatten(0, (self.tp, -1)).transpose(0, 1).flatten(1, 2)
 
     def start_exit(self, partial: Tensor) -> tuple[Tensor, Work]:
         """Start to reduce-scatter along the sequence: [batch, seq, d] -> [batch, seq / tp, d]."""
+        # [tp * batch, seq / tp, d]: what goes to one rank is contiguous
         by_rank = partial.unflatten(1, (self.tp, -1)).transpose(0, 1).flatten(0, 1)
-        total = torch.empty_like(by_rank[: len(partial)])  # of [tp * batch, seq / tp, d]
+        total = torch.empty_like(by_rank[: len(partial)])
         return total, reduce_scatter_single(total, by_rank, group=self.group, async_op=True)
 
 
@@ -507,7 +513,7 @@ def shift_dropout(model: Transformer, region: SequenceParallelRegion) -> None:
 
 @torch.no_grad()
 def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
-    """Sum the norms' gradients, once per step: each rank's are of its part of the sequence."""
+    """Sum the norms' gradients, once per step: each rank's come from its part of the sequence."""
     dims = shard_dims_of(model)
     grads = [p.grad for name, p in model.named_parameters() if name not in dims]
     flat = torch.cat([grad.flatten() for grad in grads])
@@ -808,10 +814,10 @@ def build_mesh(pp: int, dp: int, tp: int, timeout: float) -> Mesh:
 class MeshPipeline(Pipeline):
     """A pipeline whose stages may be sharded over `tp` and average their gradients over `dp`.
 
-    Each stage is a `DistributedDataParallel` of its own, which only the last micro-batch
-    synchronizes: as soon as that one's gradients are ready they are all-reduced, while the pipeline
-    drains. sequence_shards: tp with sequence parallelism, where each rank of a tp group sends its
-    part of the sequence, else 1.
+    Each stage is wrapped in a `DistributedDataParallel` of its own. All micro-batches but the last
+    only accumulate; the last one's backward starts each bucket's all-reduce as soon as it is ready,
+    while the pipeline drains. sequence_shards: tp with sequence parallelism, where each rank of a
+    tp group sends its part of the sequence; else 1.
     """
 
     def __init__(
@@ -824,8 +830,8 @@ class MeshPipeline(Pipeline):
         autocast: bool = False,
     ):
         super().__init__(model, units, schedule, mesh.to_lower, mesh.to_higher, autocast)
-        # connected before the first receive is posted, for connecting allocates device memory,
-        # which can wait for operations in flight
+        # A group's first collective connects it. NCCL then allocates device memory, which can wait
+        # for operations in flight: connect before the first receive is posted.
         for group in (mesh.dp, mesh.tp):
             all_reduce_control(torch.zeros(1, device=self.device), group=group)
         self.sequence_shards = sequence_shards
@@ -856,16 +862,16 @@ class MeshPipeline(Pipeline):
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
-    """Scale the gradients to at most this global norm; returns the norm before.
+    """Scale the gradients to at most this global norm; returns the norm before clipping.
 
-    Every parameter counts once: sharded gradients add up over `tp`, where replicated ones are
-    equal, and stages add up over `pp`. Over `dp` all gradients are equal.
+    Every parameter counts once. The squares of sharded gradients add up over `tp`, where replicated
+    ones are equal; those of stages add up over `pp`. Over `dp` all gradients are equal.
     """
     dims = shard_dims_of(model)
     sharded = [p.grad for name, p in model.named_parameters() if name in dims]
     replicated = [p.grad for name, p in model.named_parameters() if name not in dims]
     squares = global_norm(replicated).square()
-    if sharded:
+    if sharded:  # with tp = 1, nothing is
         squares += all_reduce_control(global_norm(sharded).square(), group=mesh.tp)
     total_norm = all_reduce_control(squares, group=mesh.pp).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
@@ -942,7 +948,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         losses = pipeline.run(micro_batches)
         pipeline.finish_gradient_synchronization()
         if args.sequence_parallel and args.tp > 1:
-            all_reduce_replicated_gradients(model, tp)  # in place, so after dp's all-reduces
+            all_reduce_replicated_gradients(model, tp)  # in dp's buckets: after its all-reduces
         # dp ranks have different losses, tp ranks equal ones, and pp ranks but the last zeros
         loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
         grad_norm = clip_grad_norm_(model, args.grad_clip, mesh)
