@@ -214,7 +214,8 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
         collectives are matched by the order of the calls. Stages 2 and 3 free the full gradients of
-        a bucket when the next bucket has been launched.
+        a bucket when the next bucket has been launched; those of the last one in the next backward,
+        or when the step ends.
         """
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
@@ -537,7 +538,8 @@ def units_to_shard(model: Transformer, dtype: torch.dtype) -> dict[nn.Module, li
     """Stage 3: each unit with the parameters that are gathered before its forward and backward.
 
     Norms are gathered in their own dtype. If that is not `dtype`, the weights of all norms, one
-    vector each, are one more unit: the model, during whose forward and backward they stay there.
+    vector each, are one more unit, the model itself: they stay unsharded during its whole forward
+    and backward.
     """
     norms = norm_weights(model, dtype)
     units = {model: [p for p in model.parameters() if p in norms]} if norms else {}

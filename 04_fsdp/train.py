@@ -13,7 +13,7 @@ bfloat16; only --shard-size ranks may shard the model, in groups that are replic
     P parameters, N ranks that shard, m micro-batches per step, E the embedding; float32
 
     memory per rank     16 P / N bytes, the full parameters of two units, and in backward the full
-                        gradients of two, with m > 1 also those of the first unit
+                        gradients of two
     communication       reduce-scatter m P + all-gather m (2 P - E) elements per step;
                         without resharding after forward all-gather m P;
                         hybrid sharding adds an all-reduce of P / N
