@@ -25,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlparse
 
-if __name__ == "__main__":  # as a script it finds its own folder first, and needs that one's parent
+if __name__ == "__main__":  # a script's path begins with its own folder; `common` is in the parent
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch

@@ -224,7 +224,7 @@ class Output(nn.Module):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of x W^T, in chunks of rows, so that never all logits are in memory.
+    """Mean cross-entropy of x W^T, in chunks of rows, so that the full logits are never in memory.
 
     Forward computes a chunk's gradient too, while its logits exist: the same three matmuls as
     plain autograd, without recomputation (Hsu et al., "Liger Kernel", 2024, section 3.2).
@@ -267,7 +267,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 def _loss_of_chunk(x, weight, targets, count, grad_x, grad_weight) -> Tensor:
     """Sum the loss of some rows, divided by `count`; write `grad_x` and add to `grad_weight`.
 
-    A gradient that is None is not computed.
+    Each of the two may be None, and is not computed then.
     """
     logits = (x @ weight.t()).float()  # [rows, vocab]
     index = targets.clamp(min=0)[:, None]
@@ -298,8 +298,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Mean cross-entropy (float32 scalar) of logits x W^T against targets, in chunks of `rows`.
 
-    x: [tokens, d_model], weight: [vocab, d_model], targets: int64 [tokens], without the IGNORED
-    ones. If all are IGNORED the loss is 0.
+    x: [tokens, d_model], weight: [vocab, d_model], targets: int64 [tokens]. The mean is over the
+    targets that are not IGNORED; if all are, the loss is 0.
     """
     if rows is None:
         # On a CPU a chunk's logits should stay in the cache. On a GPU, r rows take 6 r d V FLOPs,

@@ -27,7 +27,7 @@ def adamw_settings(args: argparse.Namespace) -> dict:
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
-    """Linear warm-up over `--warmup-steps`, then half a cosine down to `--min-lr-ratio` of it.
+    """Linear warm-up over `--warmup-steps`, then half a cosine to `--min-lr-ratio` of the peak.
 
     A function of (arguments, step), so a resumed run needs no scheduler state. Loshchilov and
     Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017, without the restarts.
