@@ -121,7 +121,8 @@ class Pipeline:
         return losses
 
     def do(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
-        """Run one action on the activations or the gradient that it received, None at the ends."""
+        """Run one action. received: an F's activations or a B's gradient; None in an F of the first
+        stage, which starts from tokens, and in a B of the last one, which starts from the loss."""
         stage = self.stages[action.stage]
         if action.kind == "B":
             return stage.backward(action.micro, received)
@@ -170,7 +171,7 @@ class Pipeline:
 class PipelineStage:
     """A contiguous range of the model's units, and the micro-batches in flight in it.
 
-    model: of this rank, which has the units of all its stages. autocast: compute in bfloat16.
+    model: this rank's, with the units of all its stages. autocast: compute in bfloat16.
     """
 
     def __init__(self, model: Transformer, units: range, autocast: bool):
@@ -181,19 +182,20 @@ class PipelineStage:
                 self.part.layers[name] = layer
         self.output = model.output if model.config.n_units - 1 in units else None
         self.autocast = autocast
-        # per micro-batch: input, the output's place in the graph, in the last stage its gradient
+        # per micro-batch: input, the output's place in the graph, and in the last stage the
+        # output's gradient
         self.in_flight: dict[int, tuple[Tensor, GradientEdge, Tensor | None]] = {}
 
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
-        """x: activations, or the first stage's tokens. Returns activations, or the last loss.
+        """x: activations, in the first stage tokens. Returns activations, in the last stage a loss.
 
         m: the number of micro-batches; the gradients are those of their mean loss.
         """
-        if x.is_floating_point():
+        if x.is_floating_point():  # a leaf: backward leaves in x.grad what to send back
             x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
-        result, grad = y.detach(), None  # here the graph ends: the output layer has its own
+        result, grad = y.detach(), None  # here the graph ends: the output unit has its own
         if self.output is not None:
             result, grad = self.loss(result, targets, m)
         if torch.is_grad_enabled():
@@ -202,8 +204,8 @@ class PipelineStage:
         return result
 
     def loss(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
-        """The loss, and immediately the gradient of x. `output` saves the gradient of the head's
-        weight until its backward: one per micro-batch in flight would take too much memory."""
+        """The loss, and the gradient of x. The output unit's backward runs at once: until then it
+        holds a gradient of the head's weight, too much for every micro-batch in flight."""
         x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             loss = self.output(x, targets)
@@ -220,8 +222,8 @@ class PipelineStage:
 
 
 def units_of(stage: int, n_stages: int, n_layers: int) -> range:
-    """The units of a stage: its share of the layers, the first one's embedding, the last one's
-    output. Layers left over go to the first stages, because the output is the heavier end."""
+    """The units of a stage: its share of the layers; in the first stage also the embedding, in the
+    last one the output. Layers left over go to the first stages, because the output is heavy."""
     each, rest = divmod(n_layers, n_stages)
     first = 1 + stage * each + min(stage, rest)  # unit 0 is `embed`, layer i is unit i + 1
     end = first + each + (stage < rest)
@@ -248,7 +250,7 @@ def gpipe(rank: int, p: int, m: int) -> list[Action]:
 
 
 def one_f_one_b(rank: int, p: int, m: int) -> list[Action]:
-    """1F1B: forwards until the first gradient can be back, then one of each: p - rank in flight."""
+    """1F1B: p - rank - 1 forwards, then a forward and a backward in turn: p - rank in flight."""
     forwards = [Action("F", micro, rank) for micro in range(m)]
     backwards = [Action("B", micro, rank) for micro in range(m)]
     return warm_up_and_alternate(forwards, backwards, min(m, p - rank - 1))
@@ -288,11 +290,11 @@ RECEIVES_AHEAD = 2  # actions
 
 
 def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Action], Action]]:
-    """Each action with those whose receives to post before it starts.
+    """Each action, with the actions whose receives are posted before it starts.
 
     A receive is posted two actions before its message is needed, so that data arrives while the
-    rank computes. NCCL ignores tags and matches by order alone: with the schedules here a rank
-    sends its messages to another in the order in which that one needs them.
+    rank computes. NCCL ignores tags and matches messages by their order alone: under the schedules
+    here a rank sends its messages in the order in which the receiver needs them.
     """
     upcoming: list[list[Action]] = [[] for _ in actions]
     for i, action in enumerate(actions):
@@ -310,7 +312,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     """
     if v == 1:
         return one_f_one_b(rank, p, m)
-    rounds = [
+    rounds = [  # chunk: which of this rank's v stages
         (micro, chunk)
         for start in range(0, m, p)
         for chunk in range(v)
@@ -318,6 +320,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     ]
     forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
+    # p - rank - 1 once would do, if messages took no time; twice gives them time to arrive
     warm_up = min(v * m, (v - 1) * p + 2 * (p - rank - 1))
     return warm_up_and_alternate(forwards, backwards, warm_up)
 
@@ -350,9 +353,9 @@ SPLIT_SCHEDULES = {"zero-bubble": zero_bubble}
 
 
 class SplitLinear(torch.autograd.Function):
-    """y = x W^T, whose backward computes dX and records what the matmul of dW takes.
+    """y = x W^T, whose backward computes dX and records the operands of dW's matmul.
 
-    W is not passed as an autograd input: autograd would run W's hooks with no gradient there.
+    W is not passed as an autograd input, so its hooks do not run before its gradient exists.
     """
 
     @staticmethod
@@ -373,8 +376,8 @@ class ZeroBubbleStage(PipelineStage):
     """A stage whose backward defers the weight gradients of its linear layers.
 
     Norms and the embedding have no matmul to defer, and the head's gradients are computed with
-    the loss. recorded: weight, input [tokens, in] and output gradient [tokens, out] of each layer
-    in the backward that runs; pending: the same per micro-batch.
+    the loss. recorded: weight, input [tokens, in] and output gradient [tokens, out] of each layer,
+    by the backward that is running. pending: the same per micro-batch whose W is still to run.
     """
 
     def __init__(self, model: Transformer, units: range, autocast: bool):
@@ -396,9 +399,9 @@ class ZeroBubbleStage(PipelineStage):
 
     @torch.no_grad()
     def weight_gradients(self, micro: int) -> None:
-        """The deferred matmuls. AccumulateGrad, a weight's node in the graph, adds each to `.grad`,
-        in place under `no_grad`, and runs the hooks after that: data parallelism would hear of it.
-        No public function calls it alone; `weight.backward` starts a backward pass per weight."""
+        """Run the deferred matmuls. A weight's node in the graph, AccumulateGrad, adds the result
+        to `.grad` (in place under `no_grad`) and then runs the hooks, which data parallelism needs.
+        No public function calls it alone: `weight.backward` starts a backward pass per weight."""
         for weight, x, grad in self.pending.pop(micro):
             get_gradient_edge(weight).node((grad.t() @ x).to(weight.dtype))
 

@@ -580,7 +580,8 @@ class Pipeline:
         return losses
 
     def do(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
-        """Run one action on the activations or the gradient that it received, None at the ends."""
+        """Run one action. received: an F's activations or a B's gradient; None in an F of the first
+        stage, which starts from tokens, and in a B of the last one, which starts from the loss."""
         stage = self.stages[action.stage]
         if action.kind == "B":
             return stage.backward(action.micro, received)
@@ -629,7 +630,7 @@ class Pipeline:
 class PipelineStage:
     """A contiguous range of the model's units, and the micro-batches in flight in it.
 
-    model: of this rank, which has the units of all its stages. autocast: compute in bfloat16.
+    model: this rank's, with the units of all its stages. autocast: compute in bfloat16.
     """
 
     def __init__(self, model: Transformer, units: range, autocast: bool):
@@ -640,19 +641,20 @@ class PipelineStage:
                 self.part.layers[name] = layer
         self.output = model.output if model.config.n_units - 1 in units else None
         self.autocast = autocast
-        # per micro-batch: input, the output's place in the graph, in the last stage its gradient
+        # per micro-batch: input, the output's place in the graph, and in the last stage the
+        # output's gradient
         self.in_flight: dict[int, tuple[Tensor, GradientEdge, Tensor | None]] = {}
 
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
-        """x: activations, or the first stage's tokens. Returns activations, or the last loss.
+        """x: activations, in the first stage tokens. Returns activations, in the last stage a loss.
 
         m: the number of micro-batches; the gradients are those of their mean loss.
         """
-        if x.is_floating_point():
+        if x.is_floating_point():  # a leaf: backward leaves in x.grad what to send back
             x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
-        result, grad = y.detach(), None  # here the graph ends: the output layer has its own
+        result, grad = y.detach(), None  # here the graph ends: the output unit has its own
         if self.output is not None:
             result, grad = self.loss(result, targets, m)
         if torch.is_grad_enabled():
@@ -661,8 +663,8 @@ class PipelineStage:
         return result
 
     def loss(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
-        """The loss, and immediately the gradient of x. `output` saves the gradient of the head's
-        weight until its backward: one per micro-batch in flight would take too much memory."""
+        """The loss, and the gradient of x. The output unit's backward runs at once: until then it
+        holds a gradient of the head's weight, too much for every micro-batch in flight."""
         x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             loss = self.output(x, targets)
@@ -679,8 +681,8 @@ class PipelineStage:
 
 
 def units_of(stage: int, n_stages: int, n_layers: int) -> range:
-    """The units of a stage: its share of the layers, the first one's embedding, the last one's
-    output. Layers left over go to the first stages, because the output is the heavier end."""
+    """The units of a stage: its share of the layers; in the first stage also the embedding, in the
+    last one the output. Layers left over go to the first stages, because the output is heavy."""
     each, rest = divmod(n_layers, n_stages)
     first = 1 + stage * each + min(stage, rest)  # unit 0 is `embed`, layer i is unit i + 1
     end = first + each + (stage < rest)
@@ -707,7 +709,7 @@ def gpipe(rank: int, p: int, m: int) -> list[Action]:
 
 
 def one_f_one_b(rank: int, p: int, m: int) -> list[Action]:
-    """1F1B: forwards until the first gradient can be back, then one of each: p - rank in flight."""
+    """1F1B: p - rank - 1 forwards, then a forward and a backward in turn: p - rank in flight."""
     forwards = [Action("F", micro, rank) for micro in range(m)]
     backwards = [Action("B", micro, rank) for micro in range(m)]
     return warm_up_and_alternate(forwards, backwards, min(m, p - rank - 1))
@@ -747,11 +749,11 @@ RECEIVES_AHEAD = 2  # actions
 
 
 def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Action], Action]]:
-    """Each action with those whose receives to post before it starts.
+    """Each action, with the actions whose receives are posted before it starts.
 
     A receive is posted two actions before its message is needed, so that data arrives while the
-    rank computes. NCCL ignores tags and matches by order alone: with the schedules here a rank
-    sends its messages to another in the order in which that one needs them.
+    rank computes. NCCL ignores tags and matches messages by their order alone: under the schedules
+    here a rank sends its messages in the order in which the receiver needs them.
     """
     upcoming: list[list[Action]] = [[] for _ in actions]
     for i, action in enumerate(actions):
@@ -769,7 +771,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     """
     if v == 1:
         return one_f_one_b(rank, p, m)
-    rounds = [
+    rounds = [  # chunk: which of this rank's v stages
         (micro, chunk)
         for start in range(0, m, p)
         for chunk in range(v)
@@ -777,6 +779,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     ]
     forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
+    # p - rank - 1 once would do, if messages took no time; twice gives them time to arrive
     warm_up = min(v * m, (v - 1) * p + 2 * (p - rank - 1))
     return warm_up_and_alternate(forwards, backwards, warm_up)
 
