@@ -87,9 +87,8 @@ class FullyShardedDataParallel(ModuleOfShards):
     `finish_gradient_synchronization` after the last backward of a step, and clip with
     `clip_grad_norm_` of this class: `torch.nn.utils.clip_grad_norm_` sees this rank's shards only.
     All ranks must use the same parameters, because their collectives are matched by order. A
-    parameter that a backward did not use has a zero gradient, and delays the reductions of its own
-    and all earlier units until backward ends. Raises ValueError where `materialize` leaves a
-    parameter without values.
+    parameter that a backward did not use has a zero gradient, and delays its own and all earlier
+    units until backward ends. Raises ValueError where `materialize` leaves a parameter empty.
     """
 
     def __init__(
@@ -221,8 +220,7 @@ class FullyShardedDataParallel(ModuleOfShards):
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
         collectives are matched by the order of the calls. The full gradients of a bucket are freed
-        when the next bucket has been launched; those of the last one in the next backward, or when
-        the step ends.
+        when the next bucket has been launched, if only in the next backward.
         """
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
@@ -416,7 +414,6 @@ class FlatParameter:
         if storage.nbytes() == 0:
             storage.resize_(self.full.numel() * self.full.element_size())
             self.point_parameters_to(self.full_views)
-            # `sent` stays alive until the all-gather has ended
             out, self.sent = self.full.data, self.shard.detach().to(self.full, non_blocking=True)
             self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
 
@@ -464,7 +461,7 @@ class FlatParameter:
 
     def start_reduction(self) -> None:
         """Start the reduce-scatter, which writes the sum of this rank's part of `grads` there."""
-        for param in self.waiting_for:  # unused in this backward: a zero gradient
+        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
             self.collect(param, divide_by=self.n_ranks)
         self.waiting_for = set()
         owned = self.grads[self.owned]
@@ -549,9 +546,7 @@ def parse_args(argv: list[str] | None = None):
     )
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument(
-        "--no-reshard-after-forward", action="store_true", help="stay unsharded until backward"
-    )
+    parser.add_argument("--no-reshard-after-forward", action="store_true", help="until backward")
     parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
