@@ -155,7 +155,6 @@ class FullyShardedDataParallel(ModuleOfShards):
     def before_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs):
         if not self.in_forward and not self.in_backward:
             flat.reshard()  # a unit called alone: what is unsharded may be stale
-        # a recomputation in backward prefetches nothing: backward has left the next unit
         self.unshard(flat, self.next_in_forward.get(flat) if self.in_forward else None)
         flat.turn = next(self.turns)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
