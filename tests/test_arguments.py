@@ -109,6 +109,7 @@ COMMANDS = [row for row in rows() if row.as_command]
 
 
 @pytest.mark.slow
+@pytest.mark.wall_clock  # the launcher may end a rank before rank 0 has said what is wrong
 @pytest.mark.parametrize("row", COMMANDS, ids=[f"{row.ranks}-{row.argv}" for row in COMMANDS])
 def test_wrong_arguments_of_a_job_are_one_line_and_every_process_exits_with_status_2(
     places, tmp_path, row
