@@ -403,36 +403,6 @@ class FlatParameter:
         chunks = flat[: sum(sizes)].split(sizes)
         return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
 
-    def unshard(self) -> None:
-        """Start the all-gather that fills `full`, unless it is there or in flight.
-
-        Tensors saved for backward alias this buffer, so its storage is resized in place. It is
-        written through `.data`, because autograd would report them as modified otherwise.
-        """
-        storage = self.full.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self.full.numel() * self.full.element_size())
-            self.point_parameters_to(self.full_views)
-            out, self.sent = self.full.data, self.shard.detach().to(self.full, non_blocking=True)
-            self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
-
-    def wait(self) -> None:
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = self.sent = None
-
-    def reshard(self) -> None:
-        """Free the full parameters: the storage shrinks to nothing until the next `unshard`."""
-        if self.full.untyped_storage().nbytes() > 0:
-            self.wait()
-            self.full.untyped_storage().resize_(0)
-            self.point_parameters_to(self.freed_views)
-        self.in_backward = False
-
-    def point_parameters_to(self, views: dict[nn.Parameter, Tensor]) -> None:
-        for param, view in views.items():
-            param.data = view
-
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
         """Move the gradient of `param` into the buffer, which is freed after the reduction."""
         self.finish_reduction()  # of the previous backward
@@ -473,6 +443,36 @@ class FlatParameter:
             self.reduction.wait()
             self.pending.add(self.grads[self.owned].to(self.shard))
             self.reduction = self.grads = self.grad_views = self.pending = None
+
+    def unshard(self) -> None:
+        """Start the all-gather that fills `full`, unless it is there or in flight.
+
+        Tensors saved for backward alias this buffer, so its storage is resized in place. It is
+        written through `.data`, because autograd would report them as modified otherwise.
+        """
+        storage = self.full.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.full.numel() * self.full.element_size())
+            self.point_parameters_to(self.full_views)
+            out, self.sent = self.full.data, self.shard.detach().to(self.full, non_blocking=True)
+            self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
+
+    def wait(self) -> None:
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = self.sent = None
+
+    def reshard(self) -> None:
+        """Free the full parameters: the storage shrinks to nothing until the next `unshard`."""
+        if self.full.untyped_storage().nbytes() > 0:
+            self.wait()
+            self.full.untyped_storage().resize_(0)
+            self.point_parameters_to(self.freed_views)
+        self.in_backward = False
+
+    def point_parameters_to(self, views: dict[nn.Parameter, Tensor]) -> None:
+        for param, view in views.items():
+            param.data = view
 
     # ---- hybrid sharding: all-reduce the shards' gradients over the replicas ----
 

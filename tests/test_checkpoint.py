@@ -555,9 +555,9 @@ def test_resharded_load_reads_only_the_needed_items_and_each_once(pools, tmp_pat
         pools(3).run(read_of_each_file, str(folder), "rows")
     ):
         own = f"__{rank}_0.distcp"
-        mine = (path / own).stat().st_size if (path / own).exists() else 0
+        own_bytes = (path / own).stat().st_size if (path / own).exists() else 0
         others = 0 if steps_item.relative_path == own else steps_item.length
-        assert sum(read.values()) == mine + others and different == total
+        assert sum(read.values()) == own_bytes + others and different == total
     for read, different, total in pools(3).run(read_of_each_file, str(folder), "flat"):
         assert different == total and sum(read.values()) < sum(lengths.values())
 
