@@ -22,11 +22,10 @@ import torch
 torch.set_num_threads(1)
 logging.disable(logging.DEBUG)  # DCP's log would fill every report
 
-# a launcher around the tests must not change the launch environment that they test
+# a launcher around the tests, or `make test ARGS=...`, must not change what the tests start
+LAUNCH = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT ARGS".split()
 for name in list(os.environ):
-    if name.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_", "PMIX_")) or name in (
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    ):
+    if name.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_", "PMIX_", "MAKE")) or name in LAUNCH:
         del os.environ[name]
 
 
