@@ -1,6 +1,7 @@
 """What the stages share and no stage teaches. A map, in reading order:
 
-model.py         the transformer as a list of units, and its chunked loss
+model.py         the transformer as a list of units
+loss.py          cross-entropy in chunks, without the full logits in memory
 counter_rng.py   stateless randomness: seeds from names, dropout masks from counters
 data.py          corpora as memory-mapped tokens, batches as functions of (seed, step)
 optimization.py  AdamW's settings, the learning-rate schedule, the global norm

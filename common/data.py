@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 
 from common.counter_rng import generator_of, sample_keys
 from common.distributed import fail, print0
-from common.model import IGNORED
+from common.loss import IGNORED
 
 SPLITS = ("train", "valid", "test")
 EOS, UNKNOWN = "<eos>", "<unk>"

@@ -28,10 +28,10 @@ def other(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tree") / "copy"
     kept = shutil.ignore_patterns(".*", "data", "runs", "__pycache__")
     shutil.copytree(REPO, folder, ignore=kept)
-    model = folder / "common/model.py"
+    loss = folder / "common/loss.py"
     old = "return LinearCrossEntropy.apply("
-    assert model.read_text().count(old) == 1
-    model.write_text(model.read_text().replace(old, "return 2 * LinearCrossEntropy.apply("))
+    assert loss.read_text().count(old) == 1
+    loss.write_text(loss.read_text().replace(old, "return 2 * LinearCrossEntropy.apply("))
     return folder
 
 

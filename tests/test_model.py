@@ -17,17 +17,15 @@ from harness import PeakMemory
 from torch import Tensor
 
 from common.counter_rng import sample_keys
+from common.loss import IGNORED, LinearCrossEntropy, linear_cross_entropy
 from common.model import (
-    IGNORED,
     Attention,
     Layer,
     Linear,
-    LinearCrossEntropy,
     Transformer,
     TransformerConfig,
     init_weights,
     initial_value,
-    linear_cross_entropy,
     rotate,
 )
 
