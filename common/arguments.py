@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import os
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +17,8 @@ from common.collectives import all_reduce_control
 from common.distributed import fail, launch_environment
 from common.model import TransformerConfig
 
-PRESETS = {  # d_model, n_layers, n_heads, seq_len
+SHAPE = ("d_model", "n_layers", "n_heads", "seq_len")  # what a preset sets
+PRESETS = {
     "tiny": (128, 2, 4, 64),
     "small": (384, 6, 6, 256),
     "gpt2": (768, 12, 12, 1024),
@@ -43,18 +45,16 @@ def _number(kind: type, least: float, most: float = math.inf, above: bool = Fals
     """An argparse type: a finite number between `least` (excluded if `above`) and `most`."""
 
     def parse(text: str):
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of this kind") from None
+        value = kind(text)
         if isinstance(value, float) and not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text} must be a finite number")
+            raise ArgumentTypeError(f"{text} must be a finite number")
         if value > most or value < least or (above and value == least):
             bound = f"above {least}" if above else f"at least {least}"
             bound += "" if most == math.inf else f" and at most {most}"
-            raise argparse.ArgumentTypeError(f"{text} must be {bound}")
+            raise ArgumentTypeError(f"{text} must be {bound}")
         return value
 
+    parse.__name__ = kind.__name__  # argparse's own error names it
     return parse
 
 
@@ -72,13 +72,9 @@ def base_parser(description: str) -> Parser:
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    count, natural = positive_int, _number(int, 0)
+    count, natural, amount = positive_int, _number(int, 0), _number(float, 0)
     add = p.add_argument
-    add(
-        "--data",
-        default="wikitext2",
-        help="wikitext2, sample, or a folder of {train,valid,test}.txt",
-    )
+    add("--data", default="wikitext2", help="wikitext2, sample, a folder of {train,valid,test}.txt")
     add("--preset", choices=PRESETS, default="tiny", help="shape of the model")
     add("--d-model", type=count, help="width (default: the preset's)")
     add("--n-layers", type=count, help="number of layers (default: the preset's)")
@@ -90,35 +86,18 @@ def base_parser(description: str) -> Parser:
     add("--lr", type=positive, default=1e-3, help="peak learning rate")
     add("--warmup-steps", type=natural, default=20, help="steps of linear warm-up")
     add("--min-lr-ratio", type=_number(float, 0, 1), default=0.1, help="final rate / peak rate")
-    add("--weight-decay", type=_number(float, 0), default=0.1, help="AdamW's")
-    add(
-        "--grad-clip",
-        type=_number(float, 0),
-        default=1.0,
-        help="largest global norm; 0: never clip",
-    )
-    add(
-        "--dropout",
-        type=_number(float, 0, 0.99),
-        default=0.0,
-        help="probability, after the embedding and on residuals",
-    )
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="of the matmuls (default: bfloat16 on a GPU, float32 on a CPU)",
-    )
+    add("--weight-decay", type=amount, default=0.1, help="AdamW's")
+    add("--grad-clip", type=amount, default=1.0, help="largest global norm; 0: never clip")
+    add("--dropout", type=_number(float, 0, 0.99), default=0.0, help="of embeddings and residuals")
+    dtypes = ("float32", "bfloat16")
+    add("--dtype", choices=dtypes, help="of the matmuls (default: bfloat16 on a GPU, else float32)")
     add("--activation-checkpointing", action="store_true", help="recompute layers in backward")
     add("--seed", type=natural, default=1337, help="of weights, data order and dropout")
     add("--eval-every", type=natural, default=0, help="steps; 0: only at the end")
     add("--checkpoint-every", type=natural, default=0, help="steps; 0: never")
     add("--keep-checkpoints", type=count, default=2, help="how many of the newest to keep")
-    add(
-        "--resume",
-        default="auto",
-        metavar="{auto,never,PATH}",
-        help="auto: the newest checkpoint of the run folder, if any",
-    )
+    starts = "{auto,never,PATH}"
+    add("--resume", default="auto", metavar=starts, help="auto: the run folder's newest checkpoint")
     add("--run-dir", help="default: runs/STAGE/ID, the launcher's id or the time")
     add("--log-every", type=count, default=10, help="steps between lines")
     add("--profile", action="store_true", help="trace some steps with torch.profiler")
@@ -126,16 +105,14 @@ def base_parser(description: str) -> Parser:
 
 
 def check_arguments(
-    args: argparse.Namespace, data_parallel_size: int = 1, tensor_parallel_size: int = 1
-) -> argparse.Namespace:
+    args: Namespace, data_parallel_size: int = 1, tensor_parallel_size: int = 1
+) -> Namespace:
     """Fill in the defaults that depend on other flags; fail on combinations that cannot work.
 
     data_parallel_size: number of ranks that the global batch is split over. tensor_parallel_size:
     number of ranks that the matrices are sharded over; `model_config` checks it.
     """
-    for name, value in zip(
-        ("d_model", "n_layers", "n_heads", "seq_len"), PRESETS[args.preset], strict=True
-    ):
+    for name, value in zip(SHAPE, PRESETS[args.preset], strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.d_model % args.n_heads:
@@ -145,19 +122,21 @@ def check_arguments(
             f"--d-model {args.d_model} over --n-heads {args.n_heads} gives heads of odd width; "
             "rotary positions rotate pairs: choose fewer heads or another width"
         )
-    share, rest = divmod(args.global_batch_size, data_parallel_size)
+    n = args.global_batch_size
+    share, rest = divmod(n, data_parallel_size)
     if rest:
-        sizes = ", ".join(map(str, divisors(args.global_batch_size)))
+        small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+        sizes = sorted({*small, *(n // d for d in small)})
         fail(
-            f"--global-batch-size {args.global_batch_size} does not divide by "
-            f"{data_parallel_size} data-parallel ranks; it does by {sizes}"
+            f"--global-batch-size {n} does not divide by {data_parallel_size} data-parallel ranks; "
+            f"it does by {', '.join(map(str, sizes))}"
         )
     if args.micro_batch_size is None:
         args.micro_batch_size = share
     if share % args.micro_batch_size:
         fail(
             f"--micro-batch-size {args.micro_batch_size} does not divide the {share} samples "
-            f"that --global-batch-size {args.global_batch_size} gives each data-parallel rank"
+            f"that --global-batch-size {n} gives each data-parallel rank"
         )
     args.dp, args.tp = data_parallel_size, tensor_parallel_size
     if args.grad_clip == 0:
@@ -168,21 +147,10 @@ def check_arguments(
     return args
 
 
-def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d < n]
-
-
-def check_pipeline(
-    args: argparse.Namespace,
-    p: int,
-    flag: str,
-    data_parallel_size: int = 1,
-    tensor_parallel_size: int = 1,
-) -> argparse.Namespace:
+def check_pipeline(args: Namespace, p: int, flag: str, dp: int = 1, tp: int = 1) -> Namespace:
     """Check the flags of a pipeline of p ranks, and choose the defaults that depend on them.
 
-    flag: the flag that sets p. Includes `check_arguments`.
+    flag: the one that sets p. dp, tp: the sizes for `check_arguments`, which this includes.
     """
     interleaves = args.schedule == "interleaved"
     if interleaves and p == 1:
@@ -190,21 +158,17 @@ def check_pipeline(
     v = args.virtual_stages = args.virtual_stages or (2 if interleaves else 1)
     if v > 1 and not interleaves:
         fail(f"--virtual-stages {v} goes with --schedule interleaved, not with {args.schedule}")
-    share = args.global_batch_size // data_parallel_size
+    share = args.global_batch_size // dp
     multiple = p if interleaves else 1  # the number of micro-batches must be a multiple of it
-    counts = [m for m in divisors(share) if m % multiple == 0]
+    counts = [m for m in range(multiple, 4 * p + 1, multiple) if share % m == 0]
     if args.micro_batch_size is None and counts:
-        args.micro_batch_size = share // max(m for m in counts if m <= max(4 * p, counts[0]))
-    check_arguments(args, data_parallel_size, tensor_parallel_size)
+        args.micro_batch_size = share // counts[-1]
+    check_arguments(args, dp, tp)
     m = share // args.micro_batch_size
     if m % multiple:
-        size = f"--global-batch-size {data_parallel_size * p} or a multiple of it"
-        if counts:
-            size = f"--micro-batch-size {share // counts[0]}"
-        fail(
-            f"--schedule interleaved needs a multiple of {p} ({flag}) micro-batches, not {m}: "
-            f"pass {size}"
-        )
+        fix = f"--micro-batch-size {share // p}" if counts else f"--global-batch-size {dp * p}"
+        needs = f"a multiple of {p} ({flag}) micro-batches"
+        fail(f"--schedule interleaved needs {needs}, not {m}: pass {fix}, for example")
     if args.n_layers < p * v:
         fail(
             f"--n-layers {args.n_layers} do not fill {p * v} stages ({flag} {p}, --virtual-stages "
@@ -213,7 +177,7 @@ def check_pipeline(
     return args
 
 
-def check_mesh(args: argparse.Namespace, n_ranks: int) -> argparse.Namespace:
+def check_mesh(args: Namespace, n_ranks: int) -> Namespace:
     """Set the data-parallel degree to the ranks over --pp times --tp. Includes `check_pipeline`."""
     dp, rest = divmod(n_ranks, args.pp * args.tp)
     if rest:
@@ -241,14 +205,12 @@ def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) ->
             fail(f"{name} does not divide by {tp} tensor-parallel ranks: {', '.join(fit)} do")
 
 
-def model_config(args: argparse.Namespace, vocab: list[str]) -> TransformerConfig:
+def model_config(args: Namespace, vocab: list[str]) -> TransformerConfig:
     """The model's configuration, from the flags and the vocabulary."""
+    shape = {name: getattr(args, name) for name in SHAPE}
     config = TransformerConfig(
         vocab_size=len(vocab),
-        d_model=args.d_model,
-        n_layers=args.n_layers,
-        n_heads=args.n_heads,
-        seq_len=args.seq_len,
+        **shape,
         dropout=args.dropout,
         activation_checkpointing=args.activation_checkpointing,
     )
@@ -258,7 +220,7 @@ def model_config(args: argparse.Namespace, vocab: list[str]) -> TransformerConfi
     return config
 
 
-def check_memory(args: argparse.Namespace, config: TransformerConfig) -> None:
+def check_memory(args: Namespace, config: TransformerConfig) -> None:
     """Fail if the model cannot fit into the memory of all ranks together.
 
     A lower bound for every technique: 16 bytes per parameter over all ranks, and in each

@@ -80,6 +80,3 @@ class CounterDropout(nn.Module):
         key = fold_in(keys[:, None], place)  # [batch, seq]
         threshold = round(self.p * 2**31)
         return (fold_in(key[..., None], feature) & 0x7FFFFFFF) >= threshold
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, site={self.site}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import math
+from argparse import Namespace
 from collections.abc import Iterable
 
 import torch
@@ -12,21 +12,16 @@ from torch.linalg import vector_norm
 from torch.nn.utils import clip_grads_with_norm_
 
 
-def adamw_settings(args: argparse.Namespace) -> dict:
+def adamw_settings(args: Namespace) -> dict:
     """Keyword arguments of `torch.optim.AdamW`, the same in every stage.
 
     Weight decay acts on every parameter, norms included, so that a flat buffer of many parameters
     can be updated as one tensor. `fused`: one kernel for all of them.
     """
-    return {
-        "lr": args.lr,
-        "betas": (0.9, 0.95),
-        "weight_decay": args.weight_decay,
-        "fused": True,
-    }
+    return dict(lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
 
 
-def learning_rate(args: argparse.Namespace, step: int) -> float:
+def learning_rate(args: Namespace, step: int) -> float:
     """Linear warm-up over `--warmup-steps`, then half a cosine to `--min-lr-ratio` of the peak.
 
     A function of (arguments, step), so a resumed run needs no scheduler state. Loshchilov and
