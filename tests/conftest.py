@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 import random
 import sys
-import traceback
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the bits must not depend on the cores
@@ -18,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 import pytest
 import torch
+from _pytest.runner import runtestprotocol  # plugins that rerun tests use it
 
 torch.set_num_threads(1)
 logging.disable(logging.DEBUG)  # DCP's log would fill every report
@@ -73,30 +72,30 @@ ATTEMPTS = 3
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Call a test that is marked `wall_clock` again if it fails, with the same fixtures."""
-    if not pyfuncitem.get_closest_marker("wall_clock"):
-        return None  # pytest calls it
-    names = inspect.signature(pyfuncitem.obj).parameters
-    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a test that is marked `wall_clock` again if it fails, each time with new fixtures."""
+    if not item.get_closest_marker("wall_clock"):
+        return None  # pytest runs it
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for attempt in range(1, ATTEMPTS + 1):
-        try:
-            pyfuncitem.obj(**arguments)
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+        failures = [report.longreprtext for report in reports if report.failed]
+        if not failures or attempt == ATTEMPTS:
             break
-        except (Exception, pytest.fail.Exception):
-            if attempt == ATTEMPTS:
-                raise
-            pyfuncitem.user_properties.append(("failed attempt", traceback.format_exc()))
+        item.user_properties.append((f"attempt {attempt} failed", "\n".join(failures)))
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show the failed attempts of the tests that passed when they were called again."""
-    for report in terminalreporter.getreports("passed"):
-        failures = [text for name, text in report.user_properties if name == "failed attempt"]
-        if failures:
-            terminalreporter.section(f"{report.nodeid}: passed at attempt {len(failures) + 1}")
-            terminalreporter.write_line("\n\n".join(failures))
+    """Show the failed attempts of tests that were run again, also of those that then passed."""
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.getreports(outcome):
+            for name, text in report.user_properties:
+                terminalreporter.section(f"{report.nodeid} ({outcome} in the end): {name}")
+                terminalreporter.write_line(text)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
-import conftest
 import pytest
 import torch
 import torch.distributed as dist
@@ -256,25 +255,43 @@ def test_every_mutant_selects_a_test(all_tests):
     assert not empty, empty
 
 
+TIMED_TESTS = """
+import pytest
+attempts, folders = [], []
+
+@pytest.mark.wall_clock
 @pytest.mark.parametrize("failures", [0, 2, 3])
-def test_a_wall_clock_test_is_called_again_and_the_failures_are_kept(failures):
-    seen = []
+def test(failures, tmp_path, monkeypatch):
+    attempts.append(failures)
+    folders.append(tmp_path)
+    assert not any(tmp_path.iterdir()) and len(set(folders)) == len(folders)
+    (tmp_path / "left behind").touch()
+    assert not hasattr(pytest, "patched")
+    monkeypatch.setattr(pytest, "patched", True, raising=False)
+    assert attempts.count(failures) > failures, f"too slow, {attempts.count(failures)}"
 
-    def test(fixture):
-        seen.append(fixture)
-        assert len(seen) > failures, "too slow"
+def test_that_is_not_marked(tmp_path):
+    assert attempts == [0, 2, 2, 2, 3, 3, 3]
+    assert False, "not run again"
+"""
 
-    item = SimpleNamespace(
-        obj=test,
-        funcargs={"fixture": 1, "another": 2},
-        user_properties=[],
-        get_closest_marker=lambda name: name == "wall_clock",
+
+def test_wall_clock_tests_run_again_with_new_fixtures_and_their_failures_are_shown(tmp_path):
+    (tmp_path / "test_timed.py").write_text(TIMED_TESTS)
+    options = ["-p", "conftest", "-c", str(REPO / "pyproject.toml"), "-n", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(tmp_path)],
+        env=dict(os.environ, PYTHONPATH=str(REPO / "tests")),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
-    if failures == 3:
-        with pytest.raises(AssertionError, match="too slow"):
-            conftest.pytest_pyfunc_call(item)
-    else:
-        assert conftest.pytest_pyfunc_call(item)
-    kept = [text for name, text in item.user_properties]
-    assert len(kept) == min(failures, 2) and all("too slow" in text for text in kept)
-    assert seen == [1] * min(failures + 1, 3)
+    shown = re.findall(r"::(test\[\d\] .*? failed) =", done.stdout)
+    assert shown == [
+        "test[2] (passed in the end): attempt 1 failed",
+        "test[2] (passed in the end): attempt 2 failed",
+        "test[3] (failed in the end): attempt 1 failed",
+        "test[3] (failed in the end): attempt 2 failed",
+    ], done.stdout + done.stderr
+    assert done.stdout.count("AssertionError: too slow, 2") == 2
+    assert "2 failed, 2 passed" in done.stdout
