@@ -14,7 +14,12 @@ shift
 warning=${SIGNAL_SECONDS:-180} # as in --signal of train.sbatch
 
 job_field() { scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
-seconds_of() { date -d "$(job_field "$1")" +%s 2>/dev/null; } # of StartTime or EndTime, if known
+# of StartTime or EndTime, if known. If scontrol does not answer, there is no date to read, and `date`
+# would take an empty one for midnight.
+seconds_of() {
+  local when
+  when=$(job_field "$1") && [[ $when ]] && date -d "$when" +%s 2>/dev/null
+}
 
 # Slurm may send the signal a minute early, and a job needs a minute to start: with less time than
 # that it would save and be requeued forever
