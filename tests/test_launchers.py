@@ -205,6 +205,12 @@ def test_job_that_is_long_enough_runs(tmp_path, before, left):
     assert done.returncode == 0 and (tmp_path / "started").exists(), done.stderr
 
 
+def test_job_whose_times_scontrol_does_not_tell_runs(tmp_path):
+    done = launch(tmp_path, before=5, left=290, START="", END="")
+    assert done.returncode == 0 and (tmp_path / "started").exists(), done.stderr
+
+
+@pytest.mark.wall_clock  # launch.sh must have set its trap when the signal comes
 @pytest.mark.parametrize(
     "left, status, restarts, comment, requeued",
     [

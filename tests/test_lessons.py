@@ -15,7 +15,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from browser import Browser, find_chromium
+from browser import TIMEOUT, Browser, find_chromium
 from harness import REPO, stages
 from slurm_cluster import skip_or_fail
 
@@ -616,7 +616,7 @@ def test_an_anchor_unfolds_the_definition_it_leads_to(browser, folder, pages):
     fold = re.search(r'<details[^>]* class="fold">.*?id="(L\d+)"', pages["03-code.html"], re.S)
     page = browser.open(folder / "03-code.html", 1280, anchor=f"#{fold[1]}")
     where = f"document.getElementById('{fold[1]}').getBoundingClientRect()"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + TIMEOUT
     while not 0 < page.evaluate(f"{where}.bottom") < 850:
         assert time.monotonic() < deadline
     is_open = f"document.getElementById('{fold[1]}').closest('details').open"

@@ -263,6 +263,7 @@ def test_jsc_site_uses_the_infiniband_host_name(cluster):
         assert env["HF_HOME"] == "/tmp/scratch/cache/huggingface"
 
 
+@pytest.mark.wall_clock  # both processes must start within five seconds of each other
 def test_wrong_master_address_fails_as_on_a_cluster(cluster):
     script = "source slurm/env.sh\nexport MASTER_ADDR=localhost\n"
     script += "timeout 20 srun --kill-on-bad-exit=1 --ntasks-per-node=1 python probe.py"
@@ -323,6 +324,7 @@ def steps_of(job: Job) -> str:
     return job.cluster.call("squeue", "--steps", "--noheader", f"--jobs={job.number}")
 
 
+@pytest.mark.wall_clock  # the signals must come before the run ends
 @pytest.mark.parametrize("stage", ["01", "02"])
 def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, undisturbed, corpus_dir, stage):
     job = long_run(cluster, corpus_dir, stage)
@@ -370,6 +372,7 @@ def lose(cluster):
     cluster.call("scontrol", "reconfigure")
 
 
+@pytest.mark.wall_clock  # Slurm may take a node that is slow to answer for lost
 def test_requeue_after_a_lost_node_resumes_and_finishes(cluster, undisturbed, corpus_dir, lose):
     job = long_run(cluster, corpus_dir, "02")
     job.until("step 80", has_reached(job, 79))

@@ -182,6 +182,7 @@ load_stage("01").main(sys.argv[1:])
 """
 
 
+@pytest.mark.wall_clock  # the signals must be less than two seconds apart, then more
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_second_signal_ends_the_process_within_a_step(corpus_dir, tmp_path, name):
     script = LONG_STEP.format(repo=str(REPO), tests=str(REPO / "tests"))
@@ -231,6 +232,7 @@ def test_hanging_rank_ends_the_job_after_the_timeout(corpus_dir, tmp_path):
     assert "\nNo answer within --timeout" in said, said[-3000:]
 
 
+@pytest.mark.wall_clock  # the kill must come before the run ends
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_torchrun_restart_of_a_killed_rank_resumes_the_last_checkpoint(pools, corpus_dir, tmp_path):
     flags = "--steps 150 --log-every 1 --checkpoint-every 10".split()
@@ -253,6 +255,7 @@ def test_torchrun_restart_of_a_killed_rank_resumes_the_last_checkpoint(pools, co
     assert not chaos.differences(tmp_path / "run", tmp_path / "undisturbed")
 
 
+@pytest.mark.wall_clock  # both nodes must join within `last_call_timeout`
 @pytest.mark.skipif("CHAOS" not in os.environ, reason="takes a minute: make chaos runs it")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_elastic_resume_after_a_lost_node_keeps_the_global_batch(reference, corpus_dir, tmp_path):

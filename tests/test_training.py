@@ -556,6 +556,7 @@ def wait_for_checkpoint(process: subprocess.Popen, run_dir: Path, step: int) -> 
     raise AssertionError(process.communicate())
 
 
+@pytest.mark.wall_clock  # the signal and the kill must come before the run ends
 @pytest.mark.slow
 def test_resume_after_signal_and_kill_is_bitwise_identical(train, tmp_path, corpus_dir):
     """Real processes in another folder: SIGTERM, then kill -9, then until the end."""
