@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 import pytest
 import torch
-from _pytest.runner import runtestprotocol  # plugins that rerun tests use it
 
 torch.set_num_threads(1)
 logging.disable(logging.DEBUG)  # DCP's log would fill every report
@@ -76,9 +75,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Run a test that is marked `wall_clock` again if it fails, each time with new fixtures."""
     if not item.get_closest_marker("wall_clock"):
         return None  # pytest runs it
+    runner = item.config.pluginmanager.getplugin("runner")  # pytest's own plugin
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for attempt in range(1, ATTEMPTS + 1):
-        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+        reports = runner.runtestprotocol(item, log=False, nextitem=nextitem)
         failures = [report.longreprtext for report in reports if report.failed]
         if not failures or attempt == ATTEMPTS:
             break
