@@ -272,13 +272,15 @@ class Reuses(nn.Module):
         return self.last(self.twice(x.tanh()))
 
 
-def reused(strategy: str) -> dict[str, float]:
+def steps_of(strategy: str, kind: type[nn.Module], *args) -> dict[str, float]:
+    """How far `strategy` is from the plain `kind(*args)` after four steps of two micro-batches."""
     torch.manual_seed(0)
-    plain = Reuses()
+    plain = kind(*args)
     trainer = Trainer(strategy, copy.deepcopy(plain), SGD, lr=0.1)
     optimizer = SGD(plain.parameters(), lr=0.1)
     for step in range(4):
-        x = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+        rng = torch.Generator().manual_seed(step)
+        x = torch.randn(5, plain.first.in_features, generator=rng)
         losses = [lambda model, x=x: model(x).square().mean()] * 2
         trainer.step(losses)
         plain_step(plain, optimizer, losses, over_ranks=False)
@@ -287,7 +289,7 @@ def reused(strategy: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unit_that_runs_twice_or_whose_output_is_unused(pools, strategy):
-    for worst in pools(2).run(reused, strategy):
+    for worst in pools(2).run(steps_of, strategy, Reuses):
         assert worst == {}
 
 
@@ -809,23 +811,10 @@ class Tricky(nn.Module):
         return F.linear(x, self.weight) * (self.table % 7)
 
 
-def steps_of_tricks(strategy: str, how: str) -> dict[str, float]:
-    torch.manual_seed(0)
-    plain = Trick(how)
-    trainer = Trainer(strategy, copy.deepcopy(plain), SGD, lr=0.1)
-    optimizer = SGD(plain.parameters(), lr=0.1)
-    for step in range(3):
-        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
-        losses = [lambda model, x=x: model(x).square().sum()] * 2
-        trainer.step(losses)
-        plain_step(plain, optimizer, losses, over_ranks=False)
-    return differences(trainer.parameters(), plain)
-
-
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("how", ["detached", "detached unit", "integers"])
 def test_a_weight_may_be_detached_and_an_integer_frozen(pools, strategy, how):
-    for worst in pools(2).run(steps_of_tricks, strategy, how):
+    for worst in pools(2).run(steps_of, strategy, Trick, how):
         assert worst == {}
 
 
