@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from common.arguments import base_parser, check_arguments, model_config, seconds
-from common.checkpoint import State, adamw_moments, shards_of_flat_slice
+from common.checkpoint import State, state_of_flat_shard
 from common.collectives import (
     all_gather_single,
     all_reduce_control,
@@ -54,18 +54,18 @@ from common.collectives import (
 )
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
+from common.guards import GuardedBucket, OptimizerOfShards, no_state_dict
 from common.model import IGNORED, Transformer, init_weights
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.run import Run
 from common.wrapping import (
-    HiddenGradients,
-    OptimizerOfShards,
     cast_inputs,
-    no_state_dict,
-    norm_weights,
+    is_lookup,
     not_a_number,
     outputs_of,
+    parameters_by_unit,
     tensors_in_containers,
+    unsharded_dtype,
 )
 
 # ------------------------------------------------------------------------------------------------
@@ -98,9 +98,9 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         **defaults,
     ):
         super().__init__(params, defaults)
-        bucket_class = (Bucket, ShardedGradientBucket, ShardedParameterBucket)[zero_stage - 1]
+        bucket_class = (Bucket, ShardedGradientBucket, FlatParameter)[zero_stage - 1]
         self.shards_gradients, self.shards_parameters = zero_stage >= 2, zero_stage == 3
-        self.group, self.n_ranks = process_group, dist.get_world_size(process_group)
+        self.group = process_group
         self.buckets, sharded_groups = [], []
         for group in self.param_groups:
             # in reverse order: backward finishes the last layer first
@@ -118,7 +118,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         self.synchronizes, self.in_backward = True, False
         self.param_dtype: torch.dtype | None = None
         self.has_new_gradients = False  # since the last `end_backward`
-        self.finished: list[ShardedParameterBucket] = []  # gradients complete, not yet resharded
+        self.finished: list[FlatParameter] = []  # gradients complete, not yet resharded
         self.turns = count()  # numbers the units in the order of forward
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(self.mark_ready)
@@ -146,52 +146,53 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         """
         self.param_dtype = dtype
         trained = [unit for unit in units if any(p.requires_grad for p in unit.parameters())]
-        for unit, bucket in zip(trained, self.buckets[::-1], strict=True):  # buckets: last first
-            bucket.shard_parameters(unit, dtype)
-            unit.register_forward_pre_hook(partial(self.before_forward, bucket), with_kwargs=True)
-            unit.register_forward_hook(partial(self.after_forward, bucket), with_kwargs=True)
+        for unit, flat in zip(trained, self.buckets[::-1], strict=True):  # buckets: last first
+            flat.shard_parameters(unit, dtype)
+            unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
+            unit.register_forward_hook(partial(self.after_forward, flat), with_kwargs=True)
             unit.register_state_dict_pre_hook(no_state_dict)
             unit.register_load_state_dict_pre_hook(no_state_dict)
 
-    def before_forward(self, bucket: ShardedParameterBucket, module: nn.Module, args, kwargs):
-        bucket.unshard()
-        bucket.wait()
-        bucket.turn = next(self.turns)
+    def before_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs):
+        flat.check_parameters()
+        flat.unshard()
+        flat.wait()
+        flat.turn = next(self.turns)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        bucket.tensors_before = tensors_in_containers(args, kwargs)
+        flat.tensors_before = tensors_in_containers(args, kwargs)
         return args, kwargs
 
-    def after_forward(self, bucket, module: nn.Module, args, kwargs, output) -> None:
-        before, bucket.tensors_before = bucket.tensors_before, []  # else activations stay alive
-        if bucket.in_backward:
+    def after_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs, output) -> None:
+        before, flat.tensors_before = flat.tensors_before, []  # else activations stay alive
+        if flat.in_backward:
             return  # activation checkpointing has recomputed forward: backward needs the parameters
         outputs, some_are_hidden = outputs_of(module, args, kwargs, output, before)
         if not torch.is_grad_enabled() or not some_are_hidden:  # these get no hook below
-            bucket.reshard()
+            flat.reshard()
         for tensor in outputs:
-            tensor.register_hook(partial(self.before_backward, bucket))
+            tensor.register_hook(partial(self.before_backward, flat))
 
-    def before_backward(self, bucket: ShardedParameterBucket, _: Tensor) -> None:
+    def before_backward(self, flat: FlatParameter, _: Tensor) -> None:
         """The gradient of the unit's output has been computed: the unit's backward is next."""
         self.queue_end_backward()
-        self.reshard_finished_units(bucket)
-        bucket.in_backward = True
-        if bucket.unshards_in_backward:
-            bucket.unshard()
-            bucket.wait()
+        self.reshard_finished_units(flat)
+        flat.in_backward = True
+        if flat.unshards_in_backward:
+            flat.unshard()
+            flat.wait()
 
-    def reshard_finished_units(self, entered: ShardedParameterBucket) -> None:
+    def reshard_finished_units(self, entered: FlatParameter) -> None:
         """Free the finished units that forward ran after `entered`: backward has left them.
 
         Complete gradients alone do not prove that: backward may still read the parameters of a unit
         that also uses `weight.detach()`.
         """
         finished, self.finished = self.finished, []
-        for bucket in finished:
-            if bucket.turn > entered.turn:
-                bucket.reshard()
+        for flat in finished:
+            if flat.turn > entered.turn:
+                flat.reshard()
             else:
-                self.finished.append(bucket)
+                self.finished.append(flat)
 
     # ---- all stages: reduce, step, gather ----
 
@@ -200,7 +201,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
             raise RuntimeError("a gradient came twice: use checkpoint(..., use_reentrant=False)")
-        bucket.collect(param, divide_by=self.n_ranks if self.synchronizes else 1)
+        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
         self.has_new_gradients = True
         if self.synchronizes:
             self.queue_end_backward()
@@ -213,21 +214,23 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         """Start to reduce each next bucket that is ready; after backward, all that remain.
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
-        collectives are matched by the order of the calls. Stages 2 and 3 free the full gradients of
-        a bucket when the next bucket has been launched; those of the last one in the next backward,
-        or when the step ends.
+        collectives are matched by the order of the calls. The full gradients of a bucket are freed
+        when the next bucket has been launched, if only in the next backward (stages 2 and 3).
         """
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
             if bucket.waiting_for and not backward_has_ended:
                 return
-            bucket.start_reduction()  # first, so that the network is busy during the wait below
-            if self.shards_gradients:  # index -1: the last bucket of the previous backward
-                self.buckets[self.launched - 1].finish_reduction()
+            bucket.start_reduction()
+            previous = self.buckets[self.launched - 1]  # -1: the last one of the previous backward
+            if self.shards_gradients:
+                previous.finish_reduction()  # after the launch: the network is busy during the wait
             self.launched += 1
 
     def queue_end_backward(self) -> None:
         if not self.in_backward:
+            if torch.is_grad_enabled():
+                raise RuntimeError("create_graph=True: the reduced gradients have no graph")
             self.in_backward = True
             # no public hook runs when the whole backward has ended; PyTorch's DDP uses this one
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -237,7 +240,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         if self.has_new_gradients:
             self.launch_ready_buckets(backward_has_ended=True)
             for bucket in self.buckets:
-                bucket.hidden.start()  # `param.grad` is a placeholder until `zero_grad`
+                bucket.hide_gradients()  # `param.grad` is None until the next backward
         self.launched, self.in_backward, self.has_new_gradients = 0, False, False
         self.finished.clear()
         for bucket in self.buckets:
@@ -266,9 +269,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         """Update this rank's shards, then all-gather the updated parameters (stages 1 and 2)."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.finish_gradient_synchronization()
-        self.check_requires_grad()
-        for bucket in self.buckets:
-            bucket.check_parameters()
+        self.check_parameters()
         self.inner.step()  # writes the shards, which the all-gathers below send
         for bucket in self.buckets:
             bucket.shard_was_updated()
@@ -285,20 +286,17 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
             self.end_backward()
 
     def training_state(self, model: nn.Module) -> State:
-        """The tensors of a checkpoint, under the names of the plain model, shards as `Shard`s."""
+        """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
         names = {p: name for name, p in model.named_parameters()}
-        state: State = {f"model.{name}": p.detach() for p, name in names.items()}
+        state: State = {}
         for bucket in self.buckets:
             shapes = {names[p]: p.shape for p in bucket.params}
-            tensors = {f"optim.{k}": t for k, t in adamw_moments(self, bucket.shard).items()}
-            if self.shards_parameters:
-                tensors["model"] = bucket.shard.detach()  # in place of the freed parameters
-            for prefix, tensor in tensors.items():
-                state |= shards_of_flat_slice(f"{prefix}.", shapes, bucket.owned.start, tensor)
-        return state
+            state |= state_of_flat_shard(self, bucket.shard, shapes, bucket.owned.start)
+        full = {f"model.{name}": p.detach() for p, name in names.items()}
+        return full | state if self.shards_parameters else state | full
 
 
-class Bucket:
+class Bucket(GuardedBucket):
     """Stage 1: parameters in one flat buffer, of which each rank owns an equal shard.
 
     full: [N * length], padded; the parameters are views into it. shard: [length], the part that
@@ -309,26 +307,25 @@ class Bucket:
 
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
         self.params, self.group = params, group
-        self.n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        total = sum(p.numel() for p in params)
-        length = -(-total // self.n_ranks)  # of a shard, rounded up
+        n_shards, rank = dist.get_world_size(group), dist.get_rank(group)
+        self.n_ranks = n_shards
+        total = sum(p.numel() for p in self.params)
+        length = -(-total // n_shards)  # of a shard, rounded up
         self.owned = slice(rank * length, (rank + 1) * length)
-        self.padding = self.n_ranks * length - total
-        self.full = params[0].new_zeros(self.n_ranks * length)
+        self.padding = n_shards * length - total
+        self.full = params[0].new_zeros(n_shards * length)
         for param, view in self.views_into(self.full).items():
             view.copy_(param.detach())
             param.data = view
         broadcast(self.full, group=group, group_src=0)
         self.shard = nn.Parameter(self.full[self.owned])
+        self.reduce_dtype = self.shard.dtype  # of the gradients
         self.grads: Tensor | None = None
         self.waiting_for = set(params)
-        self.reduction: Work | None = None  # the collectives in flight
+        self.reduction: Work | None = None  # the collective in flight
         self.gathering: Work | None = None
         self.in_backward = False
-        self.addresses = [p.data_ptr() for p in params]  # to notice `model.to()` and other casts
-        self.hidden = HiddenGradients(params)
-        # the first parameter has the placeholder, which must go before autograd adds to it
-        params[0].register_hook(self.before_accumulation)
+        self.guard()
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
         sizes = [p.numel() for p in self.params]
@@ -348,7 +345,7 @@ class Bucket:
         often in the same pass as the copy.
         """
         if self.grads is None:
-            self.grads = torch.empty_like(self.full, dtype=self.shard.dtype)
+            self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
             self.grads[len(self.grads) - self.padding :].zero_()
             self.grad_views = self.views_into(self.grads)
         view = self.grad_views[param]
@@ -363,7 +360,6 @@ class Bucket:
         """Start the reduce-scatter, which writes the sum of this rank's part of `grads` there."""
         for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
             self.collect(param, divide_by=self.n_ranks)
-        self.waiting_for = set()
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
 
@@ -377,7 +373,7 @@ class Bucket:
 
     def drop_gradients(self, set_to_none: bool = True) -> None:
         self.finish_reduction()  # of a step that is skipped
-        self.hidden.end()
+        self.drop_placeholder()
         for param in self.params:
             param.grad = None
         if set_to_none:
@@ -399,35 +395,11 @@ class Bucket:
             self.gathering.wait()
             self.gathering = self.sent = None
 
-    # ---- arbitrary training loops: what happens if the gradients are zeroed between the reduction
-    # and the step, or if no_sync() is missing. This repository's loop does neither ----
-
-    def drop_zeroed_gradients(self) -> None:
-        if self.hidden.were_zeroed():
-            self.finish_reduction()
-            self.shard.grad = None
-            self.hidden.end()
-
-    def before_accumulation(self, _: Tensor | None = None) -> None:
-        """Autograd has computed a gradient of the bucket, and accumulates it next."""
-        self.check_parameters()
-        self.drop_zeroed_gradients()
-        if self.hidden.is_active:
-            self.accumulate_after_reduction()
-            self.hidden.end()
-
-    def accumulate_after_reduction(self) -> None:
-        raise RuntimeError(
-            "all micro-batches but the last of a step belong in no_sync(); zero_grad() ends a step"
-        )
-
-    def check_parameters(self) -> None:
-        if self.addresses != [p.data_ptr() for p in self.params]:
-            raise RuntimeError("move or cast the model before making its ZeroRedundancyOptimizer")
-
 
 class ShardedGradientBucket(Bucket):
     """Stage 2: full gradients exist only from a bucket's first gradient until it is reduced."""
+
+    accumulates_after_reduction = True  # `finish_reduction` adds to `shard.grad`
 
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
         self.before_accumulation()
@@ -447,30 +419,29 @@ class ShardedGradientBucket(Bucket):
         super().drop_gradients(set_to_none)
         self.grads = self.grad_views = None  # of a backward that failed
 
-    def accumulate_after_reduction(self) -> None:
-        """Allowed: `finish_reduction` adds to `shard.grad`."""
 
-
-class ShardedParameterBucket(ShardedGradientBucket):
-    """Stage 3: full parameters exist only while their unit computes. One bucket is one unit."""
+class FlatParameter(ShardedGradientBucket):
+    """Stage 3: a bucket of one unit's parameters, which are full only while the unit computes."""
 
     def shard_parameters(self, unit: nn.Module, dtype: torch.dtype) -> None:
-        # so far a view into the buffer that `reshard` frees
+        # so far a view into the buffer that `allocate_full` replaces
         self.shard.data = self.shard.data.clone()
-        owners = [m for m in unit.modules() if set(m.parameters(False)) & set(self.params)]
-        is_lookup = all(isinstance(m, nn.Embedding) for m in owners)
+        self.turn, self.tensors_before = 0, []  # of the unit's last forward
+        self.allocate_full(unit, dtype, self.full.device)
+        self.addresses = [p.data_ptr() for p in self.params]
+
+    def allocate_full(self, unit: nn.Module, dtype: torch.dtype | None, device) -> None:
+        """Create the buffer of the full parameters, without memory until the first `unshard`."""
         # the gradient of a lookup does not depend on the weights (they must not be used otherwise)
-        self.unshards_in_backward = not is_lookup
-        # and a row's gradient is a sum over many tokens: bfloat16 would round most of them away
-        keeps_dtype = is_lookup or set(self.params) <= norm_weights(unit, dtype)
-        self.full = self.full.to(self.shard.dtype if keeps_dtype else dtype)
+        self.unshards_in_backward = not is_lookup(unit, self.params)
+        dtype = unsharded_dtype(unit, self.params, dtype)
+        numel = dist.get_world_size(self.group) * len(self.shard)
+        self.full = torch.empty(numel, dtype=dtype, device=device)
         self.full_views = self.views_into(self.full)
         # what a parameter reads as while it is freed
-        nan = not_a_number(self.full.dtype, self.full.device)
+        nan = not_a_number(dtype, device)
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
-        self.turn, self.tensors_before = 0, []  # of the unit's last forward
         self.reshard()
-        self.addresses = [p.data_ptr() for p in self.params]
 
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is there or in flight.
@@ -480,10 +451,9 @@ class ShardedParameterBucket(ShardedGradientBucket):
         """
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
-            self.check_parameters()
             storage.resize_(self.full.numel() * self.full.element_size())
             self.point_parameters_to(self.full_views)
-            out, self.sent = self.full.data, self.shard.detach().to(self.full)
+            out, self.sent = self.full.data, self.shard.detach().to(self.full, non_blocking=True)
             self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
 
     def reshard(self) -> None:
@@ -513,39 +483,36 @@ class ShardedParameterBucket(ShardedGradientBucket):
         raise RuntimeError("copy the model before shard_parameters(): this rank has shards only")
 
 
-def split_into_buckets(
-    params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1
-) -> list[list[nn.Parameter]]:
+def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
     """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
 
     The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
     """
     lists: list[list[nn.Parameter]] = []
-    size = 0.0  # MB in the last list
+    room = 0.0  # MB left in the last list
     for param in params:
         mb = param.numel() * param.element_size() / 2**20
-        cap = min(first_cap_mb, cap_mb) if len(lists) == 1 else cap_mb
         alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
-        if not alike or size + mb > cap:
+        if not alike or mb > room:
+            room = cap_mb if lists else min(first_cap_mb, cap_mb)
             lists.append([])
-            size = 0.0
         lists[-1].append(param)
-        size += mb
+        room -= mb
     return lists
 
 
-def units_to_shard(model: Transformer, dtype: torch.dtype) -> dict[nn.Module, list[nn.Parameter]]:
-    """Stage 3: each unit with the parameters that are gathered before its forward and backward.
-
-    Norms are gathered in their own dtype. If that is not `dtype`, the weights of all norms, one
-    vector each, are one more unit, the model itself: they stay unsharded during its whole forward
-    and backward.
-    """
-    norms = norm_weights(model, dtype)
-    units = {model: [p for p in model.parameters() if p in norms]} if norms else {}
-    for unit in model.units():
-        units[unit] = [p for p in unit.parameters() if p not in norms]
-    return units
+def sharded_adamw(model: Transformer, args) -> ZeroRedundancyOptimizer:
+    """AdamW under ZeRO. Stage 3 gets the parameters of each unit as one parameter group."""
+    params, dtype = model.parameters(), getattr(torch, args.dtype)
+    if args.zero_stage == 3:
+        pairs = parameters_by_unit(model, model.units(), dtype)
+        pairs = sorted(pairs, key=lambda pair: pair[0] is not model)  # forward enters it first
+        params = [{"params": list(part.values())} for _, part in pairs]
+    settings = adamw_settings(args)
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, args.zero_stage, **settings)
+    if args.zero_stage == 3:
+        optimizer.shard_parameters([unit for unit, _ in pairs], dtype)
+    return optimizer
 
 
 # ------------------------------------------------------------------------------------------------
@@ -591,15 +558,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     model = Transformer(config)
     init_weights(model, args.seed)
     model.to(device)
-    params = model.parameters()
-    if args.zero_stage == 3:
-        units = units_to_shard(model, getattr(torch, args.dtype))
-        params = [{"params": list(params)} for params in units.values()]
-    optimizer = ZeroRedundancyOptimizer(
-        params, torch.optim.AdamW, args.zero_stage, **adamw_settings(args)
-    )
-    if args.zero_stage == 3:
-        optimizer.shard_parameters(list(units), getattr(torch, args.dtype))
+    optimizer = sharded_adamw(model, args)
 
     run = Run(args, __file__, config, device, corpus)
     state = optimizer.training_state(model)

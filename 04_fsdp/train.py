@@ -28,8 +28,6 @@ Run it:
 from __future__ import annotations
 
 import sys
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -45,7 +43,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
-from common.checkpoint import State, adamw_moments, shards_of_flat_slice
+from common.checkpoint import State, state_of_flat_shard
 from common.collectives import (
     all_gather_single,
     all_reduce,
@@ -54,17 +52,19 @@ from common.collectives import (
 )
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, fail, group_along, setup, world_size
+from common.guards import ModuleOfShards, PendingGradient
 from common.model import IGNORED, Transformer, init_weights
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.run import Run
 from common.wrapping import (
-    ModuleOfShards,
-    PendingGradient,
+    Parameters,
     cast_inputs,
-    norm_weights,
+    is_lookup,
     not_a_number,
     outputs_of,
+    parameters_by_unit,
     tensors_in_containers,
+    unsharded_dtype,
 )
 
 # ------------------------------------------------------------------------------------------------
@@ -76,19 +76,17 @@ class FullyShardedDataParallel(ModuleOfShards):
     """Shard a module's parameters, gradients and optimizer state; unshard them unit by unit.
 
     module: the same on every rank, or on the meta device with a `materialize(unit, name)` that
-    gives the parameters of one unit memory and values. units: the modules that are unsharded one
-    at a time, in the order of forward; None: the module's children (`opened`).
-    shard_group: the N ranks that shard each unit. replicate_group: the ranks that hold the same
-    shard, for hybrid sharding. param_dtype: of the unsharded parameters, None for their own.
-    reduce_dtype: of the gradients when they are reduced, None for `param_dtype`. cpu_offload:
-    keep the shards on the CPU.
+    gives the parameters of one unit memory and values. units: the modules that are unsharded one at
+    a time, in the order of forward; None for the module's children. shard_group: the N ranks that
+    shard each unit. replicate_group: the ranks that hold the same shard, for hybrid sharding.
+    param_dtype: of the unsharded parameters, None for their own. reduce_dtype: of the gradients
+    when they are reduced, None for `param_dtype`. cpu_offload: keep the shards on the CPU.
 
     `parameters()` yields this rank's shards, as in PyTorch's FSDP. Call
-    `finish_gradient_synchronization` after the last backward of a step, and clip with
-    `clip_grad_norm_` of this class: `torch.nn.utils.clip_grad_norm_` sees this rank's shards only.
-    All ranks must use the same parameters, because their collectives are matched by order. A
-    parameter that a backward did not use has a zero gradient, and delays its own and all earlier
-    units until backward ends. Raises ValueError where `materialize` leaves a parameter empty.
+    `finish_gradient_synchronization` after the last backward of a step, and clip with this class's
+    `clip_grad_norm_`: that of PyTorch sees this rank's shards only. All ranks must use the same
+    parameters, because their collectives are matched by order. A parameter that a backward did not
+    use has a zero gradient, and delays its own and all earlier units until backward ends.
     """
 
     def __init__(
@@ -108,11 +106,15 @@ class FullyShardedDataParallel(ModuleOfShards):
         self.group = shard_group
         self.param_dtype, self.reshard_after_forward = param_dtype, reshard_after_forward
         device = device or next(module.parameters()).device
-        shard_device = torch.device("cpu") if cpu_offload else device
-        groups, dtypes = (shard_group, replicate_group), (param_dtype, reduce_dtype)
-        self.flat_settings = groups, dtypes, device, shard_device
-        self.flats: list[FlatParameter] = []  # in the order of forward
-        self.shard_units(module, opened(module) if units is None else units, materialize)
+        settings = (shard_group, replicate_group), (param_dtype, reduce_dtype), device, cpu_offload
+        self.flats: list[FlatParameter] = []
+        # each unit gets its values and is sharded before the next one: no rank holds the full model
+        for unit, params in parameters_by_unit(module, units, param_dtype, materialize):
+            flat = FlatParameter(unit, params, *settings)
+            self.flats.append(flat)
+            unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
+            unit.register_forward_hook(partial(self.after_forward, flat), with_kwargs=True)
+        self.flats.sort(key=lambda flat: flat.unit is not module)  # forward enters `module` first
         for i, flat in enumerate(self.flats):
             self.register_parameter(f"shard_{i}", flat.shard)
         # the flat parameters that train, in reverse order: backward finishes the last layer first
@@ -121,9 +123,7 @@ class FullyShardedDataParallel(ModuleOfShards):
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(self.mark_ready)
         self.next_in_forward = dict(pairwise(self.flats))
-        self.next_in_backward = {
-            flat: earlier for earlier, flat in pairwise(self.flats) if earlier.unshards_in_backward
-        }
+        self.next_in_backward = {b: a for a, b in pairwise(self.flats) if a.unshards_in_backward}
         self.launched = 0  # how many buckets' reductions have started
         self.finished: list[FlatParameter] = []  # gradients complete, not yet resharded
         self.turns = count()  # numbers the units in the order of forward
@@ -141,11 +141,7 @@ class FullyShardedDataParallel(ModuleOfShards):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Postpone hybrid sharding's all-reduce over the replicas to the last micro-batch.
-
-        There are no full gradients to accumulate in: every micro-batch is reduce-scattered.
-        Without replicas this changes nothing.
-        """
+        """Start no all-reduce over replicas: every micro-batch is reduce-scattered all the same."""
         self.synchronizes = False
         try:
             yield
@@ -190,15 +186,15 @@ class FullyShardedDataParallel(ModuleOfShards):
         """Free the finished units that forward ran after `entered`: backward has left them.
 
         Complete gradients alone do not prove that: backward may still read the parameters of a unit
-        that also uses `weight.detach()`. A frozen unit has no gradients at all.
+        that also uses `weight.detach()`.
         """
-        if entered.unit is not self.module:  # whose hook fires first, though its turn is the lowest
-            finished, self.finished = self.finished, []
-            for flat in finished:
-                if flat.turn > entered.turn and flat.unit is not entered.unit:
-                    flat.reshard()
-                else:
-                    self.finished.append(flat)
+        finished, self.finished = self.finished, []
+        for flat in finished:
+            # the hook of the whole module fires first, though its turn is the lowest
+            if flat.turn > entered.turn and entered.unit not in (flat.unit, self.module):
+                flat.reshard()
+            else:
+                self.finished.append(flat)
         if not entered.waiting_for:  # frozen: `mark_ready` will not add it
             self.finished.append(entered)
 
@@ -207,8 +203,8 @@ class FullyShardedDataParallel(ModuleOfShards):
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
             raise RuntimeError("a gradient came twice: use checkpoint(..., use_reentrant=False)")
-        self.queue_end_backward()
         bucket.collect(param, divide_by=bucket.n_ranks)
+        self.queue_end_backward()
         bucket.waiting_for.remove(param)
         if not bucket.waiting_for:
             self.finished.append(bucket)
@@ -225,9 +221,9 @@ class FullyShardedDataParallel(ModuleOfShards):
             bucket = self.buckets[self.launched]
             if bucket.waiting_for and not backward_has_ended:
                 return
-            bucket.start_reduction()  # first, so that the network is busy during the wait below
+            bucket.start_reduction()
             previous = self.buckets[self.launched - 1]  # -1: the last one of the previous backward
-            previous.finish_reduction()
+            previous.finish_reduction()  # after the launch: the network is busy during the wait
             if self.synchronizes and self.launched > 0:
                 previous.start_replicating()
             self.launched += 1
@@ -235,9 +231,7 @@ class FullyShardedDataParallel(ModuleOfShards):
     def queue_end_backward(self) -> None:
         if not self.in_backward:
             if torch.is_grad_enabled():
-                raise RuntimeError(
-                    "create_graph=True: parameters are freed before the graph is used"
-                )
+                raise RuntimeError("create_graph=True: the reduced gradients have no graph")
             self.in_backward = True
             # no public hook runs when the whole backward has ended; PyTorch's DDP uses this one
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -247,9 +241,8 @@ class FullyShardedDataParallel(ModuleOfShards):
         self.launch_ready_buckets(backward_has_ended=True)
         self.launched, self.finished, self.in_backward = 0, [], False
         for flat in self.flats:
+            flat.waiting_for = set(flat.params) if flat.trains else set()
             flat.reshard()
-        for bucket in self.buckets:
-            bucket.waiting_for = set(bucket.params)
 
     def finish_gradient_synchronization(self) -> None:
         """After the last backward of a step: wait until each shard has its average gradient."""
@@ -270,19 +263,11 @@ class FullyShardedDataParallel(ModuleOfShards):
             grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
-    def shards(self) -> list[nn.Parameter]:
-        """This rank's shards of the parameters that train; `parameters()` has frozen ones too."""
-        return [flat.shard for flat in self.flats if flat.trains]
-
     def training_state(self, optimizer: torch.optim.Optimizer) -> State:
-        """The tensors of a checkpoint, under the names of the plain model, as `Shard`s."""
+        """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
         state: State = {}
         for flat in self.flats:
-            shapes = {name: p.shape for name, p in zip(flat.names, flat.params, strict=True)}
-            tensors = {f"optim.{k}": t for k, t in adamw_moments(optimizer, flat.shard).items()}
-            tensors["model"] = flat.shard.detach()
-            for prefix, tensor in tensors.items():
-                state |= shards_of_flat_slice(f"{prefix}.", shapes, flat.owned.start, tensor)
+            state |= state_of_flat_shard(optimizer, flat.shard, flat.shapes, flat.owned.start)
         return state
 
     @torch.no_grad()
@@ -292,61 +277,9 @@ class FullyShardedDataParallel(ModuleOfShards):
         for flat in self.flats:
             full = torch.empty_like(flat.full, dtype=flat.shard.dtype)
             all_gather_single(full, flat.shard.to(full.device), group=self.group)
-            views = flat.views_into(full.cpu())
-            state |= {n: views[p].clone() for n, p in zip(flat.names, flat.params, strict=True)}
+            views = flat.views_into(full.cpu()).values()
+            state |= {name: v.clone() for name, v in zip(flat.shapes, views, strict=True)}
         return state
-
-    # ---- the meta device: `materialize` fills one unit after the other ----
-
-    def shard_units(self, module: nn.Module, units: list[nn.Module], materialize) -> None:
-        """Shard each unit before the next one gets values: no rank ever holds the full model."""
-        names = {m: name for name, m in module.named_modules()}
-        users = Counter(p for unit in units for p in unit.parameters())
-        # of no unit, or of several (tied): unsharded around the whole module
-        shared = {n: p for n, p in module.named_parameters() if users[p] != 1}
-        if any(p.is_meta for p in shared.values()):
-            raise ValueError(f"{', '.join(shared)}: in no unit, or in several; cannot materialize")
-        self.shard_unit(module, shared)
-        norms = {}  # one vector each, in their own dtype: unsharded around the whole module too
-        for unit in units:
-            before = len(list(unit.parameters()))
-            if materialize is not None:
-                materialize(unit, names[unit])
-            params = dict(unit.named_parameters(prefix=names[unit]))
-            if len(params) != before:
-                raise ValueError(f"{names[unit]}: `materialize` has untied its tied parameters")
-            if any(p.is_meta for p in params.values()):
-                raise ValueError(f"{names[unit]}: still on the meta device, without values")
-            own = {n: p for n, p in params.items() if users[p] < 2}
-            kept = norm_weights(unit, self.param_dtype)
-            norms |= {n: p for n, p in own.items() if p in kept}
-            self.shard_unit(unit, {n: p for n, p in own.items() if p not in kept})
-        self.shard_unit(module, norms)
-        self.flats.sort(key=lambda flat: flat.unit is not module)  # forward enters `module` first
-        if len({flat.unit for flat in self.flats}) == 1:
-            warnings.warn(
-                "one unit has all parameters: they are all unsharded at once", stacklevel=3
-            )
-
-    # ---- arbitrary modules: parameters that are frozen, or of several dtypes ----
-
-    def shard_unit(self, unit: nn.Module, params: dict[str, nn.Parameter]) -> None:
-        """A flat parameter has one dtype and trains as a whole or not at all: `unit` may get
-        several."""
-        for kind in sorted({(str(p.dtype), p.requires_grad) for p in params.values()}):
-            alike = {n: p for n, p in params.items() if (str(p.dtype), p.requires_grad) == kind}
-            flat = FlatParameter(unit, alike, *self.flat_settings)
-            self.flats.append(flat)
-            unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
-            unit.register_forward_hook(partial(self.after_forward, flat), with_kwargs=True)
-
-    def drop_failed_backward(self) -> None:
-        """Forget the gradients of a backward that ended in an exception, if there was one."""
-        # activation checkpointing may run forward in backward; nothing public tells
-        if self.in_backward and torch._C._current_graph_task_id() == -1:
-            self.launched, self.finished, self.in_backward = 0, [], False
-            for bucket in self.buckets:
-                bucket.drop_gradients()
 
 
 class FlatParameter:
@@ -358,45 +291,31 @@ class FlatParameter:
     waiting_for: the parameters whose gradients this backward has not finished yet.
     """
 
-    def __init__(self, unit, params: dict[str, nn.Parameter], groups, dtypes, device, shard_device):
-        self.unit, self.names, self.params = unit, list(params), list(params.values())
+    def __init__(self, unit, params: Parameters, groups, dtypes, device, cpu_offload: bool):
+        self.unit, self.params = unit, list(params.values())
+        self.shapes = {name: p.shape for name, p in params.items()}
         (self.group, self.replicate_group), (param_dtype, reduce_dtype) = groups, dtypes
         n_shards, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        n_replicas = (
-            1 if self.replicate_group is None else dist.get_world_size(self.replicate_group)
-        )
-        self.n_ranks = n_shards * n_replicas
-        values = torch.cat([p.detach().flatten() for p in self.params])
-        length = -(-len(values) // n_shards)  # of a shard, rounded up
+        self.n_replicas = dist.get_world_size(self.replicate_group) if self.replicate_group else 1
+        self.n_ranks = n_shards * self.n_replicas
+        total = sum(p.numel() for p in self.params)
+        length = -(-total // n_shards)  # of a shard, rounded up
         self.owned = slice(rank * length, (rank + 1) * length)
-        self.padding = n_shards * length - len(values)
-        shard = F.pad(values, (0, self.padding))[self.owned].to(shard_device, copy=True)
+        self.padding = n_shards * length - total
+        values = F.pad(torch.cat([p.detach().flatten() for p in self.params]), (0, self.padding))
+        shard = values[self.owned].to("cpu" if cpu_offload else device, copy=True)
         self.trains = self.params[0].requires_grad
         self.shard = nn.Parameter(shard, requires_grad=self.trains)
-        owners = [m for m in unit.modules() if set(m.parameters(False)) & set(self.params)]
-        is_lookup = all(isinstance(m, nn.Embedding) for m in owners)
-        # the gradient of a lookup does not depend on the weights (they must not be used otherwise)
-        self.unshards_in_backward = not is_lookup
-        # and a row's gradient is a sum over many tokens: bfloat16 would round most of them away
-        keeps_dtype = is_lookup or set(self.params) <= norm_weights(unit, param_dtype)
-        keeps_dtype = keeps_dtype or param_dtype is None or not shard.is_floating_point()
-        dtype = shard.dtype if keeps_dtype else param_dtype
-        self.full = torch.empty(n_shards * length, dtype=dtype, device=device)
-        self.full_views = self.views_into(self.full)
-        # what a parameter reads as while it is freed
-        nan = not_a_number(dtype, device)
-        self.freed_views = {p: nan.expand(p.shape) for p in self.params}
-        self.reduce_dtype = reduce_dtype or self.full.dtype
         self.grads: Tensor | None = None
         self.waiting_for = set(self.params) if self.trains else set()
-        self.reduction: Work | None = None  # the collectives in flight
+        self.reduction: Work | None = None  # the collective in flight
         self.gathering: Work | None = None
         self.replicating: Work | None = None
         self.pending: PendingGradient | None = None  # `shard.grad` while a collective is in flight
-        self.tensors_before: list[Tensor] = []  # in containers that the unit may fill
-        self.turn = 0  # when forward has entered the unit
+        self.turn, self.tensors_before = 0, []  # of the unit's last forward
         self.in_backward = self.is_replicated = False
-        self.reshard()
+        self.allocate_full(unit, param_dtype, device)
+        self.reduce_dtype = reduce_dtype or self.full.dtype
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
         sizes = [p.numel() for p in self.params]
@@ -404,11 +323,10 @@ class FlatParameter:
         return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
 
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
-        """Move the gradient of `param` into the buffer, which is freed after the reduction."""
+        self.before_accumulation()
         self.finish_reduction()  # of the previous backward
-        self.check_not_replicated()
         self.copy_gradient(param, divide_by)
-        param.grad = None
+        param.grad = None  # a view would keep the buffer alive after the reduction
 
     def copy_gradient(self, param: nn.Parameter, divide_by: int) -> None:
         """Copy the gradient of `param` into the buffer. A missing gradient counts as zero.
@@ -432,7 +350,6 @@ class FlatParameter:
         """Start the reduce-scatter, which writes the sum of this rank's part of `grads` there."""
         for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
             self.collect(param, divide_by=self.n_ranks)
-        self.waiting_for = set()
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
         self.pending = PendingGradient(self.shard)
@@ -443,6 +360,19 @@ class FlatParameter:
             self.reduction.wait()
             self.pending.add(self.grads[self.owned].to(self.shard))
             self.reduction = self.grads = self.grad_views = self.pending = None
+
+    def allocate_full(self, unit: nn.Module, dtype: torch.dtype | None, device) -> None:
+        """Create the buffer of the full parameters, without memory until the first `unshard`."""
+        # the gradient of a lookup does not depend on the weights (they must not be used otherwise)
+        self.unshards_in_backward = not is_lookup(unit, self.params)
+        dtype = unsharded_dtype(unit, self.params, dtype)
+        numel = dist.get_world_size(self.group) * len(self.shard)
+        self.full = torch.empty(numel, dtype=dtype, device=device)
+        self.full_views = self.views_into(self.full)
+        # what a parameter reads as while it is freed
+        nan = not_a_number(dtype, device)
+        self.freed_views = {p: nan.expand(p.shape) for p in self.params}
+        self.reshard()
 
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is there or in flight.
@@ -479,7 +409,7 @@ class FlatParameter:
     def start_replicating(self) -> None:
         """Start the all-reduce: once per step, after the last micro-batch."""
         grad = self.shard.grad
-        if self.replicate_group is not None and grad is not None and not self.is_replicated:
+        if self.n_replicas > 1 and grad is not None and not self.is_replicated:
             self.is_replicated, self.pending = True, PendingGradient(self.shard)
             self.replicating = all_reduce(grad, group=self.replicate_group, async_op=True)
 
@@ -489,7 +419,7 @@ class FlatParameter:
             self.pending.zero_again()
             self.replicating = self.pending = None
 
-    def check_not_replicated(self) -> None:
+    def before_accumulation(self) -> None:
         """Raise an error if a backward would add to gradients that are averaged already."""
         if self.is_replicated:
             self.finish_replicating()
@@ -497,33 +427,15 @@ class FlatParameter:
                 raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
             self.is_replicated = False
 
-    def drop_gradients(self) -> None:
-        self.finish_reduction()
-        self.grads, self.waiting_for = None, set(self.params)
-        for param in self.params:
-            param.grad = None
-
-
-def opened(module: nn.Module) -> list[nn.Module]:
-    """A module's children that have parameters, with containers replaced by what they contain."""
-    units = []
-    for child in module.children():
-        if isinstance(child, nn.Sequential) or type(child).forward is nn.Module.forward:
-            units += opened(child)
-        elif list(child.parameters()):
-            units.append(child)
-    return units
-
 
 def sharded_from_meta(model: Transformer, args, world: World) -> FullyShardedDataParallel:
     """Shard a model that is on the meta device; its units get their initial values one by one."""
     mesh = (world.size // args.shard_size, args.shard_size)
-    replicas = group_along(mesh, 0, "replicate", args.timeout)
     return FullyShardedDataParallel(
         model,
         model.units(),
         shard_group=group_along(mesh, 1, "shard", args.timeout),
-        replicate_group=replicas if mesh[0] > 1 else None,
+        replicate_group=group_along(mesh, 0, "replicate", args.timeout),
         param_dtype=getattr(torch, args.param_dtype),
         reduce_dtype=getattr(torch, args.reduce_dtype),
         reshard_after_forward=not args.no_reshard_after_forward,
@@ -541,7 +453,7 @@ def sharded_from_meta(model: Transformer, args, world: World) -> FullyShardedDat
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument(
-        "--shard-size", type=positive_int, help="ranks that shard a unit (default: all)"
+        "--shard-size", type=positive_int, default=world_size(), help="ranks that shard a unit"
     )
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
@@ -549,7 +461,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
-    args.shard_size = args.shard_size or world_size()
     if world_size() % args.shard_size:
         fail(f"--shard-size {args.shard_size} does not divide the {world_size()} ranks")
     args.param_dtype = args.param_dtype or args.dtype

@@ -81,11 +81,9 @@ from common.run import Run, annotate
 class DistributedDataParallel(nn.Module):
     """Keep the replicas of a module identical: same initial weights, same averaged gradients.
 
-    module: has the same parameters in the same order on every rank. process_group: the ranks
-    whose gradients are averaged; None for all. bucket_cap_mb: the most MB of gradients in one
-    all-reduce; the first bucket is limited to 1 MB, so that communication starts early.
-
-    Call `finish_gradient_synchronization` after the last backward of a step.
+    module: has the same parameters on every rank. process_group: the ranks whose gradients are
+    averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, and 1 in the first, so
+    that communication starts early. A step ends with `finish_gradient_synchronization`.
     """
 
     def __init__(
@@ -96,14 +94,12 @@ class DistributedDataParallel(nn.Module):
     ):
         super().__init__()
         self.module = module
-        self.n_ranks = dist.get_world_size(process_group)
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.detach(), group=process_group, group_src=0)
-        # `parameters()` yields a tied parameter once; a frozen one has no gradient to reduce
-        params = [p for p in module.parameters() if p.requires_grad]
-        # in reverse order: backward finishes the last layer first
-        split = split_into_buckets(params[::-1], bucket_cap_mb)
-        self.buckets = [Bucket(part, process_group) for part in split]
+        # `parameters()` yields a tied parameter once; a frozen one has no gradient to reduce. In
+        # reverse order: backward finishes the last layer first
+        params = [p for p in module.parameters() if p.requires_grad][::-1]
+        self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
@@ -127,10 +123,9 @@ class DistributedDataParallel(nn.Module):
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
             raise RuntimeError(
-                "a second backward: call finish_gradient_synchronization() after the last one of a "
-                "step, and put the others under no_sync()"
+                "a second backward: call finish_gradient_synchronization() first, or use no_sync()"
             )
-        bucket.collect(param, divide_by=self.n_ranks if self.synchronizes else 1)
+        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
         if self.synchronizes:
             bucket.waiting_for.remove(param)
             self.launch_ready_buckets()
@@ -164,8 +159,7 @@ class Bucket:
     """
 
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
-        self.params, self.group = params, group
-        self.n_ranks = dist.get_world_size(group)
+        self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
         self.grads = params[0].new_zeros(sum(p.numel() for p in params))
         self.grad_views = self.views_into(self.grads)
         self.waiting_for = set(params)
@@ -180,9 +174,8 @@ class Bucket:
         """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
 
         After `zero_grad(set_to_none=True)` backward allocates a new gradient outside the buffer;
-        the next micro-batches then add to the view in place. A missing gradient counts as zero.
-        Dividing by the number of ranks here, before the sum, makes the sum the average, and needs
-        no extra pass over the memory where the gradient has to be copied anyway.
+        later micro-batches then add to the view in place. A missing gradient counts as zero.
+        Dividing here, before the sum, makes the sum the average, in the same pass over the memory.
         """
         view = self.grad_views[param]
         if param.grad is None:
@@ -194,7 +187,6 @@ class Bucket:
     def start_reduction(self) -> None:
         for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
             self.collect(param, divide_by=self.n_ranks)
-        self.waiting_for = set()
         self.reduction = all_reduce(self.grads, group=self.group, async_op=True)
 
     def finish_reduction(self) -> None:
@@ -202,24 +194,21 @@ class Bucket:
         self.reduction, self.waiting_for = None, set(self.params)
 
 
-def split_into_buckets(
-    params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1
-) -> list[list[nn.Parameter]]:
+def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
     """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
 
     The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
     """
     lists: list[list[nn.Parameter]] = []
-    size = 0.0  # MB in the last list
+    room = 0.0  # MB left in the last list
     for param in params:
         mb = param.numel() * param.element_size() / 2**20
-        cap = min(first_cap_mb, cap_mb) if len(lists) == 1 else cap_mb
         alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
-        if not alike or size + mb > cap:
+        if not alike or mb > room:
+            room = cap_mb if lists else min(first_cap_mb, cap_mb)
             lists.append([])
-            size = 0.0
         lists[-1].append(param)
-        size += mb
+        room -= mb
     return lists
 
 

@@ -150,19 +150,23 @@ def training_state(
     return state
 
 
-def shards_of_flat_slice(
-    prefix: str, shapes: dict[str, torch.Size], start: int, flat: Tensor
+def state_of_flat_shard(
+    optimizer: torch.optim.Optimizer, shard: Tensor, shapes: dict[str, torch.Size], start: int
 ) -> State:
-    """A `Shard` of each tensor in a flat parameter of which `flat` is the part from `start` on.
+    """A `Shard` of each tensor in a flat parameter, and of its first and second moments.
 
-    shapes: by name, in the flat parameter's order. A tensor outside of it gets an empty shard.
+    shapes: of the tensors by name, in the flat parameter's order, of which `shard` is the part from
+    element `start` on. A tensor outside of it gets an empty shard.
     """
     state: State = {}
-    begin = -start  # of the tensor, relative to `flat`
-    for name, shape in shapes.items():
-        first, last = max(begin, 0), max(begin + shape.numel(), 0)
-        state[prefix + name] = Shard.of_flat_slice(shape, first - begin, flat[first:last])
-        begin += shape.numel()
+    tensors = {f"optim.{k}": t for k, t in adamw_moments(optimizer, shard).items()}
+    for prefix, flat in {"model": shard.detach(), **tensors}.items():
+        begin = -start  # of the tensor, relative to `flat`
+        for name, shape in shapes.items():
+            first, last = max(begin, 0), max(begin + shape.numel(), 0)
+            part = Shard.of_flat_slice(shape, first - begin, flat[first:last])
+            state[f"{prefix}.{name}"] = part
+            begin += shape.numel()
     return state
 
 

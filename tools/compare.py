@@ -36,7 +36,7 @@ REPO = Path(__file__).resolve().parents[1]
 RENAMED = {
     "ZeroRedundancyOptimizer": ["DistributedDataParallel"],
     "FullyShardedDataParallel": ["ZeroRedundancyOptimizer", "DistributedDataParallel"],
-    "FlatParameter": ["ShardedParameterBucket", "ShardedGradientBucket", "Bucket"],
+    "FlatParameter": ["ShardedGradientBucket", "Bucket"],
 }
 
 # ---- a stage, split into blocks ----
