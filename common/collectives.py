@@ -23,6 +23,7 @@ accepts both names.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -73,10 +74,6 @@ def group_name(group: ProcessGroup | None) -> str:
     return (group.group_desc or "group").removeprefix("mesh_")
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _is_gloo(tensor: Tensor, group: ProcessGroup | None) -> bool:
     """Whether this group runs on Gloo: on CPUs, and on a GPU that ranks share (`setup`)."""
     return f"{tensor.device.type}:gloo" in dist.get_backend_config(group)
@@ -93,14 +90,14 @@ def all_reduce(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    ledger.record("all_reduce", _bytes(tensor), 2 * _ring(group), group)
+    ledger.record("all_reduce", tensor.nbytes, 2 * _ring(group), group)
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
 def all_gather_single(
     output: Tensor, input: Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    ledger.record("all_gather_single", _bytes(output), _ring(group), group)
+    ledger.record("all_gather_single", output.nbytes, _ring(group), group)
     return _all_gather_single(output, input, group=group, async_op=async_op)
 
 
@@ -111,33 +108,31 @@ def reduce_scatter_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    ledger.record("reduce_scatter_single", _bytes(input), _ring(group), group)
+    ledger.record("reduce_scatter_single", input.nbytes, _ring(group), group)
     if op == ReduceOp.SUM and _is_gloo(input, group):
-        pieces = torch.empty_like(input)
-        work = dist.all_to_all_single(pieces, input, group=group, async_op=True)
-        by_rank = pieces.view(dist.get_world_size(group), *output.shape)
-        summed = _SumOfPieces(work, by_rank, output)
+        # Gloo has no reduce-scatter. PyTorch would all-reduce a copy of the full input and keep a
+        # slice, which sends twice as much (pytorch/pytorch#118911). Here each rank gets its slice
+        # of every rank's input and sums them.
+        slices = torch.empty_like(input)
+        work = dist.all_to_all_single(slices, input, group=group, async_op=True)
+        by_rank = slices.view(dist.get_world_size(group), *output.shape)
+        summed = _WorkWithEnd(work, lambda: torch.sum(by_rank, 0, out=output))
         return summed if async_op else summed.wait()
     return _reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
 
 
 @dataclass
-class _SumOfPieces:
-    """Reduce-scatter on Gloo, which has none: each rank gets its slice of every input and sums.
-
-    PyTorch would all-reduce a copy of the full input and keep a slice, which sends twice as much
-    (pytorch/pytorch#118911).
-    """
+class _WorkWithEnd:
+    """Communication whose `wait` ends with a call of `end`: once, when the bytes have arrived."""
 
     work: Work
-    pieces: Tensor | None
-    output: Tensor
+    end: Callable[[], object] | None
 
     def wait(self) -> None:
-        if self.pieces is not None:
+        if self.end is not None:
             self.work.wait()
-            torch.sum(self.pieces, 0, out=self.output)
-            self.pieces = None
+            self.end()
+            self.end = None  # its buffers are freed
 
 
 def broadcast(
@@ -147,7 +142,7 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    ledger.record("broadcast", _bytes(tensor), _ring(group), group)
+    ledger.record("broadcast", tensor.nbytes, _ring(group), group)
     return dist.broadcast(tensor, src, group=group, async_op=async_op, group_src=group_src)
 
 
@@ -158,7 +153,7 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work | None:
-    ledger.record("isend", _bytes(tensor), 1.0, group)
+    ledger.record("isend", tensor.nbytes, 1.0, group)
     if _goes_through_host(tensor, group):
         tensor = tensor.cpu()
     return dist.isend(tensor, dst, group=group, tag=tag, group_dst=group_dst)
@@ -175,26 +170,13 @@ def irecv(
     if _goes_through_host(tensor, group):
         host = torch.empty_like(tensor, device="cpu")
         work = dist.irecv(host, src, group=group, tag=tag, group_src=group_src)
-        return _HostReceive(work, host, tensor)
+        return _WorkWithEnd(work, lambda: tensor.copy_(host))
     return dist.irecv(tensor, src, group=group, tag=tag, group_src=group_src)
 
 
 def _goes_through_host(tensor: Tensor, group: ProcessGroup | None) -> bool:
     """Whether a message must be copied to the host: Gloo cannot send GPU tensors."""
     return tensor.is_cuda and _is_gloo(tensor, group)
-
-
-@dataclass
-class _HostReceive:
-    """A receive into host memory, for a tensor on a GPU."""
-
-    work: Work
-    host: Tensor
-    tensor: Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.tensor.copy_(self.host)
 
 
 def all_reduce_control(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -5,6 +5,7 @@ Everything here works without a process group too: a single process is rank 0 of
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -25,8 +26,7 @@ import torch.distributed as dist
 
 # what Gloo and NCCL report when the process at the other end of a connection has gone
 PEER_IS_GONE = re.compile(
-    "gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)|remote process exited",
-    re.DOTALL,
+    "(?s)gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)|remote process exited"
 )
 
 GRACE = 2.0  # seconds that a failing rank waits before it exits: launchers then end the other ranks
@@ -61,37 +61,23 @@ def launch_environment() -> Launch:
     """
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        launcher, variables = "torchrun", env
+        launcher, host, port = "torchrun", "127.0.0.1", 29500
+        local = env.get("LOCAL_RANK", 0), env.get("LOCAL_WORLD_SIZE", 1)
+        ranks = env["RANK"], *local, env["WORLD_SIZE"]
     elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        size, job = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_JOB_ID"])
-        port = 20000 + (7 * job + int(env.get("SLURM_STEP_ID", 0))) % 20000
-        launcher = "srun"
-        variables = {
-            "RANK": env["SLURM_PROCID"],
-            "LOCAL_RANK": env["SLURM_LOCALID"],
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size // int(env.get("SLURM_STEP_NUM_NODES", 1)),
-            "MASTER_ADDR": env.get("MASTER_ADDR", ""),
-            "MASTER_PORT": env.get("MASTER_PORT", port),
-        }
+        launcher, host = "srun", ""
+        port = 20000 + (7 * int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", 0))) % 20000
+        size = int(env["SLURM_STEP_NUM_TASKS"])
+        local = env["SLURM_LOCALID"], size // int(env.get("SLURM_STEP_NUM_NODES", 1))
+        ranks = env["SLURM_PROCID"], *local, size
     elif int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        size, local_size = env["OMPI_COMM_WORLD_SIZE"], env["OMPI_COMM_WORLD_LOCAL_SIZE"]
+        ranks = [env[f"OMPI_COMM_WORLD_{n}"] for n in ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "SIZE")]
+        launcher, host = "mpirun", "127.0.0.1" if ranks[2] == ranks[3] else ""
         port = 20000 + sum(map(ord, env.get("PMIX_NAMESPACE", "")))  # unique to this mpirun here
-        launcher = "mpirun"
-        variables = {
-            "RANK": env["OMPI_COMM_WORLD_RANK"],
-            "LOCAL_RANK": env["OMPI_COMM_WORLD_LOCAL_RANK"],
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": local_size,
-            "MASTER_ADDR": env.get("MASTER_ADDR", "127.0.0.1" if local_size == size else ""),
-            "MASTER_PORT": env.get("MASTER_PORT", port),
-        }
     else:
         return Launch("python", 0, 0, 1, 1, None)
-    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
-    defaults = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    address = variables.get("MASTER_ADDR", "127.0.0.1"), int(variables.get("MASTER_PORT", 29500))
-    return Launch(launcher, *(int(variables.get(n, defaults.get(n))) for n in names), address)
+    address = env.get("MASTER_ADDR", host), int(env.get("MASTER_PORT", port))
+    return Launch(launcher, *map(int, ranks), address)
 
 
 def _host_of_rank_0(launcher: str) -> str:
@@ -269,9 +255,8 @@ def fail(message: str, status: int = 2) -> NoReturn:
         if dist.is_initialized() and world_size() > 1:
             time.sleep(GRACE)  # after `setup` all ranks are close, and exit by themselves
     elif world_size() > 1:
-        try:  # a launcher that terminates this rank while it waits gets the same status
+        with contextlib.suppress(ValueError):  # not in the main thread
+            # a launcher that terminates this rank while it waits gets the same status
             signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
-        except ValueError:
-            pass  # not in the main thread
         time.sleep(2 * GRACE if dist.is_initialized() else 5 * GRACE)
     raise SystemExit(status)
