@@ -188,6 +188,7 @@ class Checkpointer:
         self.group = None
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+        self._ranks = {"process_group": self.group, "no_dist": self.group is None}
         self.blocked_seconds = 0.0  # time for which saves have blocked training
         self._saving: tuple[AtomicWriter, Future] | None = None
 
@@ -200,13 +201,9 @@ class Checkpointer:
         started = time.perf_counter()
         self.wait()
         writer = AtomicWriter(self.path, step, keep, self.run_json)
-        future = dcp.async_save(
-            {**state, "step": torch.tensor(step)},
-            storage_writer=writer,
-            planner=SavePlanner(),
-            process_group=self.group,
-            no_dist=self.group is None,
-        )
+        planner = SavePlanner(flatten_state_dict=False)
+        state = {**state, "step": torch.tensor(step)}
+        future = dcp.async_save(state, storage_writer=writer, planner=planner, **self._ranks)
         self._saving = writer, future
         self.blocked_seconds += time.perf_counter() - started
 
@@ -291,13 +288,9 @@ class Checkpointer:
             raise next(filter(None, errors))
         step = torch.tensor(0)
         try:
-            dcp.load(
-                {**state, "step": step},
-                storage_reader=reader,
-                planner=LoadPlanner({"step"}.union(*names)),
-                process_group=self.group,
-                no_dist=self.group is None,
-            )
+            planner = LoadPlanner({"step"}.union(*names))
+            state = {**state, "step": step}
+            dcp.load(state, storage_reader=reader, planner=planner, **self._ranks)
         except dcp.api.CheckpointException as error:
             cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
             if isinstance(cause, CheckpointError):

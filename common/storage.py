@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex, StorageMeta
 from torch.futures import Future
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils.serialization import config
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 
@@ -51,9 +51,6 @@ def _tensor_of(state: dict[str, Any], index: MetadataIndex) -> Tensor:
 
 class SavePlanner(dcp.DefaultSavePlanner):
     """PyTorch's planner, for tensors and for `common.checkpoint.Shard`."""
-
-    def __init__(self):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return _tensor_of(self.state_dict, index).contiguous()
@@ -150,14 +147,11 @@ class AtomicWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list]:
-        compute_crc32 = get_crc32_options()
-        set_crc32_options(False)  # the zip archive's own checksum, which PyTorch never verifies
-        try:
-            written = super().write_data(plan, planner)
+        try:  # without the zip archive's own checksum, which PyTorch never verifies
+            with config.patch("save.compute_crc32", False):
+                written = super().write_data(plan, planner)
         except RuntimeError as error:  # on a full disk the zip writer's, which hides the OSError
             raise error.__context__ or error from None
-        finally:
-            set_crc32_options(compute_crc32)
         for result in written.value():
             result.storage_data.xxh3_64 = self.transforms.hashes[result.index].intdigest()
         return written
@@ -303,7 +297,6 @@ class Reader(dcp.FileSystemReader):
             for info in self.metadata.storage_data.values():
                 if Path(info.relative_path).name != info.relative_path:
                     raise ValueError(f"{info.relative_path} is outside of the checkpoint")
-            self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
         except Exception as error:
             raise CorruptCheckpointError(f".metadata: {error}") from None
         self.transforms = VerifiedItems(self.metadata.storage_data)
