@@ -13,7 +13,6 @@ import hashlib
 import io
 import os
 import re
-import shutil
 import socket
 import sys
 import tempfile
@@ -106,18 +105,16 @@ def _prepare(name: str, prepared: Path) -> None:
             if (prepared / "vocab.txt").exists():
                 return  # another process prepared it while this one waited
             words = _read_words(name)
-            aside = Path(tempfile.mkdtemp(dir=prepared.parent, prefix=f".{prepared.name}."))
-            try:
+            with tempfile.TemporaryDirectory(dir=prepared.parent, prefix=".") as temporary:
+                aside = Path(temporary, prepared.name)
+                aside.mkdir()
                 _write(words, aside)
-                (aside / "digest.txt").write_text(_digest(aside))
-                aside.chmod(0o755)
-                aside.rename(prepared)
-            except OSError:
-                if not (prepared / "vocab.txt").exists():
-                    raise
-                # a process on another node, which does not see the lock, was first
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
+                try:
+                    aside.rename(prepared)
+                except OSError:
+                    if not (prepared / "vocab.txt").exists():
+                        raise
+                    # a process on another node, which does not see the lock, was first
     except OSError as error:
         fail(f"--data {name}: cannot prepare it in {prepared.parent}: {error}; set DATA_ROOT")
     except ValueError as error:  # here, where the lock is free again: the other ranks wait for it
@@ -179,9 +176,9 @@ def _hub_is_reachable() -> bool:
     try:
         port = hub.port or (443 if hub.scheme == "https" else 80)
         socket.create_connection((hub.hostname, port), timeout=5).close()
+        return True
     except OSError:
         return False
-    return True
 
 
 def _sample_words() -> dict[str, list[str]]:
@@ -208,7 +205,7 @@ def _sample_words() -> dict[str, list[str]]:
 
 
 def _write(words: dict[str, list[str]], folder: Path) -> None:
-    """Write tokens and vocabulary: the words of `train` by frequency; other words are `<unk>`."""
+    """Write tokens, vocabulary (the words of `train` by frequency; others are <unk>) and digest."""
     seen = Counter(words["train"])
     if any(word not in seen for s in ("valid", "test") for word in words[s]):
         seen.setdefault(UNKNOWN, 0)
@@ -218,14 +215,13 @@ def _write(words: dict[str, list[str]], folder: Path) -> None:
         numbers = [number.get(word, number.get(UNKNOWN)) for word in words[split]]
         torch.tensor(numbers, dtype=torch.int32).numpy().tofile(folder / f"{split}.int32")
     (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in vocab), encoding="utf-8")
+    (folder / "digest.txt").write_text(_digest(folder))
 
 
 def _digest(folder: Path) -> str:
     """A hash of a prepared corpus."""
-    digests = []
-    for name in (*(f"{split}.int32" for split in SPLITS), "vocab.txt"):
-        with open(folder / name, "rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").digest())
+    files = [folder / name for name in (*(f"{split}.int32" for split in SPLITS), "vocab.txt")]
+    digests = [hashlib.sha256(file.read_bytes()).digest() for file in files]
     return hashlib.sha256(b"".join(digests)).hexdigest()[:12]
 
 
@@ -281,13 +277,11 @@ class TrainBatches:
         n_windows = (len(self.tokens) - 1) // args.seq_len  # without the last, shorter one
         indices = global_batch(args.seed, step, args.global_batch_size, n_windows)
         share = args.global_batch_size // self.size
-        micro_batches = []
-        for start in range(self.rank * share, (self.rank + 1) * share, args.micro_batch_size):
-            end = start + args.micro_batch_size
-            windows = _windows(self.tokens, indices[start:end], args.seq_len)
-            keys = sample_keys(args.seed, step, torch.arange(start, end))
-            micro_batches.append((*windows, keys))
-        return micro_batches
+        first, end = self.rank * share, (self.rank + 1) * share
+        inputs, targets = _windows(self.tokens, indices[first:end], args.seq_len)
+        keys = sample_keys(args.seed, step, torch.arange(first, end))
+        parts = (x.split(args.micro_batch_size) for x in (inputs, targets, keys))
+        return list(zip(*parts, strict=True))
 
 
 def train_batches(

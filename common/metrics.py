@@ -123,23 +123,18 @@ class Metrics:
         self._file = self._board = None
 
     def start(self, first: int) -> None:
-        """Open the files, before step `first`."""
+        """Open the files; drop the lines of a run that got past step `first` before it stopped."""
         if rank() == 0:
-            self._open_files(first)
+            from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+
+            self._board = SummaryWriter(self._path.parent)
+            lines = self._path.read_text().splitlines(True) if self._path.exists() else []
+            aside = self._path.with_suffix(".writing")
+            aside.write_text("".join(x for x in lines if _step_of(x) < first))
+            aside.replace(self._path)
+            self._file = open(self._path, "a")
         ledger.reset()  # communication at the start belongs to no step
         self._first_step, self._started = first, time.perf_counter()
-
-    def _open_files(self, first: int) -> None:
-        """Drop the lines of a run that got past step `first` before it stopped."""
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
-
-        self._board = SummaryWriter(self._path.parent)
-        if self._path.exists():
-            kept = [x for x in self._path.read_text().splitlines(True) if _step_of(x) < first]
-            aside = self._path.with_suffix(".writing")
-            aside.write_text("".join(kept))
-            aside.replace(self._path)
-        self._file = open(self._path, "a")
 
     def start_step(self) -> None:
         self._step_started = time.perf_counter()
@@ -176,13 +171,9 @@ class Metrics:
         self._seconds, self._steps_timed = 0.0, 0
         ledger.reset()
 
-    def add_save(self, seconds: float) -> None:
-        """Add the time for which saves have blocked training."""
-        self._line["save_ms"] = 1e3 * seconds
-
-    def add_evaluation(self, name: str, loss: float) -> None:
-        """Add a loss in nats per token and its perplexity."""
-        self._line |= {f"{name}_loss": loss, f"{name}_ppl": math.exp(min(loss, 700.0))}
+    def add(self, values: dict[str, float]) -> None:
+        """Add to the step's line. The keys are those of COLUMNS."""
+        self._line |= values
 
     def write(self) -> None:
         """Write the step's line if it has one."""

@@ -232,12 +232,13 @@ class Run:
         if is_logged:
             self._check_finite(step)
             if self.checkpoints.blocked_seconds:
-                self.metrics.add_save(self.checkpoints.blocked_seconds)
+                self.metrics.add({"save_ms": 1e3 * self.checkpoints.blocked_seconds})
                 self.checkpoints.blocked_seconds = 0.0
 
     def log_evaluation(self, name: str, loss: float) -> None:
         """Add the loss (nats per token) of `val` or `test` to the step's line."""
-        self.metrics.add_evaluation(name, loss)
+        perplexity = math.exp(min(loss, 700.0))
+        self.metrics.add({f"{name}_loss": loss, f"{name}_ppl": perplexity})
 
     def write(self) -> None:
         """Write the step's line, before a checkpoint that counts the step as done."""
