@@ -324,7 +324,6 @@ class Bucket(GuardedBucket):
         self.waiting_for = set(params)
         self.reduction: Work | None = None  # the collective in flight
         self.gathering: Work | None = None
-        self.in_backward = False
         self.guard()
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
