@@ -972,8 +972,8 @@ def test_a_unit_that_is_called_alone_has_the_current_parameters(pools, strategy,
         assert found == [0.0] * 4
 
 
-def double_backward(how: str) -> None:
-    trainer = Trainer("fsdp", linears(), SGD, lr=0.1)
+def double_backward(strategy: str, how: str) -> None:
+    trainer = Trainer(strategy, linears(), SGD, lr=0.1)
     x = torch.ones(2, 6, requires_grad=True)
     loss = trainer.model(x).square().sum()
     with pytest.raises(RuntimeError, match="create_graph=True"):
@@ -983,9 +983,10 @@ def double_backward(how: str) -> None:
             torch.autograd.grad(loss, x, create_graph=True)
 
 
+@pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
 @pytest.mark.parametrize("how", ["backward", "grad"])
-def test_create_graph_is_an_error(pools, how):
-    pools(2).run(double_backward, how)
+def test_create_graph_is_an_error(pools, how, strategy):
+    pools(2).run(double_backward, strategy, how)
 
 
 def scale_gradients(overflow: bool) -> tuple[float, dict[str, float]]:
