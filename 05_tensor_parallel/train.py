@@ -7,11 +7,10 @@ all-reduce in forward and one in backward; the embedding, the head and the loss 
 
 New since stage 04: every rank sees the whole batch, and no weight is ever gathered: the ranks
 exchange activations. The loss is computed on logits sharded by the vocabulary. With
---sequence-parallel, the activations outside of the pairs (norms, residuals, dropout) are sharded as
-well, along the sequence.
+--sequence-parallel, the activations outside of the pairs (norms, residuals, dropout) are sharded
+along the sequence.
 
-    P parameters, N ranks, L layers, m micro-batches per step, in float32;
-    A = micro-batch x seq x d_model
+    P parameters, N ranks, L layers, m micro-batches per step; A = micro-batch x seq x d_model
 
     memory per rank           16 P / N bytes (norms are replicated); activations: 1 / N inside of a
                               pair, full outside of it (--sequence-parallel: 1 / N, except for the
@@ -22,9 +21,8 @@ well, along the sequence.
     --activation-checkpointing  repeats the collectives of each layer's forward, without the last
                               one unless a dropout follows it
 
-Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-Parallelism", 2019, section 3; Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", 2022, section 4.2.2 (sequence parallelism).
+Shoeybi et al., "Megatron-LM", 2019, section 3. Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022, section 4.2.2 (sequence parallelism).
 
 Run it:
 
@@ -92,31 +90,29 @@ def tensor_parallel(
         layer.mlp.w2 = RowParallelLinear(layer.mlp.w2, region)
     if model.output is not None:
         model.output = VocabParallelOutput(model.output, region)
-    if sequence_parallel:
-        shift_dropout(model, region)
+    if sequence_parallel:  # masks depend on the position: tell where this rank's part begins
+        for module in model.modules():
+            if isinstance(module, CounterDropout):
+                module.first_position = region.rank * model.config.seq_len // region.tp
     return model
 
 
 class TensorParallelModule(nn.Module):
-    """Holds this rank's shard of each parameter of `plain`.
+    """Holds this rank's shard of the weight of `plain`, split along dimension `shard_dim`."""
 
-    shard_dims: the dimension along which each parameter is split, by name; None: replicated.
-    """
-
-    shard_dims: dict[str, int | None] = {}
+    shard_dim: int
 
     def __init__(self, plain: nn.Module, region: TensorParallelRegion):
         super().__init__()
         self.region = region
-        for name, full in plain.named_parameters(recurse=False):
-            local_shard = shard_of(full, self.shard_dims[name], region.group)
-            self.register_parameter(name, nn.Parameter(local_shard))
+        (full,) = plain.parameters()  # a bias is an error: this model has none
+        self.weight = nn.Parameter(shard_of(full, self.shard_dim, region.group))
 
 
 class ColumnParallelLinear(TensorParallelModule):
     """y = x W^T, of which each rank computes some features from all features of x."""
 
-    shard_dims = {"weight": 0}  # [out / tp, in]
+    shard_dim = 0  # weight: [out / tp, in]
 
     def forward(self, x: Tensor) -> Tensor:  # -> [batch, seq, out / tp]
         return LinearWithAsyncCommunication.apply(in_autocast_dtype(x), self.weight, self.region)
@@ -125,7 +121,7 @@ class ColumnParallelLinear(TensorParallelModule):
 class RowParallelLinear(TensorParallelModule):
     """y = x W^T, where each rank has some features of x: [batch, seq, in / tp]."""
 
-    shard_dims = {"weight": 1}  # [out, in / tp]
+    shard_dim = 1  # weight: [out, in / tp]
 
     def forward(self, x: Tensor) -> Tensor:  # -> [batch, seq, out], full
         return ReduceFromRegion.apply(linear(x, self.weight), self.region)
@@ -161,8 +157,7 @@ class ReduceFromRegion(torch.autograd.Function):
         ctx.region = region
         total, work = region.start_exit(partial)
         work.wait()
-        if total is partial:
-            # overwritten by the all-reduce. Safe: what computed it does not need it in backward
+        if total is partial:  # overwritten. Safe: what computed it does not need it in backward
             ctx.mark_dirty(partial)
         return total
 
@@ -196,7 +191,7 @@ class TensorParallelRegion:
 class VocabParallelEmbedding(TensorParallelModule):
     """Looks up the tokens whose rows this rank owns, and has zeros for the others; then g."""
 
-    shard_dims = {"weight": 0}  # [vocab / tp, d]
+    shard_dim = 0  # weight: [vocab / tp, d]
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, seq] -> [batch, seq, d]
         row = tokens - self.region.rank * len(self.weight)
@@ -206,12 +201,7 @@ class VocabParallelEmbedding(TensorParallelModule):
 
 
 class VocabParallelOutput(nn.Module):
-    """The last unit: norm, head and loss. No rank ever holds all logits of a token.
-
-    Memory usually peaks in the head's backward: every layer's saved activations, the logits'
-    gradient and the weight's are alive. With bfloat16 it peaks in the loss, which copies the
-    logits to float32.
-    """
+    """The last unit: norm, head and loss. No rank ever holds all logits of a token."""
 
     def __init__(self, output: Output, region: TensorParallelRegion):
         super().__init__()
@@ -230,23 +220,18 @@ class VocabParallelOutput(nn.Module):
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
     """Mean cross-entropy, a float32 scalar, the same on every rank of the group.
 
-    logits: [tokens, vocab / tp], this rank's columns. Float32 logits are overwritten: their
-    memory becomes the gradient's. targets: [tokens], over the full vocabulary; IGNORED targets
-    do not count. Without any target the loss is 0.
+    logits: [tokens, vocab / tp], this rank's columns; float32 ones are overwritten. targets:
+    [tokens], over the full vocabulary; IGNORED ones do not count, and without others the loss is 0.
     """
     return VocabParallelCrossEntropy.apply(logits, targets, group)
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of logits whose columns are sharded.
-
-    loss = log(sum exp(logit - highest)) - (target's logit - highest): the ranks exchange one
-    maximum and two sums per token.
-    """
+    """A token's loss is log(sum exp(logit - highest)) - (target's logit - highest): the ranks
+    exchange one maximum and two sums per token. The gradient takes the memory of the logits."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
-        # logits: [tokens, vocab / tp], targets: [tokens]
         ctx.dtype, logits = logits.dtype, logits.float()
         counted = targets != IGNORED
         scale = counted / counted.sum().clamp(min=1)  # [tokens], weights of the mean
@@ -279,9 +264,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
-    """Copy this rank's shard along `dim` (None: all of it), so that `full` can be freed."""
+    """Copy this rank's shard along `dim`, so that `full` can be freed. None: it is not sharded."""
     if dim is None:
-        return full.detach().clone()
+        return full
     if full.shape[dim] % group.size():
         sizes = f"dimension {dim} of {tuple(full.shape)}"
         raise ValueError(f"{sizes} does not divide by {group.size()} ranks")
@@ -291,11 +276,9 @@ def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
 def shard_dims_of(model: nn.Module) -> dict[str, int]:
     """The dimension along which each sharded parameter is split, by name; no replicated ones."""
     return {
-        f"{prefix}.{name}": dim
-        for prefix, module in model.named_modules()
+        f"{name}.weight": module.shard_dim
+        for name, module in model.named_modules()
         if isinstance(module, TensorParallelModule)
-        for name, dim in module.shard_dims.items()
-        if dim is not None
     }
 
 
@@ -343,13 +326,6 @@ class SequenceParallelRegion(TensorParallelRegion):
         return total, reduce_scatter_single(total, by_rank, group=self.group, async_op=True)
 
 
-def shift_dropout(model: Transformer, region: SequenceParallelRegion) -> None:
-    """Tell each dropout where this rank's part begins: masks depend on the position."""
-    for module in model.modules():
-        if isinstance(module, CounterDropout):
-            module.first_position = region.rank * model.config.seq_len // region.tp
-
-
 @torch.no_grad()
 def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
     """Sum the norms' gradients, once per step: each rank's come from its part of the sequence."""
@@ -359,25 +335,6 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
     all_reduce(flat, group=group)
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(total.view_as(grad))
-
-
-# ---- linear layers with a bias (not in stage 07): this model has none ----
-
-
-class ColumnParallelLinearWithBias(ColumnParallelLinear):
-    shard_dims = {"weight": 0, "bias": 0}  # [out / tp, in] and [out / tp]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + self.bias.to(y.dtype)
-
-
-class RowParallelLinearWithBias(RowParallelLinear):
-    shard_dims = {"weight": 1, "bias": None}  # [out, in / tp]; the bias is replicated
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + self.bias.to(y.dtype)  # after the sum: added before it, it would count tp times
 
 
 # ---- clipping: the norm is that of all ranks' gradients ----

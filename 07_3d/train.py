@@ -212,16 +212,7 @@ def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: 
     return lists
 
 
-# ---- from 05: tensor parallelism ----
-#
-#   x [batch, seq, d] --f--> x W1^T [batch, seq, 4d/tp] --gelu--> h W2^T [batch, seq, d] --g--> y
-#                            W1: this rank's rows of [4d, d]      W2: its columns of [d, 4d]
-#
-#                                  forward      backward
-#   f, where a pair begins         identity     all-reduce
-#   g, where it ends               all-reduce   identity
-#
-# (PyTorch stores W as [out, in] and computes x W^T: Megatron's "columns" are rows of W.)
+# ---- from 05: tensor parallelism (f begins a pair of linear layers, g ends it) ----
 
 
 def tensor_parallel(
@@ -242,31 +233,29 @@ def tensor_parallel(
         layer.mlp.w2 = RowParallelLinear(layer.mlp.w2, region)
     if model.output is not None:
         model.output = VocabParallelOutput(model.output, region)
-    if sequence_parallel:
-        shift_dropout(model, region)
+    if sequence_parallel:  # masks depend on the position: tell where this rank's part begins
+        for module in model.modules():
+            if isinstance(module, CounterDropout):
+                module.first_position = region.rank * model.config.seq_len // region.tp
     return model
 
 
 class TensorParallelModule(nn.Module):
-    """Holds this rank's shard of each parameter of `plain`.
+    """Holds this rank's shard of the weight of `plain`, split along dimension `shard_dim`."""
 
-    shard_dims: the dimension along which each parameter is split, by name; None: replicated.
-    """
-
-    shard_dims: dict[str, int | None] = {}
+    shard_dim: int
 
     def __init__(self, plain: nn.Module, region: TensorParallelRegion):
         super().__init__()
         self.region = region
-        for name, full in plain.named_parameters(recurse=False):
-            local_shard = shard_of(full, self.shard_dims[name], region.group)
-            self.register_parameter(name, nn.Parameter(local_shard))
+        (full,) = plain.parameters()  # a bias is an error: this model has none
+        self.weight = nn.Parameter(shard_of(full, self.shard_dim, region.group))
 
 
 class ColumnParallelLinear(TensorParallelModule):
     """y = x W^T, of which each rank computes some features from all features of x."""
 
-    shard_dims = {"weight": 0}  # [out / tp, in]
+    shard_dim = 0  # weight: [out / tp, in]
 
     def forward(self, x: Tensor) -> Tensor:  # -> [batch, seq, out / tp]
         return LinearWithAsyncCommunication.apply(in_autocast_dtype(x), self.weight, self.region)
@@ -275,7 +264,7 @@ class ColumnParallelLinear(TensorParallelModule):
 class RowParallelLinear(TensorParallelModule):
     """y = x W^T, where each rank has some features of x: [batch, seq, in / tp]."""
 
-    shard_dims = {"weight": 1}  # [out, in / tp]
+    shard_dim = 1  # weight: [out, in / tp]
 
     def forward(self, x: Tensor) -> Tensor:  # -> [batch, seq, out], full
         return ReduceFromRegion.apply(linear(x, self.weight), self.region)
@@ -311,8 +300,7 @@ class ReduceFromRegion(torch.autograd.Function):
         ctx.region = region
         total, work = region.start_exit(partial)
         work.wait()
-        if total is partial:
-            # overwritten by the all-reduce. Safe: what computed it does not need it in backward
+        if total is partial:  # overwritten. Safe: what computed it does not need it in backward
             ctx.mark_dirty(partial)
         return total
 
@@ -346,7 +334,7 @@ class TensorParallelRegion:
 class VocabParallelEmbedding(TensorParallelModule):
     """Looks up the tokens whose rows this rank owns, and has zeros for the others; then g."""
 
-    shard_dims = {"weight": 0}  # [vocab / tp, d]
+    shard_dim = 0  # weight: [vocab / tp, d]
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, seq] -> [batch, seq, d]
         row = tokens - self.region.rank * len(self.weight)
@@ -356,12 +344,7 @@ class VocabParallelEmbedding(TensorParallelModule):
 
 
 class VocabParallelOutput(nn.Module):
-    """The last unit: norm, head and loss. No rank ever holds all logits of a token.
-
-    Memory usually peaks in the head's backward: every layer's saved activations, the logits'
-    gradient and the weight's are alive. With bfloat16 it peaks in the loss, which copies the
-    logits to float32.
-    """
+    """The last unit: norm, head and loss. No rank ever holds all logits of a token."""
 
     def __init__(self, output: Output, region: TensorParallelRegion):
         super().__init__()
@@ -380,23 +363,18 @@ class VocabParallelOutput(nn.Module):
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
     """Mean cross-entropy, a float32 scalar, the same on every rank of the group.
 
-    logits: [tokens, vocab / tp], this rank's columns. Float32 logits are overwritten: their
-    memory becomes the gradient's. targets: [tokens], over the full vocabulary; IGNORED targets
-    do not count. Without any target the loss is 0.
+    logits: [tokens, vocab / tp], this rank's columns; float32 ones are overwritten. targets:
+    [tokens], over the full vocabulary; IGNORED ones do not count, and without others the loss is 0.
     """
     return VocabParallelCrossEntropy.apply(logits, targets, group)
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of logits whose columns are sharded.
-
-    loss = log(sum exp(logit - highest)) - (target's logit - highest): the ranks exchange one
-    maximum and two sums per token.
-    """
+    """A token's loss is log(sum exp(logit - highest)) - (target's logit - highest): the ranks
+    exchange one maximum and two sums per token. The gradient takes the memory of the logits."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
-        # logits: [tokens, vocab / tp], targets: [tokens]
         ctx.dtype, logits = logits.dtype, logits.float()
         counted = targets != IGNORED
         scale = counted / counted.sum().clamp(min=1)  # [tokens], weights of the mean
@@ -425,13 +403,13 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return grad_logits.to(ctx.dtype), None, None
 
 
-# ---- shards of the weights, and the norm of all ----
+# ---- shards of the weights ----
 
 
 def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
-    """Copy this rank's shard along `dim` (None: all of it), so that `full` can be freed."""
+    """Copy this rank's shard along `dim`, so that `full` can be freed. None: it is not sharded."""
     if dim is None:
-        return full.detach().clone()
+        return full
     if full.shape[dim] % group.size():
         sizes = f"dimension {dim} of {tuple(full.shape)}"
         raise ValueError(f"{sizes} does not divide by {group.size()} ranks")
@@ -441,11 +419,9 @@ def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
 def shard_dims_of(model: nn.Module) -> dict[str, int]:
     """The dimension along which each sharded parameter is split, by name; no replicated ones."""
     return {
-        f"{prefix}.{name}": dim
-        for prefix, module in model.named_modules()
+        f"{name}.weight": module.shard_dim
+        for name, module in model.named_modules()
         if isinstance(module, TensorParallelModule)
-        for name, dim in module.shard_dims.items()
-        if dim is not None
     }
 
 
@@ -466,10 +442,6 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
 
 
 # ---- sequence parallelism: outside of the regions, activations are sharded along the sequence ----
-#
-#                                  forward          backward
-#   f, where a pair begins         all-gather       reduce-scatter
-#   g, where it ends               reduce-scatter   all-gather
 
 
 class SequenceParallelRegion(TensorParallelRegion):
@@ -491,13 +463,6 @@ class SequenceParallelRegion(TensorParallelRegion):
         by_rank = partial.unflatten(1, (self.tp, -1)).transpose(0, 1).flatten(0, 1)
         total = torch.empty_like(by_rank[: len(partial)])
         return total, reduce_scatter_single(total, by_rank, group=self.group, async_op=True)
-
-
-def shift_dropout(model: Transformer, region: SequenceParallelRegion) -> None:
-    """Tell each dropout where this rank's part begins: masks depend on the position."""
-    for module in model.modules():
-        if isinstance(module, CounterDropout):
-            module.first_position = region.rank * model.config.seq_len // region.tp
 
 
 @torch.no_grad()
@@ -756,8 +721,7 @@ def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Action], Actio
 
 def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     """1F1B in which a micro-batch passes every rank v times. The pipeline fills v times faster,
-    at v times the communication. Micro-batches go round in groups of p: m is a multiple of p.
-    """
+    at v times the communication. Micro-batches go round in groups of p: m is a multiple of p."""
     if v == 1:
         return one_f_one_b(rank, p, m)
     rounds = [  # chunk: which of this rank's v stages
