@@ -33,7 +33,6 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -56,7 +55,7 @@ from common.arguments import base_parser, check_pipeline, model_config, positive
 from common.checkpoint import training_state
 from common.collectives import all_reduce_control, irecv, isend
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import cleanup, setup, world_size
+from common.distributed import cleanup, group_along, setup, world_size
 from common.model import IGNORED, Linear, Transformer, in_autocast_dtype, init_weights
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.run import Run, annotate
@@ -308,8 +307,7 @@ def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Action], Actio
 
 def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     """1F1B in which a micro-batch passes every rank v times. The pipeline fills v times faster,
-    at v times the communication. Micro-batches go round in groups of p: m is a multiple of p.
-    """
+    at v times the communication. Micro-batches go round in groups of p: m is a multiple of p."""
     if v == 1:
         return one_f_one_b(rank, p, m)
     rounds = [  # chunk: which of this rank's v stages
@@ -422,13 +420,10 @@ class ZeroBubblePipeline(Pipeline):
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup | None = None) -> Tensor:
-    """Scale the gradients to at most this global norm; returns the norm before clipping.
-
-    The squares add up over the stages.
-    """
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradients to at most this global norm; returns the norm before clipping."""
     squares = global_norm(p.grad for p in model.parameters()).square()
-    total_norm = all_reduce_control(squares, group=group).sqrt()
+    total_norm = all_reduce_control(squares).sqrt()  # the squares add up over the stages
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
 
@@ -475,8 +470,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     model = Transformer(config, units=[unit for part in units.values() for unit in part])
     init_weights(model, args.seed)
     model.to(device)
-    timeout = timedelta(seconds=args.timeout)
-    groups = [dist.new_group(timeout=timeout, group_desc=to) for to in ("to_lower", "to_higher")]
+    groups = [group_along((world.size,), 0, to, args.timeout) for to in ("to_lower", "to_higher")]
     schedule = {**SCHEDULES, **SPLIT_SCHEDULES}[args.schedule]
     if args.virtual_stages > 1:
         schedule = partial(schedule, v=args.virtual_stages)
