@@ -286,10 +286,9 @@ def shard_dims_of(model: nn.Module) -> dict[str, int]:
 def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.device) -> None:
     """Give a model on the meta device this rank's shards of the plain model's initial weights.
 
-    Full parameters are drawn one after the other: the full model exists nowhere. Call this before
-    building the optimizer, because `to_empty` replaces the parameters.
+    Full parameters are drawn one after the other: the full model exists nowhere.
     """
-    model.to_empty(device=device)
+    model.to_empty(device=device)  # replaces the parameters: build the optimizer after this
     dims = shard_dims_of(model)
     for name, parameter in model.named_parameters():
         shape, dim = list(parameter.shape), dims.get(name)
@@ -342,13 +341,11 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
-    """Scale the gradients to at most this global norm; returns the norm before clipping.
-
-    Squares of sharded gradients add up over the ranks; replicated gradients count once.
-    """
+    """Scale the gradients to at most this global norm; returns the norm before clipping."""
     dims = shard_dims_of(model)
     sharded = [p.grad for name, p in model.named_parameters() if name in dims]
     replicated = [p.grad for name, p in model.named_parameters() if name not in dims]
+    # squares of sharded gradients add up over the ranks; replicated gradients count once
     squares = all_reduce_control(global_norm(sharded).square(), group=group)
     total_norm = (squares + global_norm(replicated).square()).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)

@@ -95,10 +95,7 @@ class Pipeline:
 
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
         """Forward and backward of micro-batches (tokens, targets, dropout keys), all of one shape;
-        under `no_grad` forward only.
-
-        Returns their losses, [m], on the rank of the last stage, and zeros on the others.
-        """
+        under `no_grad` forward only. Returns their losses, [m]: zeros except on the last rank."""
         losses = torch.zeros(len(micro_batches), device=self.device)
         shape = self.shape_sent(micro_batches[0][0])
         actions = self.schedule(self.rank, self.p, len(micro_batches))
@@ -168,10 +165,8 @@ class Pipeline:
 
 
 class PipelineStage:
-    """A contiguous range of the model's units, and the micro-batches in flight in it.
-
-    model: this rank's, with the units of all its stages. autocast: compute in bfloat16.
-    """
+    """A contiguous range of the model's units, and the micro-batches in flight in it; `model` has
+    the units of all stages of this rank."""
 
     def __init__(self, model: Transformer, units: range, autocast: bool):
         self.part = Transformer(model.config, units=())  # embedding and layers
@@ -187,9 +182,7 @@ class PipelineStage:
 
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
         """x: activations, in the first stage tokens. Returns activations, in the last stage a loss.
-
-        m: the number of micro-batches; the gradients are those of their mean loss.
-        """
+        m: the number of micro-batches; the gradients are those of their mean loss."""
         if x.is_floating_point():  # a leaf: backward leaves in x.grad what to send back
             x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):

@@ -429,10 +429,9 @@ def shard_dims_of(model: nn.Module) -> dict[str, int]:
 def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.device) -> None:
     """Give a model on the meta device this rank's shards of the plain model's initial weights.
 
-    Full parameters are drawn one after the other: the full model exists nowhere. Call this before
-    building the optimizer, because `to_empty` replaces the parameters.
+    Full parameters are drawn one after the other: the full model exists nowhere.
     """
-    model.to_empty(device=device)
+    model.to_empty(device=device)  # replaces the parameters: build the optimizer after this
     dims = shard_dims_of(model)
     for name, parameter in model.named_parameters():
         shape, dim = list(parameter.shape), dims.get(name)
@@ -509,10 +508,7 @@ class Pipeline:
 
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
         """Forward and backward of micro-batches (tokens, targets, dropout keys), all of one shape;
-        under `no_grad` forward only.
-
-        Returns their losses, [m], on the rank of the last stage, and zeros on the others.
-        """
+        under `no_grad` forward only. Returns their losses, [m]: zeros except on the last rank."""
         losses = torch.zeros(len(micro_batches), device=self.device)
         shape = self.shape_sent(micro_batches[0][0])
         actions = self.schedule(self.rank, self.p, len(micro_batches))
@@ -582,10 +578,8 @@ class Pipeline:
 
 
 class PipelineStage:
-    """A contiguous range of the model's units, and the micro-batches in flight in it.
-
-    model: this rank's, with the units of all its stages. autocast: compute in bfloat16.
-    """
+    """A contiguous range of the model's units, and the micro-batches in flight in it; `model` has
+    the units of all stages of this rank."""
 
     def __init__(self, model: Transformer, units: range, autocast: bool):
         self.part = Transformer(model.config, units=())  # embedding and layers
@@ -601,9 +595,7 @@ class PipelineStage:
 
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
         """x: activations, in the first stage tokens. Returns activations, in the last stage a loss.
-
-        m: the number of micro-batches; the gradients are those of their mean loss.
-        """
+        m: the number of micro-batches; the gradients are those of their mean loss."""
         if x.is_floating_point():  # a leaf: backward leaves in x.grad what to send back
             x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
@@ -818,14 +810,12 @@ class MeshPipeline(Pipeline):
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
-    """Scale the gradients to at most this global norm; returns the norm before clipping.
-
-    Every parameter counts once. The squares of sharded gradients add up over `tp`, where replicated
-    ones are equal; those of stages add up over `pp`. Over `dp` all gradients are equal.
-    """
+    """Scale the gradients to at most this global norm; returns the norm before clipping."""
     dims = shard_dims_of(model)
     sharded = [p.grad for name, p in model.named_parameters() if name in dims]
     replicated = [p.grad for name, p in model.named_parameters() if name not in dims]
+    # Every parameter counts once. Squares of sharded gradients add up over `tp`, those of stages
+    # over `pp`. Replicated gradients are equal over `tp`, and all gradients over `dp`.
     squares = global_norm(replicated).square()
     if sharded:  # with tp = 1, nothing is
         squares += all_reduce_control(global_norm(sharded).square(), group=mesh.tp)
