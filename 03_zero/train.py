@@ -20,6 +20,10 @@ before its forward and before its backward, and frees them afterwards.
     During backward, stages 2 and 3 also hold the full gradients of two buckets: one that backward
     fills and one that is being reduced. Gloo adds a receive buffer for each reduction in flight.
 
+What only other modules and training loops need stands in common/wrapping.py and common/guards.py.
+On a first reading skip `tensors_before`, `some_are_hidden` and the methods `guard`,
+`check_parameters`, `before_accumulation`, `hide_gradients` and `drop_...`.
+
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
 
@@ -163,11 +167,11 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         return args, kwargs
 
     def after_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs, output) -> None:
-        before, flat.tensors_before = flat.tensors_before, []  # else activations stay alive
+        before, flat.tensors_before = flat.tensors_before, []  # dropping them frees activations
         if flat.in_backward:
             return  # activation checkpointing has recomputed forward: backward needs the parameters
         outputs, some_are_hidden = outputs_of(module, args, kwargs, output, before)
-        if not torch.is_grad_enabled() or not some_are_hidden:  # these get no hook below
+        if not torch.is_grad_enabled() or not some_are_hidden:  # hidden outputs get no hook
             flat.reshard()
         for tensor in outputs:
             tensor.register_hook(partial(self.before_backward, flat))
@@ -184,8 +188,8 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
     def reshard_finished_units(self, entered: FlatParameter) -> None:
         """Free the finished units that forward ran after `entered`: backward has left them.
 
-        Complete gradients alone do not prove that: backward may still read the parameters of a unit
-        that also uses `weight.detach()`.
+        Complete gradients alone do not prove that it has left a unit: where the unit also uses
+        `weight.detach()`, backward may read its parameters afterwards.
         """
         finished, self.finished = self.finished, []
         for flat in finished:
@@ -215,7 +219,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
         collectives are matched by the order of the calls. The full gradients of a bucket are freed
-        when the next bucket has been launched, if only in the next backward (stages 2 and 3).
+        when the next one has been launched, for the last one in the next backward (stages 2 and 3).
         """
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
@@ -240,7 +244,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         if self.has_new_gradients:
             self.launch_ready_buckets(backward_has_ended=True)
             for bucket in self.buckets:
-                bucket.hide_gradients()  # `param.grad` is None until the next backward
+                bucket.hide_gradients()  # from `param.grad`: the averages are in the shards
         self.launched, self.in_backward, self.has_new_gradients = 0, False, False
         self.finished.clear()
         for bucket in self.buckets:
@@ -251,7 +255,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         if self.has_new_gradients:  # every backward was under no_sync()
             self.end_backward()
         for bucket in self.buckets:
-            bucket.drop_zeroed_gradients()
+            bucket.drop_zeroed_gradients()  # if `model.zero_grad()` was called
             bucket.finish_reduction()
 
     @torch.no_grad()
@@ -293,7 +297,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
             shapes = {names[p]: p.shape for p in bucket.params}
             state |= state_of_flat_shard(self, bucket.shard, shapes, bucket.owned.start)
         full = {f"model.{name}": p.detach() for p, name in names.items()}
-        return full | state if self.shards_parameters else state | full
+        return full | state if self.shards_parameters else state | full  # the right one wins
 
 
 class Bucket(GuardedBucket):
@@ -340,8 +344,8 @@ class Bucket(GuardedBucket):
     def copy_gradient(self, param: nn.Parameter, divide_by: int) -> None:
         """Copy the gradient of `param` into the buffer. A missing gradient counts as zero.
 
-        Dividing by the number of ranks here, before the sum, makes the sum the average, and most
-        often in the same pass as the copy.
+        Dividing by the number of ranks here, before the sum over the ranks, makes the sum the
+        average. Where the dtypes agree, one pass over the memory copies and divides.
         """
         if self.grads is None:
             self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
@@ -356,7 +360,7 @@ class Bucket(GuardedBucket):
             torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
 
     def start_reduction(self) -> None:
-        """Start the reduce-scatter, which writes the sum of this rank's part of `grads` there."""
+        """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `grads`."""
         for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
             self.collect(param, divide_by=self.n_ranks)
         owned = self.grads[self.owned]
@@ -386,13 +390,13 @@ class Bucket(GuardedBucket):
 
     def unshard(self) -> None:
         """Start the all-gather that fills `full` from the shards of all ranks."""
-        self.sent = self.shard.detach()  # kept alive until the all-gather has ended
+        self.sent = self.shard.detach()
         self.gathering = all_gather_single(self.full, self.sent, group=self.group, async_op=True)
 
     def wait(self) -> None:
         if self.gathering is not None:
             self.gathering.wait()
-            self.gathering = self.sent = None
+            self.gathering = self.sent = None  # `sent` has to live until here
 
 
 class ShardedGradientBucket(Bucket):
@@ -423,7 +427,7 @@ class FlatParameter(ShardedGradientBucket):
     """Stage 3: a bucket of one unit's parameters, which are full only while the unit computes."""
 
     def shard_parameters(self, unit: nn.Module, dtype: torch.dtype) -> None:
-        # so far a view into the buffer that `allocate_full` replaces
+        # until now a view into the full parameters, whose memory it would keep alive
         self.shard.data = self.shard.data.clone()
         self.turn, self.tensors_before = 0, []  # of the unit's last forward
         self.allocate_full(unit, dtype, self.full.device)
@@ -445,8 +449,8 @@ class FlatParameter(ShardedGradientBucket):
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is there or in flight.
 
-        Tensors saved for backward alias this buffer, so its storage is resized in place. It is
-        written through `.data`, because autograd would report them as modified otherwise.
+        Tensors saved for backward are views into this buffer, so its storage is resized in place.
+        It is written through `.data`: otherwise autograd would report those tensors as modified.
         """
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:

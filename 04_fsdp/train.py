@@ -7,8 +7,8 @@ the next unit's.
 
 New since stage 03: prefetching; the model is built on the meta device and filled unit by unit, so
 that no rank ever holds all of it; shards are float32, but unsharded parameters and gradients may be
-bfloat16; only --shard-size ranks may shard the model, in groups that are replicas of each other
-(hybrid sharding); shards may be kept on the CPU.
+bfloat16; with --shard-size, groups of ranks shard the model and are replicas of each other (hybrid
+sharding); shards may be kept on the CPU.
 
     P parameters, N ranks that shard, m micro-batches per step, E the embedding; float32
 
@@ -17,6 +17,10 @@ bfloat16; only --shard-size ranks may shard the model, in groups that are replic
     communication       reduce-scatter m P + all-gather m (2 P - E) elements per step;
                         without resharding after forward all-gather m P;
                         hybrid sharding adds an all-reduce of P / N
+
+What only other modules and training loops need stands in common/wrapping.py and common/guards.py.
+On a first reading skip `tensors_before`, `some_are_hidden` and `drop_failed_backward`, and take
+`pending` for `shard.grad`.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 
@@ -158,7 +162,7 @@ class FullyShardedDataParallel(ModuleOfShards):
         return args, kwargs
 
     def after_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs, output) -> None:
-        before, flat.tensors_before = flat.tensors_before, []  # else activations stay alive
+        before, flat.tensors_before = flat.tensors_before, []  # dropping them frees activations
         if flat.in_backward:
             return  # activation checkpointing has recomputed forward: backward needs the parameters
         outputs, some_are_hidden = outputs_of(module, args, kwargs, output, before)
@@ -185,12 +189,12 @@ class FullyShardedDataParallel(ModuleOfShards):
     def reshard_finished_units(self, entered: FlatParameter) -> None:
         """Free the finished units that forward ran after `entered`: backward has left them.
 
-        Complete gradients alone do not prove that: backward may still read the parameters of a unit
-        that also uses `weight.detach()`.
+        Complete gradients alone do not prove that it has left a unit: where the unit also uses
+        `weight.detach()`, backward may read its parameters afterwards.
         """
         finished, self.finished = self.finished, []
         for flat in finished:
-            # the hook of the whole module fires first, though its turn is the lowest
+            # the whole module is entered first, with the lowest turn; a unit may have several flats
             if flat.turn > entered.turn and entered.unit not in (flat.unit, self.module):
                 flat.reshard()
             else:
@@ -215,7 +219,7 @@ class FullyShardedDataParallel(ModuleOfShards):
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
         collectives are matched by the order of the calls. The full gradients of a bucket are freed
-        when the next bucket has been launched, if only in the next backward.
+        when the next one has been launched, for the last one in the next backward.
         """
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
@@ -224,7 +228,7 @@ class FullyShardedDataParallel(ModuleOfShards):
             bucket.start_reduction()
             previous = self.buckets[self.launched - 1]  # -1: the last one of the previous backward
             previous.finish_reduction()  # after the launch: the network is busy during the wait
-            if self.synchronizes and self.launched > 0:
+            if self.synchronizes and self.launched > 0:  # at 0: this backward adds to it
                 previous.start_replicating()
             self.launched += 1
 
@@ -331,8 +335,8 @@ class FlatParameter:
     def copy_gradient(self, param: nn.Parameter, divide_by: int) -> None:
         """Copy the gradient of `param` into the buffer. A missing gradient counts as zero.
 
-        Dividing by the number of ranks here, before the sum, makes the sum the average, and most
-        often in the same pass as the copy.
+        Dividing by the number of ranks here, before the sum over the ranks, makes the sum the
+        average. Where the dtypes agree, one pass over the memory copies and divides.
         """
         if self.grads is None:
             self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
@@ -347,7 +351,7 @@ class FlatParameter:
             torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
 
     def start_reduction(self) -> None:
-        """Start the reduce-scatter, which writes the sum of this rank's part of `grads` there."""
+        """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `grads`."""
         for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
             self.collect(param, divide_by=self.n_ranks)
         owned = self.grads[self.owned]
@@ -377,8 +381,8 @@ class FlatParameter:
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is there or in flight.
 
-        Tensors saved for backward alias this buffer, so its storage is resized in place. It is
-        written through `.data`, because autograd would report them as modified otherwise.
+        Tensors saved for backward are views into this buffer, so its storage is resized in place.
+        It is written through `.data`: otherwise autograd would report those tensors as modified.
         """
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
@@ -390,7 +394,7 @@ class FlatParameter:
     def wait(self) -> None:
         if self.gathering is not None:
             self.gathering.wait()
-            self.gathering = self.sent = None
+            self.gathering = self.sent = None  # `sent` has to live until here
 
     def reshard(self) -> None:
         """Free the full parameters: the storage shrinks to nothing until the next `unshard`."""

@@ -18,8 +18,11 @@ from common.optimization import global_norm
 
 
 class PendingGradient:
-    """`shard.grad` while its reduction is in flight. If `zero_grad` comes first, for a step that
-    is skipped, the result is dropped."""
+    """`shard.grad` while its reduction is in flight.
+
+    In the first micro-batch of a step it is NaN until the average is there, which shows where a
+    wait is missing. If `zero_grad` comes first, for a step that is skipped, the result is dropped.
+    """
 
     def __init__(self, shard: nn.Parameter):
         self.shard, self.is_first = shard, shard.grad is None
@@ -51,8 +54,7 @@ class PendingGradient:
 
 
 class ShardedGradient(Tensor):
-    """A placeholder, without memory, for a gradient that is in the shards: it can be zeroed and
-    nothing else."""
+    """A placeholder for a gradient that is in the shards: without memory, it can only be zeroed."""
 
     @staticmethod
     def __new__(cls, param: nn.Parameter):
@@ -117,7 +119,7 @@ class GuardedBucket:
             self.drop_placeholder()
 
     def before_accumulation(self, _: Tensor | None = None) -> None:
-        """Autograd has computed a gradient of the bucket, and accumulates it next."""
+        """Before autograd adds to `param.grad`: check that it may, and remove the placeholder."""
         self.check_parameters()
         self.drop_zeroed_gradients()
         if self.hides_gradients and not self.accumulates_after_reduction:
@@ -197,7 +199,7 @@ class ModuleOfShards(SharesOverflow, nn.Module):
         return [bucket.shard for bucket in self.buckets[::-1]]
 
     def drop_failed_backward(self) -> None:
-        """Forget the gradients of a backward that ended in an exception, if there was one."""
+        """If a backward ended in an exception, forget the gradients that it has not yet reduced."""
         # activation checkpointing may run forward in backward; nothing public tells
         if self.in_backward and torch._C._current_graph_task_id() == -1:
             self.launched, self.finished, self.in_backward = 0, [], False
