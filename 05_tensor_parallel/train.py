@@ -7,8 +7,7 @@ all-reduce in forward and one in backward; the embedding, the head and the loss 
 
 New since stage 04: every rank sees the whole batch, and no weight is ever gathered: the ranks
 exchange activations. The loss is computed on logits sharded by the vocabulary. With
---sequence-parallel, the activations outside of the pairs (norms, residuals, dropout) are sharded
-along the sequence.
+--sequence-parallel, activations outside of the pairs are sharded too, along the sequence.
 
     P parameters, N ranks, L layers, m micro-batches per step; A = micro-batch x seq x d_model
 
@@ -284,13 +283,10 @@ def shard_dims_of(model: nn.Module) -> dict[str, int]:
 
 @torch.no_grad()
 def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.device) -> None:
-    """Give a model on the meta device this rank's shards of the plain model's initial weights.
-
-    Full parameters are drawn one after the other: the full model exists nowhere.
-    """
+    """Give a model on the meta device this rank's shards of the plain model's initial weights."""
     model.to_empty(device=device)  # replaces the parameters: build the optimizer after this
     dims = shard_dims_of(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters():  # one at a time is drawn in full
         shape, dim = list(parameter.shape), dims.get(name)
         if dim is not None:
             shape[dim] *= group.size()

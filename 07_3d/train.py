@@ -427,13 +427,10 @@ def shard_dims_of(model: nn.Module) -> dict[str, int]:
 
 @torch.no_grad()
 def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.device) -> None:
-    """Give a model on the meta device this rank's shards of the plain model's initial weights.
-
-    Full parameters are drawn one after the other: the full model exists nowhere.
-    """
+    """Give a model on the meta device this rank's shards of the plain model's initial weights."""
     model.to_empty(device=device)  # replaces the parameters: build the optimizer after this
     dims = shard_dims_of(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters():  # one at a time is drawn in full
         shape, dim = list(parameter.shape), dims.get(name)
         if dim is not None:
             shape[dim] *= group.size()
