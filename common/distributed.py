@@ -199,8 +199,14 @@ def _report(error: BaseException) -> None:
     if "timed out" in text.lower() or "Application timeout" in text:  # Gloo has both
         text += "No answer within --timeout: another rank hangs, was stopped, or is far behind.\n"
     lost = has_lost_a_peer(error)
-    if lost:
-        text = f"another rank is gone, as seen in {_summary(error)}"
+    if lost:  # name the innermost line of this repository
+        frames, repo = (
+            traceback.extract_tb(error.__traceback__),
+            Path(__file__).resolve().parents[1],
+        )
+        *_, frame = [f for f in frames if Path(f.filename).is_relative_to(repo)] or frames
+        place = f"{frame.name} ({frame.filename}:{frame.lineno})"
+        text = f"another rank is gone, as seen in {place}: {error}"
     print(f"[rank {rank()} of {world_size()}] {text}", file=sys.stderr, flush=True)
     if lost:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -218,14 +224,6 @@ def has_lost_a_peer(error: BaseException | None) -> bool:
             return False
         error = error.__cause__ or error.__context__
     return True
-
-
-def _summary(error: BaseException) -> str:
-    """The innermost line of this repository in the error's traceback, and the error's message."""
-    repo = Path(__file__).resolve().parents[1]
-    frames = traceback.extract_tb(error.__traceback__)
-    *_, frame = [f for f in frames if Path(f.filename).is_relative_to(repo)] or frames
-    return f"{frame.name} ({frame.filename}:{frame.lineno}): {error}"
 
 
 def print0(*values: Any, **kwargs: Any) -> None:

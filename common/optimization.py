@@ -47,8 +47,6 @@ def global_norm(tensors: Iterable[Tensor], width: int = 1024) -> Tensor:
     """
     norms = []
     for tensor in tensors:
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor.resolve_conj())
         flat, dtype = tensor.flatten(), torch.promote_types(tensor.dtype, torch.float32)
         whole = len(flat) // width * width
         rows = flat[:whole].view(-1, width)
