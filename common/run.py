@@ -1,12 +1,7 @@
-"""A run: its folder, its steps, when it saves, and when it stops.
-
-The folder holds `config.json`, `metrics.jsonl` (one JSON object per line), TensorBoard events and
-`checkpoints/`. Rank 0 writes; the numbers are the same on every rank.
-"""
+"""A run: its folder (see common/README.md), its steps, when it saves, and when it stops."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import hashlib
@@ -22,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -80,7 +76,7 @@ class Run:
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        args: Namespace,
         script: str,
         config: TransformerConfig,
         device: torch.device,
@@ -148,8 +144,6 @@ class Run:
             return f"--run-dir {self.folder}: cannot write there: {error}"
         return None
 
-    # ---- steps ----
-
     def steps(self, first: int) -> Iterator[int]:
         """Yield the steps from `first` to `--steps`, until the ranks agree to stop.
 
@@ -181,12 +175,10 @@ class Run:
 
     def _profiler(self) -> torch.profiler.profile:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # without two lines of its own
-        return torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=1, warmup=2, active=3, repeat=1),
-            on_trace_ready=torch.profiler.tensorboard_trace_handler(
-                str(self.folder / "profile"), worker_name=f"rank{rank()}"
-            ),
-        )
+        schedule = torch.profiler.schedule(wait=1, warmup=2, active=3, repeat=1)
+        folder, name = str(self.folder / "profile"), f"rank{rank()}"
+        save = torch.profiler.tensorboard_trace_handler(folder, name)
+        return torch.profiler.profile(schedule=schedule, on_trace_ready=save)
 
     def evaluates(self, step: int) -> bool:
         """Whether the validation loss is due: every `--eval-every` steps and after the last."""
@@ -236,9 +228,8 @@ class Run:
                 self.checkpoints.blocked_seconds = 0.0
 
     def log_evaluation(self, name: str, loss: float) -> None:
-        """Add the loss (nats per token) of `val` or `test` to the step's line."""
-        perplexity = math.exp(min(loss, 700.0))
-        self.metrics.add({f"{name}_loss": loss, f"{name}_ppl": perplexity})
+        """Add loss (nats per token) and perplexity of `val` or `test` to the step's line."""
+        self.metrics.add({f"{name}_loss": loss, f"{name}_ppl": math.exp(min(loss, 700.0))})
 
     def write(self) -> None:
         """Write the step's line, before a checkpoint that counts the step as done."""
@@ -282,11 +273,10 @@ def keep_freed_memory() -> None:
     By default it maps each one over 32 MB anew and returns it to the system; with a large
     vocabulary the page faults are a third of a CPU's step. Without glibc this does nothing.
     """
-    m_trim_threshold, m_mmap_threshold = -1, -3  # from malloc.h
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(m_mmap_threshold, 2**30)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD of malloc.h
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def run_id(parent: Path) -> str:
@@ -332,8 +322,7 @@ def annotate(name: str) -> contextlib.AbstractContextManager:
 
 def git_commit() -> str | None:
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
-    try:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         found = subprocess.run(command, capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None
+        return found.stdout.strip() or None
+    return None
