@@ -115,13 +115,12 @@ def check_arguments(
     for name, value in zip(SHAPE, PRESETS[args.preset], strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.d_model % args.n_heads:
+    width, rest = divmod(args.d_model, args.n_heads)
+    if rest:
         fail(f"--d-model {args.d_model} is not a multiple of --n-heads {args.n_heads}")
-    if args.d_model // args.n_heads % 2:
-        fail(
-            f"--d-model {args.d_model} over --n-heads {args.n_heads} gives heads of odd width; "
-            "rotary positions rotate pairs: choose fewer heads or another width"
-        )
+    if width % 2:
+        heads = f"--d-model {args.d_model} over --n-heads {args.n_heads}"
+        fail(f"{heads} gives heads of odd width {width}, and rotary positions rotate pairs")
     n = args.global_batch_size
     share, rest = divmod(n, data_parallel_size)
     if rest:
@@ -233,12 +232,10 @@ def check_memory(args: Namespace, config: TransformerConfig) -> None:
     if dist.is_initialized():
         all_reduce_control(memory)  # the sum: nodes may differ, but all ranks must agree
     if needed > memory.item():
-        fail(
-            f"--d-model {config.d_model} --n-layers {config.n_layers} ({config.num_parameters():,} "
-            f"parameters) with --micro-batch-size {args.micro_batch_size} --seq-len "
-            f"{config.seq_len} needs at least {needed / 1e9:,.1f} GB and the ranks together have "
-            f"{memory.item() / 1e9:,.1f} GB: pass smaller ones"
-        )
+        names = ("d_model", "n_layers", "seq_len", "micro_batch_size")
+        sizes = " ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names)
+        needs, has = f"at least {needed / 1e9:,.1f} GB", f"{memory.item() / 1e9:,.1f} GB"
+        fail(f"{sizes} needs {needs} and the ranks together have {has}: pass smaller ones")
 
 
 def memory_of_rank(cpu_offload: bool = False) -> float:

@@ -34,17 +34,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
+from common import storage
 from common.distributed import fail, print0, rank
-from common.storage import (
-    AtomicWriter,
-    CheckpointError,
-    CorruptCheckpointError,
-    IncompatibleCheckpointError,
-    LoadPlanner,
-    Reader,
-    SavePlanner,
-    checkpoints,
-)
+from common.storage import checkpoints
 
 # a run without a process group is meant to save in one process
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -98,11 +90,10 @@ class Shard:
 
     def __create_write_items__(self, name: str, _: object) -> list[dcp.WriteItem]:
         items = []
-        for offset, tensor in self.chunks.items():
-            chunk = dcp.ChunkStorageMetadata(offset, tensor.size())
+        for chunk, tensor in zip(self.__create_chunk_list__(), self.chunks.values(), strict=True):
             properties = TensorProperties.create_from_tensor(tensor)
             data = TensorWriteData(chunk, properties, self.full_shape)
-            index = MetadataIndex(name, offset)
+            index = MetadataIndex(name, chunk.offsets)
             items.append(dcp.WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return items
 
@@ -116,15 +107,15 @@ class Shard:
 State = dict[str, Tensor | Shard]
 
 
-def adamw_moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's first and second moments of a parameter, created here if it has not stepped yet."""
+def tensors_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """A parameter and AdamW's two moments, which are created here if it has not stepped yet."""
     state = optimizer.state[parameter]
     if not state:
         # fused AdamW needs its step count on the parameter's device
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        state["exp_avg"] = torch.zeros_like(parameter)
-        state["exp_avg_sq"] = torch.zeros_like(parameter)
-    return {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    moments = {f"optim.{name}": state[name] for name in ("exp_avg", "exp_avg_sq")}
+    return {"model": parameter.detach(), **moments}
 
 
 def training_state(
@@ -139,8 +130,7 @@ def training_state(
     """
     state: State = {}
     for name, parameter in model.named_parameters():
-        tensors = {"model": parameter.detach()}
-        tensors |= {f"optim.{k}": t for k, t in adamw_moments(optimizer, parameter).items()}
+        tensors = tensors_of(optimizer, parameter)
         if shard_dims and name in shard_dims:
             dim, shape = shard_dims[name], list(parameter.shape)
             start = dist.get_rank(group) * shape[dim]
@@ -159,13 +149,11 @@ def state_of_flat_shard(
     element `start` on. A tensor outside of it gets an empty shard.
     """
     state: State = {}
-    tensors = {f"optim.{k}": t for k, t in adamw_moments(optimizer, shard).items()}
-    for prefix, flat in {"model": shard.detach(), **tensors}.items():
+    for kind, flat in tensors_of(optimizer, shard).items():
         begin = -start  # of the tensor, relative to `flat`
         for name, shape in shapes.items():
             first, last = max(begin, 0), max(begin + shape.numel(), 0)
-            part = Shard.of_flat_slice(shape, first - begin, flat[first:last])
-            state[f"{prefix}.{name}"] = part
+            state[f"{kind}.{name}"] = Shard.of_flat_slice(shape, first - begin, flat[first:last])
             begin += shape.numel()
     return state
 
@@ -190,7 +178,7 @@ class Checkpointer:
             self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
         self._ranks = {"process_group": self.group, "no_dist": self.group is None}
         self.blocked_seconds = 0.0  # time for which saves have blocked training
-        self._saving: tuple[AtomicWriter, Future] | None = None
+        self._saving: tuple[storage.AtomicWriter, Future] | None = None
 
     def save(self, step: int, state: State, keep: int = 2) -> None:
         """Save `state` after `step` steps; then delete all but the last `keep` checkpoints.
@@ -200,8 +188,8 @@ class Checkpointer:
         """
         started = time.perf_counter()
         self.wait()
-        writer = AtomicWriter(self.path, step, keep, self.run_json)
-        planner = SavePlanner(flatten_state_dict=False)
+        writer = storage.AtomicWriter(self.path, step, keep, self.run_json)
+        planner = storage.SavePlanner(flatten_state_dict=False)
         state = {**state, "step": torch.tensor(step)}
         future = dcp.async_save(state, storage_writer=writer, planner=planner, **self._ranks)
         self._saving = writer, future
@@ -254,9 +242,9 @@ class Checkpointer:
             try:
                 step, notes = self._fill(state, path)
                 break
-            except IncompatibleCheckpointError as error:
+            except storage.IncompatibleCheckpointError as error:
                 fail(f"--resume {resume}: {path} does not fit this model: {error}")
-            except CorruptCheckpointError as error:
+            except storage.CorruptCheckpointError as error:
                 if older is None:
                     fail(f"--resume {resume}: {path} is corrupt, and no older one left: {error}")
                 print0(f"{path} is corrupt: {error}; going back to {older.name}")
@@ -277,25 +265,24 @@ class Checkpointer:
 
         Every rank raises the same `CheckpointError`, or none does.
         """
-        reader, notes, error = None, [], None
         try:
-            reader = Reader(path)
+            reader, error = storage.Reader(path), None
             notes = compare_runs(path, self.run) if self.run else []
-        except CheckpointError as found:
+        except storage.CheckpointError as found:
             error = found
         errors, names = zip(*self._gather((error, set(state))), strict=True)
         if any(errors):
             raise next(filter(None, errors))
         step = torch.tensor(0)
         try:
-            planner = LoadPlanner({"step"}.union(*names))
+            planner = storage.LoadPlanner({"step"}.union(*names))
             state = {**state, "step": step}
             dcp.load(state, storage_reader=reader, planner=planner, **self._ranks)
         except dcp.api.CheckpointException as error:
             cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
-            if isinstance(cause, CheckpointError):
+            if isinstance(cause, storage.CheckpointError):
                 raise cause from None
-            raise CorruptCheckpointError(str(cause).strip().split("\n")[0]) from None
+            raise storage.CorruptCheckpointError(str(cause).strip().split("\n")[0]) from None
         return int(step.item()), notes
 
 
@@ -316,10 +303,10 @@ def compare_runs(path: Path, run: dict) -> list[str]:
         old, new = saved["arguments"], run["arguments"]
         if old["n_heads"] != new["n_heads"]:
             heads = f"it has {old['n_heads']!r} heads, not --n-heads {new['n_heads']}"
-            raise IncompatibleCheckpointError(heads)
+            raise storage.IncompatibleCheckpointError(heads)
         if saved["vocabulary"] != run["vocabulary"]:
             vocabulary = "it has another vocabulary: pass the --data it was trained on"
-            raise IncompatibleCheckpointError(vocabulary)
+            raise storage.IncompatibleCheckpointError(vocabulary)
         notes = [
             f"--{name.replace('_', '-')} is now {new[name]}, was {old[name]!r}"
             for name in REPORTED
@@ -329,8 +316,8 @@ def compare_runs(path: Path, run: dict) -> list[str]:
             notes.append(f"the corpus is now {run['corpus']}, was {saved['corpus']!r} (hashes)")
     except FileNotFoundError:  # an old checkpoint
         return [f"{path} has no run.json: its arguments and vocabulary are not compared"]
-    except IncompatibleCheckpointError:
+    except storage.IncompatibleCheckpointError:
         raise
     except Exception as error:
-        raise CorruptCheckpointError(f"run.json: {error!r}") from None
+        raise storage.CorruptCheckpointError(f"run.json: {error!r}") from None
     return notes

@@ -1,4 +1,4 @@
-"""PyTorch's collectives under their own names and signatures, each with one line that counts.
+"""PyTorch's collectives with their own names and arguments, each with one line that counts.
 
 Every byte that a stage sends goes through this file. A **ledger** counts calls, payload bytes (the
 tensor that is reduced, gathered or sent) and ring bytes (sent by one rank if the collective runs on
@@ -31,6 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+Group = ProcessGroup | None  # None: all ranks
+
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -48,7 +50,7 @@ class Ledger:
     ring: Counter = field(default_factory=Counter)  # bytes
     control: Counter = field(default_factory=Counter)  # calls
 
-    def record(self, name: str, nbytes: int, factor: float, group: ProcessGroup | None) -> None:
+    def record(self, name: str, nbytes: int, factor: float, group: Group) -> None:
         """Count one call of `name` with `nbytes` of payload and `factor` times that on a ring."""
         key = (name, group_name(group))
         self.calls[key] += 1
@@ -67,35 +69,32 @@ class Ledger:
 ledger = Ledger()
 
 
-def group_name(group: ProcessGroup | None) -> str:
+def group_name(group: Group) -> str:
     """`dp` for a group of a mesh's dimension "dp", `world` for the default group."""
     if group is None or group is dist.group.WORLD:
         return "world"
     return (group.group_desc or "group").removeprefix("mesh_")
 
 
-def _is_gloo(tensor: Tensor, group: ProcessGroup | None) -> bool:
+def _is_gloo(tensor: Tensor, group: Group) -> bool:
     """Whether this group runs on Gloo: on CPUs, and on a GPU that ranks share (`setup`)."""
     return f"{tensor.device.type}:gloo" in dist.get_backend_config(group)
 
 
-def _ring(group: ProcessGroup | None) -> float:
+def _ring(group: Group) -> float:
     size = dist.get_world_size(group)
     return (size - 1) / size
 
 
 def all_reduce(
-    tensor: Tensor,
-    op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
+    tensor: Tensor, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     ledger.record("all_reduce", tensor.nbytes, 2 * _ring(group), group)
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
 def all_gather_single(
-    output: Tensor, input: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
     ledger.record("all_gather_single", output.nbytes, _ring(group), group)
     return _all_gather_single(output, input, group=group, async_op=async_op)
@@ -105,7 +104,7 @@ def reduce_scatter_single(
     output: Tensor,
     input: Tensor,
     op: ReduceOp = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
+    group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
     ledger.record("reduce_scatter_single", input.nbytes, _ring(group), group)
@@ -135,51 +134,32 @@ class _WorkWithEnd:
             self.end = None  # its buffers are freed
 
 
-def broadcast(
-    tensor: Tensor,
-    src: int | None = None,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    group_src: int | None = None,
-) -> Work | None:
+def broadcast(tensor: Tensor, src: int | None = None, group: Group = None, **kwargs) -> Work | None:
     ledger.record("broadcast", tensor.nbytes, _ring(group), group)
-    return dist.broadcast(tensor, src, group=group, async_op=async_op, group_src=group_src)
+    return dist.broadcast(tensor, src, group=group, **kwargs)
 
 
-def isend(
-    tensor: Tensor,
-    dst: int | None = None,
-    group: ProcessGroup | None = None,
-    tag: int = 0,
-    group_dst: int | None = None,
-) -> Work | None:
+def isend(tensor: Tensor, dst: int | None = None, group: Group = None, **kwargs) -> Work | None:
     ledger.record("isend", tensor.nbytes, 1.0, group)
     if _goes_through_host(tensor, group):
         tensor = tensor.cpu()
-    return dist.isend(tensor, dst, group=group, tag=tag, group_dst=group_dst)
+    return dist.isend(tensor, dst, group=group, **kwargs)
 
 
-def irecv(
-    tensor: Tensor,
-    src: int | None = None,
-    group: ProcessGroup | None = None,
-    tag: int = 0,
-    group_src: int | None = None,
-) -> Work | None:
-    # counted by the sender
-    if _goes_through_host(tensor, group):
-        host = torch.empty_like(tensor, device="cpu")
-        work = dist.irecv(host, src, group=group, tag=tag, group_src=group_src)
-        return _WorkWithEnd(work, lambda: tensor.copy_(host))
-    return dist.irecv(tensor, src, group=group, tag=tag, group_src=group_src)
+def irecv(tensor: Tensor, src: int | None = None, group: Group = None, **kwargs) -> Work | None:
+    if not _goes_through_host(tensor, group):
+        return dist.irecv(tensor, src, group=group, **kwargs)  # the sender counts it
+    host = torch.empty_like(tensor, device="cpu")
+    work = dist.irecv(host, src, group=group, **kwargs)
+    return _WorkWithEnd(work, lambda: tensor.copy_(host))
 
 
-def _goes_through_host(tensor: Tensor, group: ProcessGroup | None) -> bool:
+def _goes_through_host(tensor: Tensor, group: Group) -> bool:
     """Whether a message must be copied to the host: Gloo cannot send GPU tensors."""
     return tensor.is_cuda and _is_gloo(tensor, group)
 
 
-def all_reduce_control(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def all_reduce_control(tensor: Tensor, group: Group = None) -> Tensor:
     """All-reduce a scalar that controls the run: a loss to log, a norm to clip by, a vote to stop.
 
     Returns the tensor, reduced in place. It is counted apart from the technique's communication.

@@ -20,7 +20,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -140,12 +140,11 @@ def _read_words(name: str) -> dict[str, list[str]]:
 
 def _lines_of_folder(folder: Path) -> dict[str, io.StringIO]:
     lines = {}
-    for split in SPLITS:
-        path = folder / f"{split}.txt"
-        try:
-            lines[split] = io.StringIO(path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"cannot be read: {path} is not UTF-8: {error}") from None
+    try:
+        for path in (folder / f"{split}.txt" for split in SPLITS):
+            lines[path.stem] = io.StringIO(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot be read: {path} is not UTF-8: {error}") from None
     return lines
 
 
@@ -263,25 +262,16 @@ def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:
     return indices
 
 
-@dataclass
-class TrainBatches:
-    """Item `step` is the list of this rank's micro-batches of that step's global batch."""
-
-    tokens: Tensor
-    args: Namespace
-    rank: int
-    size: int
-
-    def __getitem__(self, step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        args = self.args
-        n_windows = (len(self.tokens) - 1) // args.seq_len  # without the last, shorter one
-        indices = global_batch(args.seed, step, args.global_batch_size, n_windows)
-        share = args.global_batch_size // self.size
-        first, end = self.rank * share, (self.rank + 1) * share
-        inputs, targets = _windows(self.tokens, indices[first:end], args.seq_len)
-        keys = sample_keys(args.seed, step, torch.arange(first, end))
-        parts = (x.split(args.micro_batch_size) for x in (inputs, targets, keys))
-        return list(zip(*parts, strict=True))
+def _micro_batches(tokens: Tensor, args: Namespace, rank: int, size: int, step: int) -> list[tuple]:
+    """This rank's part of step `step`'s global batch: inputs, targets and keys of micro-batches."""
+    n_windows = (len(tokens) - 1) // args.seq_len  # without the last, shorter one
+    indices = global_batch(args.seed, step, args.global_batch_size, n_windows)
+    share = args.global_batch_size // size
+    first, end = rank * share, (rank + 1) * share
+    inputs, targets = _windows(tokens, indices[first:end], args.seq_len)
+    keys = sample_keys(args.seed, step, torch.arange(first, end))
+    parts = (x.split(args.micro_batch_size) for x in (inputs, targets, keys))
+    return list(zip(*parts, strict=True))
 
 
 def train_batches(
@@ -295,9 +285,9 @@ def train_batches(
     if len(tokens) <= args.seq_len:
         fail(f"--data {args.data}: {len(tokens)} tokens to train on, fewer than --seq-len + 1")
     loader = DataLoader(
-        TrainBatches(tokens, args, rank, size),
-        sampler=range(first_step, args.steps),
-        batch_size=None,  # an item is a batch already
+        range(first_step, args.steps),
+        collate_fn=partial(_micro_batches, tokens, args, rank, size),
+        batch_size=None,  # each step is an item of its own
         num_workers=int(device.type == "cuda"),  # it prepares the next steps during this one
         pin_memory=device.type == "cuda",
     )

@@ -47,10 +47,6 @@ class TransformerConfig:
         return math.ceil(self.vocab_size / 128) * 128
 
     @property
-    def head_dim(self) -> int:
-        return self.d_model // self.n_heads
-
-    @property
     def n_units(self) -> int:
         return self.n_layers + 2
 
@@ -146,7 +142,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim = config.d_model // config.n_heads
         # one matmul computes q, k and v; the rows are in the order (head, q/k/v, head_dim), so that
         # a contiguous shard of rows is a set of heads
         self.wqkv = Linear(config.d_model, 3 * config.d_model)

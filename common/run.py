@@ -65,10 +65,9 @@ class SecondSignal:
 
     def close(self) -> None:
         signal.set_wakeup_fd(self.before)
-        self.writer.shutdown(socket.SHUT_RDWR)  # ends the thread
-        self.thread.join()
-        self.writer.close()
-        self.reader.close()
+        with self.reader, self.writer:
+            self.writer.shutdown(socket.SHUT_RDWR)  # ends the thread
+            self.thread.join()
 
 
 class Run:

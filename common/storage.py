@@ -2,9 +2,8 @@
 
 The files are those of `torch.distributed.checkpoint` (DCP), so PyTorch's own tools read them. A
 64-bit XXH3 checksum of each stored item stands beside the item's offset in the metadata, where
-PyTorch's reader ignores it. The metadata's own checksum follows its pickle, where unpickling has
-stopped. Both are verified before anything is used. Older checkpoints have a weaker checksum, which
-is verified too. Checkpoints that other programs wrote have none.
+PyTorch's reader ignores it. The metadata's own follows its pickle, where unpickling has stopped.
+Both are verified before anything is used. Older checkpoints have weaker ones, other programs' none.
 """
 
 from __future__ import annotations
@@ -41,9 +40,6 @@ class IncompatibleCheckpointError(CheckpointError):
     """The checkpoint is intact, but belongs to another model."""
 
 
-# ---- planners: which tensor of the state is which stored item ----
-
-
 def _tensor_of(state: dict[str, Any], index: MetadataIndex) -> Tensor:
     value = state[index.fqn]
     return value if isinstance(value, Tensor) else value.__get_tensor_shard__(index)
@@ -77,9 +73,6 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return _tensor_of(self.state_dict, index)
-
-
-# ---- saving ----
 
 
 class HashingStream:
@@ -192,9 +185,8 @@ def _delete(path: Path) -> None:
 
 
 def _append(path: Path, content: bytes) -> None:
-    with open(path, "ab") as file:
+    with open(path, "ab", buffering=0) as file:
         file.write(content)
-        file.flush()
         os.fsync(file.fileno())
 
 
