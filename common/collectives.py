@@ -87,7 +87,7 @@ def _ring(group: Group) -> float:
 
 
 def all_reduce(
-    tensor: Tensor, op: ReduceOp = ReduceOp.SUM, group: Group = None, async_op: bool = False
+    tensor: Tensor, op=ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     ledger.record("all_reduce", tensor.nbytes, 2 * _ring(group), group)
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
@@ -101,11 +101,7 @@ def all_gather_single(
 
 
 def reduce_scatter_single(
-    output: Tensor,
-    input: Tensor,
-    op: ReduceOp = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
+    output: Tensor, input: Tensor, op=ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     ledger.record("reduce_scatter_single", input.nbytes, _ring(group), group)
     if op == ReduceOp.SUM and _is_gloo(input, group):

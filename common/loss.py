@@ -37,10 +37,9 @@ class LinearCrossEntropy(torch.autograd.Function):
                 grad_weight = torch.zeros_like(weight, dtype=sum_dtype)
             for start in range(0, len(x), rows):
                 chunk = slice(start, start + rows)
-                grad_of_chunk = None if grad_x is None else grad_x[chunk]
-                loss += _loss_of_chunk(
-                    x[chunk].to(dtype), w, targets[chunk], count, grad_of_chunk, grad_weight
-                )
+                x_part = x[chunk].to(dtype)
+                grad_part = None if grad_x is None else grad_x[chunk]
+                loss += _loss_of_chunk(x_part, w, targets[chunk], count, grad_part, grad_weight)
         ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.to(weight.dtype))
         return loss
 

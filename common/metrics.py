@@ -139,15 +139,13 @@ class Metrics:
     def start_step(self) -> None:
         self._step_started = time.perf_counter()
 
-    def end_step(
-        self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, is_logged: bool
-    ) -> None:
+    def end_step(self, step: int, loss: Tensor, norm: Tensor, lr: float, is_logged: bool) -> None:
         """Time the step. If it is logged, add the averages since the last logged step."""
         if self._model_state_mb is None:  # before the first save, which copies the model state
             self._model_state_mb = model_state_bytes() / 1e6
         self._line = {"step": step}
         if is_logged:  # within the step's time: this waits for the GPU
-            self._line |= {"loss": loss.item(), "grad_norm": float(grad_norm), "lr": lr}
+            self._line |= {"loss": loss.item(), "grad_norm": float(norm), "lr": lr}
         self._seconds += time.perf_counter() - self._step_started
         self._steps_timed += 1
         if not is_logged:

@@ -224,9 +224,8 @@ class Transformer(nn.Module):
         self.config = config
         units = range(config.n_units) if units is None else units
         self.embed = Embed(config) if 0 in units else None
-        self.layers = nn.ModuleDict(
-            {str(i): Layer(config, i) for i in range(config.n_layers) if i + 1 in units}
-        )
+        layers = {str(i): Layer(config, i) for i in range(config.n_layers) if i + 1 in units}
+        self.layers = nn.ModuleDict(layers)
         self.output = Output(config) if config.n_layers + 1 in units else None
 
     def units(self) -> list[nn.Module]:

@@ -126,10 +126,7 @@ class Run:
             args.resume = "auto"
 
     def _make_folder(self, description: dict) -> str | None:
-        """Make the folder and check that it can be written to; returns what went wrong.
-
-        Under `--resume never` an earlier run's checkpoints are moved aside.
-        """
+        """Make the folder; return what went wrong. `--resume never` moves old checkpoints aside."""
         folder = self.checkpoints.path
         try:
             if self.args.resume == "never" and not has_restarted() and checkpoints(folder):

@@ -185,8 +185,9 @@ def _delete(path: Path) -> None:
 
 
 def _append(path: Path, content: bytes) -> None:
-    with open(path, "ab", buffering=0) as file:
+    with open(path, "ab") as file:
         file.write(content)
+        file.flush()
         os.fsync(file.fileno())
 
 
@@ -196,8 +197,6 @@ def _sync_folder(folder: Path) -> None:
     os.fsync(handle)
     os.close(handle)
 
-
-# ---- loading files that anyone may have written ----
 
 DCP = "torch.distributed.checkpoint"
 ALLOWED = {  # all that the metadata of tensors consists of, besides dtypes
