@@ -212,7 +212,7 @@ def _write(words: dict[str, list[str]], folder: Path) -> None:
     number = {word: i for i, word in enumerate(vocab)}
     for split in SPLITS:
         numbers = [number.get(word, number.get(UNKNOWN)) for word in words[split]]
-        torch.tensor(numbers, dtype=torch.int32).numpy().tofile(folder / f"{split}.int32")
+        (folder / f"{split}.int32").write_bytes(torch.tensor(numbers, dtype=torch.int32).numpy())
     (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in vocab), encoding="utf-8")
     (folder / "digest.txt").write_text(_digest(folder))
 

@@ -533,3 +533,10 @@ def test_unwritable_data_root_is_named(monkeypatch, tmp_path, capsys):
         load_corpus(folder(tmp_path / "c", "a\n"))
     assert exit.value.code == 2
     assert "DATA_ROOT" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="stands for a full disk")
+def test_full_disk_is_named(tmp_path):
+    (tmp_path / "train.int32").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        data._write({split: ["a"] for split in data.SPLITS}, tmp_path)

@@ -68,6 +68,16 @@ def test_export_errors_are_one_line(tmp_path):
     assert "no checkpoint" in done.stderr
 
 
+def test_corrupt_checkpoint_is_not_exported(run, tmp_path):
+    copy = shutil.copytree(checkpoints(run / "checkpoints")[-1], tmp_path / "step-00000060")
+    os.truncate(copy / "__1_0.distcp", 100)
+    done = call("export.py", copy)
+    assert done.returncode == 1 and not (tmp_path / "model.pt").exists()
+    said = f"export.py: {copy} cannot be read: "
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.endswith(" in __1_0.distcp: the checksum differs\n"), done.stderr
+
+
 def test_generate_continues_a_prompt_with_words_of_the_corpus(run, corpus_dir):
     prompt = "word1 word2"
     done = call("generate.py", run, "--prompt", prompt, "--words", 30)

@@ -47,7 +47,9 @@ def weights_of(checkpoint: Path) -> dict[str, Tensor]:
         }
         dcp.load(state, storage_reader=reader, planner=LoadPlanner(set(entries)), no_dist=True)
     except (CorruptCheckpointError, dcp.api.CheckpointException) as error:
-        fail(f"{checkpoint} cannot be read: {str(error).splitlines()[-1]}", status=1)
+        if isinstance(error, dcp.api.CheckpointException):
+            error, _ = next(iter(error.failures.values()))
+        fail(f"{checkpoint} cannot be read: {str(error).splitlines()[0]}", status=1)
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
