@@ -746,7 +746,7 @@ class Mesh(NamedTuple):
 
 
 def build_mesh(pp: int, dp: int, tp: int, timeout: float) -> Mesh:
-    """rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
+    """This rank's groups on the mesh: rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
     shape = (pp, dp, tp)
     return Mesh(
         to_lower=group_along(shape, 0, "to_lower", timeout),
