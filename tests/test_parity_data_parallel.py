@@ -47,9 +47,6 @@ def test_parity_with_stage_01(pools, reference, corpus_dir, size, strategy):
     [
         *((2, strategy, CHECKPOINTING) for strategy in EVERY),
         *((3, strategy, []) for strategy in EVERY),
-        (1, ("03", ZERO[1]), CHECKPOINTING),
-        (4, ("02", []), CHECKPOINTING),
-        (4, ("03", ZERO[0]), []),
         (3, ("04", KEEP), CHECKPOINTING),
         (4, ("04", KEEP), []),
         (4, ("04", HYBRID), CHECKPOINTING),
@@ -63,7 +60,7 @@ def test_parity_of_gradient_accumulation_with_dropout(
     pools, reference, corpus_dir, size, strategy, extra
 ):
     stage, own = strategy
-    argv = [*RUN, *FOUR, "--data", str(corpus_dir)]
+    argv = [*RUN, *FOUR, "--steps", "20", "--data", str(corpus_dir)]
     expected = reference(argv)
     accumulation = ["--micro-batch-size", str(12 // size)]
     for metrics in pools(size).train(stage, [*argv, *accumulation, *extra, *own]):
