@@ -108,7 +108,7 @@ State = dict[str, Tensor | Shard]
 
 
 def tensors_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """A parameter and AdamW's two moments, which are created here if it has not stepped yet."""
+    """A parameter and AdamW's moments (created here if need be), by the prefixes of their names."""
     state = optimizer.state[parameter]
     if not state:
         # fused AdamW needs its step count on the parameter's device

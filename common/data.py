@@ -105,7 +105,9 @@ def _prepare(name: str, prepared: Path) -> None:
             if (prepared / "vocab.txt").exists():
                 return  # another process prepared it while this one waited
             words = _read_words(name)
-            with tempfile.TemporaryDirectory(dir=prepared.parent, prefix=".") as temporary:
+            with tempfile.TemporaryDirectory(
+                dir=prepared.parent, prefix=".", ignore_cleanup_errors=True
+            ) as temporary:
                 aside = Path(temporary, prepared.name)
                 aside.mkdir()
                 _write(words, aside)

@@ -59,7 +59,7 @@ def launch_environment() -> Launch:
 
     Only a step of Slurm has SLURM_STEP_NUM_TASKS; a batch shell has a SLURM_PROCID of 0, too.
     """
-    env = os.environ
+    env = os.environ  # below, `ranks` are: rank, rank on the node, ranks on the node, all ranks
     if "RANK" in env and "WORLD_SIZE" in env:
         launcher, host, port = "torchrun", "127.0.0.1", 29500
         local = env.get("LOCAL_RANK", 0), env.get("LOCAL_WORLD_SIZE", 1)
@@ -200,10 +200,8 @@ def _report(error: BaseException) -> None:
         text += "No answer within --timeout: another rank hangs, was stopped, or is far behind.\n"
     lost = has_lost_a_peer(error)
     if lost:  # name the innermost line of this repository
-        frames, repo = (
-            traceback.extract_tb(error.__traceback__),
-            Path(__file__).resolve().parents[1],
-        )
+        repo = Path(__file__).resolve().parents[1]
+        frames = traceback.extract_tb(error.__traceback__)
         *_, frame = [f for f in frames if Path(f.filename).is_relative_to(repo)] or frames
         place = f"{frame.name} ({frame.filename}:{frame.lineno})"
         text = f"another rank is gone, as seen in {place}: {error}"

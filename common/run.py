@@ -65,7 +65,7 @@ class SecondSignal:
 
     def close(self) -> None:
         signal.set_wakeup_fd(self.before)
-        with self.reader, self.writer:
+        with self.reader, self.writer:  # closed at the end
             self.writer.shutdown(socket.SHUT_RDWR)  # ends the thread
             self.thread.join()
 

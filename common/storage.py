@@ -247,6 +247,28 @@ def _crc32_of_sums(data) -> int:
 CHECKSUMS = {"xxh3_64": xxh3_64_intdigest, "checksum": _crc32_of_sums}
 
 
+class VerifiedItems:
+    """PyTorch's hook for the stream of each item that is read. It verifies the item's checksum."""
+
+    def __init__(self, storage_data: dict):
+        self.storage_data, self.last, self.content = storage_data, None, b""
+
+    def transform_load_stream(self, part: dcp.ReadItem, _, stream: BinaryIO) -> BinaryIO:
+        if part.storage_index != self.last:  # the parts of one item follow each other
+            self.content = self.read(part.storage_index, stream)
+            self.last = part.storage_index
+        return io.BytesIO(self.content)
+
+    def read(self, index: MetadataIndex, stream: BinaryIO) -> bytes:
+        info = self.storage_data[index]
+        content = stream.read(info.length)
+        for name, checksum in CHECKSUMS.items():
+            if hasattr(info, name) and getattr(info, name) != checksum(content):
+                where = f"{index.fqn} in {info.relative_path}"
+                raise CorruptCheckpointError(f"{where}: the checksum differs")
+        return content
+
+
 class Reader(dcp.FileSystemReader):
     """PyTorch's reader, but no file can run code, lie outside of the folder or miss its checksum.
 
@@ -263,14 +285,12 @@ class Reader(dcp.FileSystemReader):
                 if mark and expected != b"%d" % checksum(body):
                     raise ValueError("the checksum differs")
             self.metadata = MetadataUnpickler(io.BytesIO(content)).load()
-            self.storage_data = self.metadata.storage_data
-            for info in self.storage_data.values():
+            for info in self.metadata.storage_data.values():
                 if Path(info.relative_path).name != info.relative_path:
                     raise ValueError(f"{info.relative_path} is outside of the checkpoint")
         except Exception as error:
             raise CorruptCheckpointError(f".metadata: {error}") from None
-        self.transforms = self  # its hook `transform_load_stream` gets the stream of each item
-        self.last, self.content = None, b""
+        self.transforms = VerifiedItems(self.metadata.storage_data)
 
     def read_metadata(self) -> dcp.Metadata:
         return self.metadata
@@ -279,19 +299,3 @@ class Reader(dcp.FileSystemReader):
         """Read in the order of the files, so that an item with several parts is read once."""
         plan.items.sort(key=lambda part: self.storage_data[part.storage_index].offset)
         return plan
-
-    def transform_load_stream(self, part: dcp.ReadItem, _, stream: BinaryIO) -> BinaryIO:
-        if part.storage_index != self.last:  # the parts of one item follow each other
-            self.content = self.read_item(part.storage_index, stream)
-            self.last = part.storage_index
-        return io.BytesIO(self.content)
-
-    def read_item(self, index: MetadataIndex, stream: BinaryIO) -> bytes:
-        """Read an item and verify its checksum."""
-        info = self.storage_data[index]
-        content = stream.read(info.length)
-        for name, checksum in CHECKSUMS.items():
-            if hasattr(info, name) and getattr(info, name) != checksum(content):
-                where = f"{index.fqn} in {info.relative_path}"
-                raise CorruptCheckpointError(f"{where}: the checksum differs")
-        return content

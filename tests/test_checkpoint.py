@@ -524,7 +524,7 @@ def test_all_ranks_fall_back_when_one_reads_a_corrupt_file(pools, tmp_path, dama
 def read_of_each_file(folder: str, kind: str) -> tuple[dict[str, int], int, int]:
     """Bytes that this rank reads of each file, different items read, and all reads of items."""
     read, items = Counter(), Counter()
-    read_item = storage.Reader.read_item
+    read_item = storage.VerifiedItems.read
 
     def count(self, index, stream):
         info = self.storage_data[index]
@@ -532,11 +532,11 @@ def read_of_each_file(folder: str, kind: str) -> tuple[dict[str, int], int, int]
         items[info.relative_path, info.offset] += 1
         return read_item(self, index, stream)
 
-    storage.Reader.read_item = count
+    storage.VerifiedItems.read = count
     try:
         load_checkpoint(folder, "auto", cut(kind, fill=False))
     finally:
-        storage.Reader.read_item = read_item
+        storage.VerifiedItems.read = read_item
     return dict(read), len(items), sum(items.values())
 
 
@@ -564,13 +564,13 @@ def test_resharded_load_reads_only_the_needed_items_and_each_once(pools, tmp_pat
 
 def test_item_is_read_once_although_its_parts_are_apart_in_the_plan(tmp_path, monkeypatch):
     """Saved as two rows and loaded as two halves of the columns, of which each needs both rows."""
-    reads, read = [], storage.Reader.read_item
+    reads, read = [], storage.VerifiedItems.read
 
     def count(self, index, stream):
         reads.append(index)
         return read(self, index, stream)
 
-    monkeypatch.setattr(storage.Reader, "read_item", count)
+    monkeypatch.setattr(storage.VerifiedItems, "read", count)
     full, target = torch.arange(16.0).view(2, 8), torch.zeros(2, 8)
     rows = Shard((2, 8), [((i, 0), full[i : i + 1]) for i in (0, 1)])
     columns = Shard((2, 8), [((0, i), target[:, i : i + 4]) for i in (0, 4)])

@@ -18,7 +18,7 @@ import pytest
 from harness import REPO, assert_same_curve, load_stage, stages
 from jobs import free_port, start, torchrun, workers_of
 
-from common import checkpoint
+from common import checkpoint, storage
 from common.checkpoint import checkpoints
 from common.run import SecondSignal
 
@@ -63,7 +63,7 @@ def train_and_signal(
     """Train; one rank gets a signal in the middle of `step`, and again while it saves."""
     from common.run import Run
 
-    log, write = Run.log, checkpoint.AtomicWriter.write_data
+    log, write = Run.log, storage.AtomicWriter.write_data
 
     def log_and_signal(self, now, *args):
         log(self, now, *args)
@@ -75,11 +75,11 @@ def train_and_signal(
         time.sleep(0.1)
         return write(self, *args, **kwargs)
 
-    Run.log, checkpoint.AtomicWriter.write_data = log_and_signal, signal_and_write
+    Run.log, storage.AtomicWriter.write_data = log_and_signal, signal_and_write
     try:
         return load_stage(stage).main(argv)
     finally:
-        Run.log, checkpoint.AtomicWriter.write_data = log, write
+        Run.log, storage.AtomicWriter.write_data = log, write
 
 
 @pytest.mark.parametrize("stage", [s for s in stages() if s > "01"])
