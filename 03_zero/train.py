@@ -149,7 +149,8 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         collectives are matched by order.
         """
         self.param_dtype = dtype
-        trained = [unit for unit in units if any(p.requires_grad for p in unit.parameters())]
+        groups = zip(units, self.param_groups, strict=True)
+        trained = [unit for unit, group in groups if group["params"]]
         for unit, flat in zip(trained, self.buckets[::-1], strict=True):  # buckets: last first
             flat.shard_parameters(unit, dtype)
             unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)

@@ -135,8 +135,9 @@ class FullyShardedDataParallel(ModuleOfShards):
 
     def forward(self, *args, **kwargs):
         self.drop_failed_backward()
-        for flat in self.flats:
-            flat.reshard()  # left by a forward without backward, and stale after an optimizer step
+        if not self.in_backward:  # activation checkpointing may recompute the whole forward there
+            for flat in self.flats:
+                flat.reshard()  # left by a forward without backward: stale after an optimizer step
         self.in_forward = True
         try:
             return self.module(*args, **kwargs)

@@ -205,7 +205,8 @@ class ModuleOfShards(SharesOverflow, nn.Module):
             self.launched, self.finished, self.in_backward = 0, [], False
             for bucket in self.buckets:
                 bucket.finish_reduction()
-                bucket.grads, bucket.waiting_for = None, set(bucket.params)
+                bucket.grads = bucket.grad_views = None
+                bucket.waiting_for = set(bucket.params)
                 for param in bucket.params:
                     param.grad = None
 

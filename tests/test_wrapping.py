@@ -7,6 +7,7 @@ import gc
 import math
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from common.model import Transformer, TransformerConfig, init_weights
+from common.optimization import adamw_settings
 
 pytestmark = pytest.mark.slow
 
@@ -259,6 +261,30 @@ def test_unit_with_only_frozen_parameters(pools, strategy, frozen):
         assert worst == {}
 
 
+def steps_of_zero_with_partly_frozen_units() -> dict[str, float]:
+    stage, plain, model = load_stage("03"), transformer(), transformer()
+    for m in (plain, model):  # one parameter of each unit
+        for unit in m.units():
+            next(unit.parameters()).requires_grad_(False)
+    args = Namespace(zero_stage=3, dtype="float32", lr=0.01, weight_decay=0.1)
+    plain_optimizer = AdamW(plain.parameters(), **adamw_settings(args))
+    optimizer = stage.sharded_adamw(model, args)
+    for step in range(3):
+        loss_of_transformer(step)(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain_step(plain, plain_optimizer, [loss_of_transformer(step)], over_ranks=False)
+    for bucket in optimizer.buckets:
+        bucket.unshard()
+        bucket.wait()
+    return differences({n: p.detach() for n, p in model.named_parameters()}, plain)
+
+
+def test_zero_shards_units_with_frozen_and_trained_parameters(pools):
+    for worst in pools(2).run(steps_of_zero_with_partly_frozen_units):
+        assert worst == {}
+
+
 class Reuses(nn.Module):
     """One unit runs twice, another for an output that no loss uses."""
 
@@ -303,6 +329,36 @@ def checkpointed_steps(strategy: str, early_stop: bool) -> dict[str, float]:
 def test_activation_checkpointing_is_bitwise_identical(pools, strategy, early_stop):
     """With early stop, recomputation ends at the last tensor it needs, before the unit's end."""
     for worst in pools(2).run(checkpointed_steps, strategy, early_stop):
+        assert worst == {}
+
+
+class Bent(nn.Linear):
+    """A unit that ends with an operation that saves its result for backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+def steps_with_the_whole_model_checkpointed(strategy: str, early_stop: bool) -> dict[str, float]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Bent(6, 6), Bent(6, 6), Bent(6, 6))
+    trainer = Trainer(strategy, copy.deepcopy(plain), SGD, lr=0.1)
+    optimizer, x = SGD(plain.parameters(), lr=0.1), torch.randn(5, 6)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return checkpoint(model, x, use_reentrant=False).square().mean()
+
+    with set_checkpoint_early_stop(early_stop):
+        for _ in range(3):
+            trainer.step([loss_of] * 2)
+            plain_step(plain, optimizer, [loss_of] * 2, over_ranks=False)
+    return differences(trainer.parameters(), plain)
+
+
+@pytest.mark.parametrize("strategy", ["zero-3", "fsdp", "fsdp-keep"])
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "whole-model"])
+def test_checkpointing_the_whole_model_runs_its_forward_in_backward(pools, strategy, early_stop):
+    for worst in pools(2).run(steps_with_the_whole_model_checkpointed, strategy, early_stop):
         assert worst == {}
 
 
