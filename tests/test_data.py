@@ -315,6 +315,7 @@ def die_preparing(name: str, root: str, half_way: bool) -> None:
     def write_and_die(split_words, folder):
         if half_way:
             (folder / "train.int32").write_bytes(b"1234")
+            (folder / "vocab.txt").write_text("a\n")
         else:
             write(split_words, folder)
         os._exit(9)
