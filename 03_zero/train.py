@@ -34,6 +34,7 @@ Run it:
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -110,8 +111,8 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
             # in reverse order: backward finishes the last layer first
             trained = list(dict.fromkeys(p for p in group["params"] if p.requires_grad))[::-1]
             split = split_into_buckets(trained, bucket_cap_mb)
-            if self.shards_parameters:
-                split = [trained]  # all parameters of a unit are gathered together
+            if self.shards_parameters:  # all parameters of a unit are gathered together
+                split = split_into_buckets(trained, math.inf, math.inf)
             buckets = [bucket_class(part, process_group) for part in split if part]
             sharded_groups.append({**group, "params": [bucket.shard for bucket in buckets]})
             self.buckets = buckets + self.buckets  # the last group first
@@ -149,9 +150,9 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         collectives are matched by order.
         """
         self.param_dtype = dtype
-        groups = zip(units, self.param_groups, strict=True)
-        trained = [unit for unit, group in groups if group["params"]]
-        for unit, flat in zip(trained, self.buckets[::-1], strict=True):  # buckets: last first
+        unit_of = {p: u for u, g in zip(units, self.param_groups, strict=True) for p in g["params"]}
+        for flat in self.buckets[::-1]:  # the first group first
+            unit = unit_of[flat.shard]
             flat.shard_parameters(unit, dtype)
             unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
             unit.register_forward_hook(partial(self.after_forward, flat), with_kwargs=True)

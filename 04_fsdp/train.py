@@ -80,17 +80,15 @@ class FullyShardedDataParallel(ModuleOfShards):
     """Shard a module's parameters, gradients and optimizer state; unshard them unit by unit.
 
     module: the same on every rank, or on the meta device with a `materialize(unit, name)` that
-    gives the parameters of one unit memory and values. units: the modules that are unsharded one at
-    a time, in the order of forward; None for the module's children. shard_group: the N ranks that
-    shard each unit. replicate_group: the ranks that hold the same shard, for hybrid sharding.
-    param_dtype: of the unsharded parameters, None for their own. reduce_dtype: of the gradients
-    when they are reduced, None for `param_dtype`. cpu_offload: keep the shards on the CPU.
+    fills one unit's parameters. units: the modules to unshard one at a time, in the order of
+    forward; None: the module's children. shard_group: the N ranks that shard each unit.
+    replicate_group: those with the same shard. param_dtype: of unsharded parameters, None: their
+    own. reduce_dtype: of reduced gradients, None: `param_dtype`. cpu_offload: shards on the CPU.
 
-    `parameters()` yields this rank's shards, as in PyTorch's FSDP. Call
-    `finish_gradient_synchronization` after the last backward of a step, and clip with this class's
-    `clip_grad_norm_`: that of PyTorch sees this rank's shards only. All ranks must use the same
-    parameters, because their collectives are matched by order. A parameter that a backward did not
-    use has a zero gradient, and delays its own and all earlier units until backward ends.
+    A step ends with `finish_gradient_synchronization` and this class's `clip_grad_norm_`: PyTorch's
+    sees this rank's shards only. All ranks must use the same parameters, because collectives are
+    matched by order. A parameter that a backward did not use has a zero gradient, and delays its
+    own and all earlier units until backward ends.
     """
 
     def __init__(
@@ -110,7 +108,8 @@ class FullyShardedDataParallel(ModuleOfShards):
         self.group = shard_group
         self.param_dtype, self.reshard_after_forward = param_dtype, reshard_after_forward
         device = device or next(module.parameters()).device
-        settings = (shard_group, replicate_group), (param_dtype, reduce_dtype), device, cpu_offload
+        devices = device, "cpu" if cpu_offload else device
+        settings = (shard_group, replicate_group), (param_dtype, reduce_dtype), *devices
         self.flats: list[FlatParameter] = []
         # each unit gets its values and is sharded before the next one: no rank holds the full model
         for unit, params in parameters_by_unit(module, units, param_dtype, materialize):
@@ -121,14 +120,13 @@ class FullyShardedDataParallel(ModuleOfShards):
         self.flats.sort(key=lambda flat: flat.unit is not module)  # forward enters `module` first
         for i, flat in enumerate(self.flats):
             self.register_parameter(f"shard_{i}", flat.shard)
-        # the flat parameters that train, in reverse order: backward finishes the last layer first
-        self.buckets = [flat for flat in self.flats[::-1] if flat.trains]
+        self.buckets = [f for f in self.flats[::-1] if f.shard.requires_grad]  # last layer first
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(self.mark_ready)
         self.next_in_forward = dict(pairwise(self.flats))
         self.next_in_backward = {b: a for a, b in pairwise(self.flats) if a.unshards_in_backward}
-        self.launched = 0  # how many buckets' reductions have started
+        self.launched, self.has_new_gradients = 0, False  # since the last `end_backward`
         self.finished: list[FlatParameter] = []  # gradients complete, not yet resharded
         self.turns = count()  # numbers the units in the order of forward
         self.synchronizes, self.in_forward, self.in_backward = True, False, False
@@ -209,6 +207,7 @@ class FullyShardedDataParallel(ModuleOfShards):
         if param not in bucket.waiting_for:
             raise RuntimeError("a gradient came twice: use checkpoint(..., use_reentrant=False)")
         bucket.collect(param, divide_by=bucket.n_ranks)
+        self.has_new_gradients = True
         self.queue_end_backward()
         bucket.waiting_for.remove(param)
         if not bucket.waiting_for:
@@ -242,11 +241,13 @@ class FullyShardedDataParallel(ModuleOfShards):
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
-        """Launch the buckets that unused parameters have delayed, and reshard every unit."""
-        self.launch_ready_buckets(backward_has_ended=True)
-        self.launched, self.finished, self.in_backward = 0, [], False
+        """Launch the buckets that unused parameters have delayed, and reset."""
+        if self.has_new_gradients:
+            self.launch_ready_buckets(backward_has_ended=True)
+        self.launched, self.in_backward, self.has_new_gradients = 0, False, False
+        self.finished.clear()
         for flat in self.flats:
-            flat.waiting_for = set(flat.params) if flat.trains else set()
+            flat.waiting_for = set(flat.params) if flat.shard.requires_grad else set()
             flat.reshard()
 
     def finish_gradient_synchronization(self) -> None:
@@ -296,23 +297,21 @@ class FlatParameter:
     waiting_for: the parameters whose gradients this backward has not finished yet.
     """
 
-    def __init__(self, unit, params: Parameters, groups, dtypes, device, cpu_offload: bool):
+    def __init__(self, unit, params: Parameters, groups, dtypes, device, shard_device):
         self.unit, self.params = unit, list(params.values())
         self.shapes = {name: p.shape for name, p in params.items()}
         (self.group, self.replicate_group), (param_dtype, reduce_dtype) = groups, dtypes
         n_shards, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.n_replicas = dist.get_world_size(self.replicate_group) if self.replicate_group else 1
         self.n_ranks = n_shards * self.n_replicas
-        total = sum(p.numel() for p in self.params)
-        length = -(-total // n_shards)  # of a shard, rounded up
+        flat = torch.cat([p.detach().flatten() for p in self.params])
+        length = -(-len(flat) // n_shards)  # of a shard, rounded up
         self.owned = slice(rank * length, (rank + 1) * length)
-        self.padding = n_shards * length - total
-        values = F.pad(torch.cat([p.detach().flatten() for p in self.params]), (0, self.padding))
-        shard = values[self.owned].to("cpu" if cpu_offload else device, copy=True)
-        self.trains = self.params[0].requires_grad
-        self.shard = nn.Parameter(shard, requires_grad=self.trains)
+        self.padding = n_shards * length - len(flat)
+        shard = F.pad(flat, (0, self.padding))[self.owned].to(shard_device, copy=True)
+        self.shard = nn.Parameter(shard, requires_grad=self.params[0].requires_grad)
         self.grads: Tensor | None = None
-        self.waiting_for = set(self.params) if self.trains else set()
+        self.waiting_for = set(self.params) if self.shard.requires_grad else set()
         self.reduction: Work | None = None  # the collective in flight
         self.gathering: Work | None = None
         self.replicating: Work | None = None

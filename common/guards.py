@@ -202,7 +202,8 @@ class ModuleOfShards(SharesOverflow, nn.Module):
         """If a backward ended in an exception, forget the gradients that it has not yet reduced."""
         # activation checkpointing may run forward in backward; nothing public tells
         if self.in_backward and torch._C._current_graph_task_id() == -1:
-            self.launched, self.finished, self.in_backward = 0, [], False
+            self.launched, self.in_backward, self.has_new_gradients = 0, False, False
+            self.finished.clear()
             for bucket in self.buckets:
                 bucket.finish_reduction()
                 bucket.grads = bucket.grad_views = None

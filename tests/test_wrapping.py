@@ -1028,6 +1028,41 @@ def test_a_unit_that_is_called_alone_has_the_current_parameters(pools, strategy,
         assert found == [0.0] * 4
 
 
+def gradient_of_the_input() -> tuple[int, list[bool]]:
+    """Reductions by `autograd.grad` of the input, and whether each shard still has no gradient."""
+    trainer = Trainer("fsdp", linears(), SGD, lr=0.1)
+    x = torch.ones(2, 6, requires_grad=True)
+    loss = trainer.model(x).square().sum()
+    with count_collectives() as counted:
+        torch.autograd.grad(loss, x)
+    trainer.sync.finish_gradient_synchronization()
+    reductions = counted.of("reduce_scatter_single") + counted.of("all_to_all_single")
+    return len(reductions), [shard.grad is None for shard in trainer.model.shards()]
+
+
+def test_gradient_of_the_input_alone_reduces_nothing(pools):
+    for reductions, without in pools(2).run(gradient_of_the_input):
+        assert reductions == 0 and all(without) and without
+
+
+def dtypes_of_zero_with_mixed_units() -> list[tuple[torch.dtype, set[torch.dtype]]]:
+    stage, model = load_stage("03"), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].bias.data = model[1].bias.data.double()
+    groups = [{"params": list(unit.parameters())} for unit in model]
+    optimizer = stage.ZeroRedundancyOptimizer(groups, SGD, 3, lr=0.1)
+    optimizer.shard_parameters(list(model), torch.float32)
+    before = [bucket.shard.detach().clone() for bucket in optimizer.buckets]
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    assert not any(map(torch.equal, before, (bucket.shard for bucket in optimizer.buckets)))
+    return [bucket.shard.dtype for bucket in optimizer.buckets]
+
+
+def test_zero_shards_parameters_of_each_dtype_apart(pools):
+    for dtypes in pools(2).run(dtypes_of_zero_with_mixed_units):
+        assert sorted(map(str, dtypes)) == ["torch.float32", "torch.float32", "torch.float64"]
+
+
 def double_backward(strategy: str, how: str) -> None:
     trainer = Trainer(strategy, linears(), SGD, lr=0.1)
     x = torch.ones(2, 6, requires_grad=True)
