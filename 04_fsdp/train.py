@@ -122,14 +122,14 @@ class FullyShardedDataParallel(ModuleOfShards):
             self.register_parameter(f"shard_{i}", flat.shard)
         self.buckets = [f for f in self.flats[::-1] if f.shard.requires_grad]  # last layer first
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        for param in self.bucket_of:
-            param.register_post_accumulate_grad_hook(self.mark_ready)
         self.next_in_forward = dict(pairwise(self.flats))
         self.next_in_backward = {b: a for a, b in pairwise(self.flats) if a.unshards_in_backward}
         self.launched, self.has_new_gradients = 0, False  # since the last `end_backward`
         self.finished: list[FlatParameter] = []  # gradients complete, not yet resharded
         self.turns = count()  # numbers the units in the order of forward
         self.synchronizes, self.in_forward, self.in_backward = True, False, False
+        for param in self.bucket_of:
+            param.register_post_accumulate_grad_hook(self.mark_ready)
 
     def forward(self, *args, **kwargs):
         self.drop_failed_backward()
@@ -154,7 +154,9 @@ class FullyShardedDataParallel(ModuleOfShards):
     def before_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs):
         if not self.in_forward and not self.in_backward:
             flat.reshard()  # a unit called alone: what is unsharded may be stale
-        self.unshard(flat, self.next_in_forward.get(flat) if self.in_forward else None)
+        flat.unshard()
+        self.prefetch(self.next_in_forward.get(flat) if self.in_forward else None)
+        flat.wait()
         flat.turn = next(self.turns)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         flat.tensors_before = tensors_in_containers(args, kwargs)
@@ -176,14 +178,14 @@ class FullyShardedDataParallel(ModuleOfShards):
         self.reshard_finished_units(flat)
         flat.in_backward = True
         if flat.unshards_in_backward:
-            self.unshard(flat, self.next_in_backward.get(flat))
+            flat.unshard()
+            self.prefetch(self.next_in_backward.get(flat))
+            flat.wait()
 
-    def unshard(self, flat: FlatParameter, neighbour: FlatParameter | None) -> None:
-        """Unshard `flat` and prefetch its neighbour in the direction of travel."""
-        flat.unshard()
+    def prefetch(self, neighbour: FlatParameter | None) -> None:
+        """Start to unshard the next unit: its all-gather overlaps with this unit's computation."""
         if neighbour is not None:
-            neighbour.unshard()  # overlaps with the computation of `flat`
-        flat.wait()
+            neighbour.unshard()
 
     def reshard_finished_units(self, entered: FlatParameter) -> None:
         """Free the finished units that forward ran after `entered`: backward has left them.

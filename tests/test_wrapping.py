@@ -1235,9 +1235,32 @@ def gradient_of_the_input_before_a_step(strategy: str) -> dict[str, float]:
     return differences(trainer.parameters(), plain)
 
 
+def forward_alone_before_a_step(strategy: str) -> dict[str, float]:
+    """A forward without a backward leaves units unsharded whose outputs are hidden."""
+    torch.manual_seed(0)
+    plain = Hiding(["object", "object"])
+    model = copy.deepcopy(plain)
+    trainer = Trainer(strategy, model, SGD, list(model.units), lr=0.5)
+    optimizer, x = SGD(plain.parameters(), lr=0.5), torch.ones(2, 6)
+    for _ in range(2):
+        trainer.backward([lambda model: model(x).square().sum()])
+        trainer.model(x)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        plain(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return differences(trainer.parameters(), plain)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_stale_weights_after_a_step(pools, strategy):
-    for worst in pools(2).run(gradient_of_the_input_before_a_step, strategy):
+@pytest.mark.parametrize(
+    "steps",
+    [gradient_of_the_input_before_a_step, forward_alone_before_a_step],
+    ids=["grad", "alone"],
+)
+def test_no_stale_weights_after_a_step(pools, strategy, steps):
+    for worst in pools(2).run(steps, strategy):
         assert worst == {}
 
 
