@@ -80,10 +80,11 @@ class FullyShardedDataParallel(ModuleOfShards):
     """Shard a module's parameters, gradients and optimizer state; unshard them unit by unit.
 
     module: the same on every rank, or on the meta device with a `materialize(unit, name)` that
-    fills one unit's parameters. units: the modules to unshard one at a time, in the order of
-    forward; None: the module's children. shard_group: the N ranks that shard each unit.
-    replicate_group: those with the same shard. param_dtype: of unsharded parameters, None: their
-    own. reduce_dtype: of reduced gradients, None: `param_dtype`. cpu_offload: shards on the CPU.
+    gives one unit's parameters memory and values. units: the modules that are unsharded one at a
+    time, in the order of forward; None: the module's children. shard_group: the N ranks that shard
+    each unit. replicate_group: the ranks that hold the same shard, for hybrid sharding.
+    param_dtype: of the unsharded parameters, None: their own. reduce_dtype: of the gradients that
+    are reduced, None: `param_dtype`. cpu_offload: keep the shards on the CPU.
 
     A step ends with `finish_gradient_synchronization` and this class's `clip_grad_norm_`: PyTorch's
     sees this rank's shards only. All ranks must use the same parameters, because collectives are
@@ -124,7 +125,8 @@ class FullyShardedDataParallel(ModuleOfShards):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.next_in_forward = dict(pairwise(self.flats))
         self.next_in_backward = {b: a for a, b in pairwise(self.flats) if a.unshards_in_backward}
-        self.launched, self.has_new_gradients = 0, False  # since the last `end_backward`
+        self.launched = 0  # how many buckets' reductions have started
+        self.has_new_gradients = False  # since the last `end_backward`
         self.finished: list[FlatParameter] = []  # gradients complete, not yet resharded
         self.turns = count()  # numbers the units in the order of forward
         self.synchronizes, self.in_forward, self.in_backward = True, False, False
@@ -132,6 +134,7 @@ class FullyShardedDataParallel(ModuleOfShards):
             param.register_post_accumulate_grad_hook(self.mark_ready)
 
     def forward(self, *args, **kwargs):
+        self.check_requires_grad()
         self.drop_failed_backward()
         if not self.in_backward:  # activation checkpointing may recompute the whole forward there
             for flat in self.flats:

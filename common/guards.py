@@ -198,6 +198,11 @@ class ModuleOfShards(SharesOverflow, nn.Module):
         """This rank's shards of the parameters that train; `parameters()` has frozen ones too."""
         return [bucket.shard for bucket in self.buckets[::-1]]
 
+    def check_requires_grad(self) -> None:
+        for flat in self.flats:
+            if any(p.requires_grad != flat.shard.requires_grad for p in flat.params):
+                raise RuntimeError("freeze or unfreeze parameters before wrapping the module")
+
     def drop_failed_backward(self) -> None:
         """If a backward ended in an exception, forget the gradients that it has not yet reduced."""
         # activation checkpointing may run forward in backward; nothing public tells

@@ -1028,6 +1028,21 @@ def test_a_unit_that_is_called_alone_has_the_current_parameters(pools, strategy,
         assert found == [0.0] * 4
 
 
+def change_what_trains(trains: bool) -> None:
+    model = linears()
+    model[0].requires_grad_(not trains)
+    trainer = Trainer("fsdp", model, SGD, lr=0.1)
+    trainer.model(torch.ones(2, 6))
+    trainer.model.module[0].requires_grad_(trains)
+    with pytest.raises(RuntimeError, match="before wrapping"):
+        trainer.model(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_parameters_that_are_frozen_or_unfrozen_after_wrapping_are_an_error(pools, trains):
+    pools(2).run(change_what_trains, trains)
+
+
 def gradient_of_the_input() -> tuple[int, list[bool]]:
     """Reductions by `autograd.grad` of the input, and whether each shard still has no gradient."""
     trainer = Trainer("fsdp", linears(), SGD, lr=0.1)
