@@ -193,10 +193,9 @@ def dry_run(
             patch.multiple(module, **patches),
             patch("common.arguments.check_memory"),  # this machine's memory does not matter
             patch.object(nn.Module, "_apply", replace_parameters),
-            FakeTensorMode() as fake,
+            FakeTensorMode(),
             PeakStorage() as storages,
         ):
-            fake.cache_enabled = False  # a cached view gives a freed storage its size back
             report = module.main(argv)
     finally:
         rotary_table.cache_clear()
