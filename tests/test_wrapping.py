@@ -983,6 +983,28 @@ class Breaking(nn.Module):
         return self.third(self.second(Breaks.apply(self.first(x))))
 
 
+def views_after_an_error_within_a_unit() -> list[bool]:
+    """Whether each unit still has views of full gradients, one forward after the error."""
+    trainer, seen = Trainer("fsdp", linears(), SGD, lr=0.1), []
+
+    def fail_at_the_second(_: Tensor) -> None:
+        seen.append(True)
+        if len(seen) == 2:
+            raise ArithmeticError
+
+    for param in trainer.model.module[0].parameters():  # weight and bias
+        param.register_hook(fail_at_the_second)
+    with pytest.raises(ArithmeticError):
+        trainer.model(torch.ones(2, 6)).sum().backward()
+    trainer.model(torch.ones(2, 6))
+    return [getattr(bucket, "grad_views", None) is not None for bucket in trainer.model.buckets]
+
+
+def test_a_failed_backward_leaves_no_views_of_its_gradients(pools):
+    for views in pools(2).run(views_after_an_error_within_a_unit):
+        assert views and not any(views)
+
+
 def continue_after_an_error(strategy: str) -> dict[str, float]:
     plain = Breaking()
     trainer = Trainer(strategy, copy.deepcopy(plain), SGD, lr=0.1)
