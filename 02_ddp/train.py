@@ -39,12 +39,7 @@ from common.collectives import all_reduce, all_reduce_control, broadcast
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
 from common.model import IGNORED, Transformer, init_weights
-from common.optimization import (
-    adamw_settings,
-    clip_grad_norm_,
-    learning_rate,
-    set_learning_rate,
-)
+from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
@@ -96,13 +91,12 @@ class DistributedDataParallel(nn.Module):
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError(
-                "a second backward: call finish_gradient_synchronization() first, or use no_sync()"
-            )
+            raise RuntimeError("two backwards: use finish_gradient_synchronization() or no_sync()")
         bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
-        if self.synchronizes:
-            bucket.waiting_for.remove(param)
-            self.launch_ready_buckets()
+        if not self.synchronizes:
+            return
+        bucket.waiting_for.remove(param)
+        self.launch_ready_buckets()
 
     def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
         """Start to reduce each next bucket that is ready; after backward, all that remain.

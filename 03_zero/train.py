@@ -154,10 +154,13 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         for flat in self.buckets[::-1]:  # the first group first
             unit = unit_of[flat.shard]
             flat.shard_parameters(unit, dtype)
-            unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
-            unit.register_forward_hook(partial(self.after_forward, flat), with_kwargs=True)
+            self.register_hooks(unit, flat)
             unit.register_state_dict_pre_hook(no_state_dict)
             unit.register_load_state_dict_pre_hook(no_state_dict)
+
+    def register_hooks(self, unit: nn.Module, flat: FlatParameter) -> None:
+        unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
+        unit.register_forward_hook(partial(self.after_forward, flat), with_kwargs=True)
 
     def before_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs):
         flat.check_parameters()
@@ -209,12 +212,13 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
             raise RuntimeError("a gradient came twice: use checkpoint(..., use_reentrant=False)")
         bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
         self.has_new_gradients = True
-        if self.synchronizes:
-            self.queue_end_backward()
-            bucket.waiting_for.remove(param)
-            if self.shards_parameters and not bucket.waiting_for:
-                self.finished.append(bucket)
-            self.launch_ready_buckets()
+        if not self.synchronizes:
+            return
+        self.queue_end_backward()
+        bucket.waiting_for.remove(param)
+        if not bucket.waiting_for:
+            self.finished.append(bucket)
+        self.launch_ready_buckets()
 
     def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
         """Start to reduce each next bucket that is ready; after backward, all that remain.
@@ -228,9 +232,9 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
             if bucket.waiting_for and not backward_has_ended:
                 return
             bucket.start_reduction()
-            previous = self.buckets[self.launched - 1]  # -1: the last one of the previous backward
-            if self.shards_gradients:
-                previous.finish_reduction()  # after the launch: the network is busy during the wait
+            if self.shards_gradients:  # after the launch: the network is busy during the wait
+                # -1: the last one of the previous backward
+                self.buckets[self.launched - 1].finish_reduction()
             self.launched += 1
 
     def queue_end_backward(self) -> None:
@@ -277,10 +281,9 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         self.finish_gradient_synchronization()
         self.check_parameters()
         self.inner.step()  # writes the shards, which the all-gathers below send
-        for bucket in self.buckets:
-            bucket.shard_was_updated()
-        for bucket in self.buckets:
-            bucket.wait()
+        gathers = [bucket.shard_was_updated() for bucket in self.buckets]
+        for gathering in filter(None, gathers):
+            gathering.wait()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -329,7 +332,6 @@ class Bucket(GuardedBucket):
         self.grads: Tensor | None = None
         self.waiting_for = set(params)
         self.reduction: Work | None = None  # the collective in flight
-        self.gathering: Work | None = None
         self.guard()
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
@@ -369,9 +371,10 @@ class Bucket(GuardedBucket):
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
 
     def finish_reduction(self) -> None:
-        if self.reduction is not None:
-            self.reduction.wait()
-            self.reduction, self.shard.grad = None, self.grads[self.owned]
+        if self.reduction is None:
+            return
+        self.reduction.wait()
+        self.reduction, self.shard.grad = None, self.grads[self.owned]
 
     def end_backward(self) -> None:
         self.waiting_for = set(self.params)
@@ -386,19 +389,9 @@ class Bucket(GuardedBucket):
         elif self.shard.grad is not None:
             self.shard.grad.zero_()
 
-    def shard_was_updated(self) -> None:
-        """Start to replace the old parameters: all-gather the updated shards."""
-        self.unshard()
-
-    def unshard(self) -> None:
-        """Start the all-gather that fills `full` from the shards of all ranks."""
-        self.sent = self.shard.detach()
-        self.gathering = all_gather_single(self.full, self.sent, group=self.group, async_op=True)
-
-    def wait(self) -> None:
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = self.sent = None  # `sent` has to live until here
+    def shard_was_updated(self) -> Work | None:
+        """Start to replace the old parameters: all-gather the updated shards into `full`."""
+        return all_gather_single(self.full, self.shard.detach(), group=self.group, async_op=True)
 
 
 class ShardedGradientBucket(Bucket):
@@ -414,11 +407,12 @@ class ShardedGradientBucket(Bucket):
 
     def finish_reduction(self) -> None:
         """Add the average to `shard.grad` and free the full gradients."""
-        if self.reduction is not None:
-            self.reduction.wait()
-            average, sum_so_far = self.grads[self.owned].clone(), self.shard.grad
-            self.shard.grad = average if sum_so_far is None else sum_so_far.add_(average)
-            self.reduction = self.grads = self.grad_views = None
+        if self.reduction is None:
+            return
+        self.reduction.wait()
+        average, sum_so_far = self.grads[self.owned].clone(), self.shard.grad
+        self.shard.grad = average if sum_so_far is None else sum_so_far.add_(average)
+        self.reduction = self.grads = self.grad_views = None
 
     def drop_gradients(self, set_to_none: bool = True) -> None:
         super().drop_gradients(set_to_none)
@@ -431,7 +425,6 @@ class FlatParameter(ShardedGradientBucket):
     def shard_parameters(self, unit: nn.Module, dtype: torch.dtype) -> None:
         # until now a view into the full parameters, whose memory it would keep alive
         self.shard.data = self.shard.data.clone()
-        self.turn, self.tensors_before = 0, []  # of the unit's last forward
         self.allocate_full(unit, dtype, self.full.device)
         self.addresses = [p.data_ptr() for p in self.params]
 
@@ -446,6 +439,8 @@ class FlatParameter(ShardedGradientBucket):
         # what a parameter reads as while it is freed
         nan = not_a_number(dtype, device)
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
+        self.gathering: Work | None = None
+        self.turn, self.tensors_before = 0, []  # of the unit's last forward
         self.reshard()
 
     def unshard(self) -> None:
@@ -460,6 +455,11 @@ class FlatParameter(ShardedGradientBucket):
             self.point_parameters_to(self.full_views)
             out, self.sent = self.full.data, self.shard.detach().to(self.full, non_blocking=True)
             self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
+
+    def wait(self) -> None:
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = self.sent = None  # `sent` has to live until here
 
     def reshard(self) -> None:
         """Free the full parameters: the storage shrinks to nothing until the next `unshard`."""

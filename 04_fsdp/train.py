@@ -114,13 +114,11 @@ class FullyShardedDataParallel(ModuleOfShards):
         self.flats: list[FlatParameter] = []
         # each unit gets its values and is sharded before the next one: no rank holds the full model
         for unit, params in parameters_by_unit(module, units, param_dtype, materialize):
-            flat = FlatParameter(unit, params, *settings)
-            self.flats.append(flat)
-            unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
-            unit.register_forward_hook(partial(self.after_forward, flat), with_kwargs=True)
+            self.flats.append(FlatParameter(unit, params, *settings))
         self.flats.sort(key=lambda flat: flat.unit is not module)  # forward enters `module` first
         for i, flat in enumerate(self.flats):
             self.register_parameter(f"shard_{i}", flat.shard)
+            self.register_hooks(flat.unit, flat)
         self.buckets = [f for f in self.flats[::-1] if f.shard.requires_grad]  # last layer first
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.next_in_forward = dict(pairwise(self.flats))
@@ -153,6 +151,10 @@ class FullyShardedDataParallel(ModuleOfShards):
             yield
         finally:
             self.synchronizes = True
+
+    def register_hooks(self, unit: nn.Module, flat: FlatParameter) -> None:
+        unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
+        unit.register_forward_hook(partial(self.after_forward, flat), with_kwargs=True)
 
     def before_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs):
         if not self.in_forward and not self.in_backward:
@@ -217,7 +219,7 @@ class FullyShardedDataParallel(ModuleOfShards):
         bucket.waiting_for.remove(param)
         if not bucket.waiting_for:
             self.finished.append(bucket)
-            self.launch_ready_buckets()
+        self.launch_ready_buckets()
 
     def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
         """Start to reduce each next bucket that is ready; after backward, all that remain.
@@ -318,11 +320,9 @@ class FlatParameter:
         self.grads: Tensor | None = None
         self.waiting_for = set(self.params) if self.shard.requires_grad else set()
         self.reduction: Work | None = None  # the collective in flight
-        self.gathering: Work | None = None
         self.replicating: Work | None = None
         self.pending: PendingGradient | None = None  # `shard.grad` while a collective is in flight
-        self.turn, self.tensors_before = 0, []  # of the unit's last forward
-        self.in_backward = self.is_replicated = False
+        self.is_replicated = False
         self.allocate_full(unit, param_dtype, device)
         self.reduce_dtype = reduce_dtype or self.full.dtype
 
@@ -365,10 +365,11 @@ class FlatParameter:
 
     def finish_reduction(self) -> None:
         """Add the average to `shard.grad` and free the full gradients."""
-        if self.reduction is not None:
-            self.reduction.wait()
-            self.pending.add(self.grads[self.owned].to(self.shard))
-            self.reduction = self.grads = self.grad_views = self.pending = None
+        if self.reduction is None:
+            return
+        self.reduction.wait()
+        self.pending.add(self.grads[self.owned].to(self.shard))
+        self.reduction = self.grads = self.grad_views = self.pending = None
 
     def allocate_full(self, unit: nn.Module, dtype: torch.dtype | None, device) -> None:
         """Create the buffer of the full parameters, without memory until the first `unshard`."""
@@ -381,6 +382,8 @@ class FlatParameter:
         # what a parameter reads as while it is freed
         nan = not_a_number(dtype, device)
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
+        self.gathering: Work | None = None
+        self.turn, self.tensors_before = 0, []  # of the unit's last forward
         self.reshard()
 
     def unshard(self) -> None:

@@ -220,8 +220,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Process
     """Mean cross-entropy, a float32 scalar, the same on every rank of the group.
 
     logits: [tokens, vocab / tp], this rank's columns; float32 ones are overwritten. targets:
-    [tokens], over the full vocabulary; IGNORED ones do not count, and without others the loss is 0.
-    """
+    [tokens], over the full vocabulary; IGNORED ones do not count; without others the loss is 0."""
     return VocabParallelCrossEntropy.apply(logits, targets, group)
 
 
@@ -281,7 +280,6 @@ def shard_dims_of(model: nn.Module) -> dict[str, int]:
     }
 
 
-@torch.no_grad()
 def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.device) -> None:
     """Give a model on the meta device this rank's shards of the plain model's initial weights."""
     model.to_empty(device=device)  # replaces the parameters: build the optimizer after this
@@ -290,7 +288,8 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
         shape, dim = list(parameter.shape), dims.get(name)
         if dim is not None:
             shape[dim] *= group.size()
-        parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
+        with torch.no_grad():
+            parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
 
 
 # ---- sequence parallelism: outside of the regions, activations are sharded along the sequence ----
@@ -304,8 +303,7 @@ class SequenceParallelRegion(TensorParallelRegion):
     """Outside of it a rank holds only its part of every sequence: [batch, seq / tp, d].
 
     An all-reduce is a reduce-scatter, then an all-gather. g does the first half and the next f the
-    second; norms, dropout and residual additions between them work on seq / tp positions.
-    """
+    second; norms, dropout and residual additions between them work on seq / tp positions."""
 
     def enter(self, x: Tensor) -> Tensor:
         """All-gather along the sequence: [batch, seq / tp, d] -> [batch, seq, d]."""
@@ -321,7 +319,6 @@ class SequenceParallelRegion(TensorParallelRegion):
         return total, reduce_scatter_single(total, by_rank, group=self.group, async_op=True)
 
 
-@torch.no_grad()
 def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
     """Sum the norms' gradients, once per step: each rank's come from its part of the sequence."""
     dims = shard_dims_of(model)
@@ -335,7 +332,6 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
 # ---- clipping: the norm is that of all ranks' gradients ----
 
 
-@torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     dims = shard_dims_of(model)

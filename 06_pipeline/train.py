@@ -327,8 +327,7 @@ def zero_bubble(rank: int, p: int, m: int) -> list[Action]:
 
     B computes the gradient of the input, W those of the weights. A micro-batch stays in flight
     until its W: micro-batch i's W runs just before the forward of i + p. After the last forward
-    a W follows each B, while the next gradient is in flight.
-    """
+    a W follows each B, while the next gradient is in flight."""
     kinds: list[str] = []
     for kind, micro, _ in one_f_one_b(rank, p, m):
         if kind == "F":
@@ -368,8 +367,7 @@ class ZeroBubbleStage(PipelineStage):
 
     Norms and the embedding have no matmul to defer, and the head's gradients are computed with
     the loss. recorded: weight, input [tokens, in] and output gradient [tokens, out] of each layer,
-    by the backward that is running. pending: the same per micro-batch whose W is still to run.
-    """
+    by the backward that is running. pending: the same per micro-batch whose W is still to run."""
 
     def __init__(self, model: Transformer, units: range, autocast: bool):
         super().__init__(model, units, autocast)
@@ -400,8 +398,8 @@ class ZeroBubbleStage(PipelineStage):
 class ZeroBubblePipeline(Pipeline):
     def __init__(self, model: Transformer, units: dict[int, range], *args):
         super().__init__(model, units, *args)
-        for number, stage in self.stages.items():
-            self.stages[number] = ZeroBubbleStage(model, units[number], stage.autocast)
+        stages = self.stages.items()
+        self.stages = {n: ZeroBubbleStage(model, units[n], stage.autocast) for n, stage in stages}
 
     def do(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
         if action.kind == "W":
@@ -412,7 +410,6 @@ class ZeroBubblePipeline(Pipeline):
 # ---- clipping: the norm is that of all ranks' gradients ----
 
 
-@torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     squares = global_norm(p.grad for p in model.parameters()).square()
@@ -430,9 +427,7 @@ def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     schedules = [*SCHEDULES, *SPLIT_SCHEDULES]
     parser.add_argument("--schedule", choices=schedules, default="1f1b", help="order of the work")
-    parser.add_argument(
-        "--virtual-stages", type=positive_int, help="per rank (default: interleaved 2, or 1)"
-    )
+    parser.add_argument("--virtual-stages", type=positive_int, help="per rank; interleaved: 2")
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     return check_pipeline(parser.parse_args(argv), world_size(), "--nproc-per-node")
 

@@ -122,13 +122,12 @@ class DistributedDataParallel(nn.Module):
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError(
-                "a second backward: call finish_gradient_synchronization() first, or use no_sync()"
-            )
+            raise RuntimeError("two backwards: use finish_gradient_synchronization() or no_sync()")
         bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
-        if self.synchronizes:
-            bucket.waiting_for.remove(param)
-            self.launch_ready_buckets()
+        if not self.synchronizes:
+            return
+        bucket.waiting_for.remove(param)
+        self.launch_ready_buckets()
 
     def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
         """Start to reduce each next bucket that is ready; after backward, all that remain.
@@ -364,8 +363,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Process
     """Mean cross-entropy, a float32 scalar, the same on every rank of the group.
 
     logits: [tokens, vocab / tp], this rank's columns; float32 ones are overwritten. targets:
-    [tokens], over the full vocabulary; IGNORED ones do not count, and without others the loss is 0.
-    """
+    [tokens], over the full vocabulary; IGNORED ones do not count; without others the loss is 0."""
     return VocabParallelCrossEntropy.apply(logits, targets, group)
 
 
@@ -425,7 +423,6 @@ def shard_dims_of(model: nn.Module) -> dict[str, int]:
     }
 
 
-@torch.no_grad()
 def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.device) -> None:
     """Give a model on the meta device this rank's shards of the plain model's initial weights."""
     model.to_empty(device=device)  # replaces the parameters: build the optimizer after this
@@ -434,7 +431,8 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
         shape, dim = list(parameter.shape), dims.get(name)
         if dim is not None:
             shape[dim] *= group.size()
-        parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
+        with torch.no_grad():
+            parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
 
 
 # ---- sequence parallelism: outside of the regions, activations are sharded along the sequence ----
@@ -444,8 +442,7 @@ class SequenceParallelRegion(TensorParallelRegion):
     """Outside of it a rank holds only its part of every sequence: [batch, seq / tp, d].
 
     An all-reduce is a reduce-scatter, then an all-gather. g does the first half and the next f the
-    second; norms, dropout and residual additions between them work on seq / tp positions.
-    """
+    second; norms, dropout and residual additions between them work on seq / tp positions."""
 
     def enter(self, x: Tensor) -> Tensor:
         """All-gather along the sequence: [batch, seq / tp, d] -> [batch, seq, d]."""
@@ -461,7 +458,6 @@ class SequenceParallelRegion(TensorParallelRegion):
         return total, reduce_scatter_single(total, by_rank, group=self.group, async_op=True)
 
 
-@torch.no_grad()
 def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
     """Sum the norms' gradients, once per step: each rank's come from its part of the sequence."""
     dims = shard_dims_of(model)
@@ -805,7 +801,6 @@ class MeshPipeline(Pipeline):
 # ---- clipping: the norm is that of all ranks' gradients ----
 
 
-@torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     dims = shard_dims_of(model)
@@ -832,9 +827,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel degree")
     parser.add_argument("--sequence-parallel", action="store_true", help="shard the sequence too")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="order of the work")
-    parser.add_argument(
-        "--virtual-stages", type=positive_int, help="per rank (default: interleaved 2, or 1)"
-    )
+    parser.add_argument("--virtual-stages", type=positive_int, help="per rank; interleaved: 2")
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     return check_mesh(parser.parse_args(argv), world_size())
 
