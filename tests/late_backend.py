@@ -125,12 +125,6 @@ class Buffer:
         assert same, f"{name}: its {role} was written to while in flight"
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors share memory, as in an all-gather in place."""
-    first, second = sorted((t.data_ptr(), t.numel() * t.element_size()) for t in (a, b))
-    return first[0] + first[1] > second[0]
-
-
 class LateWork:
     """A call in flight. `wait()` checks its buffers and delivers the private copies' result."""
 
@@ -143,10 +137,10 @@ class LateWork:
         results: list[Tensor],
     ):
         self.name, self.work, self.results = name, work, results
-        alone = [i for i in inputs if not any(_overlap(i, o) for o in outputs)]
-        self.inputs = [Buffer(tensor) for tensor in alone]
         for tensor in outputs:
             _poison(tensor)
+        # after that, because an output may be a part of the input (a reduce-scatter in place)
+        self.inputs = [Buffer(tensor) for tensor in inputs]
         self.outputs = [Buffer(tensor) for tensor in outputs]
         self.calls = [(record, record.n_calls - 1) for record in _records]
         self.done = False

@@ -22,12 +22,14 @@ RECV = SEND._replace(op="recv", peer=0)
 RANK_0, RANK_1 = [REDUCE, GATHER, SEND, REDUCE], [REDUCE, GATHER, RECV, REDUCE]
 
 
+@pytest.mark.quick
 def test_matching_collectives_agree():
     assert_ranks_agree([RANK_0, RANK_1])
     # groups are independent: only the order within one of them matters
     assert_ranks_agree([RANK_0, [RECV, REDUCE, GATHER, REDUCE]])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("index", "change"),
     [
@@ -55,6 +57,7 @@ def test_mismatch_in_any_field_is_found(index, change):
         assert_ranks_agree([RANK_0, changed])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "changed",
     [
@@ -71,6 +74,7 @@ def test_mismatched_order_or_number_of_calls_is_found(changed):
         assert_ranks_agree([RANK_0, changed])
 
 
+@pytest.mark.quick
 def test_mismatched_roots_of_a_broadcast_are_found():
     calls = [Call("broadcast", *PAIR, ((4,),), ("float32",), peer=root) for root in (0, 1)]
     assert_ranks_agree([calls, calls])

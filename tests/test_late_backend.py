@@ -102,6 +102,11 @@ def seeded_bug(kind: str) -> None:
         work.wait()
         if kind != "send, receive not waited for":
             receive.wait()
+    elif kind == "in place, written to":
+        part = x.chunk(n)[dist.get_rank()]
+        work = reduce_scatter_single(part, x, async_op=True)
+        x.chunk(n)[dist.get_rank() - 1].zero_()  # what the other rank gets
+        work.wait()
     elif kind == "not contiguous":
         dist.all_reduce(torch.ones(4, 4).t())
     else:
@@ -119,6 +124,9 @@ def seeded_bug(kind: str) -> None:
     assert_all_waited_for()
 
 
+@pytest.mark.quick_cases(
+    "read-read too early", "in place, written to-input was written to while in flight"
+)
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -127,6 +135,7 @@ def seeded_bug(kind: str) -> None:
         ("written to", "output was written to while in flight"),
         ("freed", "the storage of its output was freed"),
         ("not waited for", "never waited for: all_reduce of \\[64\\] in default_pg"),
+        ("in place, written to", "input was written to while in flight"),
         ("send, written to", "input was written to while in flight"),
         ("send, receive not waited for", "never waited for: recv"),
         ("not contiguous", "contiguous tensors only"),
@@ -200,6 +209,10 @@ def shape(own: list[str]) -> list[str]:
     return [word for pair in pairs if pair[0] in ("--n-layers", "--n-heads") for word in pair]
 
 
+@pytest.mark.quick_cases(
+    *("2-6-02-", "2-6-03---zero-stage 3", "2-6-04-", "2-12-05-"),
+    "2-6-06---schedule 1f1b --n-layers 2",
+)
 @pytest.mark.parametrize(("size", "micro", "stage", "own"), CASES, ids=name)
 def test_parity_over_the_late_backend(
     pools, reference, corpus_dir, tmp_path, size, micro, stage, own
