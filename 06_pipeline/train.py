@@ -278,15 +278,15 @@ def destination_of(action: Action, n_stages: int) -> int | None:
     return None
 
 
-RECEIVES_AHEAD = 2  # actions
+RECEIVES_AHEAD = 1  # actions
 
 
 def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Action], Action]]:
     """Each action, with the actions whose receives are posted before it starts.
 
-    A receive is posted two actions before its message is needed, so that data arrives while the
-    rank computes. NCCL ignores tags and matches messages by their order alone: under the schedules
-    here a rank sends its messages in the order in which the receiver needs them.
+    A receive is posted one action early, so that data arrives while the rank computes. Two early,
+    it could block kernels on a GPU (see the README). NCCL ignores tags and matches messages by
+    order alone: under the schedules here, a rank sends them in the order in which they are needed.
     """
     upcoming: list[list[Action]] = [[] for _ in actions]
     for i, action in enumerate(actions):

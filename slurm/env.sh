@@ -20,7 +20,8 @@ export HF_HUB_OFFLINE=${HF_HUB_OFFLINE-1} HF_DATASETS_OFFLINE=${HF_DATASETS_OFFL
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 
 # With one hardware queue kernels start in launch order: tensor parallelism then has its all-reduce in
-# flight before the matmul that hides it starts. FSDP and DDP overlap better with the default.
+# flight before the matmul that hides it starts. FSDP and DDP overlap better with the default. In 07 a
+# receive must not block the kernels behind it: see 06's README.
 case ${SLURM_JOB_NAME-} in
   05_* | 07_*) export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS-1} ;;
 esac

@@ -115,14 +115,20 @@ class NcclModel:
     - A send meets the receive that is its peer's oldest operation at the time. There are no tags.
     - The first collective of a communicator, and the first message from one rank to another in
       it, connects: the host waits until the others have come to the same point.
-    - Communicators are independent of one another. A group has one for its collectives, and one
-      for each pair of ranks that exchange messages in it. (With one_per_group it has one in all,
-      which is what PyTorch does if `init_process_group` is given a `device_id`.)
+    - A group has one communicator for its collectives, and one for each pair of ranks that exchange
+      messages in it. With one_per_group it has one in all, which is what PyTorch does if
+      `init_process_group` is given a `device_id`.
+    - Communicators run on streams of their own, but CUDA does not promise that streams proceed
+      independently. With one_queue they share a hardware queue, as with
+      CUDA_DEVICE_MAX_CONNECTIONS=1: whatever was launched later, computation too, starts when this
+      call has started, and it starts when the previous one in its communicator has ended.
     - The host blocks in `wait()`. On a GPU only the stream does, which allows more than this.
+
+    Both options only add reasons to wait: an order that completes with them completes without.
     """
 
-    def __init__(self, records: Records, one_per_group: bool = False):
-        self.one_per_group = one_per_group
+    def __init__(self, records: Records, one_per_group: bool = False, one_queue: bool = False):
+        self.one_per_group, self.one_queue = one_per_group, one_queue
         self.ranks = [_Rank(events) for events in records]
         self.queues: dict[tuple, dict[int, deque[int]]] = {}  # by communicator, then by rank
         self.arrived: dict[tuple, set[int]] = defaultdict(set)  # at a first call, by what connects
@@ -159,7 +165,10 @@ class NcclModel:
                 return False
         else:
             queues = self.queues.setdefault(_communicator(rank, event, self.one_per_group), {})
-            queues.setdefault(rank, deque()).append(len(host.issued))
+            queue = queues.setdefault(rank, deque())
+            if self.one_queue and queue:
+                return False
+            queue.append(len(host.issued))
             host.issued.append(event)
             self._connect(rank, event)
         host.events.popleft()
@@ -214,9 +223,10 @@ class NcclModel:
         host = self.ranks[rank]
         if host.connecting:
             return f"connects for {host.issued[-1]}"
-        return f"waits for {host.issued[host.events[0].call]}"
+        event = host.events[0]
+        return f"waits for {host.issued[event.call] if isinstance(event, Wait) else event}"
 
 
-def assert_completes(records: Records, one_per_group: bool = False) -> None:
+def assert_completes(records: Records, one_per_group: bool = False, one_queue: bool = True) -> None:
     """Fail if the recorded calls can deadlock under NCCL's rules."""
-    NcclModel(records, one_per_group).run()
+    NcclModel(records, one_per_group, one_queue).run()

@@ -69,6 +69,14 @@ def test_orders_that_complete_under_nccl(orders):
     assert_completes(exchange(*orders))
 
 
+def test_shared_queue_delays_what_is_launched_after_a_second_receive():
+    """Rank 1 receives before it sends. Rank 0 has posted two receives before that send."""
+    records = exchange("r.S.rrS.", "s.R.R.s.s.")
+    assert_completes(records, one_queue=False)
+    with pytest.raises(AssertionError, match="wait for one another"):
+        assert_completes(records)
+
+
 @pytest.mark.parametrize(
     "orders",
     [
@@ -157,13 +165,29 @@ def test_every_schedule_completes_without_deadlock(name):
         assert_completes(pipeline(name, p, m, v))
 
 
+def evaluation(p: int, m: int, v: int) -> Records:
+    """The forwards of a schedule alone."""
+    records: Records = []
+    for rank in range(p):
+        forwards = [a for a in actions("interleaved", p, m, v, rank) if a.kind == "F"]
+        records.append(issued_by(forwards, p, v, rank))
+    return records
+
+
 def test_evaluation_completes_without_deadlock():
-    """The forwards of a schedule alone, of any number of batches."""
+    """With any number of batches."""
     for p, m, v in product(range(2, 6), range(1, 12), range(1, 4)):
-        records: Records = []
-        for rank in range(p):
-            forwards = [a for a in actions("interleaved", p, m, v, rank) if a.kind == "F"]
-            records.append(issued_by(forwards, p, v, rank))
+        assert_completes(evaluation(p, m, v))
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "v"), [("gpipe", 2, 2, 1), ("1f1b", 3, 2, 1), ("interleaved", 2, 4, 2)]
+)
+def test_receives_two_actions_ahead_would_deadlock_in_a_shared_queue(name, p, m, v):
+    with patch.object(stage, "RECEIVES_AHEAD", 2):
+        records = pipeline(name, p, m, v)
+    assert_completes(records, one_queue=False)
+    with pytest.raises(AssertionError, match="wait for one another"):
         assert_completes(records)
 
 
@@ -191,14 +215,13 @@ def test_swapped_sends_are_found(name):
     assert found >= 2 * (m - 1)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_one_communicator_per_group_would_deadlock(name):
-    """On a rank in the middle, a receive that is posted early would block the sends after it.
+def test_one_communicator_per_group_would_deadlock():
+    """In evaluation a receive that is posted early would block the sends after it.
 
     So `setup` passes no `device_id`, and each pair of ranks has a communicator of its own.
     """
-    p, m, v = 4, 8, 2 if name == "interleaved" else 1
-    records = pipeline(name, p, m, v)
+    records = evaluation(3, 4, 2)
+    assert_completes(records)
     with pytest.raises(AssertionError, match="wait for one another"):
         assert_completes(records, one_per_group=True)
 
@@ -207,7 +230,7 @@ def test_one_communicator_per_group_would_deadlock(name):
 def test_without_open_channels_the_first_messages_can_deadlock(name):
     """The model shows why `open_channels` is needed."""
     bare: Records = []
-    for rank, events in enumerate(pipeline(name, 4, 8, 1)):
+    for rank, events in enumerate(pipeline(name, 4, 2, 1)):
         n = len(channels(4, 1, rank)) // 2
         bare.append([e if isinstance(e, Call) else Wait(e.call - n) for e in events[2 * n :]])
     with pytest.raises(AssertionError, match="connects"):
