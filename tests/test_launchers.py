@@ -68,7 +68,6 @@ STARTED = [
     ("python", "04"),
     ("torchrun", "07"),
     ("mpirun", "04"),
-    ("mpirun", "07"),
 ]
 
 
