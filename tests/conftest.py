@@ -28,7 +28,7 @@ for name in list(os.environ):
 
 
 # the files that take minutes, longest first: with several workers the short ones fill the gaps
-LONG = "slurm 3d pipeline parity_data_parallel launchers tensor_parallel arguments dry_run survival"
+LONG = "slurm survival 3d dry_run pipeline parity_data_parallel launchers tensor_parallel training"
 
 
 collected: list[str] = []  # the node ids of all tests, including those that `-k` and `-m` deselect
