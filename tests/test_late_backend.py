@@ -12,6 +12,8 @@ import torch.distributed as dist
 from harness import assert_same_curve, load_stage
 from late_backend import Wait, assert_all_waited_for, recorded_calls
 from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agree
+from techniques import STRATEGIES, Trainer
+from torch import Tensor, nn
 
 from common.collectives import reduce_scatter_single
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.slow
 # ---- the backend itself ----
 
 
-def results(x: torch.Tensor) -> list[torch.Tensor]:
+def results(x: Tensor) -> list[Tensor]:
     """The results of every operation on this rank for the input x [8], and the outputs before
     `wait()`."""
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -146,6 +148,40 @@ def test_mistakes_that_gloo_forgives_are_errors(pools, kind, said):
         pools(2, backend="late").run(seeded_bug, kind)
 
 
+# ---- 02, 03 and 04 with a module that is not used in order ----
+
+
+class OutOfOrder(nn.Module):
+    """Runs its last layer first, and one layer never. FSDP prefetches that one all the same, and
+    backward's first gradients belong to the bucket that was reduced last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(self.c(x).relu())
+
+
+def train_out_of_order(strategy: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    trainer = Trainer(strategy, OutOfOrder(), torch.optim.SGD, lr=0.1, bucket_mb=1e-4)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(2):
+        batches = [torch.randn(4, 16) for _ in range(3)]
+        trainer.step([lambda model, x=x: model(x).square().mean() for x in batches])
+    parameters = trainer.parameters()
+    assert_all_waited_for()
+    return parameters
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_layers_out_of_order_over_the_late_backend(pools, strategy):
+    late = pools(2, backend="late").run(train_out_of_order, strategy)
+    for ours, theirs in zip(late, pools(2).run(train_out_of_order, strategy), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 # ---- every stage ----
 
 SIZE = "--d-model 16 --n-layers 2 --n-heads 2 --seq-len 8 --global-batch-size 24".split()
@@ -167,23 +203,28 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 CASES = [  # ranks, samples per micro-batch, stage, its flags
     (2, 6, "02", []),
     (3, 4, "02", ["--bucket-cap-mb", "0.005"]),
-    *((2, 6, "03", ["--zero-stage", z]) for z in "123"),
+    *((2, 6, "03", ["--zero-stage", z, "--d-model", "128"]) for z in "12"),  # two buckets
+    (2, 6, "03", ["--zero-stage", "3"]),
     (3, 4, "03", ["--zero-stage", "3", *CHECKPOINTING]),
     (2, 6, "04", []),
     (3, 4, "04", CHECKPOINTING),
     (2, 6, "04", ["--no-reshard-after-forward"]),
     (2, 6, "04", ["--cpu-offload"]),
+    (2, 6, "04", ["--no-reshard-after-forward", *CHECKPOINTING]),
     (4, 3, "04", ["--shard-size", "2"]),
+    (4, 3, "04", ["--shard-size", "2", "--cpu-offload"]),
     (2, 12, "05", []),
     (2, 12, "05", [*SEQUENCE, *CHECKPOINTING]),
     (4, 6, "05", [*SEQUENCE, "--n-heads", "4"]),
     *((2, 6, "06", schedule(name)) for name in SCHEDULES),
+    *((2, 6, "06", [*schedule(name), *CHECKPOINTING]) for name in ("1f1b", "zero-bubble")),
     (2, 6, "06", [*schedule("interleaved", layers=6), "--virtual-stages", "3"]),
     (4, 4, "06", schedule("1f1b", layers=4)),
     (4, 4, "06", schedule("zero-bubble", layers=4)),
     (4, 6, "06", schedule("interleaved", layers=8)),
     (4, 3, "07", mesh(2, 1, *schedule("gpipe"))),
     (4, 3, "07", mesh(2, 1, *schedule("1f1b"))),
+    (4, 3, "07", mesh(2, 1, *schedule("interleaved"))),
     (4, 6, "07", mesh(2, 2, *SEQUENCE)),
     (4, 6, "07", mesh(1, 2)),
     (4, 6, "07", mesh(2, 2, *schedule("interleaved"), *CHECKPOINTING)),
@@ -206,7 +247,8 @@ def name(value) -> str:
 def shape(own: list[str]) -> list[str]:
     """Those of a stage's flags that its reference run needs too."""
     pairs = zip(own, own[1:], strict=False)
-    return [word for pair in pairs if pair[0] in ("--n-layers", "--n-heads") for word in pair]
+    names = ("--n-layers", "--n-heads", "--d-model")
+    return [word for pair in pairs if pair[0] in names for word in pair]
 
 
 @pytest.mark.quick_cases(
@@ -233,10 +275,12 @@ def test_parity_over_the_late_backend(
     ("size", "micro", "stage", "own"),
     [
         (2, 6, "02", []),
-        (2, 6, "03", ["--zero-stage", "3"]),
+        *((2, 6, "03", ["--zero-stage", z]) for z in "23"),
         (2, 6, "04", ["--reduce-dtype", "bfloat16"]),
         (2, 6, "04", ["--cpu-offload"]),
         (2, 12, "05", SEQUENCE),
+        (2, 6, "06", schedule("interleaved")),
+        (2, 6, "06", schedule("zero-bubble")),
         (4, 6, "07", mesh(2, 2, *schedule("1f1b"), *SEQUENCE)),
     ],
     ids=name,
@@ -256,7 +300,7 @@ def test_parity_over_the_late_backend_in_bfloat16(
 @pytest.mark.parametrize(
     ("size", "micro", "stage", "own"),
     [
-        (2, 6, "03", ["--zero-stage", "1"]),
+        *((2, 6, "03", ["--zero-stage", z]) for z in "13"),
         (2, 6, "04", ["--cpu-offload"]),
         (4, 6, "07", mesh(2, 2)),
     ],
