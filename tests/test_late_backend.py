@@ -6,10 +6,12 @@ calls on all ranks, and an order of calls that cannot deadlock on NCCL (`nccl_ru
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
-from harness import assert_same_curve, load_stage
+from harness import assert_same_curve, load_stage, stage_path, stages
 from late_backend import Wait, assert_all_waited_for, recorded_calls
 from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agree
 from techniques import STRATEGIES, Trainer
@@ -224,12 +226,37 @@ CASES = [  # ranks, samples per micro-batch, stage, its flags
     (4, 6, "06", schedule("interleaved", layers=8)),
     (4, 3, "07", mesh(2, 1, *schedule("gpipe"))),
     (4, 3, "07", mesh(2, 1, *schedule("1f1b"))),
-    (4, 3, "07", mesh(2, 1, *schedule("interleaved"))),
+    (4, 3, "07", mesh(2, 1, *schedule("interleaved", layers=6), "--virtual-stages", "3")),
     (4, 6, "07", mesh(2, 2, *SEQUENCE)),
     (4, 6, "07", mesh(1, 2)),
     (4, 6, "07", mesh(2, 2, *schedule("interleaved"), *CHECKPOINTING)),
     (8, 3, "07", mesh(2, 2, *SEQUENCE, *CHECKPOINTING)),
 ]
+CASES_IN_BFLOAT16 = [
+    (2, 6, "02", []),
+    *((2, 6, "03", ["--zero-stage", z]) for z in "23"),
+    (2, 6, "04", ["--reduce-dtype", "bfloat16"]),
+    (2, 6, "04", ["--param-dtype", "float32"]),
+    (2, 6, "04", ["--cpu-offload"]),
+    (2, 12, "05", SEQUENCE),
+    (2, 6, "06", schedule("interleaved")),
+    (2, 6, "06", schedule("zero-bubble")),
+    (4, 6, "07", mesh(2, 2, *schedule("1f1b"), *SEQUENCE)),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("number", stages()[1:])  # 01 has no process group
+def test_cases_have_every_flag_and_schedule_of_a_stage(number):
+    tried = {w for _, _, stage, own in CASES + CASES_IN_BFLOAT16 if stage == number for w in own}
+    flags = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', stage_path(number).read_text()))
+    module = load_stage(number)
+    schedules = {*getattr(module, "SCHEDULES", ()), *getattr(module, "SPLIT_SCHEDULES", ())}
+    not_needed = {
+        "--timeout",
+        "--compile",
+    }  # neither is communication, and compiling takes a minute
+    assert flags | schedules <= tried | not_needed
 
 
 def train(stage: str, argv: list[str]) -> tuple[list[dict], list]:
@@ -271,20 +298,7 @@ def test_parity_over_the_late_backend(
     assert_connects_early(records)
 
 
-@pytest.mark.parametrize(
-    ("size", "micro", "stage", "own"),
-    [
-        (2, 6, "02", []),
-        *((2, 6, "03", ["--zero-stage", z]) for z in "23"),
-        (2, 6, "04", ["--reduce-dtype", "bfloat16"]),
-        (2, 6, "04", ["--cpu-offload"]),
-        (2, 12, "05", SEQUENCE),
-        (2, 6, "06", schedule("interleaved")),
-        (2, 6, "06", schedule("zero-bubble")),
-        (4, 6, "07", mesh(2, 2, *schedule("1f1b"), *SEQUENCE)),
-    ],
-    ids=name,
-)
+@pytest.mark.parametrize(("size", "micro", "stage", "own"), CASES_IN_BFLOAT16, ids=name)
 def test_parity_over_the_late_backend_in_bfloat16(
     pools, reference, corpus_dir, tmp_path, size, micro, stage, own
 ):
