@@ -17,8 +17,8 @@ exchange activations. The loss is computed on logits sharded by the vocabulary. 
     communication per step    (4 L + 2) m all-reduces of A elements, 3 m of micro-batch x seq (loss)
     --sequence-parallel       each large all-reduce becomes a reduce-scatter and an all-gather, with
                               as many bytes in all; one all-reduce of the norms' gradients per step
-    --activation-checkpointing  repeats the collectives of each layer's forward, without the last
-                              one unless a dropout follows it
+    --activation-checkpointing  repeats the collectives of each layer's forward; recomputation
+                              stops before the last one, unless a dropout follows it
 
 Shoeybi et al., "Megatron-LM", 2019, section 3. Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models", 2022, section 4.2.2 (sequence parallelism).
@@ -89,7 +89,7 @@ def tensor_parallel(
         layer.mlp.w2 = RowParallelLinear(layer.mlp.w2, region)
     if model.output is not None:
         model.output = VocabParallelOutput(model.output, region)
-    if sequence_parallel:  # masks depend on the position: tell where this rank's part begins
+    if sequence_parallel:  # dropout masks depend on the position: this rank's begin here
         for module in model.modules():
             if isinstance(module, CounterDropout):
                 module.first_position = region.rank * model.config.seq_len // region.tp
@@ -220,7 +220,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Process
     """Mean cross-entropy, a float32 scalar, the same on every rank of the group.
 
     logits: [tokens, vocab / tp], this rank's columns; float32 ones are overwritten. targets:
-    [tokens], over the full vocabulary; IGNORED ones do not count; without others the loss is 0."""
+    [tokens], over the full vocabulary; IGNORED ones do not count; if all are, the loss is 0."""
     return VocabParallelCrossEntropy.apply(logits, targets, group)
 
 
@@ -246,7 +246,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         all_reduce(total, group=group)
 
         ctx.save_for_backward(logits, column, scale / total, scale * is_local)
-        losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # inf * (scale = 0) is NaN
+        losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # NaN * 0 would be NaN
         return (losses * scale).sum()
 
     @staticmethod

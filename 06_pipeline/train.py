@@ -12,8 +12,8 @@ this rank's part of the model, and the global norm is over all stages. Every ran
     p ranks, m >= p micro-batches per step, v virtual stages per rank
 
     memory per rank           16 bytes per parameter of its own units, and the activations of the
-                              micro-batches in flight: m (gpipe), at most p - rank (1f1b), p
-                              (zero-bubble), somewhat more (interleaved)
+                              micro-batches in flight, at most m (gpipe), p - rank (1f1b),
+                              p (zero-bubble), p + p / v (interleaved)
     communication per step    m x (micro-batch x seq x d_model) floats per boundary and direction
     bubble fraction           (p - 1) / (m + p - 1) gpipe, 1f1b; (p - 1) / (v m + p - 1)
                               interleaved; (p - 1) / (3 m + p - 1) zero-bubble
@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A rank posts receives before its first forward. By default CUDA loads a kernel when it is first
-# launched, which can wait for operations in flight: for a receive that depends on this very kernel.
+# launched, and may wait for operations in flight: a deadlock, if a receive depends on this kernel.
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
@@ -69,10 +69,10 @@ class Pipeline:
     """Run a schedule: forward and backward of all micro-batches through all stages.
 
     units: which units (embedding, layers, output) each stage of this rank has, by the stage's
-    number; stage s is on rank s % p. to_lower, to_higher: two groups of the same ranks, each for
-    one direction. NCCL runs the operations between two ranks of a group in order, and no send may
-    wait behind a receive that depends on it. autocast: compute in bfloat16; stages exchange float32
-    all the same.
+    number; stage s is on rank s % p. to_lower, to_higher: two groups of the same ranks, one per
+    direction. NCCL runs the operations between two ranks of a group in order: in a single group, a
+    send could wait behind a receive that depends on it. autocast: compute in bfloat16; stages
+    exchange float32 all the same.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Pipeline:
         return buffer
 
     def start_send(self, tensor: Tensor, destination: int) -> None:
-        """Send without waiting. Of more than p sends in flight, wait for the oldest and free it."""
+        """Send without waiting. Beyond p sends in flight, wait for the oldest and free it."""
         dst = destination % self.p
         work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
         self.sends.append((work, tensor))
@@ -165,8 +165,8 @@ class Pipeline:
 
 
 class PipelineStage:
-    """A contiguous range of the model's units, and the micro-batches in flight in it; `model` has
-    the units of all stages of this rank."""
+    """A contiguous range of units, and its micro-batches in flight. model: has the units of all
+    stages of this rank. units: those of this stage."""
 
     def __init__(self, model: Transformer, units: range, autocast: bool):
         self.part = Transformer(model.config, units=())  # embedding and layers
@@ -176,14 +176,13 @@ class PipelineStage:
                 self.part.layers[name] = layer
         self.output = model.output if model.config.n_units - 1 in units else None
         self.autocast = autocast
-        # per micro-batch: input, the output's place in the graph, and in the last stage the
-        # output's gradient
+        # by micro-batch: input, the output's place in the graph, in the last stage its gradient
         self.in_flight: dict[int, tuple[Tensor, GradientEdge, Tensor | None]] = {}
 
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
         """x: activations, in the first stage tokens. Returns activations, in the last stage a loss.
         m: the number of micro-batches; the gradients are those of their mean loss."""
-        if x.is_floating_point():  # a leaf: backward leaves in x.grad what to send back
+        if x.is_floating_point():  # a leaf: backward leaves its gradient in x.grad
             x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
@@ -196,8 +195,8 @@ class PipelineStage:
         return result
 
     def loss(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
-        """The loss, and the gradient of x. The output unit's backward runs at once: until then it
-        holds a gradient of the head's weight, too much for every micro-batch in flight."""
+        """The loss, and the gradient of x. The output unit's backward runs at once: its graph keeps
+        the logits or the head's gradient, too much for every micro-batch in flight."""
         x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             loss = self.output(x, targets)
@@ -307,7 +306,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
         (micro, chunk)
         for start in range(0, m, p)
         for chunk in range(v)
-        for micro in range(start, min(start + p, m))  # less than p at the end of evaluation
+        for micro in range(start, min(start + p, m))  # fewer than p at the end of evaluation
     ]
     forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
@@ -366,8 +365,8 @@ class ZeroBubbleStage(PipelineStage):
     """A stage whose backward defers the weight gradients of its linear layers.
 
     Norms and the embedding have no matmul to defer, and the head's gradients are computed with
-    the loss. recorded: weight, input [tokens, in] and output gradient [tokens, out] of each layer,
-    by the backward that is running. pending: the same per micro-batch whose W is still to run."""
+    the loss. recorded: weight, input [tokens, in] and output gradient [tokens, out] of each linear
+    layer, by the backward that is running. pending: the same by micro-batch, until its W."""
 
     def __init__(self, model: Transformer, units: range, autocast: bool):
         super().__init__(model, units, autocast)
@@ -398,8 +397,8 @@ class ZeroBubbleStage(PipelineStage):
 class ZeroBubblePipeline(Pipeline):
     def __init__(self, model: Transformer, units: dict[int, range], *args):
         super().__init__(model, units, *args)
-        stages = self.stages.items()
-        self.stages = {n: ZeroBubbleStage(model, units[n], stage.autocast) for n, stage in stages}
+        for n, stage in self.stages.items():  # the same stages, but with a split backward
+            self.stages[n] = ZeroBubbleStage(model, units[n], stage.autocast)
 
     def do(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
         if action.kind == "W":
@@ -427,7 +426,8 @@ def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     schedules = [*SCHEDULES, *SPLIT_SCHEDULES]
     parser.add_argument("--schedule", choices=schedules, default="1f1b", help="order of the work")
-    parser.add_argument("--virtual-stages", type=positive_int, help="per rank; interleaved: 2")
+    stages = "stages per rank (default: 2 if interleaved, else 1)"
+    parser.add_argument("--virtual-stages", type=positive_int, help=stages)
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     return check_pipeline(parser.parse_args(argv), world_size(), "--nproc-per-node")
 

@@ -14,8 +14,8 @@ zero bubble); the mesh; a pipeline whose stages are sharded over `tp` and reduce
 over `dp` while it drains; and a global norm that counts every parameter once. The pipeline's
 micro-batches are the gradient accumulation.
 
-    memory per rank           16 P / (pp tp) bytes (norms are replicated in tp); activations: 06's,
-                              of 1 / dp of the batch, sharded as in 05
+    memory per rank           16 P / (pp tp) bytes (norms are replicated in tp); activations: as
+                              in 06, for 1 / dp of the batch, sharded as in 05
     communication per step    the sum of its parts: over dp one all-reduce of the rank's own
                               parameters; over tp what 05 sends for the rank's own units; over pp
                               what 06 sends, of 1 / dp of the batch (--sequence-parallel: 1 / tp)
@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A rank posts receives before its first forward. By default CUDA loads a kernel when it is first
-# launched, which can wait for operations in flight: for a receive that depends on this very kernel.
+# launched, and may wait for operations in flight: a deadlock, if a receive depends on this kernel.
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch
@@ -232,7 +232,7 @@ def tensor_parallel(
         layer.mlp.w2 = RowParallelLinear(layer.mlp.w2, region)
     if model.output is not None:
         model.output = VocabParallelOutput(model.output, region)
-    if sequence_parallel:  # masks depend on the position: tell where this rank's part begins
+    if sequence_parallel:  # dropout masks depend on the position: this rank's begin here
         for module in model.modules():
             if isinstance(module, CounterDropout):
                 module.first_position = region.rank * model.config.seq_len // region.tp
@@ -363,7 +363,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Process
     """Mean cross-entropy, a float32 scalar, the same on every rank of the group.
 
     logits: [tokens, vocab / tp], this rank's columns; float32 ones are overwritten. targets:
-    [tokens], over the full vocabulary; IGNORED ones do not count; without others the loss is 0."""
+    [tokens], over the full vocabulary; IGNORED ones do not count; if all are, the loss is 0."""
     return VocabParallelCrossEntropy.apply(logits, targets, group)
 
 
@@ -389,7 +389,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         all_reduce(total, group=group)
 
         ctx.save_for_backward(logits, column, scale / total, scale * is_local)
-        losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # inf * (scale = 0) is NaN
+        losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # NaN * 0 would be NaN
         return (losses * scale).sum()
 
     @staticmethod
@@ -475,10 +475,10 @@ class Pipeline:
     """Run a schedule: forward and backward of all micro-batches through all stages.
 
     units: which units (embedding, layers, output) each stage of this rank has, by the stage's
-    number; stage s is on rank s % p. to_lower, to_higher: two groups of the same ranks, each for
-    one direction. NCCL runs the operations between two ranks of a group in order, and no send may
-    wait behind a receive that depends on it. autocast: compute in bfloat16; stages exchange float32
-    all the same.
+    number; stage s is on rank s % p. to_lower, to_higher: two groups of the same ranks, one per
+    direction. NCCL runs the operations between two ranks of a group in order: in a single group, a
+    send could wait behind a receive that depends on it. autocast: compute in bfloat16; stages
+    exchange float32 all the same.
     """
 
     def __init__(
@@ -547,7 +547,7 @@ class Pipeline:
         return buffer
 
     def start_send(self, tensor: Tensor, destination: int) -> None:
-        """Send without waiting. Of more than p sends in flight, wait for the oldest and free it."""
+        """Send without waiting. Beyond p sends in flight, wait for the oldest and free it."""
         dst = destination % self.p
         work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
         self.sends.append((work, tensor))
@@ -571,8 +571,8 @@ class Pipeline:
 
 
 class PipelineStage:
-    """A contiguous range of the model's units, and the micro-batches in flight in it; `model` has
-    the units of all stages of this rank."""
+    """A contiguous range of units, and its micro-batches in flight. model: has the units of all
+    stages of this rank. units: those of this stage."""
 
     def __init__(self, model: Transformer, units: range, autocast: bool):
         self.part = Transformer(model.config, units=())  # embedding and layers
@@ -582,14 +582,13 @@ class PipelineStage:
                 self.part.layers[name] = layer
         self.output = model.output if model.config.n_units - 1 in units else None
         self.autocast = autocast
-        # per micro-batch: input, the output's place in the graph, and in the last stage the
-        # output's gradient
+        # by micro-batch: input, the output's place in the graph, in the last stage its gradient
         self.in_flight: dict[int, tuple[Tensor, GradientEdge, Tensor | None]] = {}
 
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
         """x: activations, in the first stage tokens. Returns activations, in the last stage a loss.
         m: the number of micro-batches; the gradients are those of their mean loss."""
-        if x.is_floating_point():  # a leaf: backward leaves in x.grad what to send back
+        if x.is_floating_point():  # a leaf: backward leaves its gradient in x.grad
             x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
@@ -602,8 +601,8 @@ class PipelineStage:
         return result
 
     def loss(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
-        """The loss, and the gradient of x. The output unit's backward runs at once: until then it
-        holds a gradient of the head's weight, too much for every micro-batch in flight."""
+        """The loss, and the gradient of x. The output unit's backward runs at once: its graph keeps
+        the logits or the head's gradient, too much for every micro-batch in flight."""
         x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             loss = self.output(x, targets)
@@ -713,7 +712,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
         (micro, chunk)
         for start in range(0, m, p)
         for chunk in range(v)
-        for micro in range(start, min(start + p, m))  # less than p at the end of evaluation
+        for micro in range(start, min(start + p, m))  # fewer than p at the end of evaluation
     ]
     forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
@@ -827,7 +826,8 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel degree")
     parser.add_argument("--sequence-parallel", action="store_true", help="shard the sequence too")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="order of the work")
-    parser.add_argument("--virtual-stages", type=positive_int, help="per rank; interleaved: 2")
+    stages = "stages per rank (default: 2 if interleaved, else 1)"
+    parser.add_argument("--virtual-stages", type=positive_int, help=stages)
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     return check_mesh(parser.parse_args(argv), world_size())
 
@@ -884,7 +884,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         losses = pipeline.run(micro_batches)
         pipeline.finish_gradient_synchronization()
         if args.sequence_parallel and args.tp > 1:
-            all_reduce_replicated_gradients(model, tp)  # in dp's buckets: after its all-reduces
+            all_reduce_replicated_gradients(model, tp)  # dp no longer all-reduces them
         # dp ranks have different losses, tp ranks equal ones, and pp ranks but the last zeros
         loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
         grad_norm = clip_grad_norm_(model, args.grad_clip, mesh)

@@ -82,7 +82,8 @@ def base_parser(description: str) -> Parser:
     add("--seq-len", type=count, help="tokens per sample (default: the preset's)")
     add("--steps", type=count, default=1000, help="optimizer steps of the whole run")
     add("--global-batch-size", type=count, default=24, help="samples per step, over all ranks")
-    add("--micro-batch-size", type=count, help="samples per forward (default: no accumulation)")
+    micro = "samples per forward (default: no accumulation; pipelines: <= 4 micro-batches per rank)"
+    add("--micro-batch-size", type=count, help=micro)
     add("--lr", type=positive, default=1e-3, help="peak learning rate")
     add("--warmup-steps", type=natural, default=20, help="steps of linear warm-up")
     add("--min-lr-ratio", type=_number(float, 0, 1), default=0.1, help="final rate / peak rate")
