@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     MetadataIndex,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import checkpoint, storage
 from common.checkpoint import Checkpointer, Shard, checkpoints, training_state
@@ -640,6 +641,38 @@ def test_async_save_blocks_training_for_the_copy_only(pools, tmp_path):
         expected = cut("replicated", fill=True)
         more = 0 if step == 2 else 1
         assert all(torch.equal(state[name], expected[name] + more) for name in expected)
+
+
+class LateCopies(TorchDispatchMode):
+    """Copies that do not block arrive when the device is synchronized, as from a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and kwargs.get("non_blocking"):
+            self.pending.append((result, result.clone()))
+            result.fill_(torch.nan)
+        return result
+
+    def synchronize(self) -> None:
+        for copy, value in self.pending:
+            copy.copy_(value)
+
+
+def test_async_save_waits_for_copies_from_a_gpu(tmp_path, monkeypatch):
+    state = {"model.a": torch.randn(4), "model.b": Shard.of_slice((8,), 0, 0, torch.randn(4))}
+    copies = LateCopies()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", copies.synchronize)
+    with copies:
+        staged = storage.AtomicWriter(tmp_path, step=1, keep=1).stage(state)
+    assert len(copies.pending) == 2
+    assert torch.equal(staged["model.a"], state["model.a"])
+    (ours,), (theirs,) = staged["model.b"].chunks.values(), state["model.b"].chunks.values()
+    assert torch.equal(ours, theirs)
 
 
 def fail_in_the_background(folder: str) -> None:
