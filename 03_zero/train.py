@@ -89,8 +89,8 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
 
     Call `finish_gradient_synchronization` after the last backward of a step. `param_groups` and
     `state` are those of the inner optimizer, which steps on the `shard` of every bucket. A
-    parameter that a backward did not use has a zero gradient, and delays its bucket and all later
-    ones until backward ends.
+    parameter that a backward did not use has a zero gradient, and delays the reductions of its
+    bucket and of all later ones until backward ends.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
             sharded_groups.append({**group, "params": [bucket.shard for bucket in buckets]})
             self.buckets = buckets + self.buckets  # the last group first
         # from here on `param_groups` and `state` are those of the inner optimizer, over the shards
-        self.step_on_shards_by(optimizer_class(sharded_groups, **defaults))
+        self.set_inner(optimizer_class(sharded_groups, **defaults))
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes, self.in_backward = True, False
@@ -150,13 +150,13 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         collectives are matched by order.
         """
         self.param_dtype = dtype
-        unit_of = {p: u for u, g in zip(units, self.param_groups, strict=True) for p in g["params"]}
-        for flat in self.buckets[::-1]:  # the first group first
-            unit = unit_of[flat.shard]
-            flat.shard_parameters(unit, dtype)
-            self.register_hooks(unit, flat)
-            unit.register_state_dict_pre_hook(no_state_dict)
-            unit.register_load_state_dict_pre_hook(no_state_dict)
+        flat_of = {flat.shard: flat for flat in self.buckets}
+        for unit, group in zip(units, self.param_groups, strict=True):
+            for shard in group["params"]:  # one per dtype
+                flat_of[shard].shard_parameters(unit, dtype)
+                self.register_hooks(unit, flat_of[shard])
+                unit.register_state_dict_pre_hook(no_state_dict)
+                unit.register_load_state_dict_pre_hook(no_state_dict)
 
     def register_hooks(self, unit: nn.Module, flat: FlatParameter) -> None:
         unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
@@ -185,7 +185,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         """The gradient of the unit's output has been computed: the unit's backward is next."""
         self.queue_end_backward()
         self.reshard_finished_units(flat)
-        flat.in_backward = True
+        flat.in_backward = True  # until `reshard`
         if flat.unshards_in_backward:
             flat.unshard()
             flat.wait()
@@ -193,8 +193,8 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
     def reshard_finished_units(self, entered: FlatParameter) -> None:
         """Free the finished units that forward ran after `entered`: backward has left them.
 
-        Complete gradients alone do not prove that it has left a unit: where the unit also uses
-        `weight.detach()`, backward may read its parameters afterwards.
+        That its gradients are complete is no proof: where a unit also uses `weight.detach()`,
+        backward may still read its parameters.
         """
         finished, self.finished = self.finished, []
         for flat in finished:
@@ -221,11 +221,11 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         self.launch_ready_buckets()
 
     def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
-        """Start to reduce each next bucket that is ready; after backward, all that remain.
+        """Start to reduce the next buckets that are ready; after backward, all that remain.
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
-        collectives are matched by the order of the calls. The full gradients of a bucket are freed
-        when the next one has been launched, for the last one in the next backward (stages 2 and 3).
+        collectives are matched by the order of the calls. Each launch finishes the previous
+        reduction, so that at most two buckets have full gradients (stages 2 and 3).
         """
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
@@ -233,8 +233,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
                 return
             bucket.start_reduction()
             if self.shards_gradients:  # after the launch: the network is busy during the wait
-                # -1: the last one of the previous backward
-                self.buckets[self.launched - 1].finish_reduction()
+                self.buckets[self.launched - 1].finish_reduction()  # -1: of the previous backward
             self.launched += 1
 
     def queue_end_backward(self) -> None:
@@ -258,7 +257,7 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
 
     def finish_gradient_synchronization(self) -> None:
         """After the last backward of a step: wait until each shard has its average gradient."""
-        if self.has_new_gradients:  # every backward was under no_sync()
+        if self.has_new_gradients:  # every backward was under no_sync(): nothing is launched
             self.end_backward()
         for bucket in self.buckets:
             bucket.drop_zeroed_gradients()  # if `model.zero_grad()` was called
@@ -281,9 +280,9 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         self.finish_gradient_synchronization()
         self.check_parameters()
         self.inner.step()  # writes the shards, which the all-gathers below send
-        gathers = [bucket.shard_was_updated() for bucket in self.buckets]
-        for gathering in filter(None, gathers):
-            gathering.wait()
+        gathers = [bucket.after_step() for bucket in self.buckets]
+        for gather in filter(None, gathers):  # stage 3 has none
+            gather.wait()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -302,7 +301,8 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
             shapes = {names[p]: p.shape for p in bucket.params}
             state |= state_of_flat_shard(self, bucket.shard, shapes, bucket.owned.start)
         full = {f"model.{name}": p.detach() for p, name in names.items()}
-        return full | state if self.shards_parameters else state | full  # the right one wins
+        # where both have a name, the right one wins
+        return full | state if self.shards_parameters else state | full
 
 
 class Bucket(GuardedBucket):
@@ -353,7 +353,7 @@ class Bucket(GuardedBucket):
         """
         if self.grads is None:
             self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
-            self.grads[len(self.grads) - self.padding :].zero_()
+            self.grads[len(self.grads) - self.padding :].zero_()  # the norm counts padding
             self.grad_views = self.views_into(self.grads)
         view = self.grad_views[param]
         if param.grad is None:
@@ -379,17 +379,7 @@ class Bucket(GuardedBucket):
     def end_backward(self) -> None:
         self.waiting_for = set(self.params)
 
-    def drop_gradients(self, set_to_none: bool = True) -> None:
-        self.finish_reduction()  # of a step that is skipped
-        self.drop_placeholder()
-        for param in self.params:
-            param.grad = None
-        if set_to_none:
-            self.shard.grad = None
-        elif self.shard.grad is not None:
-            self.shard.grad.zero_()
-
-    def shard_was_updated(self) -> Work | None:
+    def after_step(self) -> Work | None:
         """Start to replace the old parameters: all-gather the updated shards into `full`."""
         return all_gather_single(self.full, self.shard.detach(), group=self.group, async_op=True)
 
@@ -401,7 +391,7 @@ class ShardedGradientBucket(Bucket):
 
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
         self.before_accumulation()
-        self.finish_reduction()  # of the previous backward
+        self.finish_reduction()  # of the previous backward, if it is still in flight
         self.copy_gradient(param, divide_by)
         param.grad = None  # a view would keep the buffer alive after the reduction
 
@@ -414,10 +404,6 @@ class ShardedGradientBucket(Bucket):
         self.shard.grad = average if sum_so_far is None else sum_so_far.add_(average)
         self.reduction = self.grads = self.grad_views = None
 
-    def drop_gradients(self, set_to_none: bool = True) -> None:
-        super().drop_gradients(set_to_none)
-        self.grads = self.grad_views = None  # of a backward that failed
-
 
 class FlatParameter(ShardedGradientBucket):
     """Stage 3: a bucket of one unit's parameters, which are full only while the unit computes."""
@@ -426,7 +412,7 @@ class FlatParameter(ShardedGradientBucket):
         # until now a view into the full parameters, whose memory it would keep alive
         self.shard.data = self.shard.data.clone()
         self.allocate_full(unit, dtype, self.full.device)
-        self.addresses = [p.data_ptr() for p in self.params]
+        self.addresses = [p.data_ptr() for p in self.params]  # for `check_parameters`
 
     def allocate_full(self, unit: nn.Module, dtype: torch.dtype | None, device) -> None:
         """Create the buffer of the full parameters, without memory until the first `unshard`."""
@@ -436,8 +422,7 @@ class FlatParameter(ShardedGradientBucket):
         numel = dist.get_world_size(self.group) * len(self.shard)
         self.full = torch.empty(numel, dtype=dtype, device=device)
         self.full_views = self.views_into(self.full)
-        # what a parameter reads as while it is freed
-        nan = not_a_number(dtype, device)
+        nan = not_a_number(dtype, device)  # what a parameter reads as while it is freed
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
         self.gathering: Work | None = None
         self.turn, self.tensors_before = 0, []  # of the unit's last forward
@@ -477,8 +462,8 @@ class FlatParameter(ShardedGradientBucket):
         super().end_backward()
         self.reshard()
 
-    def shard_was_updated(self) -> None:
-        self.reshard()  # parameters that are still unsharded are older than the shards now
+    def after_step(self) -> None:
+        self.reshard()  # parameters that are still unsharded are stale now
 
     def check_parameters(self) -> None:
         if self.full.untyped_storage().nbytes() == 0:
@@ -511,7 +496,7 @@ def sharded_adamw(model: Transformer, args) -> ZeroRedundancyOptimizer:
     params, dtype = model.parameters(), getattr(torch, args.dtype)
     if args.zero_stage == 3:
         pairs = parameters_by_unit(model, model.units(), dtype)
-        pairs = sorted(pairs, key=lambda pair: pair[0] is not model)  # forward enters it first
+        pairs = sorted(pairs, key=lambda pair: pair[0] is not model)  # forward enters `model` first
         params = [{"params": list(part.values())} for _, part in pairs]
     settings = adamw_settings(args)
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, args.zero_stage, **settings)

@@ -12,8 +12,7 @@ sharding); shards may be kept on the CPU.
 
     P parameters, N ranks that shard, m micro-batches per step, E the embedding; float32
 
-    memory per rank     16 P / N bytes, the full parameters of two units, and in backward the full
-                        gradients of two
+    memory per rank     16 P / N bytes + two unsharded units + in backward two units' full gradients
     communication       reduce-scatter m P + all-gather m (2 P - E) elements per step;
                         without resharding after forward all-gather m P;
                         hybrid sharding adds an all-reduce of P / N
@@ -109,12 +108,12 @@ class FullyShardedDataParallel(ModuleOfShards):
         self.group = shard_group
         self.param_dtype, self.reshard_after_forward = param_dtype, reshard_after_forward
         device = device or next(module.parameters()).device
-        devices = device, "cpu" if cpu_offload else device
-        settings = (shard_group, replicate_group), (param_dtype, reduce_dtype), *devices
+        shard_device = "cpu" if cpu_offload else device
+        groups, dtypes = (shard_group, replicate_group), (param_dtype, reduce_dtype)
         self.flats: list[FlatParameter] = []
         # each unit gets its values and is sharded before the next one: no rank holds the full model
         for unit, params in parameters_by_unit(module, units, param_dtype, materialize):
-            self.flats.append(FlatParameter(unit, params, *settings))
+            self.flats.append(FlatParameter(unit, params, groups, dtypes, device, shard_device))
         self.flats.sort(key=lambda flat: flat.unit is not module)  # forward enters `module` first
         for i, flat in enumerate(self.flats):
             self.register_parameter(f"shard_{i}", flat.shard)
@@ -136,7 +135,7 @@ class FullyShardedDataParallel(ModuleOfShards):
         self.drop_failed_backward()
         if not self.in_backward:  # activation checkpointing may recompute the whole forward there
             for flat in self.flats:
-                flat.reshard()  # left by a forward without backward: stale after an optimizer step
+                flat.reshard()  # after a forward without backward: stale since the optimizer's step
         self.in_forward = True
         try:
             return self.module(*args, **kwargs)
@@ -160,7 +159,8 @@ class FullyShardedDataParallel(ModuleOfShards):
         if not self.in_forward and not self.in_backward:
             flat.reshard()  # a unit called alone: what is unsharded may be stale
         flat.unshard()
-        self.prefetch(self.next_in_forward.get(flat) if self.in_forward else None)
+        if self.in_forward:  # not where backward recomputes, nor for a unit called alone
+            self.prefetch(self.next_in_forward.get(flat))
         flat.wait()
         flat.turn = next(self.turns)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
@@ -181,7 +181,7 @@ class FullyShardedDataParallel(ModuleOfShards):
         """The gradient of the unit's output has been computed: the unit's backward is next."""
         self.queue_end_backward()
         self.reshard_finished_units(flat)
-        flat.in_backward = True
+        flat.in_backward = True  # until `reshard`
         if flat.unshards_in_backward:
             flat.unshard()
             self.prefetch(self.next_in_backward.get(flat))
@@ -195,12 +195,12 @@ class FullyShardedDataParallel(ModuleOfShards):
     def reshard_finished_units(self, entered: FlatParameter) -> None:
         """Free the finished units that forward ran after `entered`: backward has left them.
 
-        Complete gradients alone do not prove that it has left a unit: where the unit also uses
-        `weight.detach()`, backward may read its parameters afterwards.
+        That its gradients are complete is no proof: where a unit also uses `weight.detach()`,
+        backward may still read its parameters.
         """
         finished, self.finished = self.finished, []
         for flat in finished:
-            # the whole module is entered first, with the lowest turn; a unit may have several flats
+            # entering the whole module, or another flat of the same unit, does not leave this one
             if flat.turn > entered.turn and entered.unit not in (flat.unit, self.module):
                 flat.reshard()
             else:
@@ -222,11 +222,11 @@ class FullyShardedDataParallel(ModuleOfShards):
         self.launch_ready_buckets()
 
     def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
-        """Start to reduce each next bucket that is ready; after backward, all that remain.
+        """Start to reduce the next buckets that are ready; after backward, all that remain.
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
-        collectives are matched by the order of the calls. The full gradients of a bucket are freed
-        when the next one has been launched, for the last one in the next backward.
+        collectives are matched by the order of the calls. Each launch finishes the previous
+        reduction, so that at most two buckets have full gradients.
         """
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
@@ -235,7 +235,7 @@ class FullyShardedDataParallel(ModuleOfShards):
             bucket.start_reduction()
             previous = self.buckets[self.launched - 1]  # -1: the last one of the previous backward
             previous.finish_reduction()  # after the launch: the network is busy during the wait
-            if self.synchronizes and self.launched > 0:  # at 0: this backward adds to it
+            if self.synchronizes and self.launched > 0:  # at 0 this backward will still add to it
                 previous.start_replicating()
             self.launched += 1
 
@@ -322,7 +322,7 @@ class FlatParameter:
         self.reduction: Work | None = None  # the collective in flight
         self.replicating: Work | None = None
         self.pending: PendingGradient | None = None  # `shard.grad` while a collective is in flight
-        self.is_replicated = False
+        self.is_replicated = False  # whether this step's `replicating` has started
         self.allocate_full(unit, param_dtype, device)
         self.reduce_dtype = reduce_dtype or self.full.dtype
 
@@ -333,7 +333,7 @@ class FlatParameter:
 
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
         self.before_accumulation()
-        self.finish_reduction()  # of the previous backward
+        self.finish_reduction()  # of the previous backward, if it is still in flight
         self.copy_gradient(param, divide_by)
         param.grad = None  # a view would keep the buffer alive after the reduction
 
@@ -345,7 +345,7 @@ class FlatParameter:
         """
         if self.grads is None:
             self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
-            self.grads[len(self.grads) - self.padding :].zero_()
+            self.grads[len(self.grads) - self.padding :].zero_()  # the norm counts padding
             self.grad_views = self.views_into(self.grads)
         view = self.grad_views[param]
         if param.grad is None:
@@ -379,8 +379,7 @@ class FlatParameter:
         numel = dist.get_world_size(self.group) * len(self.shard)
         self.full = torch.empty(numel, dtype=dtype, device=device)
         self.full_views = self.views_into(self.full)
-        # what a parameter reads as while it is freed
-        nan = not_a_number(dtype, device)
+        nan = not_a_number(dtype, device)  # what a parameter reads as while it is freed
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
         self.gathering: Work | None = None
         self.turn, self.tensors_before = 0, []  # of the unit's last forward

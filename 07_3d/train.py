@@ -130,7 +130,7 @@ class DistributedDataParallel(nn.Module):
         self.launch_ready_buckets()
 
     def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
-        """Start to reduce each next bucket that is ready; after backward, all that remain.
+        """Start to reduce the next buckets that are ready; after backward, all that remain.
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
         collectives are matched by the order of the calls.

@@ -110,6 +110,18 @@ class GuardedBucket:
             self.params[0].grad = None
         self.hides_gradients = False
 
+    def drop_gradients(self, set_to_none: bool) -> None:
+        self.finish_reduction()  # of a step that is skipped
+        self.drop_placeholder()
+        for param in self.params:
+            param.grad = None
+        if self.accumulates_after_reduction:
+            self.grads = self.grad_views = None  # of a backward that failed
+        if set_to_none:
+            self.shard.grad = None
+        elif self.shard.grad is not None:
+            self.shard.grad.zero_()
+
     def drop_zeroed_gradients(self) -> None:
         """If `model.zero_grad()` was called since the reduction, clear the shard's gradient too."""
         is_there = self.params[0].grad is self.placeholder
@@ -163,7 +175,7 @@ class OptimizerOfShards(SharesOverflow, torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.at_start = [(p, p.requires_grad) for g in self.param_groups for p in g["params"]]
 
-    def step_on_shards_by(self, inner: torch.optim.Optimizer) -> None:
+    def set_inner(self, inner: torch.optim.Optimizer) -> None:
         self.inner, self.defaults = inner, inner.defaults
         self.param_groups, self.state = inner.param_groups, inner.state
 
@@ -175,7 +187,7 @@ class OptimizerOfShards(SharesOverflow, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load what `state_dict()` returned on this rank: the state of its shards."""
         self.inner.load_state_dict(state_dict)
-        self.step_on_shards_by(self.inner)
+        self.set_inner(self.inner)
 
     def check_parameters(self) -> None:
         if any(p.requires_grad != before for p, before in self.at_start):
