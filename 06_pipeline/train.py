@@ -357,8 +357,7 @@ class SplitLinear(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         (x,) = ctx.saved_tensors
         ctx.recorded.append((ctx.weight, x.flatten(0, -2), grad.flatten(0, -2)))
-        # cast again: no bf16 copy of W is kept
-        return grad @ ctx.weight.to(grad.dtype), None, None
+        return grad @ ctx.weight.to(grad.dtype), None, None  # cast again: no bf16 copy of W is kept
 
 
 class ZeroBubbleStage(PipelineStage):
@@ -455,9 +454,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     n_stages = world.size * args.virtual_stages
     own_stages = range(world.rank, n_stages, world.size)
     units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}
-    model = Transformer(config, units=[unit for part in units.values() for unit in part])
-    init_weights(model, args.seed)
-    model.to(device)
+    with torch.device("meta"):
+        model = Transformer(config, units=[unit for part in units.values() for unit in part])
+    init_weights(model.to_empty(device=device), args.seed)
     groups = [group_along((world.size,), 0, to, args.timeout) for to in ("to_lower", "to_higher")]
     schedule = {**SCHEDULES, **SPLIT_SCHEDULES}[args.schedule]
     if args.virtual_stages > 1:
