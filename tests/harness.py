@@ -104,7 +104,7 @@ def _worker(
 
     threading.Thread(target=listen, daemon=True).start()
     if port is not None:
-        if backend == "late":
+        if "late" in backend:
             import late_backend  # noqa: F401  registers the backend
 
         dist.set_debug_level_from_env()  # torch was imported in another environment
@@ -170,8 +170,9 @@ def _do(job: bytes) -> Outcome:
 class Pool:
     """`world_size` processes in one process group, which run one job after another.
 
-    group=False: one process without a process group, as stage 01 runs. backend: "gloo", or "late"
-    (`late_backend.py`). environment: variables of the processes, in addition to this process's own.
+    group=False: one process without a process group, as stage 01 runs. backend: "gloo", "late"
+    (`late_backend.py`), or one for each device, as in "cpu:late,meta:gloo". environment: variables
+    of the processes, in addition to this process's own.
     """
 
     def __init__(

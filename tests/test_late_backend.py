@@ -298,6 +298,17 @@ def test_parity_over_the_late_backend(
     assert_connects_early(records)
 
 
+def test_parity_in_a_mixed_configuration(pools, reference, corpus_dir, tmp_path):
+    """As on GPUs, where a group has a backend for each device."""
+    argv = [*RUN, "--data", str(corpus_dir)]
+    own = ["--shard-size", "1", "--micro-batch-size", "6", "--run-dir", str(tmp_path)]
+    pool = pools(2, backend="cpu:late,meta:gloo")
+    for lines, record in pool.run(train, "04", [*argv, *own]):
+        assert_same_curve(lines, reference(argv))
+        calls = {(e.op, e.desc) for e in record if not isinstance(e, Wait)}
+        assert {("reduce_scatter", "shard"), ("all_reduce", "replicate")} <= calls
+
+
 @pytest.mark.parametrize(("size", "micro", "stage", "own"), CASES_IN_BFLOAT16, ids=name)
 def test_parity_over_the_late_backend_in_bfloat16(
     pools, reference, corpus_dir, tmp_path, size, micro, stage, own

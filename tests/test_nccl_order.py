@@ -295,11 +295,15 @@ def test_simulated_order_is_that_of_stage_06(pools, corpus_dir, tmp_path, name, 
         assert pipeline_events(events)[: len(expected)] == expected
 
 
+INTERLEAVED = ["--schedule", "interleaved", "--sequence-parallel"]
 MESHES = [  # pp, dp, tp, flags
     *((pp, dp, tp, []) for pp in (1, 2) for dp in (1, 2) for tp in (1, 2)),
     *((4, 1, 2, []), (1, 2, 4, []), (2, 1, 4, []), (3, 1, 2, [])),
     *((2, 2, 1, ["--schedule", name]) for name in stage.SCHEDULES),
-    (4, 2, 2, ["--schedule", "interleaved", "--sequence-parallel"]),
+    *((2, 2, 2, ["--schedule", name, "--sequence-parallel"]) for name in stage.SCHEDULES),
+    *((pp, dp, tp, INTERLEAVED) for pp, dp, tp in ((2, 1, 4), (4, 2, 2))),
+    (4, 2, 1, ["--global-batch-size", "8"]),  # four micro-batches
+    (4, 1, 2, [*INTERLEAVED, "--global-batch-size", "4"]),
     (8, 1, 1, []),
 ]
 
@@ -308,8 +312,8 @@ MESHES = [  # pp, dp, tp, flags
 @pytest.mark.parametrize(("pp", "dp", "tp", "own"), MESHES, ids=str)
 def test_every_mesh_of_07_completes_without_deadlock(pools, corpus_dir, tmp_path, pp, dp, tp, own):
     layers = 2 * pp if "interleaved" in own else pp
-    argv = [*own, *f"--pp {pp} --tp {tp} --n-layers {layers}".split()]
-    argv += f"--global-batch-size {8 * dp} --micro-batch-size 1".split()
+    argv = f"--pp {pp} --tp {tp} --n-layers {layers} --micro-batch-size 1".split()
+    argv += ["--global-batch-size", str(8 * dp), *own]
     records = records_of(pools, corpus_dir, tmp_path, "07", pp * dp * tp, argv)
     assert_ranks_agree(records)
     assert_completes(records)
