@@ -17,8 +17,8 @@ micro-batches are the gradient accumulation.
     memory per rank           16 P / (pp tp) bytes (norms are replicated in tp); activations: as
                               in 06, for 1 / dp of the batch, sharded as in 05
     communication per step    the sum of its parts: over dp one all-reduce of the rank's own
-                              parameters; over tp what 05 sends for the rank's own units; over pp
-                              what 06 sends, of 1 / dp of the batch (--sequence-parallel: 1 / tp)
+                              parameters; over tp what 05 sends for its units; over pp what 06
+                              sends for 1 / dp of the batch (--sequence-parallel: 1 / tp of it)
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", 2021; and the papers of 02, 05 and 06.
