@@ -755,9 +755,9 @@ class MeshPipeline(Pipeline):
     """A pipeline whose stages may be sharded over `tp` and average their gradients over `dp`.
 
     Each stage is wrapped in a `DistributedDataParallel` of its own. All micro-batches but the last
-    only accumulate; the last one's backward starts each bucket's all-reduce as soon as it is ready,
-    while the pipeline drains. sequence_shards: tp with sequence parallelism, where each rank of a
-    tp group sends its part of the sequence; else 1.
+    only accumulate; with the last one, a bucket's all-reduce starts as soon as it is ready: while
+    the pipeline drains, and for the head already in its forward (see `PipelineStage.loss`).
+    sequence_shards: tp if each rank of a tp group sends a part of every sequence; else 1.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -355,6 +356,37 @@ def test_gradient_reduction_overlaps_the_pipelines_cooldown(pools):
     """With two virtual stages, the later one is all-reduced while the earlier one computes."""
     for reduced, last in pools(4).run(first_reduction_and_last_backward, "interleaved"):
         assert reduced < last
+
+
+def actions_of_reductions(schedule: str) -> list[str]:
+    """The action in which each all-reduce over dp starts."""
+    stage = load_stage("07")
+    with patch.object(stage, "split_into_buckets", lambda params, cap_mb: [[p] for p in params]):
+        _, mesh, _, pipeline = pipeline_on((2, 2, 1), schedule, False)
+    do, all_reduce, running, found = pipeline.do, stage.all_reduce, [], []
+
+    def watched(action, *rest):
+        running[:] = [f"{action.kind}{action.micro}"]
+        return do(action, *rest)
+
+    def launched(tensor, **kwargs):
+        found.extend(running)
+        return all_reduce(tensor, **kwargs)
+
+    pipeline.do = watched
+    with patch.object(stage, "all_reduce", launched):
+        pipeline.run(batches(2)[mesh.dp.rank()])
+    pipeline.finish_gradient_synchronization()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_gradients_are_reduced_with_the_last_micro_batch(pools, schedule):
+    """The head and its norm already in its forward, which runs their backward."""
+    forward, backward = f"F{M - 1}", f"B{M - 1}"
+    for rank, found in enumerate(pools(4).run(actions_of_reductions, schedule)):
+        assert found.count(forward) == (2 if rank >= 2 else 0)  # pp is the outermost axis
+        assert set(found) <= {forward, backward}
 
 
 # ---- checkpoints ----
