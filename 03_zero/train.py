@@ -21,8 +21,8 @@ before its forward and before its backward, and frees them afterwards.
     fills and one that is being reduced. Gloo adds a receive buffer for each reduction in flight.
 
 What only other modules and training loops need stands in common/wrapping.py and common/guards.py.
-On a first reading skip `tensors_before`, `some_are_hidden` and the methods `guard`,
-`check_parameters`, `before_accumulation`, `hide_gradients` and `drop_...`.
+On a first reading skip `inputs`, `some_are_hidden` and the methods `guard`, `check_parameters`,
+`before_accumulation`, `hide_gradients` and `drop_...`.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
@@ -65,11 +65,11 @@ from common.optimization import adamw_settings, global_norm, learning_rate, set_
 from common.run import Run
 from common.wrapping import (
     cast_inputs,
+    inputs_of,
     is_lookup,
     not_a_number,
     outputs_of,
     parameters_by_unit,
-    tensors_in_containers,
     unsharded_dtype,
 )
 
@@ -168,14 +168,14 @@ class ZeroRedundancyOptimizer(OptimizerOfShards):
         flat.wait()
         flat.turn = next(self.turns)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        flat.tensors_before = tensors_in_containers(args, kwargs)
+        flat.inputs = inputs_of(args, kwargs)
         return args, kwargs
 
     def after_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs, output) -> None:
-        before, flat.tensors_before = flat.tensors_before, []  # dropping them frees activations
+        inputs, flat.inputs = flat.inputs, []  # dropping them frees activations
         if flat.in_backward:
             return  # activation checkpointing has recomputed forward: backward needs the parameters
-        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, before)
+        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, inputs)
         if not torch.is_grad_enabled() or not some_are_hidden:  # hidden outputs get no hook
             flat.reshard()
         for tensor in outputs:
@@ -425,7 +425,7 @@ class FlatParameter(ShardedGradientBucket):
         nan = not_a_number(dtype, device)  # what a parameter reads as while it is freed
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
         self.gathering: Work | None = None
-        self.turn, self.tensors_before = 0, []  # of the unit's last forward
+        self.turn, self.inputs = 0, []  # of the unit's last forward
         self.reshard()
 
     def unshard(self) -> None:

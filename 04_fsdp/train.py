@@ -18,8 +18,8 @@ sharding); shards may be kept on the CPU.
                         hybrid sharding adds an all-reduce of P / N
 
 What only other modules and training loops need stands in common/wrapping.py and common/guards.py.
-On a first reading skip `tensors_before`, `some_are_hidden` and `drop_failed_backward`, and take
-`pending` for `shard.grad`.
+On a first reading skip `inputs`, `some_are_hidden` and `drop_failed_backward`, and take `pending`
+for `shard.grad`.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 
@@ -62,11 +62,11 @@ from common.run import Run
 from common.wrapping import (
     Parameters,
     cast_inputs,
+    inputs_of,
     is_lookup,
     not_a_number,
     outputs_of,
     parameters_by_unit,
-    tensors_in_containers,
     unsharded_dtype,
 )
 
@@ -164,14 +164,14 @@ class FullyShardedDataParallel(ModuleOfShards):
         flat.wait()
         flat.turn = next(self.turns)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        flat.tensors_before = tensors_in_containers(args, kwargs)
+        flat.inputs = inputs_of(args, kwargs)
         return args, kwargs
 
     def after_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs, output) -> None:
-        before, flat.tensors_before = flat.tensors_before, []  # dropping them frees activations
+        inputs, flat.inputs = flat.inputs, []  # dropping them frees activations
         if flat.in_backward:
             return  # activation checkpointing has recomputed forward: backward needs the parameters
-        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, before)
+        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, inputs)
         if not torch.is_grad_enabled() or (self.reshard_after_forward and not some_are_hidden):
             flat.reshard()
         for tensor in outputs:
@@ -382,7 +382,7 @@ class FlatParameter:
         nan = not_a_number(dtype, device)  # what a parameter reads as while it is freed
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
         self.gathering: Work | None = None
-        self.turn, self.tensors_before = 0, []  # of the unit's last forward
+        self.turn, self.inputs = 0, []  # of the unit's last forward
         self.reshard()
 
     def unshard(self) -> None:

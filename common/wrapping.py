@@ -142,31 +142,36 @@ def tensors_in(value) -> tuple[list[Tensor], bool]:
     return tensors, some_are_hidden
 
 
-def tensors_in_containers(args: tuple, kwargs: dict) -> list[Tensor]:
-    """The tensors in those arguments that a module can put further tensors into."""
-    values = [*args, *kwargs.values()]
-    containers = [x for x in values if isinstance(x, (list, tuple, dict)) or is_dataclass(x)]
-    return tensors_in(containers)[0]
+Inputs = list[tuple[Tensor, object]]
+
+
+def inputs_of(args: tuple, kwargs: dict) -> Inputs:
+    """The tensors in the arguments, before the unit runs, each with its `grad_fn`."""
+    return [(tensor, tensor.grad_fn) for tensor in tensors_in((args, kwargs))[0]]
 
 
 def outputs_of(
-    unit: nn.Module, args: tuple, kwargs: dict, output, before: list[Tensor]
+    unit: nn.Module, args: tuple, kwargs: dict, output, inputs: Inputs
 ) -> tuple[list[Tensor], bool]:
     """The outputs that require a gradient, and whether the unit may have others, hidden ones.
 
+    Tensors that the unit has put into a list, a dict or a dataclass, or has changed in place, are
+    outputs too. An input that it returns unchanged is not: its gradient may be complete long after
+    backward has left the unit, and would unshard it again.
+
     Backward can enter a unit by a hidden output without calling a hook that unshards it. So the
     unit has to stay unsharded if it returns an object that is no container, or nothing that
-    requires a gradient. Tensors that it has put into a list, a dict or a dataclass count as
-    outputs: those that were not there `before` its forward (`tensors_in_containers`).
+    requires a gradient.
     """
     if not torch.is_grad_enabled():
         return [], False
-    tensors, some_are_hidden = tensors_in(output)
-    known = {id(tensor) for tensor in before}
-    tensors += [t for t in tensors_in_containers(args, kwargs) if id(t) not in known]
-    outputs = [tensor for tensor in tensors if tensor.requires_grad]
-    if not outputs:
-        used = [*unit.parameters(), *tensors_in((args, kwargs))[0]]
+    returned, some_are_hidden = tensors_in(output)
+    arguments, _ = tensors_in((args, kwargs))
+    unchanged = {(id(tensor), grad_fn) for tensor, grad_fn in inputs}
+    outputs = [t for t in returned + arguments if (id(t), t.grad_fn) not in unchanged]
+    outputs = [tensor for tensor in outputs if tensor.requires_grad]
+    if not outputs and not any(tensor.requires_grad for tensor in returned):
+        used = [*unit.parameters(), *arguments]
         some_are_hidden = any(tensor.requires_grad for tensor in used)
     return outputs, some_are_hidden
 

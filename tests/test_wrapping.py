@@ -831,13 +831,65 @@ def step_of_lists(strategy: str) -> tuple[int, list[Tensor]]:
     with count_collectives() as counted:
         trainer.step([lambda model: model(x)])
     owners = trainer.optimizer.buckets if strategy == "zero-3" else trainer.model.flats
-    return len(counted.of("all_gather_single")), [t for o in owners for t in o.tensors_before]
+    return len(counted.of("all_gather_single")), [t for o in owners for t in o.inputs]
 
 
 @pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
 def test_inputs_in_a_list_are_no_outputs_and_are_not_kept(pools, strategy):
     for gathers, kept in pools(2).run(step_of_lists, strategy):
         assert gathers == 2 * 3 and kept == []
+
+
+class PassesOn(nn.Module):
+    """A unit that returns a tensor it was given beside its own output."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(6, 6)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, memory = pair
+        if self.how == "skipped":  # as layer drop does
+            return pair
+        if self.how == "in place":  # the same tensor, but no longer the unit's input
+            x = x.add_(self.linear(memory))
+            return x, memory
+        return self.linear(x) + memory, memory
+
+
+class Decoder(nn.Module):
+    def __init__(self, hows: list[str]):
+        super().__init__()
+        self.encoder, self.units = nn.Linear(6, 6), nn.ModuleList(map(PassesOn, hows))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.encoder(x)
+        pair = (memory.sin(), memory)
+        for unit in self.units:
+            pair = unit(pair)
+        return sum(pair).square().sum()
+
+
+def step_of_decoder(strategy: str, hows: list[str]) -> tuple[dict[str, float], int]:
+    """Differences after a step, and the number of its all-gathers."""
+    torch.manual_seed(0)
+    plain, x = Decoder(hows), torch.ones(2, 6)
+    model = copy.deepcopy(plain)
+    trainer = Trainer(strategy, model, SGD, [model.encoder, *model.units], lr=0.1)
+    with count_collectives() as counted:
+        trainer.step([lambda model: model(x)])
+    plain_step(plain, SGD(plain.parameters(), lr=0.1), [lambda model: model(x)], over_ranks=False)
+    return differences(trainer.parameters(), plain), len(counted.of("all_gather_single"))
+
+
+@pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
+@pytest.mark.parametrize("how", ["returned", "skipped", "in place"])
+def test_an_input_that_a_unit_returns_is_not_its_output(pools, strategy, how):
+    """Its gradient is complete when backward has long left the unit."""
+    hows = ["returned", how, "returned", how]
+    for worst, gathers in pools(2).run(step_of_decoder, strategy, hows):
+        entered = 3 if how == "skipped" else 5
+        assert worst == {} and gathers == 5 + entered + (strategy == "fsdp" and how == "skipped")
 
 
 class Trick(nn.Module):
