@@ -180,7 +180,7 @@ class FullyShardedDataParallel(ModuleOfShards):
     def before_backward(self, flat: FlatParameter, _: Tensor) -> None:
         """The gradient of the unit's output has been computed: the unit's backward is next."""
         self.queue_end_backward()
-        self.reshard_finished_units(flat)
+        self.reshard_finished_units(flat)  # first: `unshard` can reuse their memory
         flat.in_backward = True  # until `reshard`
         if flat.unshards_in_backward:
             flat.unshard()
