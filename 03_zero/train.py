@@ -425,7 +425,7 @@ class FlatParameter(ShardedGradientBucket):
         nan = not_a_number(dtype, device)  # what a parameter reads as while it is freed
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
         self.gathering: Work | None = None
-        self.turn, self.inputs = 0, []  # of the unit's last forward
+        self.turn = 0  # of the unit's last forward
         self.reshard()
 
     def unshard(self) -> None:
@@ -452,7 +452,7 @@ class FlatParameter(ShardedGradientBucket):
             self.wait()
             self.full.untyped_storage().resize_(0)
             self.point_parameters_to(self.freed_views)
-        self.in_backward = False
+        self.in_backward, self.inputs = False, []  # a failed forward has left inputs
 
     def point_parameters_to(self, views: dict[nn.Parameter, Tensor]) -> None:
         for param, view in views.items():

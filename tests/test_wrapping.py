@@ -840,6 +840,27 @@ def test_inputs_in_a_list_are_no_outputs_and_are_not_kept(pools, strategy):
         assert gathers == 2 * 3 and kept == []
 
 
+def kept_by_failed_forwards() -> list[int]:
+    """How many inputs of the second unit FSDP keeps, when its forward fails and when the next
+    forward of the model has begun."""
+
+    def fail(*_) -> None:
+        raise ValueError
+
+    units, kept = [nn.Linear(6, 6), nn.Linear(6, 6)], []
+    trainer = Trainer("fsdp", nn.Sequential(*units), SGD, units, lr=0.1)
+    for unit in reversed(units):
+        unit.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError):
+            trainer.model(torch.ones(2, 6))
+        kept.append(len(trainer.model.flats[1].inputs))
+    return kept
+
+
+def test_inputs_of_a_failed_forward_are_dropped_by_the_next(pools):
+    assert pools(2).run(kept_by_failed_forwards) == [[1, 0]] * 2
+
+
 class PassesOn(nn.Module):
     """A unit that returns a tensor it was given beside its own output."""
 
