@@ -112,8 +112,8 @@ class Pipeline:
                 self.start_send(result, destination)
             elif action.kind == "F":
                 losses[action.micro] = result  # of the last stage
-        while self.sends:  # a tensor must stay alive until it is sent
-            self.sends.popleft()[0].wait()
+        while self.sends:
+            self.finish_oldest_send()
         return losses
 
     def do(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
@@ -146,7 +146,11 @@ class Pipeline:
         work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
         self.sends.append((work, tensor))
         if len(self.sends) > self.p:
-            self.sends.popleft()[0].wait()
+            self.finish_oldest_send()
+
+    def finish_oldest_send(self) -> None:
+        send, tensor = self.sends.popleft()  # `tensor` must stay alive until it is sent
+        send.wait()
 
     def open_channels(self) -> None:
         """Send one number between all neighbours, in an order common to all ranks: NCCL's first

@@ -25,7 +25,7 @@ PAIRS = sorted({*zip(stages(), stages()[1:], strict=False), *(("01", b) for b in
 pairs = pytest.mark.parametrize("old, new", PAIRS)
 
 # `make diff-NN` is the lesson of a stage: the most lines that it may have.
-LIMITS = {"02": 199, "03": 431, "04": 337, "05": 305, "06": 386, "07": 214}
+LIMITS = {"02": 199, "03": 431, "04": 337, "05": 305, "06": 390, "07": 214}
 
 compare_stages = cache(compare.compare_stages)
 
