@@ -22,13 +22,11 @@ SIZE = "--d-model 64 --n-layers 8 --n-heads 8 --seq-len 16 --global-batch-size 3
 VOCABULARY = 201  # of the tests' corpus, with <eos>
 CASES = [
     ("02", []),
-    ("03", ["--zero-stage", "1"]),
     ("03", ["--zero-stage", "2", "--micro-batch-size", "2"]),
     ("03", ["--zero-stage", "3"]),
     ("04", ["--micro-batch-size", "2"]),
     ("04", ["--shard-size", "4", "--dtype", "bfloat16", "--n-layers", "12"]),
     ("05", ["--sequence-parallel", "--activation-checkpointing"]),
-    ("05", ["--dtype", "bfloat16"]),
     ("06", ["--schedule", "zero-bubble"]),
     ("06", ["--schedule", "gpipe", "--micro-batch-size", "2", "--dtype", "bfloat16"]),
     ("07", ["--pp", "2", "--tp", "2", "--schedule", "interleaved", "--n-layers", "4"]),

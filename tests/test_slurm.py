@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -277,28 +278,18 @@ def test_wrong_master_address_fails_as_on_a_cluster(cluster):
 
 # ---- time limit, requeue and resume ----
 
-STEPS = {"01": 1200, "02": 400}  # some seconds long, so that the job can be signalled
 
-
-def long_run(cluster, corpus_dir, stage: str) -> Job:
-    """A job on two nodes that saves eight times."""
-    steps = STEPS[stage]
-    flags = f"{SMALL} --data {corpus_dir} --steps {steps} --log-every 10"
-    flags += f" --checkpoint-every {steps // 8} --keep-checkpoints 9"
-    return cluster.submit(f"submit-{stage}", "NODES=2", "GPUS=1", f"ARGS={flags}")[0]
+def long_run(cluster, corpus_dir) -> Job:
+    """A job on two nodes, some seconds long so that it can be signalled, that saves eight times."""
+    flags = f"{SMALL} --data {corpus_dir} --steps 400 --log-every 10"
+    flags += " --checkpoint-every 50 --keep-checkpoints 9"
+    return cluster.submit("submit-02", "NODES=2", "GPUS=1", f"ARGS={flags}")[0]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster, corpus_dir):
-    """`undisturbed("02")`: a run of the stage on two nodes that is not interrupted."""
-    known: dict[str, Job] = {}
-
-    def run(stage: str) -> Job:
-        if stage not in known:
-            known[stage] = long_run(cluster, corpus_dir, stage)
-        return known[stage]
-
-    return run
+    """`undisturbed()`: the same run without interruption, submitted when it is first called."""
+    return cache(lambda: long_run(cluster, corpus_dir))
 
 
 def numbers_of(job: Job) -> list[tuple]:
@@ -327,9 +318,8 @@ def steps_of(job: Job) -> str:
 
 
 @pytest.mark.wall_clock  # the signals must come before the run ends
-@pytest.mark.parametrize("stage", ["01", "02"])
-def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, undisturbed, corpus_dir, stage):
-    job = long_run(cluster, corpus_dir, stage)
+def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, undisturbed, corpus_dir):
+    job = long_run(cluster, corpus_dir)
 
     def ask_to_stop(restarts: int) -> None:
         cluster.call("scancel", "--signal=USR1", "--batch", job.number)
@@ -339,15 +329,15 @@ def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, undisturbed,
     # may be done by then or not.
     job.until("step", lambda: f" {job.number}.0 " in steps_of(job))
     ask_to_stop(1)
-    undisturbed(stage)  # may run while the other job is pending
+    undisturbed()  # may run while the other job is pending
     job.until("step 10", has_reached(job, 9))
     ask_to_stop(2)
     job.ends()
-    undisturbed(stage).ends()
+    undisturbed().ends()
     assert job.log.count("requeued, continues from its newest checkpoint") == 2
     assert "asked to stop: saving after step" in job.log and "resumed from" in job.log
-    assert numbers_of(job) == numbers_of(undisturbed(stage))
-    assert weights_of(job) == weights_of(undisturbed(stage)) != {}
+    assert numbers_of(job) == numbers_of(undisturbed())
+    assert weights_of(job) == weights_of(undisturbed()) != {}
 
 
 # ---- a node is lost ----
@@ -376,16 +366,15 @@ def lose(cluster):
 
 @pytest.mark.wall_clock  # Slurm may take a node that is slow to answer for lost
 def test_requeue_after_a_lost_node_resumes_and_finishes(cluster, undisturbed, corpus_dir, lose):
-    job = long_run(cluster, corpus_dir, "02")
+    job = long_run(cluster, corpus_dir)
     job.until("step 80", has_reached(job, 79))
     lost = job.nodes()[1]  # the batch script runs on the other node
     lose(lost)
     info = job.ends()
     assert lost not in job.nodes() and info["Restarts"] >= "1"
-    undisturbed("02").ends()
     assert "resumed from" in job.log
-    undisturbed("02").ends()
-    assert numbers_of(job) == numbers_of(undisturbed("02"))
+    undisturbed().ends()
+    assert numbers_of(job) == numbers_of(undisturbed())
 
 
 # ---- make cluster ----
