@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # ---- tests that depend on wall-clock time ----
 
-ATTEMPTS = 3
+ATTEMPTS = int(os.environ.get("WALL_CLOCK_ATTEMPTS", 3))
 
 
 @pytest.hookimpl(tryfirst=True)
