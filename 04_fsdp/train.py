@@ -195,7 +195,7 @@ class FullyShardedDataParallel(ModuleOfShards):
     def reshard_finished_units(self, entered: FlatParameter) -> None:
         """Free the finished units that forward ran after `entered`: backward has left them.
 
-        That its gradients are complete is no proof: where a unit also uses `weight.detach()`,
+        Complete gradients do not prove that it has: where a unit also uses `weight.detach()`,
         backward may still read its parameters.
         """
         finished, self.finished = self.finished, []

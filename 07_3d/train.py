@@ -586,7 +586,7 @@ class PipelineStage:
                 self.part.layers[name] = layer
         self.output = model.output if model.config.n_units - 1 in units else None
         self.autocast = autocast
-        # by micro-batch: input, the output's place in the graph, in the last stage its gradient
+        # by micro-batch: input, edge where backward starts, in the last stage the gradient there
         self.in_flight: dict[int, tuple[Tensor, GradientEdge, Tensor | None]] = {}
 
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
@@ -606,7 +606,7 @@ class PipelineStage:
 
     def loss(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
         """The loss, and the gradient of x. The output unit's backward runs at once: its graph keeps
-        the logits or the head's gradient, too much for every micro-batch in flight."""
+        the logits or the head's gradient, too big to keep one per micro-batch."""
         x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             loss = self.output(x, targets)
