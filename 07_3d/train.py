@@ -232,10 +232,10 @@ def tensor_parallel(
         layer.mlp.w2 = RowParallelLinear(layer.mlp.w2, region)
     if model.output is not None:
         model.output = VocabParallelOutput(model.output, region)
-    if sequence_parallel:  # dropout masks depend on the position: this rank's begin here
-        for module in model.modules():
-            if isinstance(module, CounterDropout):
-                module.first_position = region.rank * model.config.seq_len // region.tp
+    if sequence_parallel:  # dropout masks depend on the position: this rank's are these
+        length = model.config.seq_len // region.tp
+        for dropout in (m for m in model.modules() if isinstance(m, CounterDropout)):
+            dropout.positions = (range(region.rank * length, (region.rank + 1) * length),)
     return model
 
 

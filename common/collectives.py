@@ -11,6 +11,7 @@ a ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for cluster
 | all_gather_single         | the gathered output | (N-1)/N payload     |
 | reduce_scatter_single     | the full input      | (N-1)/N payload     |
 | broadcast                 | the tensor          | (N-1)/N payload     |
+| all_to_all_single         | the full input      | (N-1)/N payload     |
 | isend                     | the tensor          | payload             |
 
 The tests compare these figures with the calls that PyTorch's dispatcher sees, and with the bytes
@@ -114,6 +115,13 @@ def reduce_scatter_single(
         summed = _WorkWithEnd(work, lambda: torch.sum(by_rank, 0, out=output))
         return summed if async_op else summed.wait()
     return _reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
+
+
+def all_to_all_single(
+    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
+) -> Work | None:
+    ledger.record("all_to_all_single", input.nbytes, _ring(group), group)
+    return dist.all_to_all_single(output, input, group=group, async_op=async_op)
 
 
 @dataclass

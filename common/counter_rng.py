@@ -51,17 +51,26 @@ def sample_keys(seed: int, step: int, samples: Tensor) -> Tensor:
     return fold_in(start, samples.to(torch.int32))
 
 
+Positions = tuple[range, ...]  # of some tokens in the full sequence, as contiguous ranges
+
+
+def position_ids(positions: Positions, device: torch.device) -> Tensor:
+    """The positions one by one: int64 [tokens]."""
+    return torch.cat([torch.arange(p.start, p.stop, device=device) for p in positions])
+
+
 class CounterDropout(nn.Module):
     """Dropout whose mask is a hash of (sample key, site, position, feature).
 
-    site: the unique number of this dropout in the model. first_position: of the first token that
-    `forward` gets, so that a rank with one shard of a sequence drops the same elements as a rank
-    with all of it.
+    site: the unique number of this dropout in the model. positions: those of the tokens that
+    `forward` gets, so that a rank with a shard of a sequence drops the same elements as a rank
+    with all of it; None: all tokens from 0 on.
     """
 
-    def __init__(self, p: float, site: int, first_position: int = 0):
+    def __init__(self, p: float, site: int):
         super().__init__()
-        self.p, self.site, self.first_position = p, site, first_position
+        self.p, self.site = p, site
+        self.positions: Positions | None = None
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
         """x: [batch, seq, features]; keys: int32 [batch], or None to drop nothing."""
@@ -74,8 +83,8 @@ class CounterDropout(nn.Module):
         """True for the elements of x to keep: bool [batch, seq, features]."""
         seq, features = x.shape[-2:]
         # site and position in one counter: room for a million positions at each of 4096 sites
-        place = torch.arange(seq, dtype=torch.int32, device=x.device)
-        place += self.first_position + (self.site << 20)
+        place = position_ids(self.positions or (range(seq),), x.device).to(torch.int32)
+        place += self.site << 20
         feature = torch.arange(features, dtype=torch.int32, device=x.device)
         key = fold_in(keys[:, None], place)  # [batch, seq]
         threshold = round(self.p * 2**31)

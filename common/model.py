@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.counter_rng import CounterDropout, generator_of
+from common.counter_rng import CounterDropout, Positions, generator_of, position_ids
 from common.loss import IGNORED as IGNORED  # for the stages
 from common.loss import in_autocast_dtype, linear_cross_entropy
 
@@ -103,21 +103,22 @@ class Linear(nn.Module):
 
 
 @lru_cache(maxsize=8)
-def rotary_table(seq_len: int, head_dim: int, device: torch.device) -> Tensor:
-    """cos and sin of position times frequency, float32 [seq_len, 1, 3, head_dim / 2, 2]."""
+def rotary_table(positions: Positions, head_dim: int, device: torch.device) -> Tensor:
+    """cos and sin of position times frequency, float32 [seq, 1, 3, head_dim / 2, 2]."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     turns = torch.tensor([1, 1, 0], device=device)[:, None]  # q and k, but not v
-    angle = torch.arange(seq_len, device=device)[:, None, None, None] * turns * 10000.0**-exponent
+    position = position_ids(positions, device)[:, None, None, None]
+    angle = position * turns * 10000.0**-exponent
     return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
 
-def rotate(x: Tensor) -> Tensor:
+def rotate(x: Tensor, positions: Positions | None = None) -> Tensor:
     """Rotary position embedding of q and k in x: [batch, seq, heads, q/k/v, head_dim], its dtype.
 
     Two neighbouring features are a complex number, which is multiplied by its position's rotation.
     v is multiplied by one: that is cheaper than to split it off and to put its gradient back.
     """
-    of = x.shape[1], x.shape[-1], x.device
+    of = positions or (range(x.shape[1]),), x.shape[-1], x.device
     pairs = x.float().unflatten(-1, (-1, 2))
     # two paths: 2.13 compiles neither complex numbers nor the cache, and real numbers without the
     # compiler make a step of the tiny model 9 % longer on a CPU
@@ -138,7 +139,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention. positions: those of the tokens in x; None: all from 0 on."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -147,12 +148,16 @@ class Attention(nn.Module):
         # a contiguous shard of rows is a set of heads
         self.wqkv = Linear(config.d_model, 3 * config.d_model)
         self.wo = Linear(config.d_model, config.d_model)
+        self.positions: Positions | None = None
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
         qkv = self.wqkv(x).unflatten(-1, (-1, 3, self.head_dim))  # [batch, seq, heads, 3, head_dim]
-        q, k, v = rotate(qkv).transpose(1, 2).unbind(-2)  # [batch, heads, seq, head_dim]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(y.transpose(1, 2).flatten(-2))
+        q, k, v = rotate(qkv, self.positions).transpose(1, 2).unbind(-2)
+        return self.wo(self.attend(q, k, v).transpose(1, 2).flatten(-2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The step that mixes positions. [batch, heads, seq, head_dim] each, and the result."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class MLP(nn.Module):

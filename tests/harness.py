@@ -366,7 +366,7 @@ _PAYLOADS = {
     "recv_": ("irecv", 0),
     "_allgather_base_": ("all_gather_single", 0),
     "_reduce_scatter_base_": ("reduce_scatter_single", 1),
-    "alltoall_base_": ("reduce_scatter_single", 1),  # ours on Gloo is an all-to-all
+    "alltoall_base_": ("all_to_all_single", 1),
     "barrier": ("barrier", None),
 }
 
@@ -420,6 +420,8 @@ class _CountMode(TorchDispatchMode):
 
 def _record(op: str, args: tuple) -> Record:
     name, payload = _PAYLOADS.get(op, (op, 0))  # unknown to the ledger: keep the name
+    if name == "all_to_all_single" and _is_called_by("reduce_scatter_single"):
+        name = "reduce_scatter_single"  # ours on Gloo is an all-to-all
     group = next(_group(a) for a in args if isinstance(a, torch.ScriptObject) and _group(a))
     tensors = [] if payload is None else _tensors(args[payload])
     shape = tuple(tensors[0].shape) if tensors else ()
@@ -428,6 +430,13 @@ def _record(op: str, args: tuple) -> Record:
     world = group.group_name == dist.group.WORLD.group_name
     dtype = tensors[0].dtype if tensors else None
     return Record(name, shape, dtype, nbytes, "world" if world else desc, group.size())
+
+
+def _is_called_by(function: str) -> bool:
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _group(handle) -> dist.ProcessGroup | None:

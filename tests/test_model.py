@@ -78,6 +78,13 @@ def test_rotary_scores_depend_only_on_the_distance():
     torch.testing.assert_close(q.norm(dim=-1), q[:1].norm(dim=-1).expand(16))
 
 
+def test_a_part_of_a_sequence_is_rotated_as_in_the_full_one():
+    qkv = normal(2, 16, 3, 3, 8, seed=1)
+    at = (range(12, 16), range(3, 5))
+    every = [position for part in at for position in part]
+    assert torch.equal(rotate(qkv[:, every], at), rotate(qkv)[:, every])
+
+
 def head_by_hand(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One causal attention head of x [seq, d] with weights q, k, v [head_dim, d], in float64."""
     seq, half = len(x), len(q) // 2

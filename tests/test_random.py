@@ -14,10 +14,11 @@ def keys_of(step: int = 0, samples: int = 8, seed: int = 1) -> Tensor:
     return sample_keys(seed, step, torch.arange(samples))
 
 
-def kept(p: float = 0.5, site: int = 0, keys: Tensor | None = None, shape=(64, 128), first=0):
+def kept(p: float = 0.5, site: int = 0, keys: Tensor | None = None, shape=(64, 128), at=None):
     """The dropout mask as 0 and 1: [batch, seq, features]."""
     keys = keys_of() if keys is None else keys
-    dropout = CounterDropout(p, site, first)
+    dropout = CounterDropout(p, site)
+    dropout.positions = at
     return (dropout(torch.ones(len(keys), *shape), keys) > 0).float()
 
 
@@ -33,10 +34,12 @@ def test_dropout_masks_of_a_slice_of_the_batch(first, last):
     assert torch.equal(kept(keys=part), kept(keys=keys)[first:last])
 
 
-@pytest.mark.parametrize("first, last", [(0, 16), (16, 64), (61, 64)])
-def test_dropout_masks_of_a_slice_of_the_sequence(first, last):
-    part = kept(shape=(last - first, 128), first=first)
-    assert torch.equal(part, kept()[:, first:last])
+@pytest.mark.parametrize("at", [[(0, 16)], [(16, 64)], [(61, 64)], [(48, 56), (8, 9)]], ids=str)
+def test_dropout_masks_of_a_part_of_the_sequence(at):
+    positions = tuple(range(*ends) for ends in at)
+    every = [position for part in positions for position in part]
+    part = kept(shape=(len(every), 128), at=positions)
+    assert torch.equal(part, kept()[:, every])
 
 
 def test_every_dropout_layer_has_its_own_site_id():
