@@ -22,13 +22,14 @@ folder = $(or $(filter $*_%,$(folders)),$(error Stage $* does not exist; the sta
 help: ## this list
 	@awk -F ': .*## ' '/^[^#\t].*: .*## / { sub("%", "NN", $$1); printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo; awk -F '# ' '/^# [A-Z]+=/ { printf "  %s\n", $$2 }' Makefile
-	@echo; echo "  The stages: $(folders)"
+	@echo; echo "  The stages:"
+	@grep -H '^title = ' [0-9][0-9]_*/stage.toml | tr -d '"' | sed 's/^/  /; s|/stage.toml:title = |: |'
 
 # NPROC=4     processes of run-02 and later; by default one per GPU, or two without a GPU
 # ARGS="..."  flags for the script: make run-01 ARGS="--data sample --steps 100"
 # EDIT="..."  an expression for sed: run-NN trains with this change to the script, and prints it
 # NODES= GPUS= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 TIME=02:00:00
-# FROM=01     the stage that diff-NN compares with; by default the previous one
+# FROM=01     the stage that diff-NN compares with; by default the one that its stage.toml names
 # FULL=1      diff-NN shows the whole new file, its changed lines marked
 # RAW=1       diff-NN shows git's diff of the two files
 # PYTHON=...  the python3 that creates the virtual environment
@@ -54,7 +55,7 @@ launch = $(if $(filter 01,$*),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) \
 	$(BIN)/torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 \
 	--rdzv-id $(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID) --nproc-per-node $(NPROC))
 
-run-%: $$(folder)/train.py $(READY) ## train stage NN (01 ... 07) here
+run-%: $$(folder)/train.py $(READY) ## train stage NN here
 ifdef EDIT
 	@script=$$(sh tools/edited.sh $< "$$EDIT") && $(launch) $$script $(ARGS)
 else
@@ -97,7 +98,7 @@ generate: $(READY) ## continue PROMPT= with the model of RUN= (default: the last
 
 # ---- read ----
 
-diff-%: $$(folder)/train.py ## compare stage NN with the previous one, definition by definition
+diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition by definition
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/diff.py $* $(if $(FROM),--from $(FROM)) \
 		$(if $(RAW),--raw,$(if $(FULL),--full))
 lessons: $(READY) ## lessons/: each stage's README, code and comparisons as web pages, from disk

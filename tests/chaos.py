@@ -28,24 +28,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from harness import Pool, stages
+from harness import Pool, Run, runs_for
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.checkpoint import checkpoints
 
-RUN = "--d-model 32 --n-layers 4 --n-heads 2 --seq-len 16 --global-batch-size 12 --dropout 0.1"
-RUN += " --steps 40 --log-every 1 --eval-every 20 --checkpoint-every 2"
-TOPOLOGIES = {  # ranks and flags
-    "01": (1, ""),
-    "02": (2, ""),
-    "03": (2, "--zero-stage 3"),
-    "04": (3, ""),
-    "05": (2, ""),
-    "06": (2, "--micro-batch-size 3"),
-    "07": (4, "--pp 2 --tp 2"),
-}
+RUN = "--steps 40 --eval-every 20 --checkpoint-every 2"
 EXACT = ("step", "loss", "grad_norm", "lr", "val_loss", "test_loss")
+
+
+def run_of(stage: str) -> Run:
+    """The run that the stage's file has for this."""
+    (run,) = (run for run in runs_for("kill") if run.stage == stage)
+    return run
 
 
 @dataclass
@@ -161,7 +157,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=42, help="minimum number of kills")
     parser.add_argument("--seed", type=int, default=None, help="random seed (default: a new one)")
-    parser.add_argument("--only", nargs="*", default=stages(), help="stages")
+    everyone = [run.stage for run in runs_for("kill")]
+    parser.add_argument("--only", nargs="*", default=everyone, help="stages")
     args = parser.parse_args()
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", flush=True)
@@ -175,8 +172,8 @@ def kill_runs(args: argparse.Namespace, rng: random.Random, root: Path) -> int:
     durations: dict[str, float] = {}
     while kills < args.kills:
         stage = args.only[runs % len(args.only)]
-        ranks, own = TOPOLOGIES[stage]
-        argv = [*RUN.split(), "--data", "sample", *own.split()]
+        ranks, own = run_of(stage).ranks, run_of(stage).argv
+        argv = [*own, *RUN.split(), "--data", "sample"]
         undisturbed, run_dir = root / f"undisturbed-{stage}", root / f"run-{runs}"
         with contextlib.closing(Pool(ranks, group=stage != "01")) as pool:
             if stage not in durations:

@@ -28,7 +28,7 @@ for name in list(os.environ):
 
 
 # the files that take minutes, longest first: with several workers the short ones fill the gaps
-LONG = "slurm survival 3d dry_run pipeline parity_data_parallel launchers tensor_parallel training"
+LONG = "slurm survival 3d dry_run pipeline parity launchers tensor_parallel training"
 
 
 collected: list[str] = []  # the node ids of all tests, including those that `-k` and `-m` deselect
@@ -133,17 +133,40 @@ def fresh_pool(_folders):
 
 
 @pytest.fixture(scope="session")
-def reference(pools):
-    """`reference(argv)`: stage 01's metrics for these flags, run once per session."""
+def reference(pools, tmp_path_factory):
+    """`reference(argv)`: stage 01's metrics for these flags, run once per session. With the number
+    of another stage, those of its own one-process run."""
     known: dict[tuple[str, ...], list[dict]] = {}
+    folder = tmp_path_factory.mktemp("replay")
 
-    def metrics(argv: list[str]) -> list[dict]:
-        key = tuple(map(str, argv))
+    def metrics(argv: list[str], stage: str = "01") -> list[dict]:
+        key = (stage, *map(str, argv))
         if key not in known:
-            known[key] = pools(1, group=False).train("01", list(key))[0]
+            job = harness.train, "record", str(folder), stage, harness.with_run_dir(list(key[1:]))
+            known[key] = pools(1, group=stage != "01").run(harness.comparably, *job)[0]
         return known[key]
 
+    metrics.folder = folder
     return metrics
+
+
+@pytest.fixture
+def reproduce(pools, reference, corpus_dir):
+    """`reproduce(run)`: the metrics of a run of a stage's file on each rank, and its reference's.
+
+    job: in place of the stage's training, a function of the stage and the arguments, whose results
+    are returned. flags: more of them, for both runs.
+    """
+
+    def results(run, job=harness.train, backend="gloo", flags=()) -> tuple[list, list[dict]]:
+        data = ["--data", str(corpus_dir), "--resume", "never", *flags]
+        expected = reference([*run.reference_argv, *data], harness.stage_file(run.stage).reference)
+        argv = harness.with_run_dir([*run.argv, *data])
+        around = job, "replay", str(reference.folder), run.stage, argv
+        pool = pools(run.ranks, group=run.stage != "01", backend=backend)
+        return pool.run(harness.comparably, *around), expected
+
+    return results
 
 
 @pytest.fixture(scope="session")

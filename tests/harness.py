@@ -4,6 +4,8 @@
     pool.attempt(function, *args)    one `Outcome` per rank, errors and exits included
     pool.train("02", argv)           what `main(argv)` of stage 02 returns on each rank
     assert_same_curve(metrics, reference)
+    cases("parity")                  the runs of all stage files for one purpose, as parameters
+    assert_reproduces(run, metrics, reference)      within the tolerance of the stage's file
     with count_collectives() as counted: ...        counted.records, .calls, .payload
     with whole_ledger() as ledger: ...              the ledger of a run, without its resets
     assert_ledger_is_true(ledger, counted), bytes_written()
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import io
 import multiprocessing
 import multiprocessing.forkserver
@@ -32,12 +35,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -48,7 +53,15 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from stages import REPO, load_stage, stage_path, stages  # noqa: F401  for the tests, too
+from stages import (  # noqa: F401  for the tests, too
+    REPO,
+    Run,
+    load_stage,
+    runs_for,
+    stage_file,
+    stage_path,
+    stages,
+)
 
 import common.distributed
 
@@ -211,10 +224,10 @@ class Pool:
 
     def train(self, stage: str, argv: list[str], timeout: float | None = None) -> list[list[dict]]:
         """Run `main(argv)` of a stage on every rank; without --run-dir, in a new run folder."""
-        return self.run(_train, stage, _with_run_dir(argv), timeout=timeout)
+        return self.run(train, stage, with_run_dir(argv), timeout=timeout)
 
     def attempt_train(self, stage: str, argv: list[str]) -> list[Outcome]:
-        return self.attempt(_train, stage, _with_run_dir(argv))
+        return self.attempt(train, stage, with_run_dir(argv))
 
     def attempt(
         self, function: Callable, *args, timeout: float | None = None, **kwargs
@@ -325,11 +338,11 @@ def _context():
     return context
 
 
-def _train(stage: str, argv: list[str]) -> list[dict]:
+def train(stage: str, argv: list[str]) -> list[dict]:
     return load_stage(stage).main(argv)
 
 
-def _with_run_dir(argv: list[str]) -> list[str]:
+def with_run_dir(argv: list[str]) -> list[str]:
     if "--run-dir" in argv:
         return list(argv)
     return [*argv, "--run-dir", tempfile.mkdtemp(prefix="run-", dir=os.environ.get("RUNS_ROOT"))]
@@ -354,6 +367,33 @@ def assert_same_curve(
             a, b = ours[name], theirs[name]
             most = norm * abs(b) if name == "grad_norm" else loss
             assert abs(a - b) <= most, f"{where} {a!r}, reference {b!r}, {a - b:+.3g} off"
+
+
+# ---- the runs of the stage files ----
+
+BFLOAT16 = {"bf16": {"loss": 3e-4, "norm": 1e-2}, "late-bf16": {"loss": 0.02, "norm": 0.1}}
+
+
+def cases(purpose: str) -> list:
+    """The runs of all stages for one purpose, as pytest's parameters."""
+    quick = {True: [pytest.mark.quick], False: []}
+    return [pytest.param(run, id=run.id, marks=quick[run.quick]) for run in runs_for(purpose)]
+
+
+def assert_reproduces(run: Run, metrics: list[dict], reference: list[dict]) -> None:
+    """Compare a run's metrics with those of its reference, as its stage's file says."""
+    tolerance = BFLOAT16.get(run.purpose) or stage_file(run.stage).tolerance
+    tolerance = {**tolerance, **dict(run.tolerance)}
+    steps = tolerance.pop("steps", len(reference))
+    assert_same_curve(metrics[:steps], reference[:steps], **tolerance)
+
+
+def comparably(job: Callable, how: str, folder: str, stage: str, argv: list[str]) -> Any:
+    """`job(stage, argv)`, within `record` or `replay` of the module that the stage's file names."""
+    module = stage_file(stage).replay
+    around = getattr(importlib.import_module(module), how)(folder) if module else nullcontext()
+    with around:
+        return job(stage, argv)
 
 
 # ---- collectives ----

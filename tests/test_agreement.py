@@ -8,7 +8,15 @@ from collections import Counter
 
 import pytest
 import torch
-from harness import Pool, assert_same_curve, count_collectives, load_stage
+from harness import (
+    Pool,
+    assert_reproduces,
+    cases,
+    comparably,
+    count_collectives,
+    load_stage,
+    stage_file,
+)
 from late_backend import Call, recorded_calls
 from nccl_rules import assert_ranks_agree
 
@@ -84,16 +92,6 @@ def test_mismatched_roots_of_a_broadcast_are_found():
 
 # ---- PyTorch's own checks: TORCH_DISTRIBUTED_DEBUG=DETAIL, and the flight recorder ----
 
-SIZE = "--d-model 16 --n-layers 2 --n-heads 2 --seq-len 8 --global-batch-size 12".split()
-RUN = [*SIZE, *"--steps 2 --log-every 1 --resume never --dropout 0.1".split()]
-STAGES = [
-    ("02", ["--micro-batch-size", "3"]),
-    ("03", ["--zero-stage", "2", "--micro-batch-size", "3"]),
-    ("04", ["--micro-batch-size", "3"]),
-    ("05", ["--sequence-parallel"]),
-    ("06", ["--schedule", "zero-bubble"]),
-    ("07", ["--pp", "2", "--schedule", "interleaved", "--n-layers", "4"]),
-]
 # a collective's name in the ledger: its names in the flight recorder and in the late backend
 NAMES = {
     "all_reduce": ("gloo:all_reduce", "all_reduce"),
@@ -132,18 +130,18 @@ def record(stage: str, argv: list[str]) -> list:
     return [event for event in events if isinstance(event, Call)]
 
 
-@pytest.mark.parametrize(("stage", "own"), STAGES, ids=str)
+@pytest.mark.parametrize("run", cases("agreement"))
 def test_debug_detail_finds_no_mismatch_and_counts_the_same_calls(
-    pools, detail_pool, reference, corpus_dir, tmp_path, stage, own
+    pools, detail_pool, reference, corpus_dir, tmp_path, run
 ):
-    shape = own[own.index("--n-layers") :] if "--n-layers" in own else []
-    argv = [*RUN, "--data", str(corpus_dir)]
-    expected = reference([*argv, *shape])
-    argv += [*own, "--run-dir", str(tmp_path)]
-    ranks = detail_pool.run(observed, stage, argv)
-    late = pools(2, backend="late").run(record, stage, argv)
+    data = ["--data", str(corpus_dir), "--resume", "never"]
+    expected = reference([*run.reference_argv, *data], stage_file(run.stage).reference)
+    argv = [*run.argv, *data, "--run-dir", str(tmp_path)]
+    around = "replay", str(reference.folder), run.stage, argv
+    ranks = detail_pool.run(comparably, observed, *around)
+    late = pools(2, backend="late").run(comparably, record, *around)
     for (metrics, dispatched, flight), recorded in zip(ranks, late, strict=True):
-        assert_same_curve(metrics, expected)
+        assert_reproduces(run, metrics, expected)
         collectives = [r for r in dispatched if r.op in NAMES]
         # the flight recorder sees neither sends nor receives on Gloo
         assert Counter(name for name, *_ in flight) == Counter(NAMES[r.op][0] for r in collectives)
@@ -152,10 +150,7 @@ def test_debug_detail_finds_no_mismatch_and_counts_the_same_calls(
         ours += Counter({"isend": "send", "irecv": "recv"}.get(r.op) for r in dispatched)
         del ours[None]
         assert ours == Counter(call.op for call in recorded)
-    assert ranks[0][2] == ranks[1][2] or stage in (
-        "06",
-        "07",
-    )  # pipeline stages differ
+    assert ranks[0][2] == ranks[1][2] or stage_file(run.stage).ranks_differ
 
 
 def wrong_across_ranks(kind: str) -> None:

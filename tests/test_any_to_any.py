@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Pool, assert_same_curve, load_stage, stages
+from harness import Pool, Run, assert_same_curve, load_stage, runs_for
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.arguments import model_config
@@ -18,43 +18,27 @@ from common.model import Transformer
 
 pytestmark = pytest.mark.slow
 
-RUN = "--d-model 32 --n-layers 4 --n-heads 4 --seq-len 16 --global-batch-size 12".split()
-RUN += "--dropout 0.1 --log-every 1 --eval-every 20 --steps 22".split()
 AFTER = 20  # steps, so that the optimizer state is far from zero
-# two topologies (ranks and flags) of each stage: the first saves, the second loads
-PIPELINE = "--micro-batch-size 3"
-TOPOLOGIES = {
-    "01": ((1, ""), (1, "--micro-batch-size 4")),
-    "02": ((2, ""), (3, "")),
-    "03": ((3, "--zero-stage 1"), (2, "--zero-stage 3")),
-    "04": ((3, ""), (4, "--shard-size 2")),
-    "05": ((2, "--sequence-parallel"), (4, "")),
-    "06": ((4, f"{PIPELINE} --schedule zero-bubble"), (2, f"{PIPELINE} --schedule interleaved")),
-    "07": ((4, "--pp 2 --tp 2"), (4, f"{PIPELINE} --pp 2")),
-}
-
-
-def test_every_stage_has_topologies_to_resume_on():
-    assert sorted(TOPOLOGIES) == stages()
+# one run of each stage's file saves, another one loads
+SAVES, LOADS = ({run.stage: run for run in runs_for(purpose)} for purpose in ("save", "load"))
+saving, loading = (pytest.mark.parametrize(n, x) for n, x in (("of", SAVES), ("into", LOADS)))
 
 
 @pytest.fixture(scope="module")
 def train(pools, corpus_dir):
-    """`train("04", 1, "--resume", ...)` runs a stage on its second topology; rank 0's metrics."""
+    """`train(run, "--resume", ...)`: rank 0's metrics of a stage's run."""
 
-    def run(stage: str, which: int, *flags) -> list[dict]:
-        ranks, own = TOPOLOGIES[stage][which]
-        pool: Pool = pools(ranks, group=stage != "01")
-        argv = [*RUN, *own.split(), "--data", str(corpus_dir), *map(str, flags)]
-        return pool.train(stage, argv)[0]
+    def metrics(run: Run, *flags) -> list[dict]:
+        pool: Pool = pools(run.ranks, group=run.stage != "01")
+        return pool.train(run.stage, [*run.argv, "--data", str(corpus_dir), *map(str, flags)])[0]
 
-    return run
+    return metrics
 
 
 @pytest.fixture(scope="module")
 def curve(reference, corpus_dir) -> list[dict]:
     """The metrics of stage 01's uninterrupted run."""
-    return reference([*RUN, "--data", str(corpus_dir)])
+    return reference([*SAVES["01"].argv, "--data", str(corpus_dir)])
 
 
 @pytest.fixture(scope="module")
@@ -66,27 +50,27 @@ def saved(train, curve, tmp_path_factory):
         if stage not in known:
             folder = tmp_path_factory.mktemp(f"run-{stage}")
             flags = ("--checkpoint-every", AFTER, "--run-dir", folder)
-            assert_same_curve(train(stage, 0, *flags), curve)
+            assert_same_curve(train(SAVES[stage], *flags), curve)
             known[stage], _ = checkpoints(folder / "checkpoints")
         return known[stage]
 
     return checkpoint
 
 
-@pytest.mark.parametrize("into", stages())
-@pytest.mark.parametrize("of", stages())
+@loading
+@saving
 def test_resume_in_any_other_stage_has_the_same_loss_curve(train, curve, saved, of, into):
-    rest = train(into, 1, "--resume", saved(of))
+    rest = train(LOADS[into], "--resume", saved(of))
     assert_same_curve(rest, [line for line in curve if line["step"] >= AFTER])
 
 
 def plain_model(corpus_dir: Path):
-    args = load_stage("01").parse_args([*RUN, "--data", str(corpus_dir)])
+    args = load_stage("01").parse_args([*SAVES["01"].argv, "--data", str(corpus_dir)])
     corpus = load_corpus(args.data)
     return Transformer(model_config(args, corpus.vocab)), corpus, args
 
 
-@pytest.mark.parametrize("of", stages())
+@saving
 def test_dcp_to_torch_converts_a_checkpoint_and_the_plain_model_has_the_same_loss(
     curve, saved, corpus_dir, tmp_path, of
 ):
@@ -102,13 +86,13 @@ def test_dcp_to_torch_converts_a_checkpoint_and_the_plain_model_has_the_same_los
     assert abs(loss - curve[AFTER - 1]["val_loss"]) < 1e-5
 
 
-@pytest.mark.parametrize("of", stages())
+@saving
 def test_checkpoint_with_any_missing_file_is_an_error(saved, corpus_dir, tmp_path, capsys, of):
     model, _, args = plain_model(corpus_dir)
     optimizer = torch.optim.AdamW(model.parameters())
     state = training_state(model, optimizer)
     files = sorted(saved(of).glob("*.distcp"))
-    assert len(files) == TOPOLOGIES[of][0][0]  # every rank writes a file
+    assert len(files) == SAVES[of].ranks  # every rank writes a file
     shutil.copytree(saved(of), tmp_path / "copy")
     for file in files:
         (tmp_path / "copy" / file.name).unlink()
@@ -122,7 +106,7 @@ def test_checkpoint_with_any_missing_file_is_an_error(saved, corpus_dir, tmp_pat
 
 def test_these_checkpoints_include_uneven_and_empty_shards(saved):
     uneven = empty = False
-    for stage in stages():
+    for stage in SAVES:
         metadata = pickle.loads((saved(stage) / ".metadata").read_bytes())
         ranks = {info.relative_path for info in metadata.storage_data.values()}
         for name, entry in metadata.state_dict_metadata.items():

@@ -13,19 +13,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from harness import REPO, stage_path, stages
+from harness import REPO, stage_file, stage_path, stages
 
 sys.path.insert(0, str(REPO / "tools"))
 
 import compare
 import diff
 from compare import Comparison, Definition, Row
+from stages import pairs as stage_pairs
 
-PAIRS = sorted({*zip(stages(), stages()[1:], strict=False), *(("01", b) for b in stages()[1:])})
-pairs = pytest.mark.parametrize("old, new", PAIRS)
-
-# `make diff-NN` is the lesson of a stage: the most lines that it may have.
-LIMITS = {"02": 199, "03": 431, "04": 337, "05": 305, "06": 390, "07": 214}
+pairs = pytest.mark.parametrize("old, new", stage_pairs())
 
 compare_stages = cache(compare.compare_stages)
 
@@ -100,7 +97,7 @@ def test_folded_definitions_are_identical_in_the_stage_that_is_named(new):
         nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, compare.DEFINITIONS)]
         return {ast.get_source_segment(text, node) for node in nodes}
 
-    comparison = compare_stages(f"{int(new) - 1:02}", new)
+    comparison = compare_stages(stage_file(new).compare, new)
     text = stage_path(new).read_text()
     nodes = {n.lineno: n for n in ast.walk(ast.parse(text)) if isinstance(n, compare.DEFINITIONS)}
     known = [x for x in by_name(comparison).values() if x.status == "known"]
@@ -109,10 +106,12 @@ def test_folded_definitions_are_identical_in_the_stage_that_is_named(new):
         assert source in sources(definition.base_stage[:2]), definition.block.name
 
 
-@pytest.mark.parametrize("new", LIMITS)
+@pytest.mark.parametrize("new", stages()[1:])
 def test_the_diff_is_short_enough_to_be_read(new):
-    count = sum(bool(x.strip()) for x in text_of(compare_stages(f"{int(new) - 1:02}", new)))
-    assert count <= LIMITS[new]
+    """`make diff-NN` is the lesson of a stage."""
+    text = text_of(compare_stages(stage_file(new).compare, new))
+    count, most = sum(bool(x.strip()) for x in text), stage_file(new).diff_lines
+    assert count <= most, f"diff_lines in the stage's file allows {most} lines"
 
 
 # ---- new, changed, known, renamed, gone ----
@@ -359,7 +358,7 @@ def test_a_renamed_class_is_compared_by_the_table(monkeypatch):
 
 
 def test_every_name_of_the_table_is_there_and_its_older_names_are_gone():
-    found = {n: compare.load_stage(n).by_name for n in stages()}
+    found = {n: compare.read_stage(n).by_name for n in stages()}
     for name, older in compare.RENAMED.items():
         for each in older:
             renamed = [n for n in stages() if name in found[n] and each not in found[n]]
@@ -508,7 +507,8 @@ def test_a_stage_that_does_not_exist_is_named_in_one_line(words):
     done = tool(*words)
     assert done.returncode == 2 and not done.stdout
     (line,) = done.stderr.splitlines()
-    assert re.match(r"diff.py: stage (42|x|00) does not exist; the stages are 01 02 ", line)
+    missing = "stage (42|x) does not exist; the stages are 01 02 "
+    assert re.match("diff.py: " + ("stage 01 is the first" if words == ["01"] else missing), line)
 
 
 def test_make_diff_takes_from_full_and_raw():

@@ -8,19 +8,17 @@ import sys
 import tokenize
 from collections import Counter
 from functools import cache, lru_cache
-from itertools import combinations
 
 import pytest
-from harness import REPO, stage_path, stages
+from harness import REPO, stage_file, stage_path, stages
 
 sys.path.insert(0, str(REPO / "tools"))
 
 from compare import Comparison, compare_stages, split_stage
 from compare import compare as compare_texts
+from stages import pairs as stage_pairs
 
-PAIRS = sorted(
-    {*zip(stages(), stages()[1:], strict=False), *(("01", s) for s in stages() if s > "01")}
-)
+PAIRS = stage_pairs()
 pairs = pytest.mark.parametrize("before, after", PAIRS)
 
 
@@ -86,6 +84,7 @@ def noise(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
 
 
 BANNER = "# The training loop"
+COPIES = "to the letter from"  # in the title of the third banner, if there is one
 
 
 @lru_cache
@@ -101,7 +100,8 @@ def without_technique(stage: str) -> list[str]:
     lines = lines_of(stage)
     technique = next((i for i, x in enumerate(lines) if x.startswith("# The technique")), None)
     loop = lines.index(BANNER)
-    return lines if technique is None else lines[:technique] + lines[loop:]
+    copies = next((i for i in range(loop, len(lines)) if COPIES in lines[i]), len(lines))
+    return lines if technique is None else lines[:technique] + lines[loop:copies]
 
 
 @pairs
@@ -125,42 +125,15 @@ def test_shared_flags_have_the_same_help(before, after):
 
 # ---- inside the techniques ----
 
-# The definitions of an earlier stage that a stage refines, and why they are not identical. The
-# methods of a class that `tools/compare.py` lists as renamed count under their new class.
-REFINED = {
-    "03": {
-        "Bucket.(head)": "it holds parameters and a shard too",
-        "Bucket.__init__": "it holds parameters and a shard too",
-        "Bucket.collect": "`copy_gradient` is on its own, because stages 2 and 3 share only that",
-        "Bucket.start_reduction": "a reduce-scatter instead of an all-reduce",
-        "Bucket.finish_reduction": "the average becomes the shard's gradient",
-        "ZeroRedundancyOptimizer.__init__": "an optimizer, not a module; three classes of buckets",
-        "ZeroRedundancyOptimizer.no_sync": "stages 2 and 3 reduce every micro-batch",
-        "ZeroRedundancyOptimizer.mark_ready": "also waits for the end of backward",
-        "ZeroRedundancyOptimizer.launch_ready_buckets": "at most two buckets are full",
-        "ZeroRedundancyOptimizer.finish_gradient_synchronization": "`end_backward` does the rest",
-    },
-    "04": {
-        "FlatParameter.(head)": "no bucket with full gradients to begin with",
-        "FlatParameter.__init__": "two groups, two dtypes, a device for the shard, frozen units",
-        "FlatParameter.start_reduction": "zero_grad may come while the reduction is in flight",
-        "FlatParameter.finish_reduction": "zero_grad may come while the reduction is in flight",
-        "FullyShardedDataParallel.__init__": "units, hybrid sharding, dtypes, the meta device",
-        "FullyShardedDataParallel.forward": "stale unsharded parameters are freed first",
-        "FullyShardedDataParallel.no_sync": "only the replicas' all-reduce is deferred",
-        "FullyShardedDataParallel.before_forward": "prefetches; casts the inputs",
-        "FullyShardedDataParallel.after_forward": "may leave the unit unsharded",
-        "FullyShardedDataParallel.before_backward": "prefetches; reshards frozen units",
-        "FullyShardedDataParallel.reshard_finished_units": "units may be frozen or nested",
-        "FullyShardedDataParallel.mark_ready": "always reduces",
-        "FullyShardedDataParallel.launch_ready_buckets": "also starts the replicas' all-reduce",
-        "FullyShardedDataParallel.end_backward": "reshards every unit",
-        "FullyShardedDataParallel.finish_gradient_synchronization": "also waits for replicas",
-        "FullyShardedDataParallel.training_state": "every parameter is sharded",
-    },
-    "06": {"clip_grad_norm_": "sums the squares over the stages; nothing is replicated"},
-    "07": {"clip_grad_norm_": "sums the squares over two axes of the mesh"},
-}
+
+def refined(stage: str) -> list[str]:
+    """The definitions that the stage's file lists as refined. The methods of a class that it lists
+    as renamed count under their new class."""
+    found = []
+    for names in stage_file(stage).refined:
+        owner, _, methods = names.partition(": ")
+        found += [f"{owner}.{method}" for method in methods.split()] or [owner]
+    return found
 
 
 def differing(comparison: Comparison) -> dict[str, str]:
@@ -171,6 +144,7 @@ def differing(comparison: Comparison) -> dict[str, str]:
         name, base = definition.block.name, definition.base
         if definition.block.kind == "banner":
             inside = (inside or "# The technique" in name) and BANNER not in name
+            inside = inside or COPIES in name
         for leaf in definition.leaves if inside else []:
             is_renamed_head = leaf.block.kind == "head" and base.name != name
             if leaf.status in ("changed", "rewritten") and not is_renamed_head:
@@ -180,11 +154,11 @@ def differing(comparison: Comparison) -> dict[str, str]:
 
 @pytest.mark.parametrize("stage", stages()[1:])
 def test_a_definition_of_two_stages_is_identical_or_listed_as_refined(stage):
-    found, listed = differing(compare_stages(f"{int(stage) - 1:02}", stage)), REFINED.get(stage, {})
-    unlisted = {name: base for name, base in found.items() if name not in listed}
-    assert not unlisted, f"not identical to an earlier stage, nor in REFINED: {unlisted}"
-    outdated = [name for name in listed if name not in found]
-    assert not outdated, f"in REFINED, but identical to an earlier stage, or gone: {outdated}"
+    found = differing(compare_stages(stage_file(stage).compare, stage))
+    unlisted = {name: base for name, base in found.items() if name not in refined(stage)}
+    assert not unlisted, f"not identical to an earlier stage: add to [refined]: {unlisted}"
+    outdated = [name for name in refined(stage) if name not in found]
+    assert not outdated, f"identical or gone: remove from [refined]: {outdated}"
 
 
 def test_a_changed_shared_definition_is_found():
@@ -198,7 +172,6 @@ def test_a_changed_shared_definition_is_found():
         assert list(differing(compare_texts(first, second))) == names
         earlier = split_stage("00_zeroth", banner + changed)
         assert not differing(compare_texts(first, second, [earlier]))
-    assert all(reason for reasons in REFINED.values() for reason in reasons.values())
 
 
 def test_moved_and_respaced_lines_are_found():
@@ -212,10 +185,3 @@ def test_moved_and_respaced_lines_are_found():
     assert noise(lines, [*lines, "a_new_line = 3"]) == ([], [])
     removed, added = hunks(lines, wrapped)[0]
     assert removed == [lines[2]] and added == wrapped[2:4]
-
-
-def test_every_stage_is_compared():
-    assert {a for a, _ in PAIRS} | {b for _, b in PAIRS} >= set(
-        stages() if len(stages()) > 1 else []
-    )
-    assert len(PAIRS) <= len(list(combinations(stages(), 2)))

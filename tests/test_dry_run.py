@@ -11,26 +11,14 @@ from unittest.mock import patch
 
 import pytest
 from dry_run import PATCHES, Report, dry_run, main, plan
-from harness import REPO, PeakMemory, load_stage
+from harness import REPO, PeakMemory, cases, load_stage
 
 from common import collectives
 from common.arguments import host_memory
 
 pytestmark = pytest.mark.slow
 
-SIZE = "--d-model 64 --n-layers 8 --n-heads 8 --seq-len 16 --global-batch-size 32".split()
 VOCABULARY = 201  # of the tests' corpus, with <eos>
-CASES = [
-    ("02", []),
-    ("03", ["--zero-stage", "2", "--micro-batch-size", "2"]),
-    ("03", ["--zero-stage", "3"]),
-    ("04", ["--micro-batch-size", "2"]),
-    ("04", ["--shard-size", "4", "--dtype", "bfloat16", "--n-layers", "12"]),
-    ("05", ["--sequence-parallel", "--activation-checkpointing"]),
-    ("06", ["--schedule", "zero-bubble"]),
-    ("06", ["--schedule", "gpipe", "--micro-batch-size", "2", "--dtype", "bfloat16"]),
-    ("07", ["--pp", "2", "--tp", "2", "--schedule", "interleaved", "--n-layers", "4"]),
-]
 
 
 def real(stage: str, argv: list[str]) -> Report:
@@ -45,11 +33,9 @@ def real(stage: str, argv: list[str]) -> Report:
 
 
 @pytest.mark.wall_clock  # a thread of Gloo may still hold what it has sent
-@pytest.mark.parametrize("stage, own", CASES, ids=str)
-def test_dry_run_matches_the_memory_and_communication_of_eight_real_ranks(
-    pools, corpus_dir, stage, own
-):
-    argv = [*SIZE, *own]
+@pytest.mark.parametrize("run", cases("dry-run"))
+def test_dry_run_matches_the_memory_and_communication_of_eight_real_ranks(pools, corpus_dir, run):
+    stage, argv = run.stage, run.argv
     alone = pools(1, group=False)
     dry = {rank: alone.run(dry_run, stage, 8, rank, argv, VOCABULARY)[0] for rank in (0, 7)}
     peak = dict.fromkeys(dry, math.inf)

@@ -6,12 +6,10 @@ calls on all ranks, and an order of calls that cannot deadlock on NCCL (`nccl_ru
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
-from harness import assert_same_curve, load_stage, stage_path, stages
+from harness import Run, assert_reproduces, cases, load_stage, runs_for, stage_file
 from late_backend import Wait, assert_all_waited_for, recorded_calls
 from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agree
 from techniques import STRATEGIES, Trainer
@@ -186,77 +184,15 @@ def test_layers_out_of_order_over_the_late_backend(pools, strategy):
 
 # ---- every stage ----
 
-SIZE = "--d-model 16 --n-layers 2 --n-heads 2 --seq-len 8 --global-batch-size 24".split()
-RUN = [*SIZE, *"--steps 4 --log-every 1 --resume never --dropout 0.1 --grad-clip 0.3".split()]
-CHECKPOINTING = ["--activation-checkpointing"]
-SEQUENCE = ["--sequence-parallel"]
-
-
-def schedule(name: str, layers: int | None = None) -> list[str]:
-    layers = layers or (4 if name == "interleaved" else 2)
-    return ["--schedule", name, "--n-layers", str(layers)]
-
-
-def mesh(pp: int, tp: int, *own: str) -> list[str]:
-    return ["--pp", str(pp), "--tp", str(tp), *own]
-
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-CASES = [  # ranks, samples per micro-batch, stage, its flags
-    (2, 6, "02", []),
-    (3, 4, "02", ["--bucket-cap-mb", "0.005"]),
-    *((2, 6, "03", ["--zero-stage", z, "--d-model", "128"]) for z in "12"),  # two buckets
-    (2, 6, "03", ["--zero-stage", "3"]),
-    (3, 4, "03", ["--zero-stage", "3", *CHECKPOINTING]),
-    (2, 6, "04", []),
-    (3, 4, "04", CHECKPOINTING),
-    (2, 6, "04", ["--no-reshard-after-forward"]),
-    (2, 6, "04", ["--cpu-offload"]),
-    (2, 6, "04", ["--no-reshard-after-forward", *CHECKPOINTING]),
-    (4, 3, "04", ["--shard-size", "2"]),
-    (4, 3, "04", ["--shard-size", "2", "--cpu-offload"]),
-    (2, 12, "05", []),
-    (2, 12, "05", [*SEQUENCE, *CHECKPOINTING]),
-    (4, 6, "05", [*SEQUENCE, "--n-heads", "4"]),
-    *((2, 6, "06", schedule(name)) for name in SCHEDULES),
-    *((2, 6, "06", [*schedule(name), *CHECKPOINTING]) for name in ("1f1b", "zero-bubble")),
-    (2, 6, "06", [*schedule("interleaved", layers=6), "--virtual-stages", "3"]),
-    (4, 4, "06", schedule("1f1b", layers=4)),
-    (4, 4, "06", schedule("zero-bubble", layers=4)),
-    (4, 6, "06", schedule("interleaved", layers=8)),
-    (4, 3, "07", mesh(2, 1, *schedule("gpipe"))),
-    (4, 3, "07", mesh(2, 1, *schedule("1f1b"))),
-    (4, 3, "07", mesh(2, 1, *schedule("interleaved", layers=6), "--virtual-stages", "3")),
-    (4, 6, "07", mesh(2, 2, *SEQUENCE)),
-    (4, 6, "07", mesh(1, 2)),
-    (4, 6, "07", mesh(2, 2, *schedule("interleaved"), *CHECKPOINTING)),
-    (8, 3, "07", mesh(2, 2, *SEQUENCE, *CHECKPOINTING)),
-]
-CASES_IN_BFLOAT16 = [
-    (2, 6, "02", []),
-    *((2, 6, "03", ["--zero-stage", z]) for z in "23"),
-    (2, 6, "04", ["--reduce-dtype", "bfloat16"]),
-    (2, 6, "04", ["--param-dtype", "float32"]),
-    (2, 6, "04", ["--cpu-offload"]),
-    (2, 12, "05", SEQUENCE),
-    (2, 6, "06", schedule("interleaved")),
-    (2, 6, "06", schedule("zero-bubble")),
-    (4, 6, "07", mesh(2, 2, *schedule("1f1b"), *SEQUENCE)),
-]
-
 
 @pytest.mark.quick
-@pytest.mark.parametrize("number", stages()[1:])  # 01 has no process group
+@pytest.mark.parametrize("number", sorted({run.stage for run in runs_for("late")}))
 def test_cases_have_every_flag_and_schedule_of_a_stage(number):
-    tried = {w for _, _, stage, own in CASES + CASES_IN_BFLOAT16 if stage == number for w in own}
-    flags = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', stage_path(number).read_text()))
+    runs = [*stage_file(number).for_("late"), *stage_file(number).for_("late-bf16")]
+    tried = {word for run in runs for word in run.flags}
     module = load_stage(number)
     schedules = {*getattr(module, "SCHEDULES", ()), *getattr(module, "SPLIT_SCHEDULES", ())}
-    not_needed = {
-        "--timeout",
-        "--compile",
-    }  # neither is communication, and compiling takes a minute
-    assert flags | schedules <= tried | not_needed
+    assert {*stage_file(number).flags} | schedules <= tried, "add a late run to its stage.toml"
 
 
 def train(stage: str, argv: list[str]) -> tuple[list[dict], list]:
@@ -267,82 +203,54 @@ def train(stage: str, argv: list[str]) -> tuple[list[dict], list]:
     return metrics, events
 
 
-def name(value) -> str:
-    return " ".join(value) if isinstance(value, list) else str(value)
-
-
-def shape(own: list[str]) -> list[str]:
-    """Those of a stage's flags that its reference run needs too."""
-    pairs = zip(own, own[1:], strict=False)
-    names = ("--n-layers", "--n-heads", "--d-model")
-    return [word for pair in pairs if pair[0] in names for word in pair]
-
-
-@pytest.mark.quick_cases(
-    *("2-6-02-", "2-6-03---zero-stage 3", "2-6-04-", "2-12-05-"),
-    "2-6-06---schedule 1f1b --n-layers 2",
-)
-@pytest.mark.parametrize(("size", "micro", "stage", "own"), CASES, ids=name)
-def test_parity_over_the_late_backend(
-    pools, reference, corpus_dir, tmp_path, size, micro, stage, own
-):
-    argv = [*RUN, "--data", str(corpus_dir)]
-    expected = reference([*argv, *shape(own)])
-    argv += [*own, "--micro-batch-size", str(micro), "--run-dir", str(tmp_path)]
-    metrics, records = zip(*pools(size, backend="late").run(train, stage, argv), strict=True)
+@pytest.mark.parametrize("run", cases("late"))
+def test_parity_over_the_late_backend(reproduce, run):
+    every, expected = reproduce(run, train, "late")
+    metrics, records = zip(*every, strict=True)
     for lines in metrics:
-        assert_same_curve(lines, expected)
+        assert_reproduces(run, lines, expected)
     assert all(records)
     assert_ranks_agree(records)
     assert_completes(records)
     assert_connects_early(records)
 
 
-def test_parity_in_a_mixed_configuration(pools, reference, corpus_dir, tmp_path):
+def test_parity_in_a_mixed_configuration(reproduce):
     """As on GPUs, where a group has a backend for each device."""
-    argv = [*RUN, "--data", str(corpus_dir)]
-    own = ["--shard-size", "1", "--micro-batch-size", "6", "--run-dir", str(tmp_path)]
-    pool = pools(2, backend="cpu:late,meta:gloo")
-    for lines, record in pool.run(train, "04", [*argv, *own]):
-        assert_same_curve(lines, reference(argv))
+    run = Run(
+        "04",
+        "late",
+        2,
+        ("--shard-size", "1", "--micro-batch-size", "6"),
+        own_flags=("--shard-size",),
+    )
+    every, expected = reproduce(run, train, "cpu:late,meta:gloo")
+    for lines, record in every:
+        assert_reproduces(run, lines, expected)
         calls = {(e.op, e.desc) for e in record if not isinstance(e, Wait)}
         assert {("reduce_scatter", "shard"), ("all_reduce", "replicate")} <= calls
 
 
-@pytest.mark.parametrize(("size", "micro", "stage", "own"), CASES_IN_BFLOAT16, ids=name)
-def test_parity_over_the_late_backend_in_bfloat16(
-    pools, reference, corpus_dir, tmp_path, size, micro, stage, own
-):
-    argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16"]
-    expected = reference([*argv, *shape(own)])
-    argv += [*own, "--micro-batch-size", str(micro), "--run-dir", str(tmp_path)]
-    metrics, records = zip(*pools(size, backend="late").run(train, stage, argv), strict=True)
+@pytest.mark.parametrize("run", cases("late-bf16"))
+def test_parity_over_the_late_backend_in_bfloat16(reproduce, run):
+    every, expected = reproduce(run, train, "late")
+    metrics, records = zip(*every, strict=True)
     for lines in metrics:
-        assert_same_curve(lines, expected, loss=0.02, norm=0.1)
+        assert_reproduces(run, lines, expected)
     assert_ranks_agree(records)
 
 
-@pytest.mark.parametrize(
-    ("size", "micro", "stage", "own"),
-    [
-        *((2, 6, "03", ["--zero-stage", z]) for z in "13"),
-        (2, 6, "04", ["--cpu-offload"]),
-        (4, 6, "07", mesh(2, 2)),
-    ],
-    ids=name,
-)
-def test_checkpoint_and_resume_over_the_late_backend(
-    pools, corpus_dir, tmp_path, size, micro, stage, own
-):
+@pytest.mark.parametrize("run", cases("resume"))
+def test_checkpoint_and_resume_over_the_late_backend(pools, corpus_dir, tmp_path, run):
     """A save must not copy parameters or optimizer state in flight: the resumed run must be bitwise
     identical."""
-    pool = pools(size, backend="late")
-    argv = [*RUN, *own, "--data", str(corpus_dir), "--micro-batch-size", str(micro)]
-    argv += ["--keep-checkpoints", "2", "--checkpoint-every", "2"]
-    whole, _ = pool.run(train, stage, [*argv, "--run-dir", str(tmp_path / "whole")])[0]
+    pool = pools(run.ranks, backend="late")
+    argv = [*run.argv, "--data", str(corpus_dir), "--keep-checkpoints", "2"]
+    argv += ["--checkpoint-every", "2", "--run-dir"]
+    whole, _ = pool.run(train, run.stage, [*argv, str(tmp_path / "whole")])[0]
     after_two = str(tmp_path / "whole" / "checkpoints" / "step-00000002")
-    argv += ["--resume", after_two, "--run-dir", str(tmp_path / "resumed")]
-    resumed, _ = pool.run(train, stage, argv)[0]
+    argv += [str(tmp_path / "resumed"), "--resume", after_two]
+    resumed, _ = pool.run(train, run.stage, argv)[0]
     names = ("step", "loss", "grad_norm", "test_loss")
     assert [[line.get(n) for n in names] for line in resumed] == [
         [line.get(n) for n in names] for line in whole[2:]

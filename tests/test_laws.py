@@ -128,6 +128,12 @@ def test_all_scripts_have_the_same_layout(stage):
         line for line in stage_path(stage).read_text().splitlines() if line == "# The training loop"
     ]
     assert len(banners) == 1
-    functions = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+    lines = stage_path(stage).read_text().splitlines()
+    # 07 and later repeat definitions of other stages under a third banner, below the loop
+    titles = [i for i, line in enumerate(lines) if re.match("# .*to the letter from", line)]
+    last = titles[0] if titles else len(lines)
+    loop = [n for n in tree.body if lines.index("# The training loop") < n.lineno <= last]
+    functions = [n.name for n in loop if isinstance(n, ast.FunctionDef)]
     assert functions[-3:] == ["parse_args", "evaluate", "main"]
+    assert ast.unparse(tree.body[-1]).startswith("if __name__ == '__main__':")
     assert (REPO / stage_path(stage)).parent.name.startswith(stage)

@@ -245,6 +245,7 @@ def repository(folder: Path, readme: str = "", old: str = OLD, new: str = NEW) -
         "01_one/train.py": old,
         "02_two/README.md": readme or "# 02 · Two\n\nSecond.\n",
         "02_two/train.py": new,
+        "02_two/stage.toml": 'compare = "01"',
     }
     for name, content in text.items():
         (folder / name).parent.mkdir(exist_ok=True)

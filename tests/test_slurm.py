@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from harness import REPO, assert_same_curve, stage_path, stages
+from harness import REPO, assert_same_curve, stage_file, stage_path, stages
 from slurm_cluster import (
     Cluster,
     Job,
@@ -120,13 +120,18 @@ def test_submit_all_runs_the_stages_in_order(row):
 
 
 @pytest.mark.parametrize("stage", stages())
-def test_parity_of_a_stage_on_two_nodes(row, stage):
+def test_parity_of_a_stage_on_two_nodes(row, reference, corpus_dir, stage):
     row[stage].ends()
     config = json.loads((row[stage].run_folder / "config.json").read_text())
     assert config["stage"] == folder_of(stage)
     assert config["world_size"] == (1 if stage == "01" else 2)
     assert row[stage].info()["NodeList"] == ("node1" if stage == "01" else "node[1-2]")
-    assert_same_curve(row[stage].metrics(), row["01"].metrics())
+    expected = row["01"].metrics()
+    if stage_file(stage).reference != "01":
+        argv = [*SMALL.split(), "--data", str(corpus_dir), *"--steps 6 --log-every 1".split()]
+        expected = reference(argv, stage_file(stage).reference)
+    tolerance = {k: v for k, v in stage_file(stage).tolerance.items() if k != "steps"}
+    assert_same_curve(row[stage].metrics(), expected, **tolerance)
 
 
 def test_wrong_partition_is_an_error_at_once(cluster):

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import chaos
 import pytest
-from harness import REPO, assert_same_curve, load_stage, stages
+from harness import REPO, assert_same_curve, load_stage, runs_for
 from jobs import free_port, start, torchrun, workers_of
 
 from common import checkpoint, storage
@@ -24,13 +24,10 @@ from common.run import SecondSignal
 
 pytestmark = pytest.mark.slow
 
-SMALL = "--d-model 32 --n-layers 4 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
-
 
 def argv_of(stage: str, corpus_dir: Path, run_dir: Path, *flags) -> list[str]:
-    own = chaos.TOPOLOGIES[stage][1].split()
     folders = ["--data", str(corpus_dir), "--run-dir", str(run_dir)]
-    return [*SMALL, *own, *folders, *map(str, flags)]
+    return [*chaos.run_of(stage).argv, *folders, *map(str, flags)]
 
 
 def lines_of(run_dir: Path) -> list[dict]:
@@ -43,9 +40,9 @@ def lines_of(run_dir: Path) -> list[dict]:
 def test_resume_after_two_kills_is_bitwise_identical(fresh_pool, corpus_dir, tmp_path):
     """`make chaos` does this to every stage, and more often."""
     stage = "06"
-    ranks, own = chaos.TOPOLOGIES[stage]
+    ranks = chaos.run_of(stage).ranks
     pool = fresh_pool(ranks)
-    argv = [*chaos.RUN.split(), *own.split(), "--data", str(corpus_dir)]
+    argv = [*chaos.run_of(stage).argv, *chaos.RUN.split(), "--data", str(corpus_dir)]
     pool.train(stage, [*argv, "--run-dir", str(tmp_path / "undisturbed")])
     rng = random.Random(int(stage))
     kills = [chaos.random_kill(rng, ranks, True, 0.0) for _ in range(2)]
@@ -82,12 +79,12 @@ def train_and_signal(
         Run.log, storage.AtomicWriter.write_data = log, write
 
 
-@pytest.mark.parametrize("stage", [s for s in stages() if s > "01"])
+@pytest.mark.parametrize("stage", [run.stage for run in runs_for("kill") if run.stage > "01"])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_signal_to_one_rank_saves_the_same_step_on_all_and_stops(
     pools, corpus_dir, tmp_path, stage, name
 ):
-    ranks, _ = chaos.TOPOLOGIES[stage]
+    ranks = chaos.run_of(stage).ranks
     argv = argv_of(stage, corpus_dir, tmp_path, *"--steps 20 --log-every 1".split())
     target = ranks - 1 if name == "SIGTERM" else 0
     ended = pools(ranks).attempt(
@@ -185,7 +182,7 @@ load_stage("01").main(sys.argv[1:])
 @pytest.mark.wall_clock  # the signals must be less than two seconds apart, then more
 def test_second_signal_ends_the_process_within_a_step(corpus_dir, tmp_path):
     script = LONG_STEP.format(repo=str(REPO), tests=str(REPO / "tests"))
-    argv = [*SMALL, "--data", str(corpus_dir), "--run-dir", str(tmp_path)]
+    argv = [*chaos.run_of("01").argv, "--data", str(corpus_dir), "--run-dir", str(tmp_path)]
     process = subprocess.Popen(
         [sys.executable, "-c", script, *argv],
         stdout=subprocess.PIPE,
@@ -263,7 +260,7 @@ def test_torchrun_restart_of_a_killed_rank_resumes_the_last_checkpoint(pools, co
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_elastic_resume_after_a_lost_node_keeps_the_global_batch(reference, corpus_dir, tmp_path):
     """Two nodes with one rank each; one dies with its launcher, the other continues alone."""
-    curve = [*SMALL, "--data", str(corpus_dir), *"--steps 400 --log-every 1".split()]
+    curve = [*chaos.run_of("01").argv, "--data", str(corpus_dir), "--steps", "400"]
     argv = [*curve, "--checkpoint-every", "5", "--run-dir", str(tmp_path / "run")]
     nodes = "--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-id x "
     nodes += f"--rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-conf last_call_timeout=5"

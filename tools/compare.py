@@ -1,6 +1,6 @@
 """Compare two stages definition by definition.
 
-`compare(load_stage("03"), load_stage("04"))` returns a `Comparison`: the definitions of the newer
+`compare(read_stage("03"), read_stage("04"))` returns a `Comparison`: the definitions of the newer
 stage in its own order, each new, changed, rewritten, or known, that is, identical to the definition
 of that name in an earlier stage. A definition holds its lines, aligned with those of the older
 version, and a changed line knows which of its words have changed. Nothing here prints: `diff.py`
@@ -28,16 +28,12 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-REPO = Path(__file__).resolve().parents[1]
+from stages import REPO, renamed, stage_paths
 
 # Classes that have a new name because the idea changed, and the older classes that each one is
 # compared with, the closest first. A method is compared with the first method of its name in them,
 # so the bases of an older class stand behind it. Functions and single methods can be listed too.
-RENAMED = {
-    "ZeroRedundancyOptimizer": ["DistributedDataParallel"],
-    "FullyShardedDataParallel": ["ZeroRedundancyOptimizer", "DistributedDataParallel"],
-    "FlatParameter": ["ShardedGradientBucket", "Bucket"],
-}
+RENAMED = renamed()
 
 # ---- a stage, split into blocks ----
 
@@ -74,12 +70,7 @@ class NoSuchStage(Exception):
     """The stage does not exist; the message names those that do."""
 
 
-def stage_paths(repo: Path = REPO) -> dict[str, Path]:
-    """The scripts by their stages' numbers, in order: "01", "02", ..."""
-    return {path.parent.name[:2]: path for path in sorted(repo.glob("[0-9][0-9]_*/train.py"))}
-
-
-def load_stage(number: str, repo: Path = REPO) -> Stage:
+def read_stage(number: str, repo: Path = REPO) -> Stage:
     paths = stage_paths(repo)
     if number not in paths:
         raise NoSuchStage(f"stage {number} does not exist; the stages are {' '.join(paths)}")
@@ -364,9 +355,9 @@ def compare(old: Stage, new: Stage, earlier: Iterable[Stage] = ()) -> Comparison
 
 def compare_stages(old: str, new: str, repo: Path = REPO) -> Comparison:
     """Compare two stages by number; every stage before the newer one counts as known."""
-    newer = load_stage(new, repo)
-    earlier = [load_stage(number, repo) for number in stage_paths(repo) if number < new]
-    return compare(load_stage(old, repo), newer, earlier)
+    newer = read_stage(new, repo)
+    earlier = [read_stage(number, repo) for number in stage_paths(repo) if number < new]
+    return compare(read_stage(old, repo), newer, earlier)
 
 
 class History:

@@ -1,6 +1,6 @@
 """Show what one stage changes in another, definition by definition.
 
-    python tools/diff.py 04             compare 04 with 03
+    python tools/diff.py 04             compare 04 with the stage that 04_*/stage.toml names
     python tools/diff.py 04 --from 02   or with any other stage
 
 New definitions are shown in full, changed ones by their changed lines, and a definition that is
@@ -22,7 +22,6 @@ from itertools import groupby
 from pathlib import Path
 
 from compare import (
-    REPO,
     Block,
     Comparison,
     Definition,
@@ -31,8 +30,8 @@ from compare import (
     Row,
     compare_stages,
     condensed,
-    stage_paths,
 )
+from stages import REPO, stage_file, stage_paths, stages
 
 WIDTH = 100
 COLOURS = {"+": "32", "-": "31", "~": "33", "=": "36", "*": "1", " ": ""}
@@ -267,14 +266,14 @@ def is_coloured() -> bool:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("new", help="the stage to show, such as 04")
-    parser.add_argument("--from", dest="old", help="the stage to compare with (default: one less)")
+    parser.add_argument("--from", dest="old", help="the stage to compare with")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--full", action="store_true", help="the whole file, changed lines marked")
     form.add_argument("--raw", action="store_true", help="git's diff of the files")
     form.add_argument("--count", action="store_true", help="only the number of lines to read")
     args = parser.parse_args()
     if args.old is None:
-        args.old = f"{int(args.new) - 1:02}" if args.new.isdigit() else args.new
+        args.old = stage_file(args.new).compare if args.new in stages() else args.new
     return args
 
 
@@ -282,6 +281,8 @@ def main() -> None:
     args = parse_args()
     colour = is_coloured()
     try:
+        if not args.old:
+            raise NoSuchStage(f"stage {args.new} is the first: give another one with --from")
         comparison = compare_stages(args.old, args.new)
     except NoSuchStage as error:
         print(f"diff.py: {error}", file=sys.stderr)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from stages import load_stage
+from stages import BASE, load_stage, runs_for, stage_file, stages
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -229,32 +229,16 @@ def show(number: str, ranks: int, rank: int, argv: list[str], vocabulary: int) -
     )
 
 
-# 3.5 billion parameters in a shape that divides
-MODEL = "--d-model 4096 --n-layers 16 --n-heads 64 --seq-len 1024 --activation-checkpointing"
-SIZES = (8, 64, 512, 4096)
-PLANS = {  # flags of a stage on n ranks: the batch grows with them
-    "02": lambda n: f"--global-batch-size {n}",
-    "03": lambda n: f"--global-batch-size {n} --zero-stage 2",
-    "04": lambda n: f"--global-batch-size {n}",
-    "05": lambda n: "--global-batch-size 8 --sequence-parallel",
-    "06": lambda n: f"--global-batch-size {4 * n} --micro-batch-size 1",
-    "07": lambda n: (
-        f"--global-batch-size {n} --micro-batch-size 1 --sequence-parallel "
-        + ("--pp 2 --tp 2" if n < 64 else "--pp 8 --tp 8")
-    ),
-}
-
-
 def plan() -> None:
     """One table: every stage on 8 to 4096 ranks. The batch grows with the ranks."""
-    print(f"{MODEL}, vocabulary {VOCABULARY}; GB of the rank that has most\n")
+    model = BASE["plan"]  # 3.5 billion parameters in a shape that divides
+    print(f"{model}, vocabulary {VOCABULARY}; GB of the rank that has most\n")
     print("| stage | ranks | states | peak | sent per step | flags |\n|" + " --- |" * 6)
-    for number, flags in PLANS.items():
-        for ranks in SIZES:
-            # flushed, to show progress: a row may take a minute
-            print(f"| {number} | {ranks} | ", end="", flush=True)
-            row = figures(number, ranks, [*MODEL.split(), *flags(ranks).split()])
-            print(f"{row} | {flags(ranks)} |", flush=True)
+    for run in runs_for("plan"):
+        # flushed, to show progress: a row may take a minute
+        print(f"| {run.stage} | {run.ranks} | ", end="", flush=True)
+        row = figures(run.stage, run.ranks, run.argv)
+        print(f"{row} | {' '.join(run.flags)} |", flush=True)
 
 
 def figures(number: str, ranks: int, argv: list[str]) -> str:
@@ -262,8 +246,8 @@ def figures(number: str, ranks: int, argv: list[str]) -> str:
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
-            # along a pipeline ranks differ most at its ends; elsewhere all are alike
-            ends = (0, ranks - 1) if number in ("06", "07") else (0,)
+            # where ranks differ, along a pipeline, they do so most at its ends
+            ends = (0, ranks - 1) if stage_file(number).ranks_differ else (0,)
             reports = [dry_run(number, ranks, rank, argv) for rank in ends]
     except SystemExit:
         why = stderr.getvalue().removeprefix("dry-run: ").split(":")[0].split(" (")[0].strip()
@@ -274,17 +258,16 @@ def figures(number: str, ranks: int, argv: list[str]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("stage", help="02 ... 07, or plan: a table of all of them")
+    parser.add_argument("stage", help="its number, or plan: a table of all stages")
     parser.add_argument("--ranks", type=int, default=8, help="number of ranks to simulate")
     parser.add_argument("--rank", type=int, default=0, help="the rank to run as")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="words")
     args, own = parser.parse_known_args(argv)
     if not 0 <= args.rank < args.ranks:
         fail(f"--rank {args.rank} is none of the {args.ranks} ranks: 0 to {args.ranks - 1}")
-    if args.stage not in PLANS and args.stage != "plan":
-        fail(
-            f"there is no stage {args.stage!r} for a dry run; there are {', '.join(PLANS)}, or plan"
-        )
+    if args.stage not in stages()[1:] and args.stage != "plan":
+        known = ", ".join(stages()[1:])
+        fail(f"there is no stage {args.stage!r} for a dry run; there are {known}, or plan")
     if args.stage == "plan":
         plan()
     else:

@@ -22,13 +22,14 @@ from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
 import jinja2
-from compare import REPO, Stage, compare, load_stage, split_stage, stage_paths
+from compare import Stage, compare, read_stage, split_stage
 from diff import Renderer
 from highlight import Token, highlight, links, to_html
 from lesson_code import ComparisonView, Entry, anchor, code_groups, outline
 from lesson_markdown import Document, Resolver, convert, section
 from lesson_pictures import pictures, read_runs
 from markupsafe import Markup
+from stages import REPO, stage_file, stage_paths
 
 TEMPLATES = Path(__file__).with_name("lessons")
 # what gets a page where it is linked; in folders of the repository, and not of a run or a site
@@ -61,7 +62,7 @@ class Site:
         self.document = cache(self._document)
         self.tokens = cache(self._tokens)
         self.html = cache(lambda path: [to_html(tokens) for tokens in self.tokens(path)])
-        self.stage = cache(lambda number: load_stage(number, self.repo))
+        self.stage = cache(lambda number: read_stage(number, self.repo))
         self.split = cache(lambda path: split_stage(path, self.text(path)))
         self.imported = cache(self._imported)
         self.to_read: dict[tuple[str, str], int] = {}  # lines of `make diff`, by old and new
@@ -189,9 +190,8 @@ class Site:
     # ---- their parts ----
 
     def default_old(self, number: str) -> str:
-        """The stage to compare with at first: the previous one, and for the first one the next."""
-        at = self.numbers.index(number)
-        return self.numbers[at - 1 if at else min(1, len(self.numbers) - 1)]
+        """The stage to compare with at first; for the first stage, which has none, the next."""
+        return stage_file(number, self.repo).compare or self.numbers[min(1, len(self.numbers) - 1)]
 
     def title(self, number: str) -> str:
         return self.document(f"{self.folders[number]}/README.md").title

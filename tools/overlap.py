@@ -257,7 +257,7 @@ def main() -> None:
     config = json.loads((args.run / "config.json").read_text())
     events = load_trace(args.run, args.rank)
     step = median_step(events)
-    by_axis = config["stage"].startswith("07")
+    by_axis = "pp" in config["arguments"]  # stage 07, on a mesh
     messages = communication(events, step, by_axis)
     lanes = lanes_of(messages, by_axis)
     if by_axis:

@@ -1,32 +1,255 @@
-"""The stages by their numbers, "01", "02", ...: the name of a stage's folder is no identifier, so
-`import` cannot load its script."""
+"""The stages: their numbers, scripts and stage files.
+
+A stage is its folder, `NN_name/`: `train.py`, `train.sbatch`, `README.md`, and `stage.toml`, which
+says what the tools and the tests need to know of it. Nothing outside of the folder names the stage.
+`problems("04")` lists what is missing or wrong in a stage file. Its fields:
+
+    title = "Data parallelism"      of the README, too
+    compare = "01"                  the earlier stage that `make diff-NN` compares it with
+    diff_lines = 199                the most lines of that diff
+    flags = "--bucket-cap-mb"       its own, separated by spaces: the reference runs without them
+    reference = "02"                the stage whose one-process run it reproduces: by default 01;
+                                    its own number where it changes what is computed
+    tolerance = { loss = 1e-5, norm = 1e-4, steps = 50 }    of float32 runs against the reference,
+                                    absolute and relative, and the steps that are compared
+    replay = "some_module"          a module of tests/: with `record(folder)` around the reference
+                                    run and `replay(folder)` around the others they are comparable
+    ranks_differ = "why"            where ranks issue different collectives or hold more than others
+    [renamed]                       NewClass = ["OldClass", ...]: what to compare it with
+    [refined]                       "Class: method method" or "function" = "why it is not identical
+                                    to the definition of an earlier stage"
+    [exempt]                        "purpose purpose" = "why it has no such run"
+    runs = [[2, "--a-flag 1", "quickstart parity* late"], ...]
+                                    ranks (a number, or a list: a run for each), flags, purposes;
+                                    a fourth element, { loss = 0.02, norm = 0.1 }, is the tolerance
+                                    of these runs. A `*` puts the run into `make test` too
+
+The purposes, each with the arguments in `BASE` that a run's flags are added to:
+
+    quickstart      a row of `make quickstart`; of several numbers of ranks the machine decides
+    parity          float32, evaluation included, against the reference
+    accumulation    the same with dropout and clipping; the flags make several micro-batches
+    bf16            bfloat16 against the reference in bfloat16
+    late, late-bf16 parity over a backend that completes as late as NCCL may, and the calls' order
+    resume          saved and resumed over that backend: the same bits
+    agreement       on two ranks: PyTorch's own comparison of the ranks' calls
+    kill            one run: killed and resumed, by a signal and by kill -9
+    save, load      one run each: a checkpoint of any stage resumes in any other (any to any)
+    dry-run         on eight ranks: memory and communication equal the dry run's
+    plan            a row of `make plan` for each number of ranks: {ranks}, {4 * ranks}
+    bench           no run: a row of benchmarks/rows.py
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+import tomllib
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 REPO = Path(__file__).resolve().parents[1]
 
+TINY = "--d-model 32 --n-layers 2 --n-heads 4 --seq-len 16 --global-batch-size 24 --log-every 1"
+FOUR_LAYERS = TINY.replace("--n-layers 2", "--n-layers 4")
+SHORT = TINY.replace("--d-model 32", "--d-model 16").replace("--seq-len 16", "--seq-len 8")
+BASE = {
+    "quickstart": "--data sample --steps 50 --log-every 1 --dtype float32",
+    "parity": f"{TINY} --steps 50 --eval-every 25",
+    "accumulation": f"{TINY} --steps 20 --eval-every 10 --dropout 0.1 --grad-clip 0.3",
+    "bf16": f"{TINY} --steps 30 --dtype bfloat16",
+    "late": f"{SHORT} --steps 4 --dropout 0.1 --grad-clip 0.3",
+    "late-bf16": f"{SHORT} --steps 4 --dropout 0.1 --grad-clip 0.3 --dtype bfloat16",
+    "resume": f"{SHORT} --steps 4 --dropout 0.1 --grad-clip 0.3",
+    "agreement": f"{SHORT} --steps 2 --dropout 0.1",
+    "kill": f"{FOUR_LAYERS} --dropout 0.1",
+    "save": f"{FOUR_LAYERS} --dropout 0.1 --eval-every 20 --steps 22",
+    "load": f"{FOUR_LAYERS} --dropout 0.1 --eval-every 20 --steps 22",
+    "dry-run": "--d-model 64 --n-layers 8 --n-heads 8 --seq-len 16 --global-batch-size 32",
+    "plan": "--d-model 4096 --n-layers 16 --n-heads 64 --seq-len 1024 --activation-checkpointing",
+}
+ONCE = ("kill", "save", "load")
+FIELDS = "title compare diff_lines flags reference tolerance replay ranks_differ".split()
+FIELDS += ["renamed", "refined", "exempt", "runs"]
 
-def stages() -> list[str]:
-    """The numbers of the stages."""
-    return sorted(path.parent.name[:2] for path in REPO.glob("[0-9][0-9]_*/train.py"))
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a stage for one purpose. flags: without those of `BASE`."""
+
+    stage: str
+    purpose: str
+    ranks: int
+    flags: tuple[str, ...] = ()
+    quick: bool = False
+    tolerance: tuple[tuple[str, float], ...] = ()  # of this run alone
+    own_flags: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        return "-".join([self.stage, str(self.ranks), *([" ".join(self.flags)] * bool(self.flags))])
+
+    @property
+    def argv(self) -> list[str]:
+        return [*BASE[self.purpose].split(), *self.flags]
+
+    @property
+    def reference_argv(self) -> list[str]:
+        """The arguments without the stage's own, and without those that must not matter."""
+        left_out = (*self.own_flags, "--micro-batch-size", "--activation-checkpointing")
+        words = re.split(r" (?=--)", " ".join(self.argv))
+        return " ".join(word for word in words if word.split()[0] not in left_out).split()
+
+
+@dataclass(frozen=True)
+class StageFile:
+    """The content of a `stage.toml`; where a field is missing or wrong, its default."""
+
+    number: str
+    title: str = ""
+    compare: str = ""
+    diff_lines: int = 0
+    flags: tuple[str, ...] = ()
+    reference: str = "01"
+    tolerance: dict[str, float] = field(default_factory=dict)
+    replay: str = ""
+    ranks_differ: str = ""
+    renamed: dict[str, list[str]] = field(default_factory=dict)
+    refined: dict[str, str] = field(default_factory=dict)
+    exempt: dict[str, str] = field(default_factory=dict)
+    runs: tuple[Run, ...] = ()
+
+    def for_(self, purpose: str) -> list[Run]:
+        return [run for run in self.runs if run.purpose == purpose]
+
+
+# ---- numbers and scripts ----
+
+
+def stages(repo: Path = REPO) -> list[str]:
+    """The numbers of the stages, in order: "01", "02", ..."""
+    return list(stage_paths(repo))
+
+
+def stage_paths(repo: Path = REPO) -> dict[str, Path]:
+    """The scripts by their stages' numbers."""
+    return {path.parent.name[:2]: path for path in sorted(repo.glob("[0-9][0-9]_*/train.py"))}
 
 
 def stage_path(number: str) -> Path:
-    (path,) = REPO.glob(f"{number}_*/train.py")
-    return path
+    return stage_paths()[number]
 
 
 @cache
 def load_stage(number: str) -> ModuleType:
-    """`train.py` of a stage as a module."""
+    """`train.py` of a stage as a module; the name of its folder is no identifier for `import`."""
     name = f"stage_{number}"
     spec = importlib.util.spec_from_file_location(name, stage_path(number))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+# ---- stage files ----
+
+
+@cache
+def stage_file(number: str, repo: Path = REPO) -> StageFile:
+    """A stage's file. What is wrong in it is left out: `problems` names it, in one test."""
+    values, runs, _ = _read(number, repo)
+    return StageFile(number, **values, runs=tuple(runs))
+
+
+def problems(number: str, repo: Path = REPO) -> list[str]:
+    """What is missing or wrong in a stage's file, each with what to do; empty if nothing is."""
+    path = stage_paths(repo)[number].with_name("stage.toml")
+    values, runs, found = _read(number, repo)
+    exempt = " ".join(values.get("exempt", {})).split()
+    for purpose in [*BASE, "bench"]:
+        count = sum(run.purpose == purpose for run in runs)
+        if count and purpose in exempt:
+            found.append(f"it has runs for {purpose!r} and is exempt from it: remove one of them")
+        elif purpose == "bench":
+            has_row = f'    "{number}-' in (repo / "benchmarks/rows.py").read_text()
+            if not has_row and purpose not in exempt:
+                found.append(f'add a row "{number}-..." to ROWS in benchmarks/rows.py, or {_why}')
+        elif not count and purpose not in exempt:
+            found.append(f'add a run for "{purpose}", or {_why.replace("bench", purpose)}')
+        elif count > 1 and purpose in ONCE:
+            found.append(f"{count} runs are for {purpose!r}: keep one")
+    for name in ("title", *(("compare", "diff_lines") if number > "01" else ())):
+        if not values.get(name):
+            found.append(f"add {name} = ...")
+    return [f"{path.relative_to(repo)}: {problem}" for problem in found]
+
+
+_why = 'say why there is none: bench = "..." below [exempt]'
+
+
+def _read(number: str, repo: Path) -> tuple[dict, list[Run], list[str]]:
+    """The valid fields of a stage's file, its runs, and what is wrong."""
+    path = stage_paths(repo)[number].with_name("stage.toml")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, [], ["there is none: copy 02_ddp/stage.toml and change it (tools/stages.py)"]
+    except tomllib.TOMLDecodeError as error:
+        return {}, [], [f"it is no TOML: {error}"]
+    found = [f"remove {name!r}, which means nothing" for name in values.keys() - set(FIELDS)]
+    for name in [name for name in values if name not in FIELDS]:
+        del values[name]
+    for name in ("compare", "reference"):
+        if name in values and (values[name] not in stages(repo) or values[name] > number):
+            found.append(f"{name} = {values.pop(name)!r} is none of the stages up to this one")
+    values["flags"] = tuple(values.get("flags", "").split())
+    runs: list[Run] = []
+    for entry in values.pop("runs", []):
+        try:
+            runs += _runs(number, entry, values["flags"])
+        except (AttributeError, TypeError, ValueError) as error:
+            found.append(f"the run {entry} is wrong: {error!r}; see tools/stages.py")
+    unknown = {*" ".join(values.get("exempt", {})).split()} - {*BASE, "bench"}
+    found += [f"exempt from {name!r}, which is no purpose" for name in sorted(unknown)]
+    return values, runs, found
+
+
+def _runs(number: str, entry: list, own_flags: tuple[str, ...]) -> list[Run]:
+    """The runs of one line: one for each of its purposes and numbers of ranks."""
+    ranks, flags, purposes, *more = entry
+    tolerance = tuple(sorted(more[0].items())) if more else ()
+    found = []
+    for purpose in purposes.split():
+        name = purpose.rstrip("*")
+        if name not in BASE:
+            raise ValueError(f"there is no purpose {name!r}, but {', '.join(BASE)}")
+        for each in ranks if isinstance(ranks, list) else [ranks]:
+            if not isinstance(each, int) or each < 1:
+                raise ValueError(f"{each!r} is no number of ranks")
+            quick = purpose.endswith("*")
+            words = tuple(with_ranks(flags, each).split())
+            found.append(Run(number, name, each, words, quick, tolerance, own_flags))
+    return found
+
+
+def with_ranks(flags: str, ranks: int) -> str:
+    """`flags` with the number of ranks for {ranks}, and a multiple of it for {4 * ranks}."""
+    return re.sub(r"\{(?:(\d+) \* )?ranks\}", lambda found: str(int(found[1] or 1) * ranks), flags)
+
+
+def runs_for(purpose: str) -> list[Run]:
+    """All stages' runs for one purpose."""
+    return [run for number in stages() for run in stage_file(number).for_(purpose)]
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Each stage after the one that it is compared with, and after 01."""
+    compared = {(stage_file(new).compare, new) for new in stages()[1:]}
+    return sorted({*(pair for pair in compared if pair[0]), *(("01", b) for b in stages()[1:])})
+
+
+def renamed(repo: Path = REPO) -> dict[str, list[str]]:
+    """The classes that have a new name, and the older ones that each is compared with."""
+    return {k: v for n in stages(repo) for k, v in stage_file(n, repo).renamed.items()}

@@ -1,0 +1,180 @@
+"""A stage is its folder: its `stage.toml` is complete, and a copied stage is in every list."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import stages as module
+from harness import REPO, stage_file, stage_path, stages
+from stages import BASE, problems, with_ranks
+
+every_stage = pytest.mark.parametrize("stage", stages())
+
+
+# ---- the stages' files ----
+
+
+@every_stage
+def test_the_file_of_a_stage_is_complete(stage):
+    assert not problems(stage), "\n".join(problems(stage))
+
+
+@every_stage
+def test_the_file_of_a_stage_agrees_with_its_folder_and_is_short(stage):
+    path = stage_path(stage).with_name("stage.toml")
+    assert len(path.read_text().splitlines()) <= 40
+    title = stage_path(stage).with_name("README.md").read_text().splitlines()[0]
+    assert title == f"# {stage} · {stage_file(stage).title}", f"title in {path} and its README"
+    added = re.findall(r'add_argument\(\s*"(--[\w-]+)"', stage_path(stage).read_text())
+    own = set(added) - {"--timeout", "--compile"}  # shared by many, and about no technique
+    assert set(stage_file(stage).flags) == own, f"flags in {path} and in train.py"
+
+
+GOOD = """
+title = "Example"
+compare = "01"
+diff_lines = 10
+flags = "--own"
+runs = [
+  [2, "", "quickstart parity* accumulation bf16 late late-bf16 resume agreement kill save load"],
+  [[2, 4], "--own 1 --micro-batch-size 3 --d-model 8", "parity", { loss = 0.5 }],
+  [8, "--batch {4 * ranks} {ranks}", "dry-run plan"],
+]
+[exempt]
+bench = "it is an example"
+"""
+
+
+def repository(folder: Path, text: str | None) -> Path:
+    for name in ("01_first/train.py", "08_example/train.py", "benchmarks/rows.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    if text is not None:
+        (folder / "08_example/stage.toml").write_text(text)
+    module.stage_file.cache_clear()
+    return folder
+
+
+def test_fields_and_runs_of_a_file(tmp_path):
+    repo = repository(tmp_path, GOOD)
+    assert problems("08", repo) == []
+    file = stage_file("08", repo)
+    assert (file.reference, file.flags, [r.ranks for r in file.for_("parity")]) == (
+        ("01", ("--own",), [2, 2, 4])
+    )
+    first, second, _ = file.for_("parity")
+    assert first.quick and not second.quick and dict(second.tolerance) == {"loss": 0.5}
+    assert first.argv == BASE["parity"].split() == first.reference_argv
+    shape = BASE["parity"].split() + ["--d-model", "8"]
+    assert second.reference_argv == shape and set(second.argv) >= {*shape, "--own", "3"}
+    assert file.for_("plan")[0].flags == ("--batch", "32", "8")
+    assert with_ranks("{ranks} {2 * ranks}", 3) == "3 6"
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ("kill ", "", 'add a run for "kill"'),
+        ("kill ", "kill kill ", "2 runs are for 'kill'"),
+        ("kill ", "kil ", "no purpose 'kil'"),
+        ("[[2, 4]", "[0", "0 is no number of ranks"),
+        ('"parity", {', '"parity", "why", {', "is wrong"),
+        ("diff_lines = 10", "", "add diff_lines"),
+        ('compare = "01"', 'compare = "09"', "compare = '09' is none of the stages"),
+        ('title = "Example"', 'titel = "Example"', "remove 'titel'"),
+        ("bench =", "bnech =", "exempt from 'bnech', which is no purpose"),
+        ("bench =", '"bench kill" =', "runs for 'kill' and is exempt"),
+        ('bench = "it is an example"', "", 'add a row "08-..." to ROWS'),
+        ("runs = [", "runs = ", "no TOML"),
+    ],
+)
+def test_a_missing_or_wrong_entry_is_named_with_what_to_add(tmp_path, old, new, said):
+    assert old in GOOD
+    found = problems("08", repository(tmp_path, GOOD.replace(old, new)))
+    assert any(problem.startswith("08_example/stage.toml: ") for problem in found)
+    assert any(said in problem for problem in found), found
+
+
+def test_a_missing_file_is_named_and_breaks_nothing_else(tmp_path):
+    repo = repository(tmp_path, None)
+    assert "copy 02_ddp/stage.toml" in problems("08", repo)[0]
+    assert stage_file("08", repo).runs == ()
+
+
+# ---- a stage is added: the steps of tests/README.md, in a copy of the repository ----
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """A copy of the repository in which 08_example is a copy of 02_ddp."""
+    folder = tmp_path_factory.mktemp("copy") / "repository"
+    ignored = shutil.ignore_patterns(".git", ".venv", "data", "runs", "__pycache__", ".*_cache")
+    shutil.copytree(REPO, folder, ignore=ignored, symlinks=True)
+    for number in (n for n in stages() if n > "07"):  # as if this were the first
+        shutil.rmtree(folder / stage_path(number).parent.name)
+    new = folder / "08_example"
+    shutil.copytree(folder / "02_ddp", new)
+    for name in ("train.sbatch", "train.py", "README.md", "stage.toml"):
+        text = (new / name).read_text().replace("02_ddp", "08_example")
+        text = text.replace("# 02 · ", "# 08 · ").replace("Stage 02", "Stage 08")
+        text = text.replace('compare = "01"', 'compare = "02"')
+        text = re.sub(r"make ([\w]+)-02", r"make \1-08", text)
+        if name == "stage.toml":
+            text += '\n[exempt]\nbench = "it is an example"\n'
+        (new / name).write_text(text)
+    return folder
+
+
+def in_copy(copy: Path, *words: str, **variables: str) -> str:
+    settings = {**os.environ, "PYTHONPATH": f"{copy}/tests:{copy}/tools", **variables}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=copy, capture_output=True, text=True, env=settings
+    )
+    assert done.returncode == 0, f"{words}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+TOOLS = """
+import chaos, diff, dry_run, lessons, quickstart, stages
+print([row.name for row in quickstart.rows()])
+print("chaos", chaos.run_of("08").ranks, "plan", stages.with_ranks("{ranks}", 4096),
+      [run.id for run in stages.runs_for("plan")])
+print(*diff.Renderer(False).diff(diff.compare_stages(stages.stage_file("08").compare, "08")))
+dry_run.show("08", 8, 0, stages.BASE["dry-run"].split(), 201)
+site = lessons.Site()
+print(site.default_old("08"), lessons.comparison_page("08", "02"), site.comparison("08", "02"))
+"""
+
+
+def test_every_tool_includes_a_stage_that_is_a_copied_folder(copy):
+    listed = subprocess.run(["make", "help"], cwd=copy, capture_output=True, text=True).stdout
+    assert "08_example: Data parallelism" in listed
+    said = in_copy(copy, "-c", TOOLS)
+    assert "'08_example'" in said and "08-4096-" in said
+    assert "02_ddp -> 08_example" in said and "class Bucket: as in 02_ddp" in said
+    assert "stage 08, rank 0 of 8" in said and "02 08-from-02.html" in said
+
+
+@pytest.mark.slow
+def test_every_parametrized_test_includes_a_copied_stage(copy):
+    names = "stages parity late_backend agreement any_to_any survival dry_run compare diffs laws"
+    files = [f"tests/test_{name}.py" for name in f"{names} arguments lessons slurm".split()]
+    found = in_copy(copy, "-m", "pytest", "--collect-only", *files)
+    for file in files:
+        ids = re.findall(rf"{file}::.*\[(.*)\]", found)
+        assert any("08" in id for id in ids), f"{file} has no case for the new stage"
+
+
+@pytest.mark.slow
+def test_the_quick_suite_of_a_repository_with_a_copied_stage_passes(copy):
+    if "IN_COPY" in os.environ:
+        pytest.skip("this is the copy")
+    command = ["-m", "pytest", "tests", "-n", "2", "--dist", "loadfile"]
+    command += ["-m", "quick or not slow", "-k", "not copied_stage and not copied_folder"]
+    in_copy(copy, *command, IN_COPY="1")
