@@ -516,7 +516,7 @@ def test_files_outside_of_the_repository_have_no_page(tmp_path):
     pages = lessons.Site(repository(repo, readme)).build()
     assert set(pages) == {
         *("index.html", "01.html", "01-code.html", "01-from-02.html"),
-        *("02.html", "02-code.html", "02-from-01.html", "README.md.html"),
+        *("02.html", "02-code.html", "02-from-01.html", "02_two-stage.toml.html", "README.md.html"),
     }
 
 
