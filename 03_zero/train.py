@@ -495,7 +495,7 @@ def sharded_adamw(model: Transformer, args) -> ZeroRedundancyOptimizer:
     """AdamW under ZeRO. Stage 3 gets the parameters of each unit as one parameter group."""
     params, dtype = model.parameters(), getattr(torch, args.dtype)
     if args.zero_stage == 3:
-        pairs = parameters_by_unit(model, model.units(), dtype)
+        pairs = parameters_by_unit(model, model.units())
         pairs = sorted(pairs, key=lambda pair: pair[0] is not model)  # forward enters `model` first
         params = [{"params": list(part.values())} for _, part in pairs]
     settings = adamw_settings(args)

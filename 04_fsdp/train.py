@@ -112,7 +112,7 @@ class FullyShardedDataParallel(ModuleOfShards):
         groups, dtypes = (shard_group, replicate_group), (param_dtype, reduce_dtype)
         self.flats: list[FlatParameter] = []
         # each unit gets its values and is sharded before the next one: no rank holds the full model
-        for unit, params in parameters_by_unit(module, units, param_dtype, materialize):
+        for unit, params in parameters_by_unit(module, units, materialize):
             self.flats.append(FlatParameter(unit, params, groups, dtypes, device, shard_device))
         self.flats.sort(key=lambda flat: flat.unit is not module)  # forward enters `module` first
         for i, flat in enumerate(self.flats):

@@ -131,11 +131,22 @@ def rotate(x: Tensor, positions: Positions | None = None) -> Tensor:
     return turned.flatten(-2).to(x.dtype)
 
 
-class RMSNorm(nn.RMSNorm):
-    """Computes in the dtype of its weight, and returns the dtype of x."""
+class RMSNorm(nn.Module):
+    """y = x / rms(x) * (1 + offset): computes in float32, for a float64 offset in float64.
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+    The offset starts at zero, near which bfloat16 keeps eight significant bits. A factor near 1,
+    gathered in bfloat16, would move in steps of 1/128. Weight decay pulls the factor towards 1.
+    """
+
+    def __init__(self, d_model: int, eps: float = 1e-6):
+        super().__init__()
+        self.offset = nn.Parameter(torch.empty(d_model))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., d_model] -> the same, in its dtype
+        dtype = torch.promote_types(self.offset.dtype, torch.float32)
+        factor = 1 + self.offset.to(dtype)
+        return F.rms_norm(x.to(dtype), factor.shape, factor, self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -189,10 +200,10 @@ class Layer(nn.Module):
 
     def __init__(self, config: TransformerConfig, index: int):
         super().__init__()
-        self.attn_norm = RMSNorm(config.d_model, eps=1e-6)
+        self.attn_norm = RMSNorm(config.d_model)
         self.attn = Attention(config)
         self.attn_dropout = CounterDropout(config.dropout, site=2 * index + 1)
-        self.mlp_norm = RMSNorm(config.d_model, eps=1e-6)
+        self.mlp_norm = RMSNorm(config.d_model)
         self.mlp = MLP(config)
         self.mlp_dropout = CounterDropout(config.dropout, site=2 * index + 2)
 
@@ -206,7 +217,7 @@ class Output(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.norm = RMSNorm(config.d_model, eps=1e-6)
+        self.norm = RMSNorm(config.d_model)
         self.head = Linear(config.d_model, config.padded_vocab)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -260,12 +271,18 @@ class Transformer(nn.Module):
 def initial_value(full_name: str, full_shape: Sequence[int], seed: int) -> Tensor:
     """The initial value of a parameter, from its name and the seed: float32, on the CPU.
 
-    Norms are ones. Matrices are normal with standard deviation 0.02 for the embedding and the head
-    (GPT-2), so that the first loss is that of a uniform guess; 1/sqrt(inputs) for a linear layer,
-    and a third of that where it adds to the residual stream, which grows with every layer.
+    The offsets of norms are zeros. Matrices are normal with standard deviation 0.02 for the
+    embedding and the head (GPT-2), so that the first loss is that of a uniform guess;
+    1/sqrt(inputs) for a linear layer, and a third of that where it adds to the residual stream,
+    which grows with every layer. Raises ValueError for any other parameter.
     """
-    if len(full_shape) == 1:
-        return torch.ones(full_shape)
+    kind = full_name.rpartition(".")[2], len(full_shape)
+    if kind == ("offset", 1):
+        return torch.zeros(full_shape)
+    if kind != ("weight", 2):
+        raise ValueError(
+            f"{full_name} {list(full_shape)}: no initial value; add a rule for it here"
+        )
     std = 0.02
     if full_name.startswith("layers."):
         std = full_shape[1] ** -0.5

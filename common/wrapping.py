@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from common.model import RMSNorm
-
 Parameters = dict[str, nn.Parameter]  # by name
 
 # ---- which parameters are unsharded together ----
@@ -37,15 +35,14 @@ def opened(module: nn.Module) -> list[nn.Module]:
 def parameters_by_unit(
     module: nn.Module,
     units: list[nn.Module] | None,
-    dtype: torch.dtype | None = None,
     materialize: Callable[[nn.Module, str], None] | None = None,
 ) -> Iterator[tuple[nn.Module, Parameters]]:
     """Yield each unit with its parameters, by their names in `module`.
 
     units: None for the module's children (`opened`).
     Parameters that are unsharded during the whole forward and backward come with `module` as their
-    unit: those that are in no unit or, tied, in several, and weights of norms that are not cast to
-    `dtype`. A unit is yielded once per kind: parameters of one dtype that train, or are frozen.
+    unit: those that are in no unit or, tied, in several. A unit is yielded once per kind:
+    parameters of one dtype that train, or are frozen.
 
     materialize(unit, name) gives the parameters of one unit memory and values. It is called when
     the unit is due, so that the caller can shard the previous one before. Raises ValueError where
@@ -58,7 +55,6 @@ def parameters_by_unit(
     if any(p.is_meta for p in shared.values()):
         raise ValueError(f"{', '.join(shared)}: in no unit, or in several; cannot materialize")
     yield from by_kind(module, shared)
-    norms: Parameters = {}
     for unit in units:
         count = len(list(unit.parameters()))
         if materialize is not None:
@@ -68,11 +64,8 @@ def parameters_by_unit(
             raise ValueError(f"{names[unit]}: `materialize` has untied its tied parameters")
         if any(p.is_meta for p in params.values()):
             raise ValueError(f"{names[unit]}: still on the meta device, without values")
-        own, kept = {n: p for n, p in params.items() if users[p] < 2}, norm_weights(unit, dtype)
-        norms |= {n: p for n, p in own.items() if p in kept}
-        yield from by_kind(unit, {n: p for n, p in own.items() if p not in kept})
-    yield from by_kind(module, norms)
-    if len(units) + bool(shared) + bool(norms) == 1:
+        yield from by_kind(unit, {n: p for n, p in params.items() if users[p] < 2})
+    if len(units) + bool(shared) == 1:
         warnings.warn("one unit has all parameters: they are all unsharded at once", stacklevel=3)
 
 
@@ -99,17 +92,8 @@ def unsharded_dtype(
     round away.
     """
     own = params[0].dtype
-    keeps_own = is_lookup(unit, params) or set(params) <= norm_weights(unit, dtype)
-    return own if dtype is None or keeps_own or not own.is_floating_point else dtype
-
-
-def norm_weights(module: nn.Module, dtype: torch.dtype | None) -> set[nn.Parameter]:
-    """The weights of norms that are not cast to `dtype`, because these norms cast their input.
-
-    In bfloat16, which has no number between 1 and 1.0078, most of their updates would be lost.
-    """
-    weights = {m.weight for m in module.modules() if type(m) is RMSNorm}
-    return {weight for weight in weights if dtype not in (None, weight.dtype)}
+    keeps_own = is_lookup(unit, params) or not own.is_floating_point
+    return own if dtype is None or keeps_own else dtype
 
 
 def not_a_number(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -126,7 +126,7 @@ def test_round_trip_of_large_small_and_non_contiguous_tensors(tmp_path):
 def test_names_in_a_checkpoint_are_those_of_the_plain_model_and_adamw(tmp_path):
     state = saved(tmp_path)
     assert {"model.layers.0.attn.wqkv.weight", "model.embed.tokens.weight"} <= set(state)
-    assert {"optim.exp_avg.layers.1.mlp.w1.weight", "optim.exp_avg_sq.output.norm.weight"} <= set(
+    assert {"optim.exp_avg.layers.1.mlp.w1.weight", "optim.exp_avg_sq.output.norm.offset"} <= set(
         state
     )
 
@@ -397,6 +397,14 @@ def test_incompatible_checkpoint_of_another_model_is_an_error(tmp_path, capsys, 
     config = TransformerConfig(**(vars(CONFIG) | change))
     said = assert_refused(capsys, loaded, tmp_path, "auto", config, says="--resume auto: ")
     assert "does not fit this model" in said
+
+
+def test_checkpoint_whose_norms_have_weights_is_an_error(tmp_path, capsys):
+    """A factor near 1 must not be loaded as an offset."""
+    state = training_state(*trained())
+    save_checkpoint(tmp_path, 2, {n.replace("norm.offset", "norm.weight"): state[n] for n in state})
+    said = assert_refused(capsys, loaded, tmp_path, says="does not fit this model")
+    assert "it has model.layers.0.attn_norm.weight, which this model has not" in said
 
 
 def test_corrupt_checkpoint_is_an_error(tmp_path, capsys):

@@ -37,8 +37,6 @@ STEPS = 2
 EMBED, LAYER, OUTPUT = VOCAB * D, 12 * D * D + 2 * D, VOCAB * D + D
 UNITS = [EMBED, *[LAYER] * LAYERS, OUTPUT]
 P = sum(UNITS)
-NORMS = (2 * LAYERS + 1) * D  # in bf16 a unit of their own
-UNITS_IN_BF16 = [NORMS, EMBED, *[LAYER - 2 * D] * LAYERS, OUTPUT - D]
 # in reverse order; the first bucket stays below one megabyte, so communication starts as soon as
 # the gradients of the last layer are ready
 BUCKETS = [OUTPUT + LAYER, LAYER + EMBED]
@@ -81,18 +79,16 @@ def table(strategy: str, n: int, m: int, gathered: int, reduced: int) -> dict[st
             "all_gather_single": Sent(b, P, pad, 4, n),
         }
     s = {"fsdp-hybrid": 2, "fsdp-replicated": 1}.get(strategy, n)  # the size of a shard group
-    units = UNITS if gathered == 4 else UNITS_IN_BF16
-    pad, u = padding(units, s), len(units)
-    # the embedding and the norms are gathered in float32: their elements are `wide` times as large
-    wide, norms = 4 // gathered, NORMS if gathered < 4 else 0
-    others, pad_others = P - EMBED - norms, pad - -EMBED % s - -norms % s
+    pad, u = padding(UNITS, s), len(UNITS)
+    # the embedding is gathered in float32: its elements are `wide` times as large
+    wide, others, pad_others = 4 // gathered, P - EMBED, pad - -EMBED % s
     times = (
         1 if strategy == "fsdp-keep" else 2
     )  # not the embedding, whose backward needs no weights
     gather = Sent(
         m * (times * (u - 1) + 1),
-        m * (times * (others + wide * norms) + wide * EMBED),
-        m * (times * (pad_others + wide * (-norms % s)) + wide * (-EMBED % s)),
+        m * (times * others + wide * EMBED),
+        m * (times * pad_others + wide * (-EMBED % s)),
         gathered,
         s,
     )

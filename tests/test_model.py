@@ -22,6 +22,7 @@ from common.model import (
     Attention,
     Layer,
     Linear,
+    RMSNorm,
     Transformer,
     TransformerConfig,
     init_weights,
@@ -138,21 +139,38 @@ def test_contiguous_rows_of_wqkv_are_complete_heads():
 def test_layer_is_pre_norm_with_residual_connections():
     layer = Layer(CONFIG, 1)
     init_weights(layer, 3, "layers.1.")
-    with torch.no_grad():  # with weights of one, a missing norm's weight would not show
-        layer.attn_norm.weight.copy_(normal(32, seed=5))
-        layer.mlp_norm.weight.copy_(normal(32, seed=6))
+    with torch.no_grad():  # with offsets of zero, a norm without its offset would not show
+        layer.attn_norm.offset.copy_(normal(32, seed=5))
+        layer.mlp_norm.offset.copy_(normal(32, seed=6))
     w = {name: p.double() for name, p in layer.named_parameters()}
 
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    def norm(x: Tensor, offset: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + offset)
 
     x = normal(16, 32)
-    y = norm(x.double(), w["attn_norm.weight"])
+    y = norm(x.double(), w["attn_norm.offset"])
     y = x + attention_by_hand(y, w["attn.wqkv.weight"], w["attn.wo.weight"], heads=4)
-    z = norm(y, w["mlp_norm.weight"]) @ w["mlp.w1.weight"].t()
+    z = norm(y, w["mlp_norm.offset"]) @ w["mlp.w1.weight"].t()
     z = 0.5 * z * (1 + (z / math.sqrt(2)).erf())
     by_hand = y + z @ w["mlp.w2.weight"].t()
     torch.testing.assert_close(layer(x[None])[0].double(), by_hand, rtol=1e-4, atol=1e-5)
+
+
+def test_norm_computes_in_float32_or_float64_and_returns_the_dtype_of_its_input():
+    norm = RMSNorm(32)
+    offset = (0.01 * normal(32, seed=5)).bfloat16().double()
+    x = normal(16, 32).bfloat16()
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + offset)
+    # bfloat16 represents these offsets exactly, but has only 1/128 between 1 and 2
+    for of_norm, of_x, error in (
+        (torch.bfloat16, torch.float32, 1e-6),
+        (torch.float32, torch.bfloat16, 2**-8),
+        (torch.float64, torch.float64, 1e-14),
+    ):
+        norm.offset = torch.nn.Parameter(offset.to(of_norm))
+        y = norm(x.to(of_x))
+        assert y.dtype == of_x
+        assert ((y.double() - exact) / exact).abs().max() < error
 
 
 def test_number_of_parameters_and_flops():
@@ -365,7 +383,13 @@ def test_initial_weights_differ_between_seeds_and_names():
     values = [initial_value(name, shape, seed).flatten() for name in names for seed in (0, 1)]
     correlation = torch.corrcoef(torch.stack(values)) - torch.eye(len(values))
     assert correlation.abs().max() < 5 / 64  # five standard deviations of 4096 samples
-    assert initial_value("layers.0.attn_norm.weight", (64,), 0).eq(1).all()
+    assert initial_value("layers.0.attn_norm.offset", (64,), 0).eq(0).all()
+
+
+@pytest.mark.parametrize("module", [torch.nn.Linear(2, 3), torch.nn.LayerNorm(3)])
+def test_parameter_without_a_rule_for_its_initial_value_is_an_error(module):
+    with pytest.raises(ValueError, match=r"layers.0.new.(weight|bias) \[3\]: no initial value"):
+        init_weights(module, 0, "layers.0.new.")
 
 
 def test_initial_weights_have_the_documented_standard_deviation():
