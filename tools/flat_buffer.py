@@ -55,7 +55,7 @@ def draw_buckets(cap_mb: float) -> Picture:
             unit = ".".join(name.split(".")[: 2 if name.startswith("layers") else 1])
             if unit not in units:
                 units.append(unit)
-            label = name.removesuffix(".weight")
+            label = name.removesuffix(".weight").removesuffix(".offset")
             short = label.rsplit(".", 1)[-1] if len(label) * 6.4 + 4 > mb * scale else label
             art.bar(x, y, mb * scale - 1, height, FILLS[units.index(unit)], short)
             x += mb * scale
