@@ -238,6 +238,7 @@ class Checkpointer:
             return 0
         if not found:
             fail(f"--resume {resume}: no checkpoint there (a folder step-..., or a run's folder)")
+        corrupt: list[Path] = []
         for path, older in zip(found, [*found[1:], None], strict=True):
             try:
                 step, notes = self._fill(state, path)
@@ -246,8 +247,14 @@ class Checkpointer:
                 fail(f"--resume {resume}: {path} does not fit this model: {error}")
             except storage.CorruptCheckpointError as error:
                 if older is None:
-                    fail(f"--resume {resume}: {path} is corrupt, and no older one left: {error}")
+                    others = [p.name for p in checkpoints(path.parent) if p.name < path.name]
+                    left = f"older ones: {', '.join(others)}" if others else "no older one is left"
+                    fail(f"--resume {resume}: {path} is corrupt: {error}; {left}")
                 print0(f"{path} is corrupt: {error}; going back to {older.name}")
+                if path.parent == self.path:
+                    corrupt.append(path)
+        for bad in corrupt if rank() == 0 else []:  # no rank reads them any more
+            storage.set_aside(bad)
         for adamw in optimizer.state.values():
             adamw["step"].fill_(step)
         print0("\n".join([*notes, f"resumed from {path}, {step} steps done"]))
@@ -286,29 +293,37 @@ class Checkpointer:
         return int(step.item()), notes
 
 
+SHAPE = ("d_model", "n_layers", "n_heads")  # of the weights
 # arguments that may differ from those of the run that saved, but not silently
 REPORTED = ("seed", "seq_len", "global_batch_size", "lr", "warmup_steps", "min_lr_ratio", "steps")
 REPORTED += ("weight_decay", "grad_clip", "dropout")
 
 
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def compare_runs(path: Path, run: dict) -> list[str]:
     """Report how this run differs from the one that saved the checkpoint, by its `run.json`.
 
-    Another number of heads or vocabulary is an error: the shapes may fit, but not their meaning.
+    Another shape or vocabulary is an error, even one of equal size: its meaning does not fit.
     """
     try:
         saved = json.loads((path / "run.json").read_bytes())
         if saved.pop("checksum") != zlib.crc32(json.dumps(saved).encode()):
             raise ValueError("the checksum differs")
         old, new = saved["arguments"], run["arguments"]
-        if old["n_heads"] != new["n_heads"]:
-            heads = f"it has {old['n_heads']!r} heads, not --n-heads {new['n_heads']}"
-            raise storage.IncompatibleCheckpointError(heads)
+        shape = [name for name in SHAPE if old[name] != new[name]]
+        if shape:
+            was, now = (" ".join(f"{_flag(n)} {a[n]}" for n in shape) for a in (old, new))
+            presets = f"(--preset {old['preset']}, here {new['preset']})"
+            what = f"it was trained with {was}, and this run has {now} {presets}"
+            raise storage.IncompatibleCheckpointError(what)
         if saved["vocabulary"] != run["vocabulary"]:
             vocabulary = "it has another vocabulary: pass the --data it was trained on"
             raise storage.IncompatibleCheckpointError(vocabulary)
         notes = [
-            f"--{name.replace('_', '-')} is now {new[name]}, was {old[name]!r}"
+            f"{_flag(name)} is now {new[name]}, was {old[name]!r}"
             for name in REPORTED
             if old[name] != new[name]
         ]

@@ -146,7 +146,8 @@ def _lines_of_folder(folder: Path) -> dict[str, io.StringIO]:
         for path in (folder / f"{split}.txt" for split in SPLITS):
             lines[path.stem] = io.StringIO(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"cannot be read: {path} is not UTF-8: {error}") from None
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"cannot be read: {path}, line {line}, is not UTF-8: {error}") from None
     return lines
 
 

@@ -55,12 +55,33 @@ class Launch:
 
 
 def launch_environment() -> Launch:
+    """Read and check the launcher's variables. Wrong ones end the process: one line, status 2."""
+    try:
+        launch = _read_environment()
+        port = launch.address[1] if launch.address else 1
+        is_local = launch.local_rank >= 0 and launch.local_size >= 1
+        if 0 <= launch.rank < launch.size and is_local and 0 < port < 2**16:
+            return launch
+        why: object = "a rank is below the number of ranks, a port below 65536"
+    except KeyError as error:
+        why = f"{error.args[0]} is not set"
+    except ValueError as error:
+        why = error
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    given = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+    fix = "start with torchrun, srun or mpirun, or unset them for one process"
+    script = Path(sys.argv[0]).name
+    print(f"{script}: the launcher's variables are wrong: {given}: {why}; {fix}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _read_environment() -> Launch:
     """Read torchrun's variables, or translate those of `srun python` or Open MPI into them.
 
     Only a step of Slurm has SLURM_STEP_NUM_TASKS; a batch shell has a SLURM_PROCID of 0, too.
     """
     env = os.environ  # below, `ranks` are: rank, rank on the node, ranks on the node, all ranks
-    if "RANK" in env and "WORLD_SIZE" in env:
+    if "RANK" in env:
         launcher, host, port = "torchrun", "127.0.0.1", 29500
         local = env.get("LOCAL_RANK", 0), env.get("LOCAL_WORLD_SIZE", 1)
         ranks = env["RANK"], *local, env["WORLD_SIZE"]
@@ -74,6 +95,8 @@ def launch_environment() -> Launch:
         ranks = [env[f"OMPI_COMM_WORLD_{n}"] for n in ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "SIZE")]
         launcher, host = "mpirun", "127.0.0.1" if ranks[2] == ranks[3] else ""
         port = 20000 + sum(map(ord, env.get("PMIX_NAMESPACE", "")))  # unique to this mpirun here
+    elif env.get("WORLD_SIZE", "1") != "1":
+        raise KeyError("RANK")
     else:
         return Launch("python", 0, 0, 1, 1, None)
     address = env.get("MASTER_ADDR", host), int(env.get("MASTER_PORT", port))

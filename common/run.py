@@ -280,7 +280,9 @@ def run_id(parent: Path) -> str:
     env = os.environ
     if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" in env:
         job, step = env["SLURM_JOB_ID"], env["SLURM_STEP_ID"]
-        return job if step == "0" else f"{job}.{step}"  # each srun of a job is a run
+        name = job if step == "0" else f"{job}.{step}"  # each srun of a job is a run
+        # slurm/ exports SUBMITTED, because Slurm may count its jobs from 1 again
+        return f"{name}-{env['SUBMITTED']}" if "SUBMITTED" in env else name
     if env.get("TORCHELASTIC_RUN_ID", "none") != "none":
         return env["TORCHELASTIC_RUN_ID"]
     name = [new_folder(parent, time.strftime("%Y%m%d-%H%M%S")).name if rank() == 0 else None]

@@ -177,6 +177,13 @@ def checkpoints(folder: str | os.PathLike) -> list[Path]:
     return sorted((p for p in found if (p / ".metadata").is_file()), key=lambda p: int(p.name[5:]))
 
 
+def set_aside(path: Path) -> None:
+    """Rename a corrupt checkpoint to `corrupt-step-...`: it no longer counts as one to keep."""
+    aside = path.with_name(f"corrupt-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
 def _delete(path: Path) -> None:
     """Rename, then delete: a folder that is called `step-...` stays complete."""
     aside = path.with_name(f"deleting-{path.name}")

@@ -9,6 +9,19 @@ if [[ -f slurm/site.env ]]; then
   set +a
 fi
 
+# The run's folder is named by the job's number and the time of its submission, because Slurm may count
+# from 1 again. make submit-NN passes the time; after a plain sbatch the first start notes it as the
+# job's comment. The job's environment and comment outlive a requeue (its SubmitTime does not).
+if [[ -z ${SUBMITTED-} ]]; then
+  SUBMITTED=$(scontrol --oneliner show job "$SLURM_JOB_ID" |
+    sed -n 's/.* Comment=\([0-9]\{8\}-[0-9]\{6\}\).*/\1/p')
+  if [[ -z $SUBMITTED ]]; then
+    SUBMITTED=$(date +%Y%m%d-%H%M%S)
+    scontrol update JobId="$SLURM_JOB_ID" Comment="$SUBMITTED" || true
+  fi
+fi
+export SUBMITTED
+
 # caches, which can fill a home folder's quota
 cache=${CACHE_ROOT:-${XDG_CACHE_HOME:-$HOME/.cache}}
 export HF_HOME=${HF_HOME-$cache/huggingface} TORCH_HOME=${TORCH_HOME-$cache/torch}

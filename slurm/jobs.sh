@@ -37,14 +37,66 @@ check_time() { # STAGE
   fi
 }
 
+header() { sed -n "s/^#SBATCH --$2=//p" "$1/train.sbatch"; } # STAGE OPTION
+
+# "NODES GPUS" of the partition: how many nodes it has in all, and the GPUs of its largest node;
+# nothing where sinfo names no default partition
+size_of_partition() {
+  local name=${PARTITION:-${SBATCH_PARTITION-}}
+  sinfo --noheader ${name:+--partition="$name"} --format="%P %D %G" | awk -v given="$name" '
+    given || $1 ~ /[*]$/ {
+      nodes[$1] += $2
+      if (nodes[$1] > most) most = nodes[$1]
+      count = match($3, /gpu:[^,(]*/) ? substr($3, RSTART, RLENGTH) : "0"
+      sub(/.*:/, "", count)
+      if (count + 0 > gpus) gpus = count + 0
+    }
+    END { if (most) print most, gpus + 0 }'
+}
+
+# Check the flags with the scripts' own parse_args, as rank 0 of as many as the job will have. Where
+# there is no environment with PyTorch here, the job itself reports a wrong flag.
+check_flags() { # "STAGE=RANKS ..." FLAG...
+  local said
+  said=$(
+    set +u
+    # shellcheck source=/dev/null
+    if [[ -f slurm/site.env ]]; then source slurm/site.env; fi
+    # shellcheck source=/dev/null
+    if [[ -f ${VENV=.venv}/bin/activate ]]; then source "$VENV/bin/activate"; fi
+    NPROC=${NPROC:-2} python tools/check_flags.py "$@" 2>&1 >/dev/null
+  ) || if [[ $? == 2 && $said == train.py:* ]]; then
+    echo "$said" >&2
+    exit 2
+  fi
+}
+
 submit() {
-  local stage job before='' flags scripts
+  local stage job before='' flags scripts nodes per_node most='' gpus='' ranks=''
   read -ra scripts <<<"$1"
   shift
   # the headers request GPUs, and a cluster without GPUs would reject the job
   if [[ -z ${GPUS-} ]] && ! sinfo --noheader --format=%G | grep gpu >/dev/null; then GPUS=0; fi
+  read -r most gpus < <(size_of_partition) || true
   for stage in "${scripts[@]}"; do
     check_time "$stage"
+    nodes=$(header "$stage" nodes) per_node=${GPUS:-$(header "$stage" gpus-per-node)}
+    if [[ $stage != 01_* ]]; then nodes=${NODES:-$nodes}; fi
+    if [[ $most && $nodes =~ ^[0-9]+$ ]] && ((nodes > most)); then
+      echo "NODES=$nodes: the partition has $most, so the job would wait forever: pass fewer" >&2
+      exit 2
+    fi
+    if [[ $stage == 01_* ]]; then ranks+="$stage=1 "; else ranks+="$stage=${nodes}x$per_node "; fi
+  done
+  check_flags "$ranks" "$@"
+  if [[ -z ${GPUS-} && ${gpus:-0} -gt $per_node ]]; then
+    # a small request starts soon, and the default batch size divides by few numbers
+    echo "$per_node GPU per node, as train.sbatch requests; a node has $gpus: GPUS=$gpus takes them all"
+  fi
+  # names the run's folder: a requeue keeps it, and another job with the same number has another one
+  printf -v SUBMITTED '%(%Y%m%d-%H%M%S)T'
+  export SUBMITTED
+  for stage in "${scripts[@]}"; do
     flags=()
     if [[ ${NODES-} && $stage != 01_* ]]; then flags+=(--nodes="$NODES"); fi # 01 is one process
     if [[ ${GPUS-} && ($stage != 01_* || $GPUS == 0) ]]; then flags+=(--gpus-per-node="$GPUS"); fi
@@ -68,10 +120,10 @@ jobs() {
 }
 
 status() {
-  local found
+  local found logs=(./*-*.log)
   found=$(jobs all)
   if [[ -z $found ]]; then
-    echo "no jobs from here, or all ended some minutes ago; their logs: $(echo ./*-*.log)"
+    echo "no jobs from here, or all ended some minutes ago${logs[*]:+; their logs: ${logs[*]}}"
     return
   fi
   awk -F'|' '
@@ -80,7 +132,11 @@ status() {
     }
     BEGIN { row("JOB", "STAGE", "STATE", "TIME", "NODES, OR WHY NOT", "LOG") }
     $3 == "CANCELLED" && $4 == "0:00" { $5 = "(never started)" }
-    { row($1, $2, $3, $4, $5, $2 "-" $1 ".log") }' <<<"$found"
+    {
+      name = $2 "-" $1 ".log"
+      if ((getline line <name) < 0) name = $3 == "PENDING" ? name " (later)" : "(no log)"
+      row($1, $2, $3, $4, $5, name)
+    }' <<<"$found"
 }
 
 logs() {

@@ -73,12 +73,12 @@ step_starts_on() { timeout 60 srun --overlap --nodes="$1" --ntasks="$1" true; }
 node_is_lost() { step_starts_on 1 && ! step_starts_on "$SLURM_JOB_NUM_NODES"; }
 
 # Whether this start of the job and the previous one both hit the time limit before their first
-# step. The job's comment keeps the number of such a start while the job is pending.
+# step. The job's comment keeps the number of such a start, after what env.sh notes there.
 cut_twice_without_a_step() {
   local life=${SLURM_RESTART_COUNT:-0}
   if [[ ! $cut || $status == 0 ]]; then return 1; fi # status 0: it has done a step and saved
-  if [[ $(job_field Comment) == "no-step-in-life-$((life - 1))" ]]; then return 0; fi
-  scontrol update JobId="$SLURM_JOB_ID" Comment="no-step-in-life-$life"
+  if [[ $(job_field Comment) == *"no-step-in-life-$((life - 1))" ]]; then return 0; fi
+  scontrol update JobId="$SLURM_JOB_ID" Comment="${SUBMITTED-}.no-step-in-life-$life"
   return 1
 }
 

@@ -150,7 +150,7 @@ class Job:
 
     @property
     def run_folder(self) -> Path:
-        (folder,) = self.cluster.folder.glob(f"runs/*/{self.number}")
+        (folder,) = self.cluster.folder.glob(f"runs/*/{self.number}-*")
         return folder
 
     def metrics(self) -> list[dict]:

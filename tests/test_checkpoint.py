@@ -472,6 +472,24 @@ def test_resume_falls_back_from_a_corrupt_checkpoint_and_names_both(tmp_path, ca
         assert name in line or "__0_0.distcp" in line  # a foreign .metadata fits no data file
 
 
+def test_corrupt_checkpoint_is_set_aside_and_does_not_count_as_kept(tmp_path):
+    for step in (2, 4):
+        saved(tmp_path, step)
+    flip(tmp_path / "step-00000004" / "__0_0.distcp")
+    assert loaded(tmp_path)[1] == 2
+    saved(tmp_path, step=5)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["corrupt-step-00000004", "step-00000002", "step-00000005"]
+
+
+def test_corrupt_checkpoint_of_another_run_is_left_as_it_is(tmp_path):
+    for step in (2, 4):
+        saved(tmp_path / "other" / "checkpoints", step)
+    flip(tmp_path / "other/checkpoints/step-00000004/__0_0.distcp")
+    assert loaded(tmp_path / "this", str(tmp_path / "other"))[1] == 2
+    assert len(checkpoints(tmp_path / "other" / "checkpoints")) == 2
+
+
 def test_corrupt_metadata_that_is_readable_is_detected(tmp_path, capsys):
     for step in (2, 4):
         saved(tmp_path, step)
@@ -485,16 +503,16 @@ def test_resume_with_only_corrupt_checkpoints_is_an_error(tmp_path, capsys):
     for step in (2, 4):
         saved(tmp_path, step)
         flip(tmp_path / f"step-{step:08d}" / "__0_0.distcp")
-    assert_refused(capsys, loaded, tmp_path, says="no older one left")
+    assert_refused(capsys, loaded, tmp_path, says="no older one is left")
 
 
 def test_resume_of_a_named_corrupt_checkpoint_has_no_fallback(tmp_path, capsys):
     for step in (2, 4):
         saved(tmp_path, step)
     flip(tmp_path / "step-00000004" / "__0_0.distcp")
-    assert_refused(
-        capsys, loaded, tmp_path, str(tmp_path / "step-00000004"), says="checksum differs"
-    )
+    newest = str(tmp_path / "step-00000004")
+    said = assert_refused(capsys, loaded, tmp_path, newest, says="checksum differs")
+    assert "older ones: step-00000002" in said
 
 
 def test_incompatible_checkpoint_is_not_reported_as_corrupt(tmp_path, capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import REPO
+from harness import REPO, stage_path
 
 from common import collectives
 from common.distributed import (
@@ -84,6 +84,39 @@ def test_master_address_and_port_of_each_launcher(monkeypatch):
     assert len(ports) == 3
 
 
+WRONG = {
+    "RANK=0 WORLD_SIZE=x": "WORLD_SIZE=x: invalid literal",
+    "RANK=5 WORLD_SIZE=2": "a rank is below the number of ranks",
+    "RANK=1": "RANK=1: WORLD_SIZE is not set",
+    "WORLD_SIZE=2": "WORLD_SIZE=2: RANK is not set",
+    "RANK=0 WORLD_SIZE=1 LOCAL_RANK=-1": "LOCAL_RANK=-1",
+    "RANK=0 WORLD_SIZE=2 MASTER_PORT=99999": "a port below 65536",
+    "RANK=0 WORLD_SIZE=2 MASTER_PORT=": "MASTER_PORT=: invalid literal",
+}
+
+
+@pytest.mark.parametrize("variables", WRONG)
+def test_wrong_launcher_variables_are_an_error(monkeypatch, capsys, variables):
+    environment(monkeypatch, dict(word.split("=") for word in variables.split()))
+    with pytest.raises(SystemExit) as exit:
+        world_size()
+    said = capsys.readouterr().err
+    assert exit.value.code == 2 and said.count("\n") == 1 and WRONG[variables] in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["01", "04"])
+def test_a_process_with_wrong_launcher_variables_ends_with_one_line(tmp_path, stage):
+    command = [sys.executable, str(stage_path(stage)), "--data", "sample", "--steps", "1"]
+    for variables in list(WRONG)[:3]:
+        env = dict(os.environ, **dict(word.split("=") for word in variables.split()))
+        done = subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith("train.py: ") and WRONG[variables] in done.stderr
+
+
 def test_mpirun_on_several_nodes_needs_a_master_address(pools):
     (ended,) = pools(1, group=False).attempt(set_up_under_mpirun, {"OMPI_COMM_WORLD_RANK": "0"})
     assert ended.exit_status == 2 and ended.stderr.count("\n") == 1
@@ -118,6 +151,8 @@ def test_srun_takes_the_first_host_as_master_address(monkeypatch, tmp_path):
     [
         (SRUN | {"SLURM_STEP_ID": "0"}, "77"),
         (SRUN, "77.3"),  # a later srun of the same job is another run
+        # another submission with the same number is another run
+        (SRUN | {"SLURM_STEP_ID": "0", "SUBMITTED": "20250101-120000"}, "77-20250101-120000"),
         ({"TORCHELASTIC_RUN_ID": "abc"}, "abc"),
         (SRUN | {"SLURM_STEP_ID": "0", "TORCHELASTIC_RUN_ID": "abc"}, "77"),
         # torchrun without --rdzv-id and without Slurm: the time

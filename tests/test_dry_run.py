@@ -10,7 +10,7 @@ import time
 from unittest.mock import patch
 
 import pytest
-from dry_run import PATCHES, Report, dry_run, main, plan
+from dry_run import PATCHES, Report, dry_run, main, plan, show
 from harness import REPO, PeakMemory, cases, load_stage
 
 from common import collectives
@@ -142,6 +142,16 @@ def test_wrong_arguments_of_the_dry_run_itself(argv, word, capsys):
         main(argv.split())
     said = capsys.readouterr().err
     assert exit.value.code == 2 and said.count("\n") == 1 and word in said
+
+
+def test_dry_run_chooses_a_batch_that_fits_and_says_which(capsys):
+    show("02", 5, 0, "--d-model 32".split(), 100)
+    said = capsys.readouterr().out
+    assert said.startswith("the default batch does not divide by 5 ranks: --global-batch-size 5\n")
+    show("02", 2, 0, "--d-model 32".split(), 100)
+    assert "global-batch-size" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        show("02", 5, 0, "--global-batch-size 12".split(), 100)
 
 
 @pytest.mark.wall_clock

@@ -151,6 +151,67 @@ def test_time_that_is_long_enough_is_submitted(tmp_path, time):
     assert done.returncode == 0 and f"--time={time}" in done.stdout, done.stderr
 
 
+SINFO = """\
+case "$*" in
+*%P*--partition* | *--partition*%P*) echo "small 1 gpu:8" ;;
+*%P*) printf 'gpu* 2 gpu:a100:8(S:0-1)\\ngpu* 1 gpu:a100:4\\ncpu 9 (null)\\n' ;;
+*) echo gpu:8 ;;
+esac
+"""
+SLURM = dict(sbatch='echo "7;cluster"', sinfo=SINFO, squeue="")
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("submit-02 NODES=4", "NODES=4: the partition has 3,"),
+        ("submit-02 PARTITION=small", "NODES=2: the partition has 1,"),  # the header's two
+        ("submit-04 ARGS=--sard-size", "unrecognized arguments: --sard-size"),
+        ("submit-04 NODES=2 GPUS=3 ARGS=--shard-size=4", "--shard-size 4 does not divide the 6"),
+        ("submit-all ARGS=--timeout=60", "unrecognized arguments: --timeout=60"),  # of 01
+    ],
+)
+def test_a_job_that_can_never_run_is_an_error_before_anything_is_submitted(tmp_path, words, says):
+    done = make(tmp_path, *words.split(), **SLURM)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert done.returncode != 0 and len(said) == 1 and says in said[0], done.stderr
+    assert "sbatch" not in done.stdout
+
+
+def test_submission_names_the_gpus_that_it_does_not_take(tmp_path):
+    done = make(tmp_path, "submit-04", "NODES=1", **SLURM)
+    assert "1 GPU per node" in done.stdout and "a node has 8: GPUS=8 takes" in done.stdout
+    assert done.returncode == 0 and "job 7, log 04_fsdp-7.log" in done.stdout
+
+
+def test_submission_passes_its_time_in_the_environment_of_the_job(tmp_path):
+    done = make(tmp_path, "submit-01", **SLURM | {"sbatch": 'echo "7;$SUBMITTED" >&2; echo 7'})
+    assert re.search(r"^7;\d{8}-\d{6}$", done.stderr, re.MULTILINE)
+
+
+JOBS = """\
+for job in "7|02_ddp|FAILED" "8|02_ddp|PENDING" "9|03_zero|CANCELLED"; do
+  echo "$job|$PWD|0:01|node1"
+done
+"""
+
+
+def test_status_names_only_logs_that_exist(tmp_path):
+    tools = SLURM | {"squeue": 'case "$*" in *%i*) . ../jobs ;; esac'}
+    done = make(tmp_path, "status", **tools)
+    assert done.stdout.strip().endswith("some minutes ago"), done.stdout
+    (tmp_path / "jobs").write_text(JOBS)
+    (tmp_path / "copy/03_zero-9.log").touch()
+    env = {"PATH": str(tmp_path / "bin")}
+    command = ["make", "status"]
+    done = subprocess.run(command, cwd=tmp_path / "copy", env=env, capture_output=True, text=True)
+    logs = [line.split(None, 5)[4:] for line in done.stdout.splitlines()[1:]]
+    assert [" ".join(words).split("  ")[0] for words in logs], done.stdout
+    assert re.search(r"^7 .*\(no log\)$", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^8 .*02_ddp-8.log \(later\)$", done.stdout, re.MULTILINE)
+    assert re.search(r"^9 .*03_zero-9.log$", done.stdout, re.MULTILINE)
+
+
 # ---- launch.sh, with fake Slurm commands ----
 
 SCONTROL = """\
@@ -231,7 +292,7 @@ def test_job_that_hits_its_time_limit_twice_before_its_first_step_is_not_requeue
     assert ("scontrol requeue 7" in done.stdout) == requeued, done
     assert ("hit its time limit twice" in done.stderr) == (not requeued)
     noted = requeued and status != "0" and left == 200
-    assert (f"Comment=no-step-in-life-{restarts}" in done.stdout) == noted
+    assert (f"Comment=.no-step-in-life-{restarts}" in done.stdout) == noted
 
 
 def test_every_header_has_the_warning_that_launch_sh_assumes():

@@ -140,7 +140,7 @@ def test_wrong_partition_is_an_error_at_once(cluster):
 
 
 def test_failed_job_cancels_its_dependents_and_is_reported(cluster):
-    first, *others = cluster.submit("submit-all", "ARGS=--steps 0")
+    first, *others = cluster.submit("submit-all", "ARGS=--data absent --steps 1")
     first.ends("FAILED")
     for job in others:
         job.ends("CANCELLED")
@@ -149,7 +149,7 @@ def test_failed_job_cancels_its_dependents_and_is_reported(cluster):
     assert re.search(rf"^{others[0].number} .* CANCELLED .*never started", status, re.MULTILINE), (
         status
     )
-    assert "--steps: 0 must be at least 1" in cluster.make("logs-01")
+    assert "--data absent: no train.txt" in cluster.make("logs-01")
     assert "CANCELLED" in cluster.make("logs-02")
 
 
@@ -345,6 +345,20 @@ def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, undisturbed,
     assert weights_of(job) == weights_of(undisturbed()) != {}
 
 
+def test_a_plain_sbatch_names_its_run_by_its_submission_too(cluster):
+    """Slurm's own SubmitTime is that of the requeue."""
+    script = "source slurm/env.sh\necho submitted $SUBMITTED\n"
+    script += "((${SLURM_RESTART_COUNT:-0})) || sleep 60"
+    jobs = [cluster.batch("--requeue", "--open-mode=append", script=script) for _ in range(2)]
+    times = []
+    for job in jobs:
+        job.until("line", lambda job=job: "submitted 20" in job.log)
+        cluster.call("scontrol", "requeue", job.number)
+        job.ends()
+        times.append(re.findall(r"submitted (\S+)", job.log))
+    assert all(len(each) == 2 and each[0] == each[1] for each in times)
+
+
 # ---- a node is lost ----
 
 
@@ -389,13 +403,20 @@ def test_make_cluster_submit_logs_and_cluster_down(tmp_path):
     need("sbatch", "slurmctld", "slurmd", "munged", packages=PACKAGES)
     laptop = Cluster(copy_of_repository(tmp_path / "copy"))
     try:
-        assert "2 nodes" in laptop.make("cluster", "PORT=17100")
-        assert "make cluster-down" in laptop.make("cluster", fails=True)
-        laptop.make("submit-04", "NODES=2", f"ARGS={SMALL} --data sample --steps 2")
-        said = laptop.make("logs-04")
+        for attempt in (1, 2):  # the second cluster counts its jobs from 1 again
+            assert "2 nodes" in laptop.make("cluster", "PORT=17100")
+            assert "make cluster-down" in laptop.make("cluster", fails=True)
+            flags = f"{SMALL} --data sample --steps {4 - attempt} --checkpoint-every 1"
+            (job,) = laptop.submit("submit-04", "NODES=2", f"ARGS={flags}")
+            assert job.number == "1"
+            said = laptop.make("logs-04")
+            assert said.count("step     1  loss") == attempt and "COMPLETED" in said
+            assert "resumed" not in said
+            assert len(list((tmp_path / "copy/runs/04_fsdp").glob("1-*"))) == attempt
+            assert "stopped" in laptop.make("cluster-down")
     finally:
-        assert "stopped" in laptop.make("cluster-down")
-    assert "step     1  loss" in said and "COMPLETED" in said
+        if (tmp_path / "copy/slurm/cluster").exists():
+            laptop.make("cluster-down")
     assert not (tmp_path / "copy/slurm/cluster").exists()
 
 

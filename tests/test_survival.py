@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import chaos
 import pytest
-from harness import REPO, assert_same_curve, load_stage, runs_for
+from harness import REPO, assert_same_curve, load_stage, runs_for, stage_path
 from jobs import free_port, start, torchrun, workers_of
 
 from common import checkpoint, storage
@@ -210,6 +210,37 @@ def test_second_signal_ends_the_process_within_a_step(corpus_dir, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 128 + number and "second signal" in said
+
+
+def run_01(corpus_dir: Path, run_dir: Path, *flags) -> str:
+    command = [sys.executable, str(stage_path("01")), *argv_of("01", corpus_dir, run_dir, *flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_only_complete_checkpoints_count_as_kept(corpus_dir, tmp_path):
+    run_01(corpus_dir, tmp_path, "--steps", 60, "--checkpoint-every", 25)
+    folder = tmp_path / "checkpoints"
+    assert [path.name for path in checkpoints(folder)] == ["step-00000050", "step-00000060"]
+    (file,) = (folder / "step-00000060").glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+    said = run_01(corpus_dir, tmp_path, "--steps", 65, "--checkpoint-every", 25)
+    assert "step-00000060 is corrupt" in said and "50 steps done" in said
+    kept = sorted(path.name for path in folder.iterdir())
+    assert kept == ["corrupt-step-00000060", "step-00000050", "step-00000065"]
+
+
+@pytest.mark.wall_clock  # the signal must come while Python imports
+def test_signal_while_ranks_import_ends_the_run_as_the_manual_says(corpus_dir, tmp_path):
+    manual = " ".join((REPO / "common/README.md").read_text().split())
+    assert "Until the first step begins, a signal ends the run without a word" in manual
+    command = [sys.executable, str(stage_path("01")), *argv_of("01", corpus_dir, tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGUSR1)
+    assert process.communicate(timeout=30) == (b"", b"")
+    assert process.returncode == -signal.SIGUSR1 and not (tmp_path / "run").exists()
 
 
 @pytest.mark.wall_clock

@@ -506,11 +506,22 @@ def test_resume_with_another_corpus_prints_a_line_and_another_vocabulary_is_an_e
     same = copy_of_corpus(corpus_dir, tmp_path / "same", "valid", "", "")
     assert notes_of_resuming(pools, [*argv, *same], run_dir) == []
     words = copy_of_corpus(corpus_dir, tmp_path / "words", "train", "word1 ", "ward1 ")
-    for flags, says in ((words, "another vocabulary"), (["--n-heads", "4"], "2 heads")):
+    for flags, says in ((words, "another vocabulary"), (["--n-heads", "4"], "with --n-heads 2,")):
         flags = [*argv, *flags, "--resume", str(run_dir)]
         (ended,) = pools(1, group=False).attempt_train("01", flags)
         assert ended.exit_status == 2 and ended.stderr.count("\n") == 1, ended
         assert "does not fit this model" in ended.stderr and says in ended.stderr
+
+
+def test_resume_of_another_model_names_the_flags_or_the_preset(pools, saved_run):
+    argv, run_dir = saved_run
+    other = [*argv, *"--steps 6 --n-layers 3 --d-model 48 --preset small --seq-len 16".split()]
+    (ended,) = pools(1, group=False).attempt_train("01", [*other, "--resume", str(run_dir)])
+    assert ended.exit_status == 2 and ended.stderr.count("\n") == 1, ended
+    assert "trained with --d-model 32 --n-layers 2, and this run has --d-model 48 --n-layers 3" in (
+        ended.stderr
+    )
+    assert "(--preset tiny, here small)" in ended.stderr and "state_dict" not in ended.stderr
 
 
 def with_checksum(run: dict) -> str:

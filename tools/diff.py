@@ -282,7 +282,9 @@ def main() -> None:
     colour = is_coloured()
     try:
         if not args.old:
-            raise NoSuchStage(f"stage {args.new} is the first: give another one with --from")
+            raise NoSuchStage(
+                f"{args.new} is the first stage: read its train.py, or pass FROM= another one"
+            )
         comparison = compare_stages(args.old, args.new)
     except NoSuchStage as error:
         print(f"diff.py: {error}", file=sys.stderr)
