@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
 import sys
 import tokenize
 from collections import Counter
@@ -186,10 +185,3 @@ def test_moved_and_respaced_lines_are_found():
     assert noise(lines, [*lines, "a_new_line = 3"]) == ([], [])
     removed, added = hunks(lines, wrapped)[0]
     assert removed == [lines[2]] and added == wrapped[2:4]
-
-
-def test_diff_of_the_first_stage_says_what_to_do():
-    command = [sys.executable, str(REPO / "tools/diff.py"), min(stages())]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "01 is the first stage" in done.stderr and "FROM=" in done.stderr
