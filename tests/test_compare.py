@@ -508,7 +508,8 @@ def test_a_stage_that_does_not_exist_is_named_in_one_line(words):
     assert done.returncode == 2 and not done.stdout
     (line,) = done.stderr.splitlines()
     missing = "stage (42|x) does not exist; the stages are 01 02 "
-    assert re.match("diff.py: " + ("01 is the first stage: .* FROM=" if words == ["01"] else missing), line)
+    first = "01 is the first stage: .* FROM="
+    assert re.match("diff.py: " + (first if words == ["01"] else missing), line)
 
 
 def test_make_diff_takes_from_full_and_raw():
