@@ -102,7 +102,7 @@ diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition 
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/diff.py $* $(if $(FROM),--from $(FROM)) \
 		$(if $(RAW),--raw,$(if $(FULL),--full))
 lessons: $(READY) ## lessons/: each stage's README, code and comparisons as web pages, from disk
-	@$(BIN)/python tools/lessons.py $(ARGS)
+	@$(BIN)/python tools/lessons/build.py $(ARGS)
 schedule-06: $(READY) ## draw time lines of pipelines; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
 	@$(BIN)/python tools/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(PP),--pp $(PP)) \
 		$(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \

@@ -141,7 +141,8 @@ def in_copy(copy: Path, *words: str, **variables: str) -> str:
 
 
 TOOLS = """
-import chaos, diff, dry_run, lessons, quickstart, stages
+import chaos, diff, dry_run, quickstart, stages
+from lessons import build as lessons
 print([row.name for row in quickstart.rows()])
 print("chaos", chaos.run_of("08").ranks, "plan", stages.with_ranks("{ranks}", 4096),
       [run.id for run in stages.runs_for("plan")])

@@ -47,17 +47,7 @@ for (const button of document.querySelectorAll("[data-unfold]")) {
     button.textContent = open ? "fold them again" : "unfold all";
   });
 }
-// Paper shows what is folded on a screen.
-let opened = [];
-addEventListener("beforeprint", () => {
-  opened = [...folds].filter((each) => !each.open);
-  for (const each of opened) each.open = true;
-});
-addEventListener("afterprint", () => {
-  for (const each of opened) each.open = false;
-});
-
-// The table of contents: folded on a phone, and the part in sight is marked.
+// The table of contents is folded where it stands above the text.
 const toc = document.querySelector(".toc details");
 if (toc) {
   const isWide = document.body.matches(".comparison-page") ? "100rem" : "64rem";
@@ -65,23 +55,4 @@ if (toc) {
   const narrowFold = () => { toc.open = wide.matches; };
   wide.addEventListener("change", narrowFold);
   narrowFold();
-  const links = new Map([...toc.querySelectorAll("a")].map((a) => [a.hash.slice(1), a]));
-  const parts = [...links.keys()].map((id) => document.getElementById(decodeURIComponent(id)));
-  let current = null;
-  const follow = () => {
-    const above = parts.filter((part) => part && part.getBoundingClientRect().top < 120);
-    const link = links.get(encodeURIComponent(above.at(-1)?.id ?? ""))
-      ?? links.get(above.at(-1)?.id);
-    if (link === current) return;
-    current?.removeAttribute("aria-current");
-    link?.setAttribute("aria-current", "true");
-    current = link;
-    if (wide.matches && link) {
-      const frame = toc.parentElement;
-      const at = link.getBoundingClientRect().top - frame.getBoundingClientRect().top;
-      if (at < 0 || at > frame.clientHeight - 40) frame.scrollTop += at - frame.clientHeight / 2;
-    }
-  };
-  addEventListener("scroll", follow, { passive: true });
-  follow();
 }

@@ -18,18 +18,9 @@ from pygments.token import Comment, Keyword, Literal, Name, Operator, _TokenType
 from pygments.util import ClassNotFound
 
 # the few classes that the style sheet knows, the most special token types first
-CLASSES = {
-    Comment: "c",
-    Literal.String: "s",
-    Literal.Number: "m",
-    Keyword: "k",
-    Operator.Word: "k",
-    Name.Function: "f",
-    Name.Class: "f",
-    Name.Decorator: "d",
-    Name.Builtin.Pseudo: "",  # self
-    Name.Builtin: "b",
-}
+CLASSES = {Comment: "c", Literal.String: "s", Literal.Number: "m", Keyword: "k"}
+CLASSES |= {Operator.Word: "k", Name.Function: "f", Name.Class: "f", Name.Decorator: "f"}
+CLASSES |= {Name.Builtin.Pseudo: "", Name.Builtin: "b"}  # pseudo: self
 
 
 class Token(NamedTuple):
@@ -51,12 +42,9 @@ class Span(NamedTuple):
 def highlight(text: str, language: str = "", filename: str = "") -> list[list[Token]]:
     """The tokens of every line, as `str.splitlines` counts lines."""
     text = "\n".join(text.splitlines())
-    options = {"stripnl": False, "ensurenl": False}
+    find = get_lexer_by_name if language else get_lexer_for_filename
     try:
-        if language:
-            lexer = get_lexer_by_name(language, **options)
-        else:
-            lexer = get_lexer_for_filename(filename, **options)
+        lexer = find(language or filename, stripnl=False, ensurenl=False)
     except ClassNotFound:
         return [[Token("", line)] for line in text.split("\n")]
     lines: list[list[Token]] = [[]]
@@ -82,27 +70,19 @@ def to_html(tokens: Iterable[Token], spans: Iterable[Span] = ()) -> str:
         end = at + len(text)
         cuts = [at, *(edge for edge in edges if at < edge < end), end] if text else []
         for a, b in zip(cuts, cuts[1:], strict=False):
-            piece = element(css, text[a - at : b - at])
+            piece = escape(text[a - at : b - at])
+            piece = f'<i class="{css}">{piece}</i>' if css and piece.strip() else piece
             out.append(openings.get(a, "") + piece + closings.get(b, ""))
         at = end
     return "".join(out)
 
 
-def element(css: str, text: str) -> str:
-    text = escape(text)
-    return f'<i class="{css}">{text}</i>' if css and text.strip() else text
-
-
-# ---- changed words ----
-
-
 def changed_spans(row: Row, side: int) -> list[Span]:
     """The words of a changed line that only the old (0) or the new (1) line has."""
-    tag, spans, at = ("del", "ins")[side], [], 0
-    for i, words in enumerate(row.words):
+    tag, spans, at = ("del", "ins")[side], [], len(row.words[0][side])  # first: the indentation
+    for words in row.words[1:]:
         end = at + len(words[side])
-        is_indentation = i == 0
-        if words[0] != words[1] and words[side] and not is_indentation:
+        if words[0] != words[1] and words[side]:
             spans.append(Span(at, end, f"<{tag}>", f"</{tag}>"))
         at = end
     return spans
@@ -136,7 +116,11 @@ class Linker(ast.NodeVisitor):
         self.owner = outer
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.Lambda) -> None:
-        self.scopes.append(bound_names(node))
+        """The parameters of a function and what it assigns, in the functions inside it too."""
+        names = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+        stored = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+        names |= {each.id for each in stored if isinstance(each.ctx, ast.Store)}
+        self.scopes.append(names)
         self.generic_visit(node)
         self.scopes.pop()
 
@@ -145,28 +129,19 @@ class Linker(ast.NodeVisitor):
     def visit_Name(self, node: ast.Name) -> None:
         is_local = any(node.id in scope for scope in self.scopes)
         if isinstance(node.ctx, ast.Load) and not is_local:
-            self.link(node.id, node.lineno, node.end_col_offset, len(node.id))
+            self.link(node.id, node.lineno, node.end_col_offset)
 
     def visit_alias(self, node: ast.alias) -> None:
-        end_byte = node.col_offset + len(node.name.encode())
-        self.link(node.name, node.lineno, end_byte, len(node.name))
+        self.link(node.name, node.lineno, node.col_offset + len(node.name.encode()))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.value, ast.Name) and node.value.id == "self":
-            self.link(
-                f"{self.owner}.{node.attr}", node.end_lineno, node.end_col_offset, len(node.attr)
-            )
+            self.link(f"{self.owner}.{node.attr}", node.end_lineno, node.end_col_offset)
         self.generic_visit(node)
 
-    def link(self, name: str, line: int, end_byte: int, length: int) -> None:
+    def link(self, name: str, line: int, end_byte: int) -> None:
         if name in self.hrefs:
             end = len(self.lines[line - 1].encode()[:end_byte].decode())
+            start = end - len(name.rpartition(".")[2])
             opening = f'<a href="{escape(self.hrefs[name])}">'
-            self.found.setdefault(line, []).append(Span(end - length, end, opening, "</a>"))
-
-
-def bound_names(node: ast.FunctionDef | ast.Lambda) -> set[str]:
-    """The parameters of a function and what it assigns, in the functions inside it too."""
-    names = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
-    stored = (each for each in ast.walk(node) if isinstance(each, ast.Name))
-    return names | {each.id for each in stored if isinstance(each.ctx, ast.Store)}
+            self.found.setdefault(line, []).append(Span(start, end, opening, "</a>"))

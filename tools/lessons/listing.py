@@ -12,19 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from compare import (
-    Block,
-    Comparison,
-    Definition,
-    LeftOut,
-    Line,
-    Row,
-    Stage,
-    condensed,
-    numbered,
-)
+from compare import Block, Comparison, Definition, LeftOut, Line, Row, condensed, numbered
 from diff import count, indentation, title
-from highlight import Span, Token, changed_spans, to_html
+from lessons.highlight import Span, Token, changed_spans, to_html
 from markupsafe import Markup
 
 SHORTEST_FOLD = 3  # lines
@@ -43,8 +33,6 @@ class Entry:
 
 def anchor(block: Block) -> str:
     """The id of a block: a definition's name; of a banner, its words."""
-    if block.kind == "head":
-        return block.name.removesuffix(".(head)")
     if block.kind == "banner":
         words = re.sub(r"[^\w\s-]", "", banner_text(block)).split()
         return "section-" + "-".join(words).lower()
@@ -63,9 +51,8 @@ def outline(blocks: Iterable[Block]) -> list[Entry]:
             entries.append(Entry(1, anchor(block), banner_text(block)))
         elif block.kind in ("class", "function"):
             entries.append(Entry(2, anchor(block), block.name))
-        named = [part for part in block.parts if part.kind in ("class", "function")]
-        for part in named:
-            entries.append(Entry(3, anchor(part), part.name.rpartition(".")[2]))
+        parts = (part for part in block.parts if part.kind in ("class", "function"))
+        entries += [Entry(3, anchor(part), part.name.rpartition(".")[2]) for part in parts]
     return entries
 
 
@@ -91,28 +78,21 @@ def code_groups(
     """All lines of a file. blocks: a script's. definitions: compared with earlier stages."""
     every = (block for top in blocks for block in (top, *top.parts))
     ids = {block.first: anchor(block) for block in every if block.kind in ANCHORED}
-    html = [
-        code_line(i, tokens, links.get(i, ()), ids.get(i, ""))
-        for i, tokens in enumerate(lines, start=1)
-    ]
+    numbers = range(1, len(lines) + 1)
+    html = [code_line(i, lines[i - 1], links.get(i, ()), ids.get(i, "")) for i in numbers]
     groups, at = [], 1
     for leaf in (leaf for each in definitions for leaf in each.leaves):
         block = leaf.block
         if at < block.first:
             groups.append(Group(html[at - 1 : block.first - 1]))
         group = Group(html[block.first - 1 : block.last], kind=block.kind)
-        if is_foldable(leaf):
+        is_definition = block.kind in ("class", "function", "statement")
+        if leaf.status == "known" and is_definition and len(block.lines) >= SHORTEST_FOLD:
             group.known = leaf
             group.summary = indentation(block.lines[0]) + title(block)
         groups.append(group)
         at = block.last + 1
     return [*groups, Group(html[at - 1 :])]
-
-
-def is_foldable(definition: Definition) -> bool:
-    block = definition.block
-    is_definition = block.kind in ("class", "function", "statement")
-    return definition.status == "known" and is_definition and len(block.lines) >= SHORTEST_FOLD
 
 
 def code_line(number: int, tokens: list[Token], spans: Iterable[Span], id: str) -> Markup:
@@ -180,8 +160,8 @@ class ComparisonView:
         self.tokens, self.html, self.code_page = tokens, html, code_page
         self.shown: set[tuple[str, int]] = set()  # the lines of older stages on the page
         self.definitions = [self.compared(each, self.old.name) for each in comparison.definitions]
-        self.gone = [self.folded(block, self.old) for block in comparison.gone]
-        self.others = [self.folded(block, self.old) for block in self.not_shown()]
+        self.gone = [self.folded(block, self.old.name) for block in comparison.gone]
+        self.others = [self.folded(block, self.old.name) for block in self.not_shown()]
 
     @property
     def outline(self) -> list[Entry]:
@@ -214,7 +194,8 @@ class ComparisonView:
             if stage != expected or base.name != block.name:
                 shown.note = f"compared with {base.name} in {stage}"
             shown.parts = [self.compared(part, stage) for part in definition.parts]
-            shown.items = [self.gone_part(part, stage) for part in definition.gone]
+            gone = f"gone since {stage}: "
+            shown.items = [self.folded(part, stage, gone) for part in definition.gone]
         else:
             if definition.status == "rewritten":
                 name = "" if base.name == block.name else f"of {base.name} "
@@ -251,20 +232,16 @@ class ComparisonView:
     def fold(self, summary: str, rows: list[Row], stage: str) -> Item:
         return Item([self.row(row, stage) for row in rows], summary)
 
-    def folded(self, block: Block, stage: Stage) -> Item:
-        return self.fold(f"{title(block)} ({count(block.lines)})", removed(block), stage.name)
-
-    def gone_part(self, block: Block, stage: str) -> Item:
-        text = f"gone since {stage}: {title(block)} ({count(block.lines)})"
+    def folded(self, block: Block, stage: str, before: str = "") -> Item:
+        text = f"{before}{title(block)} ({count(block.lines)})"
         return self.fold(text, removed(block), stage)
 
     def not_shown(self) -> list[Block]:
         """The older stage's definitions of which a line is not on the page yet."""
+        shown = {number for stage, number in self.shown if stage == self.old.name}
         leaves = [leaf for block in self.old.blocks for leaf in block.parts or [block]]
-        return [leaf for leaf in leaves if any(self.is_missing(line) for line in numbered(leaf))]
-
-    def is_missing(self, line: Line) -> bool:
-        return bool(line.text.strip()) and (self.old.name, line.number) not in self.shown
+        lines = {id(leaf): [x.number for x in numbered(leaf) if x.text.strip()] for leaf in leaves}
+        return [leaf for leaf in leaves if not shown.issuperset(lines[id(leaf)])]
 
     # ---- rows ----
 

@@ -1,7 +1,7 @@
 """Build the lessons as a folder of web pages that open from disk.
 
-    python tools/lessons.py                into lessons/
-    python tools/lessons.py --out FOLDER
+    python tools/lessons/build.py                into lessons/
+    python tools/lessons/build.py --out FOLDER
 
 An index, and for each stage its README, its code, and its comparison with every other stage; also
 every file that these link to. A page stands alone: it holds its style, script and pictures.
@@ -22,16 +22,19 @@ from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
 import jinja2
+from markupsafe import Markup
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from compare import Stage, compare, read_stage, split_stage
 from diff import Renderer
-from highlight import Token, highlight, links, to_html
-from lesson_code import ComparisonView, Entry, anchor, code_groups, outline
-from lesson_markdown import Document, Resolver, convert, section
-from lesson_pictures import pictures, read_runs
-from markupsafe import Markup
+from lessons.figures import pictures, read_runs
+from lessons.highlight import Token, highlight, links, to_html
+from lessons.listing import ComparisonView, Entry, anchor, code_groups, outline
+from lessons.readme import Document, Resolver, convert, section
 from stages import REPO, stage_file, stage_paths
 
-TEMPLATES = Path(__file__).with_name("lessons")
+TEMPLATES = Path(__file__).parent
 # what gets a page where it is linked; in folders of the repository, and not of a run or a site
 SOURCES = {".py", ".sh", ".sbatch", ".toml", ".txt", ".example", ".md"}
 NO_SOURCES = {"runs", "data", "lessons", "cluster", "__pycache__"}
@@ -67,12 +70,10 @@ class Site:
         self.imported = cache(self._imported)
         self.to_read: dict[tuple[str, str], int] = {}  # lines of `make diff`, by old and new
         self.wanted: dict[str, None] = {}  # linked files, in order
+        settings = dict(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        loader = jinja2.FileSystemLoader(TEMPLATES)
         environment = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(TEMPLATES),
-            autoescape=True,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            undefined=jinja2.StrictUndefined,
+            loader=loader, undefined=jinja2.StrictUndefined, **settings
         )
         self.template = environment.get_template
         self.style, self.script = (
@@ -112,13 +113,8 @@ class Site:
 
     def index(self) -> Page:
         readme = self.text("README.md")
-        parts = {
-            name: self.part("README.md", readme, heading)
-            for name, heading in (
-                ("how_to_read", "How to read it"),
-                ("cost", "Which technique when"),
-            )
-        }
+        shown = {"how_to_read": "How to read it", "cost": "Which technique when"}
+        parts = {name: self.part("README.md", readme, shown[name]) for name in shown}
         title = self.document("README.md").title
         which, runs = read_runs(self.runs)
         drawn = [(caption, Markup(picture)) for caption, picture in pictures(runs)]
@@ -131,30 +127,26 @@ class Site:
     def lesson(self, number: str) -> Page:
         path = f"{self.folders[number]}/README.md"
         document = self.document(path)
+        return self.readme(document.title, document, number, "lesson")
+
+    def readme(self, title: str, document: Document, *view: str) -> Page:
         content = {"html": Markup(document.html)}
-        return Page(
-            "lesson.html", document.title, number, "lesson", headings(document), content=content
-        )
+        toc = [Entry(x.level - 1, x.id, x.text) for x in document.headings if x.level in (2, 3)]
+        return Page("lesson.html", title, *view, toc=toc, content=content)
 
     def code(self, number: str) -> Page:
         folder = self.folders[number]
         path = f"{folder}/train.py"
         stage = self.stage(number)
         earlier = [self.stage(each) for each in self.numbers if each < number]
-        definitions = compare(nothing(), stage, earlier).definitions
+        definitions = compare(Stage("", [], [], {}), stage, earlier).definitions
         groups = code_groups(self.tokens(path), self.links(path, stage), stage.blocks, definitions)
         beside = [p.name for p in sorted((self.repo / folder).iterdir()) if p.suffix in SOURCES]
         others = {name: self.link(path, name) for name in beside if name != "train.py"}
         del others["README.md"]
         content = {"path": path, "groups": groups, "others": others}
-        return Page(
-            "code.html",
-            f"Code of {self.title(number)}",
-            number,
-            "code",
-            outline(stage.blocks),
-            content,
-        )
+        heading, toc = f"Code of {self.title(number)}", outline(stage.blocks)
+        return Page("code.html", heading, number, "code", toc, content)
 
     def comparison(self, number: str, old: str) -> Page:
         earlier = [self.stage(each) for each in self.numbers if each < number]
@@ -174,11 +166,7 @@ class Site:
     def file(self, path: str) -> Page:
         """A file that no stage's pages show: another README, or a source."""
         if path.endswith(".md"):
-            document = self.document(path)
-            content = {"html": Markup(document.html)}
-            return Page(
-                "lesson.html", document.title or path, toc=headings(document), content=content
-            )
+            return self.readme(self.document(path).title or path, self.document(path))
         found, blocks = {}, []
         if path.endswith(".py"):
             stage = self.split(path)
@@ -198,12 +186,8 @@ class Site:
 
     def lead(self, path: str) -> Markup:
         """The first paragraph below a README's title."""
-        paragraph = next(
-            block
-            for block in re.split(r"\n\s*\n", self.text(path))
-            if block.strip() and not block.startswith("#")
-        )
-        return self.converted(path, paragraph)
+        blocks = re.split(r"\n\s*\n", self.text(path))
+        return self.converted(path, next(x for x in blocks if x.strip() and x[0] != "#"))
 
     def part(self, path: str, text: str, heading: str) -> Markup:
         try:
@@ -265,11 +249,9 @@ class Site:
         if path is None or not (self.repo / path).is_file():
             return None
         parts = PurePosixPath(path)
-        for number, folder in self.folders.items():
-            if path == f"{folder}/README.md":
-                return lesson_page(number)
-            if path == f"{folder}/train.py":
-                return code_page(number)
+        if parts.parent.name == self.folders.get(path[:2]) == str(parts.parent):
+            if parts.name in ("README.md", "train.py"):
+                return (lesson_page if parts.name == "README.md" else code_page)(path[:2])
         if parts.suffix not in SOURCES or NO_SOURCES & set(parts.parts) or "/." in f"/{path}":
             return None
         self.wanted.setdefault(path)
@@ -297,10 +279,8 @@ class Site:
     def name_resolver(self, path: str) -> Callable[[str], str | None]:
         """In a stage's README, the definition that a code span names."""
         script = f"{PurePosixPath(path).parent}/train.py"
-        number = next(
-            (n for n, folder in self.folders.items() if script == f"{folder}/train.py"), None
-        )
-        if number is None:
+        number = script[:2]
+        if script != f"{self.folders.get(number)}/train.py":
             return lambda name: None
         names: dict[str, str | None] = dict(self.imported(script))
         for name, block in self.stage(number).by_name.items():
@@ -322,18 +302,6 @@ def code_page(number: str) -> str:
 
 def comparison_page(number: str, old: str) -> str:
     return f"{number}-from-{old}.html"
-
-
-def nothing() -> Stage:
-    return Stage("", [], [], {})
-
-
-def headings(document: Document) -> list[Entry]:
-    return [
-        Entry(each.level - 1, each.id, each.text)
-        for each in document.headings
-        if 2 <= each.level <= 3
-    ]
 
 
 def content_hash(text: str) -> str:
