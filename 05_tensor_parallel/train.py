@@ -3,20 +3,20 @@
 A layer is two pairs of linear layers: wqkv and wo, w1 and w2. The first of a pair is sharded by
 columns, so that each rank computes some heads, or some hidden units, completely. The second is
 sharded by rows, so that each rank computes a partial sum of every output. Each pair needs one
-all-reduce in forward and one in backward; the embedding, the head and the loss add a few more.
+all-reduce in forward and one in backward; the embedding, the LM head and the loss add a few more.
 
 New since stage 04: every rank sees the whole batch, and no weight is ever gathered: the ranks
 exchange activations. The loss is computed on logits sharded by the vocabulary. With
 --sequence-parallel, activations outside of the pairs are sharded too, along the sequence.
 
-    P parameters, N ranks, L layers, m micro-batches per step; A = micro-batch x seq x d_model
+    P parameters, N ranks, L layers, m micro-batches per step; H = micro-batch x seq x d_model
 
     memory per rank           16 P / N bytes (norms are replicated); activations: 1 / N inside of a
                               pair, full outside of it (--sequence-parallel: 1 / N, except for the
-                              gathered input of each pair and of the head, kept for backward)
-    communication per step    (4 L + 2) m all-reduces of A elements, 3 m of micro-batch x seq (loss)
+                              gathered input of each pair and of the LM head, kept for backward)
+    communication per step    (4 L + 2) m all-reduces of H elements, 3 m of micro-batch x seq (loss)
     --sequence-parallel       each large all-reduce becomes a reduce-scatter and an all-gather, with
-                              as many bytes in all; one all-reduce of the norms' gradients per step
+                              as many bytes in total; an all-reduce of the norms' gradients per step
     --activation-checkpointing  repeats the collectives of each layer's forward; recomputation
                               stops before the last one, unless a dropout follows it
 
@@ -64,9 +64,9 @@ from common.run import Run
 #   x [batch, seq, d] --f--> x W1^T [batch, seq, 4d/tp] --gelu--> h W2^T [batch, seq, d] --g--> y
 #                            W1: this rank's rows of [4d, d]      W2: its columns of [d, 4d]
 #
-#                                  forward      backward
-#   f, where a pair begins         identity     all-reduce
-#   g, where it ends               all-reduce   identity
+#                              forward                   backward
+#   f, where a pair begins     enter: identity           start_exit: all-reduce
+#   g, where it ends           start_exit: all-reduce    enter: identity
 #
 # (PyTorch stores W as [out, in] and computes x W^T: Megatron's "columns" are rows of W.)
 
@@ -80,7 +80,7 @@ def tensor_parallel(
     them. With sequence_parallel it only takes sequences of the configuration's length.
     """
     region = SequenceParallelRegion(group) if sequence_parallel else TensorParallelRegion(group)
-    if model.embed is not None:
+    if model.embed is not None:  # in 07, one pipeline stage has it, and one has the output
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
     for layer in model.layers.values():
         layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # rows: whole heads
@@ -156,8 +156,8 @@ class ReduceFromRegion(torch.autograd.Function):
         ctx.region = region
         total, work = region.start_exit(partial)
         work.wait()
-        if total is partial:  # overwritten. Safe: what computed it does not need it in backward
-            ctx.mark_dirty(partial)
+        if total is partial:  # overwritten: safe, because its producer has not saved it
+            ctx.mark_dirty(partial)  # tells autograd that the input is returned, changed
         return total
 
     @staticmethod
@@ -168,8 +168,8 @@ class ReduceFromRegion(torch.autograd.Function):
 class TensorParallelRegion:
     """Between f and g, ranks compute different features; outside, each holds full activations.
 
-    f enters the region and g exits it; in backward the gradients pass the other way, so f's
-    backward is an exit and g's backward an enter.
+    f enters the region and g exits it. Gradients pass the other way: f's backward is an exit, g's
+    an enter.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -184,11 +184,11 @@ class TensorParallelRegion:
         return partial, all_reduce(partial, group=self.group, async_op=True)
 
 
-# ---- the vocabulary: embedding, head and loss ----
+# ---- the vocabulary: embedding, LM head and loss ----
 
 
 class VocabParallelEmbedding(TensorParallelModule):
-    """Looks up the tokens whose rows this rank owns, and has zeros for the others; then g."""
+    """Looks up the tokens whose rows this rank owns; the others get zeros. g adds the ranks' up."""
 
     shard_dim = 0  # weight: [vocab / tp, d]
 
@@ -200,7 +200,7 @@ class VocabParallelEmbedding(TensorParallelModule):
 
 
 class VocabParallelOutput(nn.Module):
-    """The last unit: norm, head and loss. No rank ever holds all logits of a token."""
+    """The last unit: norm, LM head and loss. No rank ever holds all logits of a token."""
 
     def __init__(self, output: Output, region: TensorParallelRegion):
         super().__init__()
@@ -219,8 +219,9 @@ class VocabParallelOutput(nn.Module):
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
     """Mean cross-entropy, a float32 scalar, the same on every rank of the group.
 
-    logits: [tokens, vocab / tp], this rank's columns; float32 ones are overwritten. targets:
-    [tokens], over the full vocabulary; IGNORED ones do not count; if all are, the loss is 0."""
+    logits: [tokens, vocab / tp], this rank's columns. The function overwrites them if they are
+    float32. targets: [tokens], words of the full vocabulary; IGNORED ones do not count, and if all
+    are, the loss is 0."""
     return VocabParallelCrossEntropy.apply(logits, targets, group)
 
 
@@ -239,7 +240,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
         highest = logits.amax(dim=-1)
         all_reduce(highest, ReduceOp.MAX, group=group)
-        logits.sub_(highest[:, None])
+        logits.sub_(highest[:, None])  # in place; mark_dirty is for inputs that are returned
         target_logit = logits.gather(-1, column)[:, 0].masked_fill(~is_local, 0.0)
         all_reduce(target_logit, group=group)
         total = logits.exp_().sum(dim=-1)  # in place: after the target's logit has been read
@@ -267,7 +268,7 @@ def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
         return full
     if full.shape[dim] % group.size():
         sizes = f"dimension {dim} of {tuple(full.shape)}"
-        raise ValueError(f"{sizes} does not divide by {group.size()} ranks")
+        raise ValueError(f"{sizes} is not divisible by {group.size()} ranks")
     return full.detach().chunk(group.size(), dim)[group.rank()].clone()
 
 
@@ -294,9 +295,9 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
 
 # ---- sequence parallelism: outside of the regions, activations are sharded along the sequence ----
 #
-#                                  forward          backward
-#   f, where a pair begins         all-gather       reduce-scatter
-#   g, where it ends               reduce-scatter   all-gather
+#                              forward                        backward
+#   f, where a pair begins     enter: all-gather              start_exit: reduce-scatter
+#   g, where it ends           start_exit: reduce-scatter     enter: all-gather
 
 
 class SequenceParallelRegion(TensorParallelRegion):

@@ -1,19 +1,19 @@
 """Stage 06: pipeline parallelism: each rank owns some layers, micro-batches pass through the ranks.
 
 Each rank owns one contiguous pipeline stage (interleaved: several). It receives activations from
-the previous rank and sends its own to the next one; in backward, their gradients travel in the
-other direction. The batch is split into micro-batches, so that all ranks compute at the same time.
-A schedule orders their forwards and backwards. It decides how many micro-batches are in flight, and
-how long ranks wait while the pipeline fills and drains: the bubble.
+the previous rank and sends its own to the next; in backward, their gradients travel the other way.
+The batch is split into micro-batches, so that all ranks compute at the same time. A schedule orders
+their forwards and backwards. It decides how many micro-batches are in flight, and how long ranks
+wait while the pipeline fills and drains: the bubble.
 
-New since stage 05: no layer is sharded any more. `Pipeline` runs any schedule, `PipelineStage` is
-this rank's part of the model, and the global norm is over all stages. Every rank reads all batches.
+New since 05: no layer is sharded any more. `Pipeline` runs any schedule, `PipelineStage` is this
+rank's part of the model, and the global norm is over all stages. Every rank reads all batches.
 
     p ranks, m >= p micro-batches per step, v virtual stages per rank
 
     memory per rank           16 bytes per parameter of its own units, and the activations of the
-                              micro-batches in flight, at most m (gpipe), p - rank (1f1b),
-                              p (zero-bubble), p + p / v (interleaved)
+                              micro-batches in flight: m (gpipe), p - rank (1f1b), p on every rank
+                              (zero-bubble), at most p + p / v (interleaved)
     communication per step    m x (micro-batch x seq x d_model) floats per boundary and direction
     bubble fraction           (p - 1) / (m + p - 1) gpipe, 1f1b; (p - 1) / (v m + p - 1)
                               interleaved; (p - 1) / (3 m + p - 1) zero-bubble
@@ -33,6 +33,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -68,11 +69,12 @@ from common.run import Run, annotate
 class Pipeline:
     """Run a schedule: forward and backward of all micro-batches through all stages.
 
-    units: which units (embedding, layers, output) each stage of this rank has, by the stage's
-    number; stage s is on rank s % p. to_lower, to_higher: two groups of the same ranks, one per
-    direction. NCCL runs the operations between two ranks of a group in order: in a single group, a
-    send could wait behind a receive that depends on it. autocast: compute in bfloat16; stages
-    exchange float32 all the same.
+    units: the units (embedding, layers, output) of each stage of this rank, by the stage's number;
+    stage s is on rank s % p. to_lower, to_higher: two groups of the same ranks, one per direction.
+    NCCL runs the operations between two ranks of a group in order: in a single group, a send could
+    wait behind a receive that depends on it. autocast: compute in bfloat16, but exchange float32.
+    For 07: a message has 1 / sequence_shards of every sequence, and an action runs in the context
+    `around(action)`, which tells data parallelism whether to reduce gradients.
     """
 
     def __init__(
@@ -83,12 +85,15 @@ class Pipeline:
         to_lower: ProcessGroup,
         to_higher: ProcessGroup,
         autocast: bool = False,
+        sequence_shards: int = 1,
+        around: Callable[[Action], AbstractContextManager] = nullcontext,
     ):
         self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
         self.p, self.rank = to_lower.size(), to_lower.rank()
         self.n_stages = self.p * len(units)
         self.stages = {stage: PipelineStage(model, units[stage], autocast) for stage in units}
         self.device, self.d_model = next(model.parameters()).device, model.config.d_model
+        self.sequence_shards, self.around = sequence_shards, around
         self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
         self.open_channels()
@@ -97,16 +102,16 @@ class Pipeline:
         """Forward and backward of micro-batches (tokens, targets, dropout keys), all of one shape;
         under `no_grad` forward only. Returns their losses, [m]: zeros except on the last rank."""
         losses = torch.zeros(len(micro_batches), device=self.device)
-        shape = self.shape_sent(micro_batches[0][0])
+        shape = self.message_shape(micro_batches[0][0])
         actions = self.schedule(self.rank, self.p, len(micro_batches))
         if not torch.is_grad_enabled():
             actions = [action for action in actions if action.kind == "F"]
         for upcoming, action in plan(actions, self.n_stages):
-            for receiver in upcoming:
-                self.start_receive(receiver, shape)
+            for upcoming_action in upcoming:
+                self.start_receive(upcoming_action, shape)
             received = self.finish_receive(action) if action in self.receives else None
-            with annotate(f"{action.kind} {action.micro} {action.stage}"):  # in --profile's trace
-                result = self.do(action, received, micro_batches)
+            with annotate(f"{action.kind} {action.micro} {action.stage}"), self.around(action):
+                result = self.run_action(action, received, micro_batches)
             destination = destination_of(action, self.n_stages)
             if destination is not None:
                 self.start_send(result, destination)
@@ -116,8 +121,8 @@ class Pipeline:
             self.finish_oldest_send()
         return losses
 
-    def do(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
-        """Run one action. received: an F's activations or a B's gradient; None in an F of the first
+    def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
+        """Run an action. received: an F's activations or a B's gradient; None in an F of the first
         stage, which starts from tokens, and in a B of the last one, which starts from the loss."""
         stage = self.stages[action.stage]
         if action.kind == "B":
@@ -126,8 +131,8 @@ class Pipeline:
         x = tokens if received is None else received
         return stage.forward(action.micro, x, targets, keys, len(micro_batches))
 
-    def shape_sent(self, tokens: Tensor) -> tuple[int, ...]:
-        return *tokens.shape, self.d_model  # [micro-batch, seq, d_model]
+    def message_shape(self, tokens: Tensor) -> tuple[int, int, int]:
+        return tokens.shape[0], tokens.shape[1] // self.sequence_shards, self.d_model
 
     def start_receive(self, action: Action, shape: tuple[int, ...]) -> None:
         src = source_of(action, self.n_stages) % self.p
@@ -168,6 +173,14 @@ class Pipeline:
         return self.to_higher if dst > src else self.to_lower
 
 
+class InFlight(NamedTuple):
+    """What a stage keeps of a micro-batch between its forward and its backward."""
+
+    x: Tensor  # the input, a leaf of the graph: backward leaves its gradient in x.grad
+    edge: GradientEdge  # the place in the graph where backward starts
+    grad: Tensor | None  # the gradient there; None: the next stage will send it
+
+
 class PipelineStage:
     """A contiguous range of units, and its micro-batches in flight. model: has the units of all
     stages of this rank. units: those of this stage."""
@@ -180,25 +193,24 @@ class PipelineStage:
                 self.part.layers[name] = layer
         self.output = model.output if model.config.n_units - 1 in units else None
         self.autocast = autocast
-        # by micro-batch: input, edge where backward starts, in the last stage the gradient there
-        self.in_flight: dict[int, tuple[Tensor, GradientEdge, Tensor | None]] = {}
+        self.in_flight: dict[int, InFlight] = {}  # by micro-batch
 
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
         """x: activations, in the first stage tokens. Returns activations, in the last stage a loss.
-        m: the number of micro-batches; the gradients are those of their mean loss."""
-        if x.is_floating_point():  # a leaf: backward leaves its gradient in x.grad
+        m: the number of micro-batches. Gradients are those of the mean of their losses."""
+        if x.is_floating_point():  # activations; tokens have no gradient
             x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
-        result, grad = y.detach(), None  # here the graph ends: the output unit has its own
+        result, grad = y.detach(), None  # what is sent has no graph: y's stays here, for backward
         if self.output is not None:
-            result, grad = self.loss(result, targets, m)
+            result, grad = self.loss_and_backward(result, targets, m)
         if torch.is_grad_enabled():
             # the edge alone: to keep y would keep its memory until backward
-            self.in_flight[micro] = x, get_gradient_edge(y), grad
+            self.in_flight[micro] = InFlight(x, get_gradient_edge(y), grad)
         return result
 
-    def loss(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
+    def loss_and_backward(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
         """The loss, and the gradient of x. The output unit's backward runs at once: its graph keeps
         the logits or the head's gradient, too big to keep one per micro-batch."""
         x.requires_grad_(torch.is_grad_enabled())
@@ -209,11 +221,10 @@ class PipelineStage:
         return loss.detach(), x.grad
 
     def backward(self, micro: int, grad: Tensor | None) -> Tensor | None:
-        """grad: of what `forward` returned; None in the last stage. Returns the input's gradient
-        and accumulates those of the weights."""
-        x, edge, grad_from_loss = self.in_flight.pop(micro)
-        torch.autograd.backward([edge], [grad_from_loss if grad is None else grad])
-        return x.grad
+        """grad: of y; None in the last stage. Accumulates the weights' gradients, returns x's."""
+        kept = self.in_flight.pop(micro)
+        torch.autograd.backward([kept.edge], [kept.grad if grad is None else grad])
+        return kept.x.grad
 
 
 def units_of(stage: int, n_stages: int, n_layers: int) -> range:
@@ -239,21 +250,17 @@ Schedule = Callable[[int, int, int], list[Action]]  # of rank, p, m
 
 def gpipe(rank: int, p: int, m: int) -> list[Action]:
     """All forwards, then all backwards: m micro-batches in flight. Huang et al., 2019."""
-    forwards = [Action("F", micro, rank) for micro in range(m)]
-    backwards = [Action("B", micro, rank) for micro in range(m)]
-    return forwards + backwards
+    return [Action(kind, micro, rank) for kind in "FB" for micro in range(m)]
 
 
 def one_f_one_b(rank: int, p: int, m: int) -> list[Action]:
     """1F1B: p - rank - 1 forwards, then a forward and a backward in turn: p - rank in flight."""
     forwards = [Action("F", micro, rank) for micro in range(m)]
     backwards = [Action("B", micro, rank) for micro in range(m)]
-    return warm_up_and_alternate(forwards, backwards, min(m, p - rank - 1))
+    return alternate(forwards, backwards, min(m, p - rank - 1))
 
 
-def warm_up_and_alternate(
-    forwards: list[Action], backwards: list[Action], warm_up: int
-) -> list[Action]:
+def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
     """Warm-up: forwards. Steady state: one forward, one backward. Cool-down: backwards."""
     pairs = zip(forwards[warm_up:], backwards, strict=False)  # until the forwards run out
     steady_state = [action for pair in pairs for action in pair]
@@ -288,8 +295,8 @@ def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Action], Actio
     """Each action, with the actions whose receives are posted before it starts.
 
     A receive is posted one action early, so that data arrives while the rank computes. Two early,
-    it could block kernels on a GPU (see the README). NCCL ignores tags and matches messages by
-    order alone: under the schedules here, a rank sends them in the order in which they are needed.
+    it could deadlock on a GPU. Messages are matched by their order alone: under these schedules, a
+    rank sends them in the order in which they are needed. The README draws both.
     """
     upcoming: list[list[Action]] = [[] for _ in actions]
     for i, action in enumerate(actions):
@@ -316,10 +323,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
     # p - rank - 1 once would do, if messages took no time; twice gives them time to arrive
     warm_up = min(v * m, (v - 1) * p + 2 * (p - rank - 1))
-    return warm_up_and_alternate(forwards, backwards, warm_up)
-
-
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_1f1b}
+    return alternate(forwards, backwards, warm_up)
 
 
 # ---- zero bubble (not in stage 07): an addition that splits backward in two parts ----
@@ -329,8 +333,10 @@ def zero_bubble(rank: int, p: int, m: int) -> list[Action]:
     """1F1B in which weight gradients, for which no rank waits, fill the bubble (Qi et al.'s H1).
 
     B computes the gradient of the input, W those of the weights. A micro-batch stays in flight
-    until its W: micro-batch i's W runs just before the forward of i + p. After the last forward
-    a W follows each B, while the next gradient is in flight."""
+    until its W, and at most p are: micro-batch i's W runs before i + p's F. On rank 0 of 4, m = 6:
+
+        F0 F1 F2 F3  B0 W0 F4  B1 W1 F5  B2 W2  B3 W3  B4 W4  B5 W5
+    """
     kinds: list[str] = []
     for kind, micro, _ in one_f_one_b(rank, p, m):
         if kind == "F":
@@ -342,14 +348,12 @@ def zero_bubble(rank: int, p: int, m: int) -> list[Action]:
     return [Action(kind, next(number[kind]), rank) for kind in kinds]
 
 
-SPLIT_SCHEDULES = {"zero-bubble": zero_bubble}
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_1f1b}
+SCHEDULES |= {"zero-bubble": zero_bubble}
 
 
 class SplitLinear(torch.autograd.Function):
-    """y = x W^T, whose backward computes dX and records the operands of dW's matmul.
-
-    W is not passed as an autograd input, so its hooks do not run before its gradient exists.
-    """
+    """y = x W^T, whose backward computes dX and records the operands of dW's matmul."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: Linear, recorded: list) -> Tensor:
@@ -367,9 +371,9 @@ class SplitLinear(torch.autograd.Function):
 class ZeroBubbleStage(PipelineStage):
     """A stage whose backward defers the weight gradients of its linear layers.
 
-    Norms and the embedding have no matmul to defer, and the head's gradients are computed with
-    the loss. recorded: weight, input [tokens, in] and output gradient [tokens, out] of each linear
-    layer, by the backward that is running. pending: the same by micro-batch, until its W."""
+    Norms and the embedding have no matmul to defer; the head's run with the loss. recorded: weight,
+    input [tokens, in] and output gradient [tokens, out] of each linear layer, as the running
+    backward reaches them. pending: the same by micro-batch, until its W."""
 
     def __init__(self, model: Transformer, units: range, autocast: bool):
         super().__init__(model, units, autocast)
@@ -390,11 +394,10 @@ class ZeroBubbleStage(PipelineStage):
 
     @torch.no_grad()
     def weight_gradients(self, micro: int) -> None:
-        """Run the deferred matmuls. A weight's node in the graph, AccumulateGrad, adds the result
-        to `.grad` (in place under `no_grad`) and then runs the hooks, which data parallelism needs.
-        No public function calls it alone: `weight.backward` starts a backward pass per weight."""
+        """Run the deferred matmuls. No hooks on the weights run: here nothing needs them."""
         for weight, x, grad in self.pending.pop(micro):
-            get_gradient_edge(weight).node((grad.t() @ x).to(weight.dtype))
+            weight_grad = (grad.t() @ x).to(weight.dtype)
+            weight.grad = weight_grad if weight.grad is None else weight.grad.add_(weight_grad)
 
 
 class ZeroBubblePipeline(Pipeline):
@@ -403,10 +406,10 @@ class ZeroBubblePipeline(Pipeline):
         for n, stage in self.stages.items():  # the same stages, but with a split backward
             self.stages[n] = ZeroBubbleStage(model, units[n], stage.autocast)
 
-    def do(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
+    def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
         if action.kind == "W":
             return self.stages[action.stage].weight_gradients(action.micro)
-        return super().do(action, received, micro_batches)
+        return super().run_action(action, received, micro_batches)
 
 
 # ---- clipping: the norm is that of all ranks' gradients ----
@@ -427,8 +430,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
-    schedules = [*SCHEDULES, *SPLIT_SCHEDULES]
-    parser.add_argument("--schedule", choices=schedules, default="1f1b", help="order of the work")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="order of the work")
     stages = "stages per rank (default: 2 if interleaved, else 1)"
     parser.add_argument("--virtual-stages", type=positive_int, help=stages)
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
@@ -462,10 +464,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model = Transformer(config, units=[unit for part in units.values() for unit in part])
     init_weights(model.to_empty(device=device), args.seed)
     groups = [group_along((world.size,), 0, to, args.timeout) for to in ("to_lower", "to_higher")]
-    schedule = {**SCHEDULES, **SPLIT_SCHEDULES}[args.schedule]
+    schedule = SCHEDULES[args.schedule]
     if args.virtual_stages > 1:
         schedule = partial(schedule, v=args.virtual_stages)
-    pipeline_class = ZeroBubblePipeline if args.schedule in SPLIT_SCHEDULES else Pipeline
+    pipeline_class = ZeroBubblePipeline if schedule is zero_bubble else Pipeline
     pipeline = pipeline_class(model, units, schedule, *groups, args.autocast)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
 

@@ -1,7 +1,7 @@
 """Stage 07: data, tensor and pipeline parallelism together, on a three-dimensional mesh of ranks.
 
-Every rank has a coordinate on each of three axes. Along `pp` the layers are split into stages,
-along `tp` the matrices of each layer are sharded, along `dp` the batch is split. Ranks that
+Every rank has a coordinate on each of three axes. Along `pp` the layers are split into pipeline
+stages, along `tp` the matrices of each layer are sharded, along `dp` the batch is split. Ranks that
 differ in one coordinate alone form a process group, in which that axis communicates:
 
     rank = (pp_rank * dp + dp_rank) * tp + tp_rank
@@ -9,10 +9,10 @@ differ in one coordinate alone form a process group, in which that axis communic
 `tp` is innermost so that its ranks share a node: its collectives block several times per layer.
 `pp` is outermost: it communicates least.
 
-New since stage 06: the definitions of 02 and 05, to the letter, beside those of 06 (without its
-zero bubble); the mesh; a pipeline whose stages are sharded over `tp` and reduce their gradients
-over `dp` while it drains; and a global norm that counts every parameter once. The pipeline's
-micro-batches are the gradient accumulation.
+New since 06, and first in this file: the mesh; a pipeline whose stages are sharded over `tp` and
+reduce their gradients over `dp` while it drains; a global norm that counts every parameter once;
+and the training loop. The pipeline's micro-batches are the gradient accumulation. The copies begin
+below the loop, at "Repeated to the letter": the definitions of 02, 05 and 06 that this file uses.
 
     memory per rank           16 P / (pp tp) bytes (norms are replicated in tp); activations: as
                               in 06, for 1 / dp of the batch, sharded as in 05
@@ -34,7 +34,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -71,7 +71,194 @@ from common.optimization import adamw_settings, global_norm, learning_rate, set_
 from common.run import Run, annotate
 
 # ------------------------------------------------------------------------------------------------
-# The technique: the definitions of 02, 05 and 06, then the mesh that combines them
+# The technique: a mesh of ranks, and the pipeline of 06 on it, with the classes of 05 and 02
+# ------------------------------------------------------------------------------------------------
+
+
+class Mesh(NamedTuple):
+    """This rank's process groups, one per axis; along `pp` two, one per direction."""
+
+    to_lower: ProcessGroup
+    to_higher: ProcessGroup
+    dp: ProcessGroup
+    tp: ProcessGroup
+
+    @property
+    def pp(self) -> ProcessGroup:
+        return self.to_lower  # of the same ranks as `to_higher`
+
+
+def build_mesh(pp: int, dp: int, tp: int, timeout: float) -> Mesh:
+    """This rank's groups on the mesh: rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
+    shape = (pp, dp, tp)
+    return Mesh(
+        to_lower=group_along(shape, 0, "to_lower", timeout),
+        to_higher=group_along(shape, 0, "to_higher", timeout),
+        dp=group_along(shape, 1, "dp", timeout),
+        tp=group_along(shape, 2, "tp", timeout),
+    )
+
+
+class MeshPipeline:
+    """06's pipeline, with stages that are sharded over `tp` and average their gradients over `dp`.
+
+    Each stage has a `DistributedDataParallel` of its own, whose `forward` is never called. Only its
+    hooks are needed, which run wherever autograd accumulates a gradient. All micro-batches but the
+    last only accumulate. With the last one, a bucket's all-reduce starts as soon as it is ready:
+    while the pipeline drains, and for the LM head already in its forward (see
+    `PipelineStage.loss_and_backward`). sequence_shards: tp if each rank of a tp group sends a part
+    of every sequence; else 1.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        units: dict[int, range],
+        schedule: Schedule,
+        mesh: Mesh,
+        sequence_shards: int = 1,
+        autocast: bool = False,
+    ):
+        groups = mesh.to_lower, mesh.to_higher
+        self.pipeline = Pipeline(
+            model, units, schedule, *groups, autocast, sequence_shards, self.around
+        )
+        # A group's first collective connects its ranks. In NCCL that allocates device memory, which
+        # can wait for a receive in flight, and its sender may be waiting for this rank: a deadlock.
+        # So connect dp and tp before the first receive is posted.
+        for group in (mesh.dp, mesh.tp):
+            all_reduce_control(torch.zeros(1, device=self.pipeline.device), group=group)
+        self.last_micro = 0  # the last micro-batch of the running step
+        self.replicas: dict[int, DistributedDataParallel] = {}  # by stage; none without dp
+        if mesh.dp.size() > 1:
+            for number, stage in self.pipeline.stages.items():
+                modules = [module for module in (stage.part, stage.output) if module is not None]
+                self.replicas[number] = DistributedDataParallel(nn.ModuleList(modules), mesh.dp)
+
+    def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
+        """06's `Pipeline.run`: the losses, [m], zeros except on the ranks of the last stage."""
+        self.last_micro = len(micro_batches) - 1
+        return self.pipeline.run(micro_batches)
+
+    def around(self, action: Action) -> AbstractContextManager:
+        """The context of an action: gradients are reduced with the last micro-batch only."""
+        replica = self.replicas.get(action.stage)
+        is_last = action.micro == self.last_micro
+        return nullcontext() if is_last or replica is None else replica.no_sync()
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until every gradient is the average over `dp`. Call it once per step."""
+        for replica in self.replicas.values():
+            replica.finish_gradient_synchronization()
+
+
+# ---- clipping: the norm is that of all ranks' gradients ----
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
+    """Scale the gradients to at most this global norm; returns the norm before clipping."""
+    dims = shard_dims_of(model)
+    sharded = [p.grad for name, p in model.named_parameters() if name in dims]
+    replicated = [p.grad for name, p in model.named_parameters() if name not in dims]
+    # Every parameter counts once. Squares of sharded gradients add up over `tp`, those of stages
+    # over `pp`. Replicated gradients are equal over `tp`, and all gradients over `dp`.
+    squares = global_norm(replicated).square()
+    if sharded:  # with tp = 1, nothing is
+        squares += all_reduce_control(global_norm(sharded).square(), group=mesh.tp)
+    total_norm = all_reduce_control(squares, group=mesh.pp).sqrt()
+    clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
+    return total_norm
+
+
+# ------------------------------------------------------------------------------------------------
+# The training loop
+# ------------------------------------------------------------------------------------------------
+
+
+def parse_args(argv: list[str] | None = None):
+    parser = base_parser(__doc__)
+    parser.add_argument("--pp", type=positive_int, default=1, help="pipeline-parallel degree")
+    parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel degree")
+    parser.add_argument("--sequence-parallel", action="store_true", help="shard the sequence too")
+    schedules = ["1f1b", "interleaved"]
+    parser.add_argument("--schedule", choices=schedules, default="1f1b", help="order of the work")
+    stages = "stages per rank (default: 2 if interleaved, else 1)"
+    parser.add_argument("--virtual-stages", type=positive_int, help=stages)
+    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
+    return check_mesh(parser.parse_args(argv), world_size())
+
+
+@torch.no_grad()
+def evaluate(model, pipeline, tokens, args, device, mesh: Mesh) -> float:
+    """Mean loss in nats over every token of a split but the first, each predicted once."""
+    model.eval()
+    share = eval_batches(tokens, args, device, mesh.dp.rank(), mesh.dp.size())
+    batches = [(inputs, targets, None) for inputs, targets in share]
+    counts = torch.stack([(targets != IGNORED).sum() for _, targets, _ in batches])
+    losses = pipeline.run(batches).double()
+    total = all_reduce_control((losses * counts).sum()) / mesh.tp.size()  # equal losses over tp
+    count = all_reduce_control(counts.sum(), group=mesh.dp)  # ranks of dp have their own batches
+    model.train()
+    return (total / count).item()
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    """Train as the flags say; returns the lines of metrics.jsonl."""
+    args = parse_args(argv)
+    world = setup(args.timeout)
+    device = world.device
+    corpus = load_corpus(args.data)
+
+    mesh = build_mesh(args.pp, args.dp, args.tp, args.timeout)
+    dp, tp = mesh.dp, mesh.tp
+    config = model_config(args, corpus.vocab)
+    n_stages = args.pp * args.virtual_stages
+    own_stages = range(mesh.pp.rank(), n_stages, args.pp)
+    units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}
+    with torch.device("meta"):
+        model = Transformer(config, units=[unit for part in units.values() for unit in part])
+    if args.tp > 1:
+        tensor_parallel(model, tp, args.sequence_parallel)
+    init_shards(model, args.seed, tp, device)
+    schedule = partial(interleaved_1f1b, v=args.virtual_stages)  # v = 1: 1F1B
+    sequence_shards = args.tp if args.sequence_parallel else 1
+    pipeline = MeshPipeline(model, units, schedule, mesh, sequence_shards, args.autocast)
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
+
+    run = Run(args, __file__, config, device, corpus)
+    state = training_state(model, optimizer, shard_dims_of(model), tp)
+    first_step = run.checkpoints.load(args.resume, state, optimizer)
+    batches = train_batches(corpus.train, args, device, first_step, dp.rank(), dp.size())
+
+    for step in run.steps(first_step):
+        lr = learning_rate(args, step)
+        set_learning_rate(optimizer, lr)
+        micro_batches = next(batches)
+        losses = pipeline.run(micro_batches)
+        pipeline.finish_gradient_synchronization()
+        if args.sequence_parallel and args.tp > 1:
+            all_reduce_replicated_gradients(model, tp)  # dp's all-reduces of them have ended
+        # ranks of dp have different losses, those of tp equal ones, those of pp but the last zeros
+        loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
+        grad_norm = clip_grad_norm_(model, args.grad_clip, mesh)
+        optimizer.step()
+        run.log(step, loss, grad_norm, lr)
+        optimizer.zero_grad(set_to_none=True)
+
+        if run.evaluates(step):
+            run.log_evaluation("val", evaluate(model, pipeline, corpus.valid, args, device, mesh))
+        if run.is_last(step):
+            run.log_evaluation("test", evaluate(model, pipeline, corpus.test, args, device, mesh))
+        run.write()
+        if run.agree_to_save(step):
+            run.checkpoints.save(step + 1, state, args.keep_checkpoints)
+    for group in mesh:
+        dist.destroy_process_group(group)
+    return run.finish()
+
+
+# ------------------------------------------------------------------------------------------------
+# Repeated to the letter from 02, 05 and 06
 # ------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +410,7 @@ def tensor_parallel(
     them. With sequence_parallel it only takes sequences of the configuration's length.
     """
     region = SequenceParallelRegion(group) if sequence_parallel else TensorParallelRegion(group)
-    if model.embed is not None:
+    if model.embed is not None:  # in 07, one pipeline stage has it, and one has the output
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
     for layer in model.layers.values():
         layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # rows: whole heads
@@ -299,8 +486,8 @@ class ReduceFromRegion(torch.autograd.Function):
         ctx.region = region
         total, work = region.start_exit(partial)
         work.wait()
-        if total is partial:  # overwritten. Safe: what computed it does not need it in backward
-            ctx.mark_dirty(partial)
+        if total is partial:  # overwritten: safe, because its producer has not saved it
+            ctx.mark_dirty(partial)  # tells autograd that the input is returned, changed
         return total
 
     @staticmethod
@@ -311,8 +498,8 @@ class ReduceFromRegion(torch.autograd.Function):
 class TensorParallelRegion:
     """Between f and g, ranks compute different features; outside, each holds full activations.
 
-    f enters the region and g exits it; in backward the gradients pass the other way, so f's
-    backward is an exit and g's backward an enter.
+    f enters the region and g exits it. Gradients pass the other way: f's backward is an exit, g's
+    an enter.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -327,11 +514,11 @@ class TensorParallelRegion:
         return partial, all_reduce(partial, group=self.group, async_op=True)
 
 
-# ---- the vocabulary: embedding, head and loss ----
+# ---- the vocabulary: embedding, LM head and loss ----
 
 
 class VocabParallelEmbedding(TensorParallelModule):
-    """Looks up the tokens whose rows this rank owns, and has zeros for the others; then g."""
+    """Looks up the tokens whose rows this rank owns; the others get zeros. g adds the ranks' up."""
 
     shard_dim = 0  # weight: [vocab / tp, d]
 
@@ -343,7 +530,7 @@ class VocabParallelEmbedding(TensorParallelModule):
 
 
 class VocabParallelOutput(nn.Module):
-    """The last unit: norm, head and loss. No rank ever holds all logits of a token."""
+    """The last unit: norm, LM head and loss. No rank ever holds all logits of a token."""
 
     def __init__(self, output: Output, region: TensorParallelRegion):
         super().__init__()
@@ -362,8 +549,9 @@ class VocabParallelOutput(nn.Module):
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
     """Mean cross-entropy, a float32 scalar, the same on every rank of the group.
 
-    logits: [tokens, vocab / tp], this rank's columns; float32 ones are overwritten. targets:
-    [tokens], over the full vocabulary; IGNORED ones do not count; if all are, the loss is 0."""
+    logits: [tokens, vocab / tp], this rank's columns. The function overwrites them if they are
+    float32. targets: [tokens], words of the full vocabulary; IGNORED ones do not count, and if all
+    are, the loss is 0."""
     return VocabParallelCrossEntropy.apply(logits, targets, group)
 
 
@@ -382,7 +570,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
         highest = logits.amax(dim=-1)
         all_reduce(highest, ReduceOp.MAX, group=group)
-        logits.sub_(highest[:, None])
+        logits.sub_(highest[:, None])  # in place; mark_dirty is for inputs that are returned
         target_logit = logits.gather(-1, column)[:, 0].masked_fill(~is_local, 0.0)
         all_reduce(target_logit, group=group)
         total = logits.exp_().sum(dim=-1)  # in place: after the target's logit has been read
@@ -401,16 +589,13 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return grad_logits.to(ctx.dtype), None, None
 
 
-# ---- shards of the weights ----
-
-
 def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
     """Copy this rank's shard along `dim`, so that `full` can be freed. None: it is not sharded."""
     if dim is None:
         return full
     if full.shape[dim] % group.size():
         sizes = f"dimension {dim} of {tuple(full.shape)}"
-        raise ValueError(f"{sizes} does not divide by {group.size()} ranks")
+        raise ValueError(f"{sizes} is not divisible by {group.size()} ranks")
     return full.detach().chunk(group.size(), dim)[group.rank()].clone()
 
 
@@ -474,11 +659,12 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
 class Pipeline:
     """Run a schedule: forward and backward of all micro-batches through all stages.
 
-    units: which units (embedding, layers, output) each stage of this rank has, by the stage's
-    number; stage s is on rank s % p. to_lower, to_higher: two groups of the same ranks, one per
-    direction. NCCL runs the operations between two ranks of a group in order: in a single group, a
-    send could wait behind a receive that depends on it. autocast: compute in bfloat16; stages
-    exchange float32 all the same.
+    units: the units (embedding, layers, output) of each stage of this rank, by the stage's number;
+    stage s is on rank s % p. to_lower, to_higher: two groups of the same ranks, one per direction.
+    NCCL runs the operations between two ranks of a group in order: in a single group, a send could
+    wait behind a receive that depends on it. autocast: compute in bfloat16, but exchange float32.
+    For 07: a message has 1 / sequence_shards of every sequence, and an action runs in the context
+    `around(action)`, which tells data parallelism whether to reduce gradients.
     """
 
     def __init__(
@@ -489,12 +675,15 @@ class Pipeline:
         to_lower: ProcessGroup,
         to_higher: ProcessGroup,
         autocast: bool = False,
+        sequence_shards: int = 1,
+        around: Callable[[Action], AbstractContextManager] = nullcontext,
     ):
         self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
         self.p, self.rank = to_lower.size(), to_lower.rank()
         self.n_stages = self.p * len(units)
         self.stages = {stage: PipelineStage(model, units[stage], autocast) for stage in units}
         self.device, self.d_model = next(model.parameters()).device, model.config.d_model
+        self.sequence_shards, self.around = sequence_shards, around
         self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
         self.open_channels()
@@ -503,16 +692,16 @@ class Pipeline:
         """Forward and backward of micro-batches (tokens, targets, dropout keys), all of one shape;
         under `no_grad` forward only. Returns their losses, [m]: zeros except on the last rank."""
         losses = torch.zeros(len(micro_batches), device=self.device)
-        shape = self.shape_sent(micro_batches[0][0])
+        shape = self.message_shape(micro_batches[0][0])
         actions = self.schedule(self.rank, self.p, len(micro_batches))
         if not torch.is_grad_enabled():
             actions = [action for action in actions if action.kind == "F"]
         for upcoming, action in plan(actions, self.n_stages):
-            for receiver in upcoming:
-                self.start_receive(receiver, shape)
+            for upcoming_action in upcoming:
+                self.start_receive(upcoming_action, shape)
             received = self.finish_receive(action) if action in self.receives else None
-            with annotate(f"{action.kind} {action.micro} {action.stage}"):  # in --profile's trace
-                result = self.do(action, received, micro_batches)
+            with annotate(f"{action.kind} {action.micro} {action.stage}"), self.around(action):
+                result = self.run_action(action, received, micro_batches)
             destination = destination_of(action, self.n_stages)
             if destination is not None:
                 self.start_send(result, destination)
@@ -522,8 +711,8 @@ class Pipeline:
             self.finish_oldest_send()
         return losses
 
-    def do(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
-        """Run one action. received: an F's activations or a B's gradient; None in an F of the first
+    def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
+        """Run an action. received: an F's activations or a B's gradient; None in an F of the first
         stage, which starts from tokens, and in a B of the last one, which starts from the loss."""
         stage = self.stages[action.stage]
         if action.kind == "B":
@@ -532,8 +721,8 @@ class Pipeline:
         x = tokens if received is None else received
         return stage.forward(action.micro, x, targets, keys, len(micro_batches))
 
-    def shape_sent(self, tokens: Tensor) -> tuple[int, ...]:
-        return *tokens.shape, self.d_model  # [micro-batch, seq, d_model]
+    def message_shape(self, tokens: Tensor) -> tuple[int, int, int]:
+        return tokens.shape[0], tokens.shape[1] // self.sequence_shards, self.d_model
 
     def start_receive(self, action: Action, shape: tuple[int, ...]) -> None:
         src = source_of(action, self.n_stages) % self.p
@@ -574,6 +763,14 @@ class Pipeline:
         return self.to_higher if dst > src else self.to_lower
 
 
+class InFlight(NamedTuple):
+    """What a stage keeps of a micro-batch between its forward and its backward."""
+
+    x: Tensor  # the input, a leaf of the graph: backward leaves its gradient in x.grad
+    edge: GradientEdge  # the place in the graph where backward starts
+    grad: Tensor | None  # the gradient there; None: the next stage will send it
+
+
 class PipelineStage:
     """A contiguous range of units, and its micro-batches in flight. model: has the units of all
     stages of this rank. units: those of this stage."""
@@ -586,25 +783,24 @@ class PipelineStage:
                 self.part.layers[name] = layer
         self.output = model.output if model.config.n_units - 1 in units else None
         self.autocast = autocast
-        # by micro-batch: input, edge where backward starts, in the last stage the gradient there
-        self.in_flight: dict[int, tuple[Tensor, GradientEdge, Tensor | None]] = {}
+        self.in_flight: dict[int, InFlight] = {}  # by micro-batch
 
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
         """x: activations, in the first stage tokens. Returns activations, in the last stage a loss.
-        m: the number of micro-batches; the gradients are those of their mean loss."""
-        if x.is_floating_point():  # a leaf: backward leaves its gradient in x.grad
+        m: the number of micro-batches. Gradients are those of the mean of their losses."""
+        if x.is_floating_point():  # activations; tokens have no gradient
             x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
-        result, grad = y.detach(), None  # here the graph ends: the output unit has its own
+        result, grad = y.detach(), None  # what is sent has no graph: y's stays here, for backward
         if self.output is not None:
-            result, grad = self.loss(result, targets, m)
+            result, grad = self.loss_and_backward(result, targets, m)
         if torch.is_grad_enabled():
             # the edge alone: to keep y would keep its memory until backward
-            self.in_flight[micro] = x, get_gradient_edge(y), grad
+            self.in_flight[micro] = InFlight(x, get_gradient_edge(y), grad)
         return result
 
-    def loss(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
+    def loss_and_backward(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
         """The loss, and the gradient of x. The output unit's backward runs at once: its graph keeps
         the logits or the head's gradient, too big to keep one per micro-batch."""
         x.requires_grad_(torch.is_grad_enabled())
@@ -615,11 +811,10 @@ class PipelineStage:
         return loss.detach(), x.grad
 
     def backward(self, micro: int, grad: Tensor | None) -> Tensor | None:
-        """grad: of what `forward` returned; None in the last stage. Returns the input's gradient
-        and accumulates those of the weights."""
-        x, edge, grad_from_loss = self.in_flight.pop(micro)
-        torch.autograd.backward([edge], [grad_from_loss if grad is None else grad])
-        return x.grad
+        """grad: of y; None in the last stage. Accumulates the weights' gradients, returns x's."""
+        kept = self.in_flight.pop(micro)
+        torch.autograd.backward([kept.edge], [kept.grad if grad is None else grad])
+        return kept.x.grad
 
 
 def units_of(stage: int, n_stages: int, n_layers: int) -> range:
@@ -643,23 +838,14 @@ class Action(NamedTuple):
 Schedule = Callable[[int, int, int], list[Action]]  # of rank, p, m
 
 
-def gpipe(rank: int, p: int, m: int) -> list[Action]:
-    """All forwards, then all backwards: m micro-batches in flight. Huang et al., 2019."""
-    forwards = [Action("F", micro, rank) for micro in range(m)]
-    backwards = [Action("B", micro, rank) for micro in range(m)]
-    return forwards + backwards
-
-
 def one_f_one_b(rank: int, p: int, m: int) -> list[Action]:
     """1F1B: p - rank - 1 forwards, then a forward and a backward in turn: p - rank in flight."""
     forwards = [Action("F", micro, rank) for micro in range(m)]
     backwards = [Action("B", micro, rank) for micro in range(m)]
-    return warm_up_and_alternate(forwards, backwards, min(m, p - rank - 1))
+    return alternate(forwards, backwards, min(m, p - rank - 1))
 
 
-def warm_up_and_alternate(
-    forwards: list[Action], backwards: list[Action], warm_up: int
-) -> list[Action]:
+def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
     """Warm-up: forwards. Steady state: one forward, one backward. Cool-down: backwards."""
     pairs = zip(forwards[warm_up:], backwards, strict=False)  # until the forwards run out
     steady_state = [action for pair in pairs for action in pair]
@@ -694,17 +880,14 @@ def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Action], Actio
     """Each action, with the actions whose receives are posted before it starts.
 
     A receive is posted one action early, so that data arrives while the rank computes. Two early,
-    it could block kernels on a GPU (see the README). NCCL ignores tags and matches messages by
-    order alone: under the schedules here, a rank sends them in the order in which they are needed.
+    it could deadlock on a GPU. Messages are matched by their order alone: under these schedules, a
+    rank sends them in the order in which they are needed. The README draws both.
     """
     upcoming: list[list[Action]] = [[] for _ in actions]
     for i, action in enumerate(actions):
         if source_of(action, n_stages) is not None:
             upcoming[max(0, i - RECEIVES_AHEAD)].append(action)
     return list(zip(upcoming, actions, strict=True))
-
-
-# ---- interleaving: v shorter stages per rank ----
 
 
 def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
@@ -722,190 +905,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
     # p - rank - 1 once would do, if messages took no time; twice gives them time to arrive
     warm_up = min(v * m, (v - 1) * p + 2 * (p - rank - 1))
-    return warm_up_and_alternate(forwards, backwards, warm_up)
-
-
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_1f1b}
-
-
-# ---- new in this stage: the mesh ----
-
-
-class Mesh(NamedTuple):
-    """This rank's process groups, one per axis; along `pp` two, one per direction."""
-
-    to_lower: ProcessGroup
-    to_higher: ProcessGroup
-    dp: ProcessGroup
-    tp: ProcessGroup
-
-    @property
-    def pp(self) -> ProcessGroup:
-        return self.to_lower  # of the same ranks as `to_higher`
-
-
-def build_mesh(pp: int, dp: int, tp: int, timeout: float) -> Mesh:
-    """This rank's groups on the mesh: rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
-    shape = (pp, dp, tp)
-    return Mesh(
-        to_lower=group_along(shape, 0, "to_lower", timeout),
-        to_higher=group_along(shape, 0, "to_higher", timeout),
-        dp=group_along(shape, 1, "dp", timeout),
-        tp=group_along(shape, 2, "tp", timeout),
-    )
-
-
-class MeshPipeline(Pipeline):
-    """A pipeline whose stages may be sharded over `tp` and average their gradients over `dp`.
-
-    Each stage is wrapped in a `DistributedDataParallel` of its own. All micro-batches but the last
-    only accumulate; with the last one, a bucket's all-reduce starts as soon as it is ready: while
-    the pipeline drains, and for the head already in its forward (see `PipelineStage.loss`).
-    sequence_shards: tp if each rank of a tp group sends a part of every sequence; else 1.
-    """
-
-    def __init__(
-        self,
-        model: Transformer,
-        units: dict[int, range],
-        schedule: Schedule,
-        mesh: Mesh,
-        sequence_shards: int = 1,
-        autocast: bool = False,
-    ):
-        super().__init__(model, units, schedule, mesh.to_lower, mesh.to_higher, autocast)
-        # A group's first collective connects it. NCCL then allocates device memory, which can wait
-        # for operations in flight: connect before the first receive is posted.
-        for group in (mesh.dp, mesh.tp):
-            all_reduce_control(torch.zeros(1, device=self.device), group=group)
-        self.sequence_shards = sequence_shards
-        self.replicas: dict[int, DistributedDataParallel] = {}  # by stage; none without dp
-        if mesh.dp.size() > 1:
-            for number, stage in self.stages.items():
-                modules = [module for module in (stage.part, stage.output) if module is not None]
-                self.replicas[number] = DistributedDataParallel(nn.ModuleList(modules), mesh.dp)
-
-    def shape_sent(self, tokens: Tensor) -> tuple[int, ...]:
-        batch, seq = tokens.shape
-        return batch, seq // self.sequence_shards, self.d_model
-
-    def do(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
-        is_last = action.micro == len(micro_batches) - 1
-        replica = self.replicas.get(action.stage)
-        with nullcontext() if is_last or replica is None else replica.no_sync():
-            return super().do(action, received, micro_batches)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the average over `dp`. Call it once per step."""
-        for replica in self.replicas.values():
-            replica.finish_gradient_synchronization()
-
-
-# ---- clipping: the norm is that of all ranks' gradients ----
-
-
-def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
-    """Scale the gradients to at most this global norm; returns the norm before clipping."""
-    dims = shard_dims_of(model)
-    sharded = [p.grad for name, p in model.named_parameters() if name in dims]
-    replicated = [p.grad for name, p in model.named_parameters() if name not in dims]
-    # Every parameter counts once. Squares of sharded gradients add up over `tp`, those of stages
-    # over `pp`. Replicated gradients are equal over `tp`, and all gradients over `dp`.
-    squares = global_norm(replicated).square()
-    if sharded:  # with tp = 1, nothing is
-        squares += all_reduce_control(global_norm(sharded).square(), group=mesh.tp)
-    total_norm = all_reduce_control(squares, group=mesh.pp).sqrt()
-    clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
-    return total_norm
-
-
-# ------------------------------------------------------------------------------------------------
-# The training loop
-# ------------------------------------------------------------------------------------------------
-
-
-def parse_args(argv: list[str] | None = None):
-    parser = base_parser(__doc__)
-    parser.add_argument("--pp", type=positive_int, default=1, help="pipeline-parallel degree")
-    parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel degree")
-    parser.add_argument("--sequence-parallel", action="store_true", help="shard the sequence too")
-    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="order of the work")
-    stages = "stages per rank (default: 2 if interleaved, else 1)"
-    parser.add_argument("--virtual-stages", type=positive_int, help=stages)
-    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
-    return check_mesh(parser.parse_args(argv), world_size())
-
-
-@torch.no_grad()
-def evaluate(model, pipeline, tokens, args, device, dp: ProcessGroup) -> float:
-    """Mean loss in nats over every token of a split but the first, each predicted once."""
-    model.eval()
-    share = eval_batches(tokens, args, device, dp.rank(), dp.size())
-    batches = [(inputs, targets, None) for inputs, targets in share]
-    counts = torch.stack([(targets != IGNORED).sum() for _, targets, _ in batches])
-    losses = pipeline.run(batches).double()
-    if pipeline.n_stages - 1 not in pipeline.stages:
-        counts.zero_()  # tokens are counted where their losses are: on the last stage's ranks
-    total = all_reduce_control(torch.stack([(losses * counts).sum(), counts.sum()]))
-    model.train()
-    return (total[0] / total[1]).item()
-
-
-def main(argv: list[str] | None = None) -> list[dict]:
-    """Train as the flags say; returns the lines of metrics.jsonl."""
-    args = parse_args(argv)
-    world = setup(args.timeout)
-    device = world.device
-    corpus = load_corpus(args.data)
-
-    mesh = build_mesh(args.pp, args.dp, args.tp, args.timeout)
-    dp, tp = mesh.dp, mesh.tp
-    config = model_config(args, corpus.vocab)
-    n_stages = args.pp * args.virtual_stages
-    own_stages = range(mesh.pp.rank(), n_stages, args.pp)
-    units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}
-    with torch.device("meta"):
-        model = Transformer(config, units=[unit for part in units.values() for unit in part])
-    if args.tp > 1:
-        tensor_parallel(model, tp, args.sequence_parallel)
-    init_shards(model, args.seed, tp, device)
-    schedule = SCHEDULES[args.schedule]
-    if args.virtual_stages > 1:
-        schedule = partial(schedule, v=args.virtual_stages)
-    sequence_shards = args.tp if args.sequence_parallel else 1
-    pipeline = MeshPipeline(model, units, schedule, mesh, sequence_shards, args.autocast)
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
-
-    run = Run(args, __file__, config, device, corpus)
-    state = training_state(model, optimizer, shard_dims_of(model), tp)
-    first_step = run.checkpoints.load(args.resume, state, optimizer)
-    batches = train_batches(corpus.train, args, device, first_step, dp.rank(), dp.size())
-
-    for step in run.steps(first_step):
-        lr = learning_rate(args, step)
-        set_learning_rate(optimizer, lr)
-        micro_batches = next(batches)
-        losses = pipeline.run(micro_batches)
-        pipeline.finish_gradient_synchronization()
-        if args.sequence_parallel and args.tp > 1:
-            all_reduce_replicated_gradients(model, tp)  # dp no longer all-reduces them
-        # dp ranks have different losses, tp ranks equal ones, and pp ranks but the last zeros
-        loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
-        grad_norm = clip_grad_norm_(model, args.grad_clip, mesh)
-        optimizer.step()
-        run.log(step, loss, grad_norm, lr)
-        optimizer.zero_grad(set_to_none=True)
-
-        if run.evaluates(step):
-            run.log_evaluation("val", evaluate(model, pipeline, corpus.valid, args, device, dp))
-        if run.is_last(step):
-            run.log_evaluation("test", evaluate(model, pipeline, corpus.test, args, device, dp))
-        run.write()
-        if run.agree_to_save(step):
-            run.checkpoints.save(step + 1, state, args.keep_checkpoints)
-    for group in mesh:
-        dist.destroy_process_group(group)
-    return run.finish()
+    return alternate(forwards, backwards, warm_up)
 
 
 if __name__ == "__main__":

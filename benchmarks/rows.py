@@ -361,10 +361,9 @@ def our_pipeline(schedule: str, virtual_stages: int = 1) -> Callable[[Shape], St
         stage = load_stage("06")
         units, model = stages_of(shape, virtual_stages)
         groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
-        if schedule in stage.SPLIT_SCHEDULES:
-            pipeline_class, actions = stage.ZeroBubblePipeline, stage.SPLIT_SCHEDULES[schedule]
-        else:
-            pipeline_class, actions = stage.Pipeline, stage.SCHEDULES[schedule]
+        splits = schedule == "zero-bubble"
+        pipeline_class = stage.ZeroBubblePipeline if splits else stage.Pipeline
+        actions = stage.SCHEDULES[schedule]
         if virtual_stages > 1:
             actions = partial(actions, v=virtual_stages)
         pipeline = pipeline_class(model, units, actions, *groups)

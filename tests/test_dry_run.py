@@ -62,7 +62,7 @@ MESH = "--pp 2 --tp 2 --global-batch-size 8"
         ("06", "--global-batch-size 8 --schedule gpipe"),
         ("06", "--global-batch-size 8 --schedule 1f1b"),
         ("06", "--global-batch-size 8 --schedule zero-bubble"),
-        ("07", f"{MESH} --schedule gpipe"),
+        ("07", MESH),
         ("07", f"{MESH} --schedule 1f1b --sequence-parallel"),
     ],
 )

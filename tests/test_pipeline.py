@@ -57,10 +57,8 @@ def pipeline_of(
     model = Transformer(config, units=[unit for part in units.values() for unit in part])
     init_weights(model, 1)
     groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
-    if schedule in stage.SPLIT_SCHEDULES:
-        actions, kind = stage.SPLIT_SCHEDULES[schedule], stage.ZeroBubblePipeline
-    else:
-        actions, kind = stage.SCHEDULES[schedule], stage.Pipeline
+    kind = stage.ZeroBubblePipeline if schedule == "zero-bubble" else stage.Pipeline
+    actions = stage.SCHEDULES[schedule]
     if n_stages > p:
         actions = partial(actions, v=n_stages // p)
     return kind(model, units, actions, *groups, autocast), model
@@ -205,20 +203,25 @@ class MatmulCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradients_and_matmuls(schedule: str, changes: dict, bf16: bool) -> tuple[dict, Counter, dict]:
+def gradients_and_matmuls(
+    schedule: str, changes: dict, bf16: bool, existing: bool = False
+) -> tuple[dict, Counter, dict]:
+    """existing: there are gradients already, and those of the run are added to them."""
     pipeline, model = pipeline_of(schedule, config(**changes), autocast=bf16)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, 1 + number) if existing else None
     by_kind: dict = {}
     total = MatmulCounter()
-    do = pipeline.do
+    run_action = pipeline.run_action
 
     def counted(action, *rest):
         with MatmulCounter() as matmuls:
-            result = do(action, *rest)
+            result = run_action(action, *rest)
         by_kind[action.kind] = matmuls.seen
         total.seen.update(matmuls.seen)
         return result
 
-    pipeline.do = counted
+    pipeline.run_action = counted
     pipeline.run(micro_batches(5))
     return {n: p.grad for n, p in model.named_parameters()}, total.seen, by_kind
 
@@ -252,50 +255,13 @@ def test_all_schedules_are_bitwise_identical(pools):
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def hooked_gradients() -> tuple[list[str], list[str]]:
-    pipeline, model = pipeline_of("zero-bubble", CONFIG)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    seen: list[str] = []
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(names[p]))
-        for parameter in model.parameters()
-    ]
-    pipeline.run(micro_batches(3))
-    for hook in hooks:
-        hook.remove()
-    return seen, list(names.values())
-
-
-def test_every_gradient_runs_its_hooks_once_per_micro_batch(pools):
-    """Deferred weight gradients too: data parallelism relies on these hooks."""
-    for seen, names in pools(2).run(hooked_gradients):
-        assert Counter(seen) == {name: 3 for name in names}
-
-
-def averaged_over_data_parallel_ranks() -> None:
-    """02's class over a zero-bubble pipeline of one stage: the full model on two replicas."""
-    stage, rank = load_stage("06"), dist.get_rank()
-    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
-    model = Transformer(CONFIG)
-    init_weights(model, 1)
-    units = {0: range(CONFIG.n_units)}
-    pipeline = stage.ZeroBubblePipeline(model, units, stage.zero_bubble, alone, alone)
-    modules = nn.ModuleList([pipeline.stages[0].part, model.output])
-    replica = load_stage("02").DistributedDataParallel(modules)
-    batches = micro_batches(2)
-    pipeline.run(batches[rank : rank + 1])
-    assert replica.launched == len(replica.buckets), "not all gradients were marked ready"
-    replica.finish_gradient_synchronization()
-
-    plain = Transformer(CONFIG)
-    init_weights(plain, 1)
-    plain(*map(torch.cat, zip(*batches, strict=True))).backward()
-    for (name, p), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, twin.grad, atol=1e-6, rtol=0, msg=name)
-
-
-def test_data_parallelism_averages_deferred_gradients_too(pools):
-    pools(2).run(averaged_over_data_parallel_ranks)
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_deferred_gradients_are_added_to_existing_ones(pools, bf16):
+    whole = pools(2).run(gradients_and_matmuls, "1f1b", {}, bf16, True)
+    split = pools(2).run(gradients_and_matmuls, "zero-bubble", {}, bf16, True)
+    for (gradients, *_), (same, *_) in zip(whole, split, strict=True):
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, same[name]), name
 
 
 # ---- the trace ----
@@ -342,15 +308,15 @@ def in_flight(schedule: str, m: int, changes: dict, bf16: bool = False) -> dict:
     if schedule == "zero-bubble":
         stage.weight_gradients(0)
     held: list[tuple[int, int]] = []  # micro-batches, bytes
-    do = pipeline.do
+    run_action = pipeline.run_action
 
     def watched(*args):
-        result = do(*args)
+        result = run_action(*args)
         pending = getattr(stage, "pending", ())
         held.append((len(stage.in_flight) + len(pending), peak._now() - peak._before))
         return result
 
-    pipeline.do = watched
+    pipeline.run_action = watched
     with PeakMemory() as peak:
         pipeline.run(batch)
     count, _ = max(held)

@@ -7,6 +7,7 @@ import threading
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import torch
 from harness import REPO, load_stage
 
 stage = load_stage("06")
-SCHEDULES = {**stage.SCHEDULES, **stage.SPLIT_SCHEDULES}
+SCHEDULES = stage.SCHEDULES
 NAMES = tuple(SCHEDULES)
 
 
@@ -313,7 +314,7 @@ def run_the_executor(name: str, p: int, m: int, v: int, buffered: bool, monkeypa
     monkeypatch.setattr(stage, "irecv", channels.irecv)
 
     def code(message) -> torch.Tensor:
-        return torch.tensor([["FB".index(message.kind), message.micro, message.stage]]).float()
+        return torch.tensor([[["FB".index(message.kind), message.micro, message.stage]]]).float()
 
     def rank_runs(rank: int) -> None:
         channels.me.rank = rank
@@ -322,9 +323,10 @@ def run_the_executor(name: str, p: int, m: int, v: int, buffered: bool, monkeypa
         pipeline.to_lower, pipeline.to_higher = "to lower", "to higher"
         pipeline.p, pipeline.n_stages, pipeline.rank = p, p * v, rank
         pipeline.device, pipeline.d_model = torch.device("cpu"), 3
+        pipeline.sequence_shards, pipeline.around = 1, nullcontext
         pipeline.receives, pipeline.sends = {}, deque()
 
-        def do(action, received, micro_batches):
+        def run_action(action, received, micro_batches):
             needed, made = messages(action, p * v)
             if needed:
                 assert torch.equal(received, code(needed)), (needed, received)
@@ -332,16 +334,16 @@ def run_the_executor(name: str, p: int, m: int, v: int, buffered: bool, monkeypa
             in_flight.append(len(pipeline.sends))
             return code(made) if made else torch.ones(())
 
-        pipeline.do, in_flight = do, []
+        pipeline.run_action, in_flight = run_action, []
         made = [messages(a, p * v)[1] for a in pipeline.schedule(rank, p, m)]
         try:
-            losses = pipeline.run([(torch.zeros(1), None, None)] * m)
+            losses = pipeline.run([(torch.zeros(1, 1), None, None)] * m)
             assert losses.tolist() == [float(rank == p - 1)] * m  # of the last stage alone
             assert not pipeline.sends and not pipeline.receives
             # `run` waits for a send only when more than p are in flight
             assert max(in_flight) == min(p, sum(map(bool, made[:-1])))
             with torch.no_grad():
-                pipeline.run([(torch.zeros(1), None, None)] * m)
+                pipeline.run([(torch.zeros(1, 1), None, None)] * m)
         except BaseException as failure:
             failures.append(failure)
         finally:

@@ -636,9 +636,9 @@ def odd_width() -> None:
     for module, plain in itertools.product(
         (stage.ColumnParallelLinear, stage.RowParallelLinear), [nn.Linear(6, 6, bias=False)]
     ):
-        with pytest.raises(ValueError, match=r"of \(6, 6\) does not divide by 4 ranks"):
+        with pytest.raises(ValueError, match=r"of \(6, 6\) is not divisible by 4 ranks"):
             module(plain, region)
-    with pytest.raises(ValueError, match=r"dimension 0 of \(6, 8\) does not divide by 4 ranks"):
+    with pytest.raises(ValueError, match=r"dimension 0 of \(6, 8\) is not divisible by 4 ranks"):
         stage.VocabParallelEmbedding(nn.Embedding(6, 8), region)
 
 

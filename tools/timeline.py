@@ -259,7 +259,7 @@ def planned(name: str, p: int, m: int, virtual: int | None = None) -> Panel:
     v = virtual or 2 if name == "interleaved" else 1
     if name == "interleaved" and m % p:
         raise SystemExit(f"timeline.py: --micro {m} is not a multiple of --pp {p}")
-    schedule = {**stage.SCHEDULES, **stage.SPLIT_SCHEDULES}[name]
+    schedule = stage.SCHEDULES[name]
     if v > 1:
         schedule = partial(schedule, v=v)
     title = f"{name}, {v} virtual stages per rank" if v > 1 else name
