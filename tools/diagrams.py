@@ -1,4 +1,4 @@
-"""Draw what each rank holds and which collective connects the ranks: the pictures of 05 and 07.
+"""Draw what each rank holds, and which communication connects the ranks: the pictures of 05 to 07.
 
     .venv/bin/python tools/diagrams.py mlp --svg 05_tensor_parallel/mlp.svg
     .venv/bin/python tools/diagrams.py all      # the READMEs' pictures again: make pictures
@@ -12,6 +12,7 @@ import argparse
 from math import exp, log
 from pathlib import Path
 
+from stages import load_stage
 from svg import Picture
 
 REPO = Path(__file__).resolve().parents[1]
@@ -149,20 +150,22 @@ def draw_layer() -> Picture:
         art.text(16, top - 40, name, weight="bold")
         for i, step in enumerate(STEPS):
             x = left + i * cell
-            sharded = step in ("wqkv", "attention", "w1", "gelu")
+            sharded, partial = step in ("wqkv", "attention", "w1", "gelu"), step in ("wo", "w2")
             for rank, fill in enumerate(RANKS):
                 y, half = top + rank * (height + 8), (rank / 2, rank / 2 + 0.5)
                 if i == 0:
                     art.text(16, y + height / 2 + 4, f"rank {rank}")
                 if sharded:
                     matrix(art, x, y, 54, height, fill, columns=half)
+                elif partial:
+                    matrix(art, x, y, 54, height, fill)
                 elif sequence_parallel:
                     matrix(art, x, y, 54, height, fill, rows=half)
                 else:
                     matrix(art, x, y, 54, height, "grey")
             art.text(x + 27, top + 2 * height + 26, step, size=11, anchor="middle")
         names = ("all-gather", "reduce-scatter") if sequence_parallel else ("", "all-reduce")
-        for i, operator in ((1, 0), (3, 1), (6, 0), (8, 1)):
+        for i, operator in ((1, 0), (4, 1), (6, 0), (9, 1)):
             x = left + i * cell - 16
             art.rect(x, top, 6, 2 * height + 8, "purple")
             text = f"{'fg'[operator]}: {names[operator] or 'nothing'}"
@@ -170,10 +173,140 @@ def draw_layer() -> Picture:
     art.text(
         16,
         426,
-        "height: the sequence; width: features; grey: all of it on both ranks. f and g as in "
-        "forward; in backward each does the other's.",
+        "height: the sequence; width: features. Grey: equal on both ranks. After wo and w2 each "
+        "rank has one term of every output. f and g as in forward.",
         fill="faint",
     )
+    return art
+
+
+# ---- 06 ----
+
+MESSAGE = 0.5  # time of a message, where a forward takes 1 and a backward 2
+
+
+def run_plans(p: int, m: int) -> tuple[dict, dict, dict]:
+    """GPipe as `Pipeline.run` executes it: each action with its rank, start and end; when each
+    receive is posted; when its message arrives."""
+    stage = load_stage("06")
+    plans = [stage.plan(stage.gpipe(rank, p, m), p) for rank in range(p)]
+    ran, posted, arrives, at = {}, {}, {}, [0] * p
+    while any(at[rank] < len(plan) for rank, plan in enumerate(plans)):
+        for rank, plan in enumerate(plans):
+            while at[rank] < len(plan):
+                upcoming, action = plan[at[rank]]
+                free = max((end for r, _, _, end in ran.values() if r == rank), default=0.0)
+                for later in upcoming:
+                    posted.setdefault((rank, later), free)
+                if stage.source_of(action, p) is not None and (rank, action) not in arrives:
+                    break
+                start = max(free, arrives.get((rank, action), 0.0))
+                end = start + {"F": 1, "B": 2}[action.kind]
+                ran[rank, action] = rank, action, start, end
+                destination = stage.destination_of(action, p)
+                if destination is not None:
+                    arrives[destination, action._replace(stage=destination)] = end + MESSAGE
+                at[rank] += 1
+    return ran, posted, arrives
+
+
+def message(action) -> str:
+    """The name of what an action waits for: `h0`, hidden states, or `g0`, their gradient."""
+    return f"{'h' if action.kind == 'F' else 'g'}{action.micro}"
+
+
+def draw_messages() -> Picture:
+    """GPipe with two micro-batches on two ranks: what is posted, waited for and sent, and when."""
+    art = Picture(900, 330, "GPipe, two ranks, two micro-batches: receives, waits and sends")
+    ran, posted, arrives = run_plans(2, 2)
+    left, scale = 96, 78
+    tops = {0: (48, 88), 1: (240, 178)}  # by rank: the lane of actions, the lane of receives
+    length = max(end for *_, end in ran.values())
+    for rank, (actions, receives) in tops.items():
+        art.text(16, actions + 22, f"rank {rank}", weight="bold")
+        art.rect(left, actions, length * scale, 34, "track")
+        art.text(16, receives + 20, "receives")
+        free = 0.0
+        for _, action, start, end in (x for x in ran.values() if x[0] == rank):
+            if start > free:
+                gap = f"waits for {message(action)}"
+                art.text(
+                    left + (free + start) / 2 * scale, actions + 21, gap, 11, "faint", "middle"
+                )
+            fill = {"F": "blue", "B": "green"}[action.kind]
+            name = f"{action.kind}{action.micro}"
+            art.bar(left + start * scale, actions, (end - start) * scale - 1, 34, fill, name)
+            free = end
+    for (rank, action), begin in posted.items():
+        y, end = tops[rank][1] + 24 * action.micro, arrives[rank, action]
+        x, w = left + begin * scale, (end - begin) * scale
+        art.bar(x, y, w - 1, 18, "pink", f"{message(action)} posted")
+        sender = 1 - rank
+        top = tops[sender][0] + (34 if sender == 0 else 0)
+        # sent at the end of the sender's action; the slope is the time that the message takes
+        art.line(x + w - MESSAGE * scale, top, x + w, y + (0 if rank else 18), "ink")
+        art.text(
+            x + w - MESSAGE * scale - 4, top + (14 if sender == 0 else -6), "send", 10, "ink", "end"
+        )
+    notes = (
+        "h: hidden states; g: their gradient. A receive is posted before the action that precedes "
+        "the one that needs it;",
+        "the first action of rank 1 posts two. A line is a message, on its way from the end of the "
+        "action that made it.",
+    )
+    for i, note in enumerate(notes):
+        art.text(16, 306 + 16 * i, note, fill="faint")
+    return art
+
+
+def draw_deadlock() -> Picture:
+    """GPipe with receives posted two actions ahead, in one hardware queue per GPU."""
+    art = Picture(900, 318, "Receives posted two actions ahead: a deadlock")
+    queues = {  # what each rank launches, in order; and its state
+        0: ["recv g0", "F0", "send h0", "recv g1", "F1", "send h1", "B0"],
+        1: ["recv h0", "recv h1", "F0", "F1", "B0", "send g0", "B1"],
+    }
+    done, flying = (
+        {(0, "F0"), (0, "send h0"), (1, "recv h0"), (1, "F0")},
+        {(0, "recv g0"), (1, "recv h1")},
+    )
+    left, cell, place = 96, 112, {}
+    for rank, (y, names) in enumerate(zip((66, 166), queues.values(), strict=True)):
+        art.text(16, y + 22, f"rank {rank}", weight="bold")
+        for i, name in enumerate(names):
+            key = rank, name
+            fill = "grey" if key in done else "pink" if key in flying else "track"
+            place[key] = left + i * cell, y
+            art.bar(left + i * cell, y, cell - 14, 34, fill, name)
+            if i:
+                art.text(left + i * cell - 7, y + 22, "›", 15, "faint", "middle")
+
+    def across(sender: tuple[int, str], receiver: tuple[int, str], label: str) -> None:
+        (x1, _), (x2, _) = place[sender], place[receiver]
+        low, high = (100, 166) if sender[0] == 0 else (166, 100)
+        art.line(x1 + 49, low, x2 + 49, high, "ink", dash="4 3")
+        near = (x1 + 49, 114) if sender[0] == 0 else (x2 + 49, 114)
+        art.text(near[0] + (-28 if sender[0] == 0 else 28), near[1], label, 11, "ink", "middle")
+
+    across((0, "send h1"), (1, "recv h1"), "3")
+    across((1, "send g0"), (0, "recv g0"), "4")
+    (first, y), (second, _) = place[0, "recv g0"], place[0, "recv g1"]
+    for x in (first, second):
+        art.line(x + 49, y - 4, x + 49, y - 12, "ink")
+    art.line(first + 49, y - 12, second + 49, y - 12, "ink")
+    art.text((first + second) / 2 + 49, y - 16, "1", 11, "ink", "middle")
+    art.text(place[0, "F1"][0] - 7, y - 4, "2", 11, "ink", "middle")
+    reasons = (
+        "1  recv g1 starts when recv g0, from the same rank, has ended.",
+        "2  F1 was launched after recv g1, so in one hardware queue it starts later, and so does "
+        "send h1.",
+        "3  recv h1 waits for send h1. F1, B0 and send g0 of rank 1 come after it.",
+        "4  recv g0 waits for send g0. Posted one action ahead, recv g1 would come after send h1.",
+    )
+    for i, reason in enumerate(reasons):
+        art.text(16, 228 + 18 * i, reason)
+    entries = {"grey": "done", "pink": "in flight", "track": "cannot start"}
+    art.legend(16, 306, entries)
     return art
 
 
@@ -191,7 +324,7 @@ def draw_mesh() -> Picture:
     for pp, units in enumerate(("embedding, layer 0", "layer 1, output")):
         x, y = corner(pp, 0, 0)
         art.rect(x - 16, y - 42, 364, 274, "track")
-        art.text(x - 4, y - 22, f"pp_rank {pp}: {units}", weight="bold")
+        art.text(x - 4, y - 22, f"node {pp}: pp_rank {pp}: {units}", weight="bold")
     for pp in (0, 1):
         for i in (0, 1):
             x, y = corner(pp, i, 0)
@@ -225,11 +358,13 @@ DRAW = {
     "heads": draw_heads,
     "layer": draw_layer,
     "vocabulary": draw_vocabulary,
+    "messages": draw_messages,
+    "deadlock": draw_deadlock,
     "mesh": draw_mesh,
 }
+FOLDERS = {"messages": "06_pipeline", "deadlock": "06_pipeline", "mesh": "07_3d"}
 PICTURES = {  # of the READMEs
-    f"{'07_3d' if name == 'mesh' else '05_tensor_parallel'}/{name}.svg": draw
-    for name, draw in DRAW.items()
+    f"{FOLDERS.get(name, '05_tensor_parallel')}/{name}.svg": draw for name, draw in DRAW.items()
 }
 
 
