@@ -53,7 +53,7 @@ def mesh(tp: int, pp: int) -> list[float]:
 
 SEND = 1e3 * 2 * AROUND * TINY  # of an all-reduce, for milliseconds
 LAYER = 1e3 * AROUND * WIDE
-GIANT = 13e9  # 06's parameters
+GIANT = 13e9  # parameters of the pipeline in 06 and 07
 STATED = {  # README, a pattern with groups for figures, and what each of them must round to
     "02, problem": ("02_ddp", r"all-reduce of them takes (\d+) ms", [SEND / ONE_CARD]),
     "02, hidden if": (
@@ -103,18 +103,18 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
         [communication_over_computation(4096, 16)],
     ),
     "06, FSDP": ("06_pipeline", r"That takes ([\d.]+) s, and more", [8 * GIANT / SLOW_NODES]),
-    "06, hybrid": (
-        "06_pipeline",
+    "07, hybrid": (
+        "07_3d",
         r"bytes from each node: ([\d.]+) s instead of ([\d.]+) s",
         [7 * GIANT / 8 / SLOW_RING, 8 * GIANT / SLOW_NODES],
     ),
     "06, faster cards": (
         "06_pipeline",
-        r"its 104 GB in ([\d.]+) s",
+        r"the 104 GB of the example in ([\d.]+) s",
         [8 * GIANT / group_bandwidth(64, 8, NVLINK, CARD)],
     ),
-    "06, inside": ("06_pipeline", r"once per step \((\d+) ms\)", [1e3 * AROUND * GIANT / INSIDE]),
-    "06, message": ("06_pipeline", r"takes ([\d.]+) ms, while", [4e3 * 2048 * 5120 / SLOW_RING]),
+    "07, inside": ("07_3d", r"once per step \((\d+) ms\)", [1e3 * AROUND * GIANT / INSIDE]),
+    "07, message": ("07_3d", r"takes ([\d.]+) ms, while", [4e3 * 2048 * 5120 / SLOW_RING]),
     "07, problem": (
         "07_3d",
         r"width 4,096 communicates ([\d.]+) times",
