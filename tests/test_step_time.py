@@ -123,8 +123,7 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
     **{
         f"07, tp {tp}, pp {pp}": (
             "07_3d",
-            rf"^\| {tp} \| {pp} \|.* GB \| ([\d.]+)(?: s)? \| ([\d.]+) s \| ([\d.]+) s \|"
-            r"[ *]+([\d.]+) s",
+            rf"^\| {tp} \| {pp} \|(?: [\d.]+ \|){{4}}" + r"[ *]+([\d.]+)[ *]+\|" * 4,
             mesh(tp, pp),
         )
         for tp, pp in ((8, 1), (8, 2), (8, 4), (8, 8), (4, 4))
