@@ -51,7 +51,9 @@ quickstart: $(READY) ## train every stage for 50 steps on the embedded sample an
 
 # --standalone would name the run by a UUID. A time sorts, and stays the same when torchrun restarts
 # the ranks; the process id of make distinguishes runs that start in the same second.
-launch = $(if $(filter 01,$*),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) \
+# restarts (torchrun's own variable turns them on) need a store for each attempt, see RUNNING.md
+store = $(if $(filter-out 0,$(PET_MAX_RESTARTS)),TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+launch = $(if $(filter 01,$*),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(store) \
 	$(BIN)/torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 \
 	--rdzv-id $(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID) --nproc-per-node $(NPROC))
 

@@ -198,7 +198,7 @@ def evaluate(model, tokens, args, device, world: World) -> float:
     """Mean loss in nats over every token of a split but the first, each predicted once."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
-    for inputs, targets in eval_batches(tokens, args, device, world.rank, world.size):
+    for inputs, targets in eval_batches(tokens, args.batching, device, world.rank, world.size):
         with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
             loss = model(inputs, targets)
         count = (targets != IGNORED).sum()
@@ -223,15 +223,15 @@ def main(argv: list[str] | None = None) -> list[dict]:
         for unit in model.units():
             unit.compile()
     model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model.module, optimizer)
-    first_step = run.checkpoints.load(args.resume, state, optimizer)
-    batches = train_batches(corpus.train, args, device, first_step, world.rank, world.size)
+    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    batches = train_batches(corpus.train, args.batching, device, first_step, world.rank, world.size)
 
     for step in run.steps(first_step):
-        lr = learning_rate(args, step)
+        lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
         loss = torch.zeros((), device=device)

@@ -498,7 +498,7 @@ def sharded_adamw(model: Transformer, args) -> ZeroRedundancyOptimizer:
         pairs = parameters_by_unit(model, model.units())
         pairs = sorted(pairs, key=lambda pair: pair[0] is not model)  # forward enters `model` first
         params = [{"params": list(part.values())} for _, part in pairs]
-    settings = adamw_settings(args)
+    settings = adamw_settings(args.lr, args.weight_decay)
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, args.zero_stage, **settings)
     if args.zero_stage == 3:
         optimizer.shard_parameters([unit for unit, _ in pairs], dtype)
@@ -527,7 +527,7 @@ def evaluate(model, tokens, args, device, world: World) -> float:
     """Mean loss in nats over every token of a split but the first, each predicted once."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
-    for inputs, targets in eval_batches(tokens, args, device, world.rank, world.size):
+    for inputs, targets in eval_batches(tokens, args.batching, device, world.rank, world.size):
         with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
             loss = model(inputs, targets)
         count = (targets != IGNORED).sum()
@@ -552,11 +552,11 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     run = Run(args, __file__, config, device, corpus)
     state = optimizer.training_state(model)
-    first_step = run.checkpoints.load(args.resume, state, optimizer)
-    batches = train_batches(corpus.train, args, device, first_step, world.rank, world.size)
+    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    batches = train_batches(corpus.train, args.batching, device, first_step, world.rank, world.size)
 
     for step in run.steps(first_step):
-        lr = learning_rate(args, step)
+        lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
         loss = torch.zeros((), device=device)

@@ -362,7 +362,7 @@ def evaluate(model, tokens, args, device) -> float:
     """Mean loss in nats over every token of a split but the first, each predicted once."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
-    for inputs, targets in eval_batches(tokens, args, device):
+    for inputs, targets in eval_batches(tokens, args.batching, device):
         with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
             loss = model(inputs, targets)
         count = (targets != IGNORED).sum()
@@ -384,15 +384,15 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model = Transformer(config)
     tensor_parallel(model, group, args.sequence_parallel)
     init_shards(model, args.seed, group, device)
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model, optimizer, shard_dims_of(model), group)
-    first_step = run.checkpoints.load(args.resume, state, optimizer)
-    batches = train_batches(corpus.train, args, device, first_step)
+    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    batches = train_batches(corpus.train, args.batching, device, first_step)
 
     for step in run.steps(first_step):
-        lr = learning_rate(args, step)
+        lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
         loss = torch.zeros((), device=device)

@@ -441,7 +441,9 @@ def parse_args(argv: list[str] | None = None):
 def evaluate(model, pipeline, tokens, args, device) -> float:
     """Mean loss in nats over every token of a split but the first, each predicted once."""
     model.eval()
-    batches = [(inputs, targets, None) for inputs, targets in eval_batches(tokens, args, device)]
+    batches = [
+        (inputs, targets, None) for inputs, targets in eval_batches(tokens, args.batching, device)
+    ]
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, _ in batches])
     losses = pipeline.run(batches).double()
     total = all_reduce_control((losses * counts).sum())
@@ -469,15 +471,15 @@ def main(argv: list[str] | None = None) -> list[dict]:
         schedule = partial(schedule, v=args.virtual_stages)
     pipeline_class = ZeroBubblePipeline if schedule is zero_bubble else Pipeline
     pipeline = pipeline_class(model, units, schedule, *groups, args.autocast)
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model, optimizer)
-    first_step = run.checkpoints.load(args.resume, state, optimizer)
-    batches = train_batches(corpus.train, args, device, first_step)
+    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    batches = train_batches(corpus.train, args.batching, device, first_step)
 
     for step in run.steps(first_step):
-        lr = learning_rate(args, step)
+        lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
         loss = all_reduce_control(pipeline.run(micro_batches).mean())

@@ -192,7 +192,7 @@ def parse_args(argv: list[str] | None = None):
 def evaluate(model, pipeline, tokens, args, device, mesh: Mesh) -> float:
     """Mean loss in nats over every token of a split but the first, each predicted once."""
     model.eval()
-    share = eval_batches(tokens, args, device, mesh.dp.rank(), mesh.dp.size())
+    share = eval_batches(tokens, args.batching, device, mesh.dp.rank(), mesh.dp.size())
     batches = [(inputs, targets, None) for inputs, targets in share]
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, _ in batches])
     losses = pipeline.run(batches).double()
@@ -223,15 +223,15 @@ def main(argv: list[str] | None = None) -> list[dict]:
     schedule = partial(interleaved_1f1b, v=args.virtual_stages)  # v = 1: 1F1B
     sequence_shards = args.tp if args.sequence_parallel else 1
     pipeline = MeshPipeline(model, units, schedule, mesh, sequence_shards, args.autocast)
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args))
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model, optimizer, shard_dims_of(model), tp)
-    first_step = run.checkpoints.load(args.resume, state, optimizer)
-    batches = train_batches(corpus.train, args, device, first_step, dp.rank(), dp.size())
+    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    batches = train_batches(corpus.train, args.batching, device, first_step, dp.rank(), dp.size())
 
     for step in run.steps(first_step):
-        lr = learning_rate(args, step)
+        lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
         losses = pipeline.run(micro_batches)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 from argparse import ArgumentTypeError, Namespace
-from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from common.collectives import all_reduce_control
+from common.data import Batching
 from common.distributed import fail, launch_environment
 from common.model import TransformerConfig
 
@@ -67,8 +66,7 @@ def base_parser(description: str) -> Parser:
     """A parser with the flags that every stage has. Defaults are printed by --help."""
     p = Parser(
         description=description.strip().split("\n")[0],
-        epilog="SIGTERM or SIGUSR1: finish the step, save, and exit. Ctrl-C: exit without saving. "
-        "A second SIGTERM or Ctrl-C, two seconds later: exit at once, in the middle of a step.",
+        epilog="SIGTERM or SIGUSR1: finish the step, save, and exit. Ctrl-C: exit without saving.",
         formatter_class=_Help,
         allow_abbrev=False,
     )
@@ -144,6 +142,7 @@ def check_arguments(
     if args.dtype is None:
         args.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     args.autocast = args.dtype == "bfloat16"  # a stage that casts weights itself turns it off
+    args.batching = Batching(args.seq_len, n, args.micro_batch_size, args.seed)
     return args
 
 
@@ -221,45 +220,17 @@ def model_config(args: Namespace, vocab: list[str]) -> TransformerConfig:
 
 
 def check_memory(args: Namespace, config: TransformerConfig) -> None:
-    """Fail if the model cannot fit into the memory of all ranks together.
-
-    A lower bound for every technique: 16 bytes per parameter over all ranks, and in each
-    data-parallel replica one layer's input for one micro-batch.
-    """
-    element = 2 if "bfloat16" in (args.dtype, getattr(args, "param_dtype", None)) else 4  # bytes
-    hidden = args.micro_batch_size * config.seq_len * config.d_model * element
-    needed = 16 * config.num_parameters() + args.dp * hidden
-    memory = torch.tensor(memory_of_rank(getattr(args, "cpu_offload", False)), dtype=torch.float64)
+    """Fail if the model state and one layer's inputs exceed the memory of all ranks together."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = torch.tensor(host / launch_environment().local_size, dtype=torch.float64)
+    if torch.cuda.is_available() and not getattr(args, "cpu_offload", False):
+        memory.fill_(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     if dist.is_initialized():
-        all_reduce_control(memory)  # the sum: nodes may differ, but all ranks must agree
+        all_reduce_control(memory)  # nodes may differ, but all ranks must agree
+    hidden = args.dp * args.micro_batch_size * config.seq_len * config.d_model * 2  # in bfloat16
+    needed = 16 * config.num_parameters() + hidden
     if needed > memory.item():
         names = ("d_model", "n_layers", "seq_len", "micro_batch_size")
         sizes = " ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names)
-        needs, has = f"at least {needed / 1e9:,.1f} GB", f"{memory.item() / 1e9:,.1f} GB"
-        fail(f"{sizes} needs {needs} and the ranks together have {has}: pass smaller ones")
-
-
-def memory_of_rank(cpu_offload: bool = False) -> float:
-    """The most bytes that this rank may use: of its GPU, of its part of the host, or of both."""
-    gpu = host = 0.0
-    if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    if cpu_offload or not gpu:
-        host = host_memory() / launch_environment().local_size
-    return gpu + host
-
-
-def host_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory and swap: the machine's, or the limit of a container's or job's cgroup."""
-    limits, swap = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")], 0
-    with contextlib.suppress(OSError):  # not Linux
-        meminfo = dict(x.split(":") for x in (root / "proc/meminfo").read_text().splitlines())
-        swap = 1024 * int(meminfo.get("SwapTotal", "0").split()[0])
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controller, path = line.split(":", 2)
-            if controller in ("", "memory"):  # cgroup version 2 or 1
-                group = root / "sys/fs/cgroup" / controller / path.lstrip("/")
-                file = "memory.limit_in_bytes" if controller else "memory.max"
-                found = [g / file for g in (group, *group.parents) if (g / file).is_file()]
-                limits += [int(text) for f in found if (text := f.read_text().strip()) != "max"]
-    return min(limits) + swap
+        has = f"and the ranks together have {memory.item() / 1e9:,.1f} GB: pass smaller ones"
+        fail(f"{sizes} needs at least {needed / 1e9:,.1f} GB {has}")

@@ -9,18 +9,16 @@ its AdamW, so a checkpoint of any stage on any topology loads in any other:
     step                                            int64: optimizer steps done
 
 A folder is renamed to `step-...` when every rank has written: under this name it is complete. Data
-order and dropout follow from seed and step. `run.json` holds the run's arguments and hashes of its
-vocabulary and corpus, so that resuming with others is an error or is reported.
+order and dropout follow from seed and step. The metadata holds the run's arguments and hashes of
+its vocabulary and corpus, so that resuming with others is an error or is reported.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -169,10 +167,7 @@ class Checkpointer:
     def __init__(
         self, path: str | os.PathLike, timeout: timedelta | None = None, run: dict | None = None
     ):
-        self.path, self.run, self.run_json = Path(path), run, b""
-        if run:
-            checksum = zlib.crc32(json.dumps(run).encode())
-            self.run_json = json.dumps({**run, "checksum": checksum}).encode()
+        self.path, self.run = Path(path), run
         self.group = None
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
@@ -188,7 +183,7 @@ class Checkpointer:
         """
         started = time.perf_counter()
         self.wait()
-        writer = storage.AtomicWriter(self.path, step, keep, self.run_json)
+        writer = storage.AtomicWriter(self.path, step, keep, self.run)
         planner = storage.SavePlanner(flatten_state_dict=False)
         state = {**state, "step": torch.tensor(step)}
         future = dcp.async_save(state, storage_writer=writer, planner=planner, **self._ranks)
@@ -227,12 +222,9 @@ class Checkpointer:
         """
         if resume == "never":
             return 0
-        if resume == "auto":
-            found = checkpoints(self.path)
-        elif (Path(resume) / ".metadata").is_file():
+        found = checkpoints(self.path if resume == "auto" else Path(resume) / "checkpoints")
+        if (Path(resume) / ".metadata").is_file():
             found = [Path(resume)]
-        else:
-            found = checkpoints(Path(resume) / "checkpoints")
         found = self._gather(found[::-1])[0]  # rank 0's listing: shared file systems may lag
         if not found and resume == "auto":
             return 0
@@ -253,8 +245,10 @@ class Checkpointer:
                 print0(f"{path} is corrupt: {error}; going back to {older.name}")
                 if path.parent == self.path:
                     corrupt.append(path)
-        for bad in corrupt if rank() == 0 else []:  # no rank reads them any more
-            storage.set_aside(bad)
+        for bad in corrupt if rank() == 0 else []:  # they do not count as checkpoints to keep
+            aside = self.path / f"corrupt-{bad.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            bad.rename(aside)
         for adamw in optimizer.state.values():
             adamw["step"].fill_(step)
         print0("\n".join([*notes, f"resumed from {path}, {step} steps done"]))
@@ -274,9 +268,11 @@ class Checkpointer:
         """
         try:
             reader, error = storage.Reader(path), None
-            notes = compare_runs(path, self.run) if self.run else []
+            notes = compare_runs(reader.metadata.planner_data[storage.RUN], self.run)
         except storage.CheckpointError as found:
             error = found
+        except (AttributeError, KeyError, TypeError):  # of what the metadata holds on the run
+            error = storage.IncompatibleCheckpointError("another version of this code saved it")
         errors, names = zip(*self._gather((error, set(state))), strict=True)
         if any(errors):
             raise next(filter(None, errors))
@@ -299,40 +295,26 @@ REPORTED = ("seed", "seq_len", "global_batch_size", "lr", "warmup_steps", "min_l
 REPORTED += ("weight_decay", "grad_clip", "dropout")
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def compare_runs(path: Path, run: dict) -> list[str]:
-    """Report how this run differs from the one that saved the checkpoint, by its `run.json`.
+def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
+    """Report how this run differs from the one that saved the checkpoint, if both are known.
 
     Another shape or vocabulary is an error, even one of equal size: its meaning does not fit.
     """
-    try:
-        saved = json.loads((path / "run.json").read_bytes())
-        if saved.pop("checksum") != zlib.crc32(json.dumps(saved).encode()):
-            raise ValueError("the checksum differs")
-        old, new = saved["arguments"], run["arguments"]
-        shape = [name for name in SHAPE if old[name] != new[name]]
-        if shape:
-            was, now = (" ".join(f"{_flag(n)} {a[n]}" for n in shape) for a in (old, new))
-            presets = f"(--preset {old['preset']}, here {new['preset']})"
-            what = f"it was trained with {was}, and this run has {now} {presets}"
-            raise storage.IncompatibleCheckpointError(what)
-        if saved["vocabulary"] != run["vocabulary"]:
-            vocabulary = "it has another vocabulary: pass the --data it was trained on"
-            raise storage.IncompatibleCheckpointError(vocabulary)
-        notes = [
-            f"{_flag(name)} is now {new[name]}, was {old[name]!r}"
-            for name in REPORTED
-            if old[name] != new[name]
-        ]
-        if saved["corpus"] != run["corpus"]:
-            notes.append(f"the corpus is now {run['corpus']}, was {saved['corpus']!r} (hashes)")
-    except FileNotFoundError:  # an old checkpoint
-        return [f"{path} has no run.json: its arguments and vocabulary are not compared"]
-    except storage.IncompatibleCheckpointError:
-        raise
-    except Exception as error:
-        raise storage.CorruptCheckpointError(f"run.json: {error!r}") from None
+    if not saved or not run:
+        return []
+    old, new = saved["arguments"], run["arguments"]
+    flag = {name: "--" + name.replace("_", "-") for name in (*SHAPE, *REPORTED)}
+    shape = [name for name in SHAPE if old[name] != new[name]]
+    if shape:
+        was, now = (" ".join(f"{flag[n]} {a[n]}" for n in shape) for a in (old, new))
+        presets = f"(--preset {old['preset']}, here {new['preset']})"
+        what = f"it was trained with {was}, and this run has {now} {presets}"
+        raise storage.IncompatibleCheckpointError(what)
+    if saved["vocabulary"] != run["vocabulary"]:
+        what = "it has another vocabulary: pass the --data it was trained on"
+        raise storage.IncompatibleCheckpointError(what)
+    differ = [name for name in REPORTED if old[name] != new[name]]
+    notes = [f"{flag[name]} is now {new[name]}, was {old[name]!r}" for name in differ]
+    if saved["corpus"] != run["corpus"]:
+        notes.append(f"the corpus is now {run['corpus']}, was {saved['corpus']!r} (hashes)")
     return notes

@@ -16,9 +16,6 @@ a ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for cluster
 
 The tests compare these figures with the calls that PyTorch's dispatcher sees, and with the bytes
 that processes write to the kernel.
-
-PyTorch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single`; this file
-accepts both names.
 """
 
 from __future__ import annotations
@@ -33,9 +30,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 Group = ProcessGroup | None  # None: all ranks
-
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -98,7 +92,7 @@ def all_gather_single(
     output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
     ledger.record("all_gather_single", output.nbytes, _ring(group), group)
-    return _all_gather_single(output, input, group=group, async_op=async_op)
+    return dist.all_gather_single(output, input, group=group, async_op=async_op)
 
 
 def reduce_scatter_single(
@@ -114,7 +108,7 @@ def reduce_scatter_single(
         by_rank = slices.view(dist.get_world_size(group), *output.shape)
         summed = _WorkWithEnd(work, lambda: torch.sum(by_rank, 0, out=output))
         return summed if async_op else summed.wait()
-    return _reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
+    return dist.reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
 
 
 def all_to_all_single(

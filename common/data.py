@@ -13,16 +13,13 @@ import hashlib
 import io
 import os
 import re
-import socket
 import sys
 import tempfile
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from urllib.parse import urlparse
 
 if __name__ == "__main__":  # a script's path begins with its own folder; `common` is in the parent
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -46,6 +43,7 @@ class Corpus:
     digest: a hash of them all. The same text has the same digest wherever it was prepared.
     """
 
+    name: str
     train: Tensor
     valid: Tensor
     test: Tensor
@@ -53,15 +51,27 @@ class Corpus:
     digest: str
 
 
-def load_corpus(name: str) -> Corpus:
+@dataclass(frozen=True)
+class Batching:
+    """How tokens become batches: tokens per sample, samples per step (over all ranks) and per
+    forward (of a rank), and the seed of their order and of dropout."""
+
+    seq_len: int
+    global_size: int
+    micro_size: int
+    seed: int = 0
+
+
+def load_corpus(name: str, download: bool = False) -> Corpus:
     """Load `wikitext2`, `sample`, or a folder with train.txt, valid.txt and test.txt.
 
-    Fails with status 2 if the corpus is not prepared and cannot be.
+    Fails with status 2 if the corpus is not prepared and cannot be. Without `download` nothing
+    touches the network.
     """
     root = os.environ.get("DATA_ROOT") or Path(__file__).resolve().parents[1] / "data"
     prepared = Path(root, _folder_name(name))
-    if not (prepared / "vocab.txt").exists():
-        _prepare(name, prepared)
+    if not (prepared / "digest.txt").exists():
+        _prepare(name, prepared, download)
     tokens = {}
     for split in SPLITS:
         path = prepared / f"{split}.int32"
@@ -70,9 +80,7 @@ def load_corpus(name: str) -> Corpus:
             fail(f"--data {name}: too few tokens in {split}: {size}, at least 2 are needed")
         tokens[split] = torch.from_file(str(path), shared=False, size=size, dtype=torch.int32)
     vocab = (prepared / "vocab.txt").read_text(encoding="utf-8").split("\n")[:-1]
-    file = prepared / "digest.txt"  # missing if an older version prepared the corpus
-    digest = file.read_text() if file.exists() else _digest(prepared)
-    return Corpus(**tokens, vocab=vocab, digest=digest)
+    return Corpus(name, **tokens, vocab=vocab, digest=(prepared / "digest.txt").read_text())
 
 
 # ---- preparation ----
@@ -98,11 +106,16 @@ def _folder_name(name: str) -> str:
     return f"{folder.name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:12]}"
 
 
-def _prepare(name: str, prepared: Path) -> None:
+def _prepare(name: str, prepared: Path, download: bool) -> None:
+    if name == "wikitext2" and not download:
+        fail(
+            "--data wikitext2 is not prepared: run `make data` on a machine with internet, or pass "
+            "--data sample, or --data DIR with train.txt, valid.txt and test.txt"
+        )
     try:
         prepared.parent.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(prepared.with_suffix(".lock")):
-            if (prepared / "vocab.txt").exists():
+            if (prepared / "digest.txt").exists():
                 return  # another process prepared it while this one waited
             words = _read_words(name)
             with tempfile.TemporaryDirectory(
@@ -114,7 +127,7 @@ def _prepare(name: str, prepared: Path) -> None:
                 try:
                     aside.rename(prepared)
                 except OSError:
-                    if not (prepared / "vocab.txt").exists():
+                    if not (prepared / "digest.txt").exists():
                         raise
                     # a process on another node, which does not see the lock, was first
     except OSError as error:
@@ -153,34 +166,14 @@ def _lines_of_folder(folder: Path) -> dict[str, io.StringIO]:
 
 def _wikitext2_lines() -> dict[str, list[str]]:
     """WikiText-2 (Merity et al., 2016), word level, from the Hugging Face Hub or its cache."""
-    if not _hub_is_reachable():
-        os.environ["HF_HUB_OFFLINE"] = "1"  # read the cache, without half a minute of retries
     try:
         from datasets import load_dataset
 
         print0("preparing WikiText-2 ...")
         rows = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
     except Exception as error:
-        raise ValueError(
-            f"is not prepared and cannot be fetched ({type(error).__name__}): run `make data` on "
-            "a machine with internet, or pass --data sample, or --data DIR with train.txt, "
-            "valid.txt and test.txt"
-        ) from None
+        raise ValueError(f"cannot be fetched, is there internet? {error!r}") from None
     return {s: rows["validation" if s == "valid" else s]["text"] for s in SPLITS}
-
-
-def _hub_is_reachable() -> bool:
-    if os.environ.get("HF_HUB_OFFLINE") == "1" or os.environ.get("HF_DATASETS_OFFLINE") == "1":
-        return False
-    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    address = proxy or os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    hub = urlparse(address if "//" in address else f"//{address}")
-    try:
-        port = hub.port or (443 if hub.scheme == "https" else 80)
-        socket.create_connection((hub.hostname, port), timeout=5).close()
-        return True
-    except OSError:
-        return False
 
 
 def _sample_words() -> dict[str, list[str]]:
@@ -265,31 +258,32 @@ def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:
     return indices
 
 
-def _micro_batches(tokens: Tensor, args: Namespace, rank: int, size: int, step: int) -> list[tuple]:
+def _micro_batches(tokens: Tensor, batching: Batching, rank: int, size: int, step: int) -> list:
     """This rank's part of step `step`'s global batch: inputs, targets and keys of micro-batches."""
-    n_windows = (len(tokens) - 1) // args.seq_len  # without the last, shorter one
-    indices = global_batch(args.seed, step, args.global_batch_size, n_windows)
-    share = args.global_batch_size // size
+    n_windows = (len(tokens) - 1) // batching.seq_len  # without the last, shorter one
+    indices = global_batch(batching.seed, step, batching.global_size, n_windows)
+    share = batching.global_size // size
     first, end = rank * share, (rank + 1) * share
-    inputs, targets = _windows(tokens, indices[first:end], args.seq_len)
-    keys = sample_keys(args.seed, step, torch.arange(first, end))
-    parts = (x.split(args.micro_batch_size) for x in (inputs, targets, keys))
+    inputs, targets = _windows(tokens, indices[first:end], batching.seq_len)
+    keys = sample_keys(batching.seed, step, torch.arange(first, end))
+    parts = (x.split(batching.micro_size) for x in (inputs, targets, keys))
     return list(zip(*parts, strict=True))
 
 
 def train_batches(
-    tokens: Tensor, args: Namespace, device: torch.device, first_step=0, rank=0, size=1
+    tokens: Tensor, batching: Batching, device: torch.device, first_step=0, rank=0, size=1
 ) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
     """For each step from `first_step` on, yield this rank's micro-batches of its global batch.
 
     rank, size: of the data-parallel group. A micro-batch is inputs, targets [micro batch, seq]
     and dropout keys [micro batch], on `device`. Fails if the corpus is shorter than one window.
     """
-    if len(tokens) <= args.seq_len:
-        fail(f"--data {args.data}: {len(tokens)} tokens to train on, fewer than --seq-len + 1")
+    if len(tokens) <= batching.seq_len:
+        n = f"{len(tokens)} tokens to train on"
+        fail(f"{n}, fewer than --seq-len + 1: pass another --data or a smaller --seq-len")
     loader = DataLoader(
-        range(first_step, args.steps),
-        collate_fn=partial(_micro_batches, tokens, args, rank, size),
+        range(first_step, 2**31),  # without end
+        collate_fn=partial(_micro_batches, tokens, batching, rank, size),
         batch_size=None,  # each step is an item of its own
         num_workers=int(device.type == "cuda"),  # it prepares the next steps during this one
         pin_memory=device.type == "cuda",
@@ -299,21 +293,21 @@ def train_batches(
 
 
 def eval_batches(
-    tokens: Tensor, args: Namespace, device: torch.device, rank: int = 0, size: int = 1
+    tokens: Tensor, batching: Batching, device: torch.device, rank: int = 0, size: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and targets [micro batch, seq] that predict each token but the first once.
 
     rank, size: of the data-parallel group. All ranks get the same number of batches, the last ones
     filled up with windows past the end, whose targets are IGNORED.
     """
-    n_windows = -(-(len(tokens) - 1) // args.seq_len)
-    for first in range(0, n_windows, args.micro_batch_size * size):
-        start = first + rank * args.micro_batch_size
-        windows = _windows(tokens, range(start, start + args.micro_batch_size), args.seq_len)
+    n_windows, micro_size = -(-(len(tokens) - 1) // batching.seq_len), batching.micro_size
+    for first in range(0, n_windows, micro_size * size):
+        start = first + rank * micro_size
+        windows = _windows(tokens, range(start, start + micro_size), batching.seq_len)
         yield tuple(x.to(device) for x in windows)
 
 
 if __name__ == "__main__":  # `make data`
-    corpus = load_corpus("wikitext2")
+    corpus = load_corpus("wikitext2", download=True)
     counts = " / ".join(f"{len(getattr(corpus, split)):,}" for split in SPLITS)
     print0(f"WikiText-2 is prepared: {counts} tokens, vocabulary {len(corpus.vocab):,}")

@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -60,18 +59,16 @@ def launch_environment() -> Launch:
         launch = _read_environment()
         port = launch.address[1] if launch.address else 1
         is_local = launch.local_rank >= 0 and launch.local_size >= 1
-        if 0 <= launch.rank < launch.size and is_local and 0 < port < 2**16:
-            return launch
-        why: object = "a rank is below the number of ranks, a port below 65536"
-    except KeyError as error:
-        why = f"{error.args[0]} is not set"
-    except ValueError as error:
-        why = error
+        if not (0 <= launch.rank < launch.size and is_local and 0 < port < 2**16):
+            raise ValueError("a rank is below the number of ranks, a port below 65536")
+        return launch
+    except (KeyError, ValueError) as error:
+        why = f"{error.args[0]} is not set" if isinstance(error, KeyError) else error
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     given = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-    fix = "start with torchrun, srun or mpirun, or unset them for one process"
+    why = f"{why}; start with torchrun, srun or mpirun, or unset them for one process"
     script = Path(sys.argv[0]).name
-    print(f"{script}: the launcher's variables are wrong: {given}: {why}; {fix}", file=sys.stderr)
+    print(f"{script}: the launcher's variables are wrong: {given}: {why}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -128,10 +125,9 @@ def setup(timeout: float = 600.0) -> World:
     if not dist.is_initialized():
         if launch.address is None:
             where: dict[str, Any] = {"store": dist.HashStore()}
-        elif int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-            where = {"store": _store_of_this_attempt(launch, limit)}
         elif launch.launcher == "torchrun":
-            where = {"init_method": "env://"}  # reuses torchrun's own store
+            _check_store()
+            where = {"init_method": "env://"}
         else:
             host, port = launch.address
             where = {"init_method": f"tcp://{host or _host_of_rank_0(launch.launcher)}:{port}"}
@@ -143,29 +139,18 @@ def setup(timeout: float = 600.0) -> World:
     return World(dist.get_rank(), launch.local_rank, dist.get_world_size(), device)
 
 
-def _store_of_this_attempt(launch: Launch, timeout: timedelta) -> dist.Store:
-    """A store of rank 0's own, whose port rank 0 publishes in torchrun's store.
+def _check_store() -> None:
+    """Fail if a restart would find the addresses of processes that are gone.
 
-    torchrun's store outlives a restart, with the addresses of processes that are gone
-    (https://github.com/pytorch/pytorch/issues/135712). The port may be stale, too; then no process
-    listens on it yet.
+    torchrun's own store outlives a restart (https://github.com/pytorch/pytorch/issues/135712), and
+    the static rendezvous shares it with the ranks in any case.
     """
-    host, port = launch.address
-    shared = dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False)
-    if launch.rank == 0:
-        store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        shared.set("port", str(store.port))
-        return store
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        port = int(shared.get("port"))
-        try:
-            socket.create_connection((host, port), timeout=1).close()
-            return dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        fail(
+            "torchrun --max-restarts needs --standalone (or --rdzv-backend c10d) and the variable "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
 
 
 def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:

@@ -11,7 +11,6 @@ import math
 import resource
 import sys
 import time
-from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from tqdm import tqdm
 
 from common.collectives import ledger
 from common.distributed import print0, rank, world_size
-from common.model import TransformerConfig
 
 # fmt: off
 PEAK_FLOPS = {  # dense bf16, in FLOP/s, by a part of the device's name; the longer name first
@@ -45,7 +43,6 @@ COLUMNS = {
     "memory_mb": ("memory/memory_mb", "peak {:,.0f} MB"),
     "comm_mb": ("comm/comm_mb", "sent {:.2f} MB"),
     "save_ms": ("speed/save_ms", "save {:.1f} ms"),
-    "gpu_utilisation": ("speed/gpu_utilisation", "GPU {} %"),
     "mfu": ("speed/mfu", "MFU {:.1%}"),
     "seconds_left": ("speed/seconds_left", "left {}"),
     "val_loss": ("loss/val", "val loss {:.4g}"),
@@ -94,26 +91,16 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte
 
 
-def gpu_utilization(device: torch.device) -> int | None:
-    """Percent of the last second in which the GPU was busy, as `nvidia-smi` shows it."""
-    if device.type != "cuda":
-        return None
-    try:
-        return torch.cuda.utilization(device)
-    except Exception:  # no nvidia-ml-py, no driver, or a part of a GPU (MIG): it has no such figure
-        return None
-
-
 class Metrics:
-    """Collects the metrics of a step and writes those of the logged steps, one line each."""
+    """Collects the metrics of a step and writes those of the logged steps, one line each.
 
-    def __init__(
-        self, args: Namespace, config: TransformerConfig, device: torch.device, folder: Path
-    ):
+    n_steps: of the whole run. tokens, flops: per step, over all ranks.
+    """
+
+    def __init__(self, n_steps: int, tokens: int, flops: float, device: torch.device, folder: Path):
         self.lines: list[dict] = []  # written since the start of this process
         self._device, self._path = device, folder / "metrics.jsonl"
-        self._n_steps, self._tokens = args.steps, args.global_batch_size * args.seq_len
-        self._flops = self._tokens * config.flops_per_token()  # per step, over all ranks
+        self._n_steps, self._tokens, self._flops = n_steps, tokens, flops
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak_flops = peak_flops(self.device_name)
         self._line: dict = {}  # of the present step
@@ -163,9 +150,6 @@ class Metrics:
         }
         if self._peak_flops:
             self._line["mfu"] = self._flops / seconds / (self._peak_flops * world_size())
-        utilization = gpu_utilization(self._device)
-        if utilization is not None:
-            self._line["gpu_utilisation"] = utilization
         self._seconds, self._steps_timed = 0.0, 0
         ledger.reset()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Iterable
 
 import torch
@@ -12,26 +11,26 @@ from torch.linalg import vector_norm
 from torch.nn.utils import clip_grads_with_norm_
 
 
-def adamw_settings(args: Namespace) -> dict:
+def adamw_settings(lr: float, weight_decay: float) -> dict:
     """Keyword arguments of `torch.optim.AdamW`, the same in every stage.
 
     Weight decay acts on every parameter, norms included, so that a flat buffer of many parameters
     can be updated as one tensor. `fused`: one kernel for all of them.
     """
-    return dict(lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
+    return dict(lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
 
 
-def learning_rate(args: Namespace, step: int) -> float:
-    """Linear warm-up over `--warmup-steps`, then half a cosine to `--min-lr-ratio` of the peak.
+def learning_rate(step: int, n_steps: int, peak: float, warmup: int, min_ratio: float) -> float:
+    """Linear warm-up over `warmup` steps, then half a cosine to `min_ratio` of the peak.
 
-    A function of (arguments, step), so a resumed run needs no scheduler state. Loshchilov and
+    A function of its arguments alone, so a resumed run needs no scheduler state. Loshchilov and
     Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017, without the restarts.
     """
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / args.warmup_steps
-    done = (step - args.warmup_steps) / max(1, args.steps - args.warmup_steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, n_steps - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * done))
-    return args.lr * (args.min_lr_ratio + (1 - args.min_lr_ratio) * cosine)
+    return peak * (min_ratio + (1 - min_ratio) * cosine)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

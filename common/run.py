@@ -1,4 +1,4 @@
-"""A run: its folder (see common/README.md), its steps, when it saves, and when it stops."""
+"""A run: its folder (see RUNNING.md), its steps, when it saves, and when it stops."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import math
 import os
 import platform
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -35,43 +33,13 @@ from common.metrics import Metrics
 from common.model import TransformerConfig
 
 
-class SecondSignal:
-    """Ends the process when SIGTERM or Ctrl-C comes again, two seconds or more after the first.
-
-    Python runs its own handlers only between two of its instructions, and a whole backward is one.
-    The C handler writes the signal's number to a wake-up socket at once, where a thread reads it.
-    Two seconds, because a launcher may forward a signal that the process has received already.
-    `ignored` is set while the checkpoint of the first signal is written. The thread has no
-    reference to the run: it would keep process groups alive, which aborts the interpreter's exit.
-    """
-
-    def __init__(self) -> None:
-        self.ignored = False
-        self.reader, self.writer = socket.socketpair()
-        self.writer.setblocking(False)  # set_wakeup_fd demands it
-        self.before = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-        self.thread.start()
-
-    def _watch(self) -> None:
-        first = math.inf
-        while numbers := self.reader.recv(64):
-            for number in set(numbers) & {signal.SIGTERM, signal.SIGINT}:
-                now = time.monotonic()
-                first = min(first, now)
-                if now - first >= 2.0 and not self.ignored:
-                    print0("ended at once by a second signal, without saving", file=sys.stderr)
-                    os._exit(128 + number)
-
-    def close(self) -> None:
-        signal.set_wakeup_fd(self.before)
-        with self.reader, self.writer:  # closed at the end
-            self.writer.shutdown(socket.SHUT_RDWR)  # ends the thread
-            self.thread.join()
-
-
 class Run:
-    """One training run, from its flags. script: the stage's file; its folder names the stage."""
+    """One training run, from its flags. script: the stage's file; its folder names the stage.
+
+    Every rank makes one, after the model: the ranks agree on the folder, and two process groups
+    are created, for votes and for checkpoints. `resume` is where the run starts: `--resume`, or
+    `auto` for a job that was requeued or restarted and has a checkpoint of its own.
+    """
 
     def __init__(
         self,
@@ -83,23 +51,25 @@ class Run:
     ):
         if device.type == "cpu":
             keep_freed_memory()
-        sys.excepthook = _report_interrupt
         stage = Path(script).resolve().parent.name
         self.args = args
         self.folder = Path(args.run_dir or Path("runs", stage, run_id(Path("runs", stage))))
-        self.metrics = Metrics(args, config, device, self.folder)
+        tokens = args.global_batch_size * args.seq_len
+        flops = tokens * config.flops_per_token()
+        self.metrics = Metrics(args.steps, tokens, flops, device, self.folder)
         self._group = timeout = None
         if dist.is_initialized():
             timeout = timedelta(seconds=args.timeout)
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="stop")
         saved = {  # with every checkpoint
-            "arguments": {k: 0 if v == math.inf else v for k, v in vars(args).items()},
+            "arguments": {
+                k: 0 if v == math.inf else v for k, v in vars(args).items() if k != "batching"
+            },
             "vocabulary": hashlib.sha256("\n".join(corpus.vocab).encode()).hexdigest()[:12],
             "corpus": corpus.digest,
         }
         self.checkpoints = Checkpointer(self.folder / "checkpoints", timeout, saved)
         self._handlers: dict = {}  # of signals, before this run
-        self._second_signal: SecondSignal | None = None
         self._asked_to_stop = False  # on this rank
         self._stopping = False  # on all ranks
         self._loss = self._grad_norm = torch.zeros(())  # of the last step
@@ -118,12 +88,10 @@ class Run:
             fail(str(problem))
         print0(
             f"{stage}: {config.num_parameters() / 1e6:.2f} M parameters, {world_size()} x "
-            f"{device.type}, data {args.data} (hash {corpus.digest}), run folder {self.folder}"
+            f"{device.type}, data {corpus.name} (hash {corpus.digest}), run folder {self.folder}"
         )
-        # --resume decides how a run starts; a requeued or restarted one continues from its own
         continues = has_restarted() and bool(checkpoints(self.checkpoints.path))
-        if args.resume != "auto" and self._any_rank(continues):
-            args.resume = "auto"
+        self.resume = "auto" if self._any_rank(continues) else args.resume
 
     def _make_folder(self, description: dict) -> str | None:
         """Make the folder; return what went wrong. `--resume never` moves old checkpoints aside."""
@@ -150,10 +118,9 @@ class Run:
         self.metrics.start(first)
         for number in (signal.SIGTERM, signal.SIGUSR1):
             self._handlers[number] = signal.signal(number, self._ask_to_stop)
-        self._second_signal = SecondSignal()
+        self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, _interrupt)
         hidden = rank() != 0 or not sys.stderr.isatty()
         with (
-            contextlib.closing(self._second_signal),
             tqdm(total=self.args.steps, initial=first, unit="step", disable=hidden) as bar,
             self._profiler() if self.args.profile else contextlib.nullcontext() as profiler,
         ):
@@ -189,7 +156,6 @@ class Run:
         """
         self._stopping = self._any_rank(self._asked_to_stop or self.checkpoints.has_failed())
         if self._stopping:
-            self._second_signal.ignored = True
             self.checkpoints.wait()  # ends the run if it is a save that failed
             print0(f"asked to stop: saving after step {step}")
         due = self.args.checkpoint_every > 0 and self._is_due(step, self.args.checkpoint_every)
@@ -255,12 +221,10 @@ class Run:
                 )
 
 
-def _report_interrupt(kind, error, trace) -> None:
+def _interrupt(*_) -> None:
     """Ctrl-C is no failure: one line in place of a traceback."""
-    if issubclass(kind, KeyboardInterrupt):
-        print0("\ninterrupted", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
+    print0("\ninterrupted", file=sys.stderr)
+    os._exit(130)  # without waiting for the other ranks
 
 
 def keep_freed_memory() -> None:

@@ -3,7 +3,7 @@
 The files are those of `torch.distributed.checkpoint` (DCP), so PyTorch's own tools read them. A
 64-bit XXH3 checksum of each stored item stands beside the item's offset in the metadata, where
 PyTorch's reader ignores it. The metadata's own follows its pickle, where unpickling has stopped.
-Both are verified before anything is used. Older checkpoints have weaker ones, other programs' none.
+Both are verified before anything is used. A checkpoint without them is an error.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import os
 import pickle
 import re
 import shutil
-import zlib
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -37,7 +35,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """The checkpoint is intact, but belongs to another model."""
+    """The checkpoint is intact, but belongs to another model or another program."""
 
 
 def _tensor_of(state: dict[str, Any], index: MetadataIndex) -> Tensor:
@@ -96,6 +94,9 @@ class HashingStream:
     close = flush
 
 
+RUN = " run"  # key of the run's arguments and hashes in the metadata
+SEAL = b"\nxxh3_64 "  # between the pickle of the metadata and its checksum
+
 # Python 3.11.2 pickles an enum's member as getattr(cls, name), later versions as cls(value), which
 # every version can read.
 copyreg.pickle(_MEM_FORMAT_ENCODING, lambda member: (type(member), (member.value,)))
@@ -105,13 +106,13 @@ class AtomicWriter(dcp.FileSystemWriter):
     """PyTorch's writer, plus checksums and an atomic commit.
 
     Ranks write into `writing-...`, which becomes `step-...` when all of them have written and
-    synced. keep: how many checkpoints then remain. run_json: stored with the tensors.
+    synced. keep: how many checkpoints then remain. run: stored in the metadata.
     """
 
-    def __init__(self, folder: Path, step: int, keep: int, run_json: bytes = b""):
+    def __init__(self, folder: Path, step: int, keep: int, run: dict | None = None):
         super().__init__(folder / f"writing-{step:08d}", per_thread_copy_ahead=0)
         self.folder, self.final, self.keep = folder, folder / f"step-{step:08d}", keep
-        self.run_json = run_json
+        self.run = run
         self.transforms = HashingStream()
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -155,11 +156,14 @@ class AtomicWriter(dcp.FileSystemWriter):
 
     def finish(self, metadata: dcp.Metadata, results: list) -> None:
         """Commit. Runs on rank 0, after every rank has written."""
+        # DCP's readers look up tensors here by their names, of which " run" is none
+        metadata.planner_data = {RUN: self.run}
         super().finish(metadata, results)
         checksum = xxh3_64_intdigest((self.path / ".metadata").read_bytes())
-        _append(self.path / ".metadata", b"\nxxh3_64 %d" % checksum)
-        if self.run_json:
-            _append(self.path / "run.json", self.run_json)
+        with open(self.path / ".metadata", "ab") as file:
+            file.write(SEAL + b"%d" % checksum)
+            file.flush()
+            os.fsync(file.fileno())
         if self.final.exists():
             _delete(self.final)
         self.path.rename(self.final)
@@ -177,25 +181,11 @@ def checkpoints(folder: str | os.PathLike) -> list[Path]:
     return sorted((p for p in found if (p / ".metadata").is_file()), key=lambda p: int(p.name[5:]))
 
 
-def set_aside(path: Path) -> None:
-    """Rename a corrupt checkpoint to `corrupt-step-...`: it no longer counts as one to keep."""
-    aside = path.with_name(f"corrupt-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-
-
 def _delete(path: Path) -> None:
     """Rename, then delete: a folder that is called `step-...` stays complete."""
     aside = path.with_name(f"deleting-{path.name}")
     path.rename(aside)
     shutil.rmtree(aside)
-
-
-def _append(path: Path, content: bytes) -> None:
-    with open(path, "ab") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:
@@ -208,7 +198,6 @@ def _sync_folder(folder: Path) -> None:
 DCP = "torch.distributed.checkpoint"
 ALLOWED = {  # all that the metadata of tensors consists of, besides dtypes
     "collections": ("OrderedDict",),
-    "pathlib": ("PosixPath",),
     "torch": ("Size", "device"),
     "torch.serialization": ("_get_layout",),
     f"{DCP}.filesystem": ("_StorageInfo",),
@@ -219,39 +208,14 @@ ALLOWED = {  # all that the metadata of tensors consists of, besides dtypes
 }
 
 
-def _enum_member(cls: type, name: str) -> _MEM_FORMAT_ENCODING:
-    if cls is not _MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError("the metadata asks for builtins.getattr: not loaded")
-    return cls[name]
-
-
-REPLACED = {
-    ("builtins", "getattr"): _enum_member,  # only as Python 3.11.2 pickles an enum's member
-    ("pathlib._local", "PosixPath"): PosixPath,  # Python 3.13
-}
-
-
 class MetadataUnpickler(pickle.Unpickler):
     """Unpickle the classes of metadata and nothing else: a pickle can run any code."""
 
     def find_class(self, module: str, name: str):
-        if (module, name) in REPLACED:
-            return REPLACED[module, name]
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in ALLOWED.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(f"the metadata asks for {module}.{name}: not loaded")
         return super().find_class(module, name)
-
-
-def _crc32_of_sums(data) -> int:
-    """The checksum of older checkpoints: CRC-32 of the sums of the 512-byte sectors' words."""
-    end = len(data) // 512 * 512
-    sums = np.frombuffer(data[:end], np.uint64).reshape(-1, 64).sum(axis=1)
-    return zlib.crc32(data[end:], zlib.crc32(sums))
-
-
-# by their names, in an item's storage info and behind the metadata
-CHECKSUMS = {"xxh3_64": xxh3_64_intdigest, "checksum": _crc32_of_sums}
 
 
 class VerifiedItems:
@@ -269,10 +233,9 @@ class VerifiedItems:
     def read(self, index: MetadataIndex, stream: BinaryIO) -> bytes:
         info = self.storage_data[index]
         content = stream.read(info.length)
-        for name, checksum in CHECKSUMS.items():
-            if hasattr(info, name) and getattr(info, name) != checksum(content):
-                where = f"{index.fqn} in {info.relative_path}"
-                raise CorruptCheckpointError(f"{where}: the checksum differs")
+        if info.xxh3_64 != xxh3_64_intdigest(content):
+            where = f"{index.fqn} in {info.relative_path}"
+            raise CorruptCheckpointError(f"{where}: the checksum differs")
         return content
 
 
@@ -286,11 +249,11 @@ class Reader(dcp.FileSystemReader):
     def __init__(self, path: str | os.PathLike):
         super().__init__(path)
         try:
-            content = (self.path / ".metadata").read_bytes()
-            for name, checksum in CHECKSUMS.items():
-                body, mark, expected = content.rpartition(f"\n{name} ".encode())
-                if mark and expected != b"%d" % checksum(body):
-                    raise ValueError("the checksum differs")
+            content, seal, checksum = (self.path / ".metadata").read_bytes().rpartition(SEAL)
+            if not seal:
+                raise ValueError("no checksum: cut short, or not saved by this version")
+            if checksum != b"%d" % xxh3_64_intdigest(content):
+                raise ValueError("the checksum differs")
             self.metadata = MetadataUnpickler(io.BytesIO(content)).load()
             for info in self.metadata.storage_data.values():
                 if Path(info.relative_path).name != info.relative_path:

@@ -13,6 +13,8 @@ if [[ $1 == torchrun ]]; then
   set -- --rdzv-conf "is_host=$is_host" "$@"
   if [[ ${HOST_SUFFIX-} ]]; then set -- --local-addr "$SLURMD_NODENAME$HOST_SUFFIX" "$@"; fi
   set -- torchrun "$@"
+  # restarts (torchrun's own variable turns them on) need a store for each attempt, see RUNNING.md
+  if [[ ${PET_MAX_RESTARTS-0} != 0 ]]; then export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; fi
 fi
 
 if [[ ${STAGE_DATA-} ]]; then # read the corpora from this node's memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import shutil
 import time
@@ -176,70 +175,35 @@ def test_base_arguments_of_the_table_train(pools, places, tmp_path):
 SMALL = TransformerConfig(201, 32, 4, 2, 16)
 
 
-def with_memory_per_rank(size: float, stage: str, argv: list[str]) -> int:
+def with_memory_per_rank(size: int, stage: str, argv: list[str]) -> int:
     """Train where each rank has this many bytes; returns the number of lines that were logged."""
-    with patch.object(arguments, "memory_of_rank", lambda *_: size):
+    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}
+    with patch.object(arguments.os, "sysconf", pages.get):
         return len(load_stage(stage).main(argv))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "stage, own, hidden",  # bytes of one layer's input for one micro-batch, over all ranks
-    [
-        ("02", "--micro-batch-size 3", 2 * 3 * 16 * 32 * 4),
-        ("04", "--dtype bfloat16", 2 * 6 * 16 * 32 * 2),
-        ("04", "--param-dtype bfloat16", 2 * 6 * 16 * 32 * 2),
-        ("05", "--sequence-parallel", 12 * 16 * 32 * 4),
-        ("07", "--pp 2 --micro-batch-size 6", 6 * 16 * 32 * 4),
-    ],
-)
-def test_model_that_cannot_fit_in_memory_is_an_error(pools, places, tmp_path, stage, own, hidden):
+@pytest.mark.parametrize("stage, own, dp", [("02", "", 2), ("05", "", 1), ("07", "--pp 2", 1)])
+def test_model_that_cannot_fit_in_memory_is_an_error(pools, places, tmp_path, stage, own, dp):
     argv = [*BASE.split(), *own.split(), "--data", places["corpus"], "--run-dir", str(tmp_path)]
-    bound = 16 * SMALL.num_parameters() + hidden
-    assert pools(2).run(with_memory_per_rank, bound / 2, stage, argv) == [1, 1]
-    ended = pools(2).attempt(with_memory_per_rank, bound / 2 - 1, stage, argv)
+    argv += ["--micro-batch-size", "6"]
+    bound = 16 * SMALL.num_parameters() + dp * 6 * 16 * 32 * 2
+    assert pools(2).run(with_memory_per_rank, bound // 2, stage, argv) == [1, 1]
+    ended = pools(2).attempt(with_memory_per_rank, bound // 2 - 1, stage, argv)
     assert [o.exit_status for o in ended] == [2, 2] and "--micro-batch-size" in ended[0].stderr
 
 
-def test_memory_of_a_rank_is_that_of_the_host_or_its_cgroup(tmp_path, monkeypatch):
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert arguments.host_memory(tmp_path) == machine  # without a /proc
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nSwapTotal: 3 kB\n")
-    for lines, file, limit in [
-        ("0::/job/step", "job/memory.max", "5000"),  # the parent is limited
-        ("0::/job/step", "job/step/memory.max", "max"),
-        ("4:memory:/job\n0::/", "memory/job/memory.limit_in_bytes", "7000"),
-        (
-            "4:memory:/docker/x",
-            "memory/memory.limit_in_bytes",
-            "6000",
-        ),  # inside a container
-    ]:
-        (tmp_path / "proc/self/cgroup").write_text(f"2:cpu:/\n{lines}\n")
-        path = tmp_path / "sys/fs/cgroup" / file
-        path.parent.mkdir(parents=True)
-        path.write_text(f"{limit}\n")
-        expected = machine if limit == "max" else int(limit)
-        assert arguments.host_memory(tmp_path) == expected + 3 * 1024
-        shutil.rmtree(tmp_path / "sys")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(arguments, "host_memory", lambda: 80)
-    assert arguments.memory_of_rank() == 20
-
-
-@pytest.mark.parametrize("offload, expected", [(False, 100), (True, 180)])
-def test_memory_of_a_rank_is_its_gpus_plus_the_hosts_with_cpu_offload(
-    monkeypatch, offload, expected
-):
+@pytest.mark.parametrize("offload, fits", [(False, False), (True, True)])
+def test_memory_of_a_gpu_counts_unless_the_state_is_offloaded(monkeypatch, capsys, offload, fits):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     gpu = SimpleNamespace(total_memory=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr(arguments, "host_memory", lambda: 80)
-    assert arguments.memory_of_rank(offload) == expected
+    args = arguments.check_arguments(arguments.base_parser("x").parse_args([]))
+    args.cpu_offload = offload
+    with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
+        arguments.check_memory(args, SMALL)
+    assert ("have 0.0 GB" in capsys.readouterr().err) == (not fits)
 
 
 def test_help_lists_every_flag(capsys):

@@ -16,7 +16,7 @@ import types
 from collections import Counter
 from itertools import product
 from math import prod
-from pathlib import Path, PosixPath
+from pathlib import Path
 
 import pytest
 import torch
@@ -729,38 +729,7 @@ def test_save_failure_on_one_rank_ends_all_with_one_line(pools, tmp_path):
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000002"]
 
 
-def test_load_of_a_checkpoint_written_by_pytorch(tmp_path):
-    state = saved(tmp_path / "ours")
-    torch.distributed.checkpoint.save(
-        state | {"step": torch.tensor(7)}, checkpoint_id=tmp_path / "theirs" / "step-00000007"
-    )
-    found, step, _ = loaded(tmp_path / "theirs")
-    assert step == 7 and all(torch.equal(found[name], state[name]) for name in state)
-
-
 # ---- other versions of Python ----
-
-STORED = Path(__file__).with_name("stored")  # written by each version with its own pickle
-
-
-@pytest.mark.parametrize("folder", sorted(STORED.iterdir()), ids=lambda folder: folder.name)
-def test_load_of_a_stored_checkpoint_of_another_python_version(folder):
-    state = {"model.w": torch.zeros(2, 3)}
-    assert load_checkpoint(folder, "auto", state) == 3
-    assert state["model.w"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_corrupt_checkpoint_of_an_older_version_is_detected(tmp_path, capsys, name):
-    """They have another checksum, which is still verified."""
-    shutil.copytree(STORED / "python-3.11.7", tmp_path / "c")
-    file = checkpoints(tmp_path / "c")[0] / name
-    content = file.read_bytes()
-    wanted = torch.arange(6.0).numpy().tobytes() if name == "__0_0.distcp" else b"model.w"
-    assert content.count(wanted) >= 1
-    file.write_bytes(content.replace(wanted, bytes([wanted[0] ^ 1]) + wanted[1:]))
-    state = {"model.w": torch.zeros(2, 3)}
-    assert_refused(capsys, load_checkpoint, tmp_path / "c", "auto", state, says="checksum differs")
 
 
 class Globals(pickle.Unpickler):
@@ -928,7 +897,9 @@ def metadata_of(folder: Path):
 
 
 def write_metadata(folder: Path, metadata) -> None:
-    (checkpoints(folder)[0] / ".metadata").write_bytes(pickle.dumps(metadata))
+    content = pickle.dumps(metadata)
+    content += storage.SEAL + b"%d" % storage.xxh3_64_intdigest(content)
+    (checkpoints(folder)[0] / ".metadata").write_bytes(content)
 
 
 def assert_harmless(capsys, folder: Path, bait: Path) -> None:
@@ -959,25 +930,12 @@ def test_malicious_metadata_is_an_error_and_does_not_run(tmp_path, capsys, where
 
 
 @pytest.mark.parametrize(
-    "module, name", [("builtins", "eval"), ("torch", "load"), ("torch", "os.system")]
+    "module, name",
+    [("builtins", "eval"), ("builtins", "getattr"), ("torch", "load"), ("torch", "os.system")],
 )
 def test_unpickler_of_the_metadata_finds_no_functions(module, name):
     text = f"c{module}\n{name}\n.".encode()
     with pytest.raises(pickle.UnpicklingError):
-        storage.MetadataUnpickler(io.BytesIO(text)).load()
-
-
-@pytest.mark.parametrize(
-    "owner, name", [(PosixPath, "home"), (torch.Size, "count"), (_MEM_FORMAT_ENCODING, "__base__")]
-)
-def test_unpickler_of_the_metadata_restricts_getattr_to_one_enum(owner, name):
-    class Attribute:
-        def __reduce__(self):
-            return getattr, (owner, name)
-
-    text = pickle.dumps(Attribute())
-    assert pickle.loads(text) == getattr(owner, name)
-    with pytest.raises((pickle.UnpicklingError, KeyError)):
         storage.MetadataUnpickler(io.BytesIO(text)).load()
 
 

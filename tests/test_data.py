@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import math
 import os
 import re
@@ -21,17 +22,15 @@ from harness import REPO, load_stage
 
 from common import data
 from common.counter_rng import generator_of, sample_keys
-from common.data import EOS, UNKNOWN, eval_batches, load_corpus, train_batches
+from common.data import EOS, UNKNOWN, Batching, eval_batches, load_corpus, train_batches
 from common.model import IGNORED, Transformer, TransformerConfig, init_weights
 
 CPU = torch.device("cpu")
 SEQ = 8
 
 
-def arguments(**changes) -> types.SimpleNamespace:
-    base = {"data": "x", "seq_len": SEQ, "seed": 1, "steps": 100}
-    base |= {"global_batch_size": 12, "micro_batch_size": 12}
-    return types.SimpleNamespace(**(base | changes))
+def batching(**changes) -> Batching:
+    return Batching(**{"seq_len": SEQ, "global_size": 12, "micro_size": 12, "seed": 1} | changes)
 
 
 def numbered(n: int) -> torch.Tensor:
@@ -39,13 +38,10 @@ def numbered(n: int) -> torch.Tensor:
     return torch.arange(n, dtype=torch.int32)
 
 
-def steps_of(tokens, args, first_step=0, rank=0, size=1, limit=None) -> list:
-    found = []
-    for step in train_batches(tokens, args, CPU, first_step, rank, size):
-        found.append(step)
-        if limit and len(found) == limit:
-            break
-    return found
+def steps_of(tokens, batches: Batching, first_step=0, rank=0, size=1, limit=100) -> list:
+    """The micro-batches of the steps before step `limit`."""
+    found = train_batches(tokens, batches, CPU, first_step, rank, size)
+    return list(itertools.islice(found, limit - first_step))
 
 
 def windows_of(steps: list) -> list[int]:
@@ -65,8 +61,8 @@ def windows_of(steps: list) -> list[int]:
 
 @pytest.mark.parametrize("n_tokens, n_windows", [(22 * SEQ + 1, 22), (22 * SEQ + 8, 22)])
 def test_epoch_has_every_window_once_in_a_new_order(n_tokens, n_windows):
-    args = arguments(global_batch_size=4, micro_batch_size=2, steps=17)  # 17 x 4 = 3 x 22 + 2
-    found = windows_of(steps_of(numbered(n_tokens), args))
+    batches = batching(global_size=4, micro_size=2)
+    found = windows_of(steps_of(numbered(n_tokens), batches, limit=17))  # 17 x 4 = 3 x 22 + 2
     epochs = [found[i * n_windows : (i + 1) * n_windows] for i in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(n_windows))
@@ -75,15 +71,15 @@ def test_epoch_has_every_window_once_in_a_new_order(n_tokens, n_windows):
 
 
 def test_a_batch_may_be_larger_than_an_epoch():
-    args = arguments(global_batch_size=30, micro_batch_size=30, steps=2)
-    found = windows_of(steps_of(numbered(10 * SEQ + 1), args))
+    batches = batching(global_size=30, micro_size=30)
+    found = windows_of(steps_of(numbered(10 * SEQ + 1), batches, limit=2))
     for epoch in range(6):
         assert sorted(found[10 * epoch : 10 * epoch + 10]) == list(range(10))
 
 
 def test_data_order_depends_on_the_seed():
     orders = [
-        windows_of(steps_of(numbered(500), arguments(seed=seed), limit=3)) for seed in (1, 2, 1)
+        windows_of(steps_of(numbered(500), batching(seed=seed), limit=3)) for seed in (1, 2, 1)
     ]
     assert orders[0] == orders[2] != orders[1]
 
@@ -91,11 +87,11 @@ def test_data_order_depends_on_the_seed():
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
 def test_micro_batches_of_all_ranks_concatenate_to_the_global_batch(size):
     tokens = numbered(50 * SEQ + 1)
-    whole = steps_of(tokens, arguments(), limit=6)
+    whole = steps_of(tokens, batching(), limit=6)
     share = 12 // size
     for micro in (m for m in range(1, share + 1) if share % m == 0):
-        args = arguments(micro_batch_size=micro)
-        by_rank = [steps_of(tokens, args, rank=r, size=size, limit=6) for r in range(size)]
+        batches = batching(micro_size=micro)
+        by_rank = [steps_of(tokens, batches, rank=r, size=size, limit=6) for r in range(size)]
         for step in range(6):
             pieces = [batch for rank in by_rank for batch in rank[step]]
             assert [len(rank[step]) for rank in by_rank] == [share // micro] * size
@@ -104,16 +100,16 @@ def test_micro_batches_of_all_ranks_concatenate_to_the_global_batch(size):
 
 
 def test_dropout_keys_depend_on_step_and_position_in_the_global_batch():
-    for step, ((_, _, keys),) in enumerate(steps_of(numbered(500), arguments(), limit=4)):
+    for step, ((_, _, keys),) in enumerate(steps_of(numbered(500), batching(), limit=4)):
         assert torch.equal(keys, sample_keys(1, step, torch.arange(12)))
 
 
 def test_resume_continues_with_the_next_batch():
-    tokens, args = numbered(22 * SEQ + 1), arguments(steps=9, micro_batch_size=6)
-    whole = steps_of(tokens, args)
+    tokens, batches = numbered(22 * SEQ + 1), batching(micro_size=6)
+    whole = steps_of(tokens, batches, limit=9)
     assert len(whole) == 9
     for first in (1, 5, 8):
-        rest = steps_of(tokens, args, first_step=first)
+        rest = steps_of(tokens, batches, first_step=first, limit=9)
         assert len(rest) == 9 - first
         for a, b in zip(rest, whole[first:], strict=True):
             assert len(a) == len(b) == 2
@@ -125,8 +121,8 @@ def test_order_of_an_epoch_is_computed_once(monkeypatch):
     randperm = torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda *a, **k: computed.append(a) or randperm(*a, **k))
     data._order_of_epoch.cache_clear()
-    args = arguments(steps=5, seed=3)  # 60 windows: two epochs of 22, and 16 of the third
-    found = windows_of(steps_of(numbered(22 * SEQ + 1), args))
+    # 60 windows: two epochs of 22, and 16 of the third
+    found = windows_of(steps_of(numbered(22 * SEQ + 1), batching(seed=3), limit=5))
     assert len(computed) == 3
     orders = [randperm(22, generator=generator_of("epoch", 3, epoch)) for epoch in range(3)]
     assert found == torch.cat(orders)[:60].tolist()
@@ -140,9 +136,9 @@ def test_order_of_an_epoch_is_computed_once(monkeypatch):
 @pytest.mark.parametrize("batch", [1, 3, 5])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_evaluation_predicts_every_token_except_the_first_once(n_tokens, batch, size):
-    args = arguments(micro_batch_size=batch)
+    batches = batching(micro_size=batch)
     by_rank = [
-        list(eval_batches(numbered(n_tokens), args, CPU, rank, size)) for rank in range(size)
+        list(eval_batches(numbered(n_tokens), batches, CPU, rank, size)) for rank in range(size)
     ]
     assert (
         len({len(batches) for batches in by_rank}) == 1
@@ -264,9 +260,6 @@ def test_digest_depends_on_the_text_only(monkeypatch, tmp_path):
     others += [("a b c d\n" * 50, "b\n"), ("a b c d\n" * 50, "a\n", "b\n")]
     digests = {load_corpus(folder(tmp_path / f"o{i}", *o)).digest for i, o in enumerate(others)}
     assert len(digests - {corpus.digest}) == 5
-    (prepared,) = (tmp_path / "root").glob("c-*/digest.txt")
-    prepared.unlink()  # as older versions prepared it
-    assert load_corpus(name).digest == corpus.digest
 
 
 # ---- preparing safely ----
@@ -356,7 +349,7 @@ def test_failed_preparation_is_reported_and_releases_its_lock(monkeypatch, tmp_p
 
     monkeypatch.setattr(data, "fail", fail)
     with pytest.raises(SystemExit):
-        load_corpus(name)
+        load_corpus(name, download=True)
     assert len(released) == 1
 
 
@@ -413,7 +406,6 @@ def fake_hub(monkeypatch, tmp_path, load_dataset) -> None:
     module.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", module)
     monkeypatch.setenv("DATA_ROOT", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # do not try the network
 
 
 def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_path):
@@ -429,7 +421,7 @@ def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_p
         return {split: {"text": text} for split, text in rows.items()}
 
     fake_hub(monkeypatch, tmp_path, load_dataset)
-    corpus = load_corpus("wikitext2")
+    corpus = load_corpus("wikitext2", download=True)
     assert words(corpus, "train") == [
         EOS,
         *"= A title =".split(),
@@ -449,7 +441,7 @@ def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_p
 def test_data_runs_as_a_script(monkeypatch, tmp_path, command):
     rows = {split: {"text": ["a b\n"]} for split in ("train", "validation", "test")}
     fake_hub(monkeypatch, tmp_path, load_dataset=lambda *_: rows)
-    load_corpus("wikitext2")
+    load_corpus("wikitext2", download=True)
     done = subprocess.run([sys.executable, *command], cwd=REPO, capture_output=True, text=True)
     prepared = "WikiText-2 is prepared: 3 / 3 / 3 tokens, vocabulary 3\n"
     assert (done.stdout, done.stderr) == (prepared, "")
@@ -460,42 +452,18 @@ def test_wikitext2_download_failure_is_an_error_and_leaves_nothing(monkeypatch, 
         raise ConnectionError("no route\nto host")
 
     fake_hub(monkeypatch, tmp_path, load_dataset)
-    with pytest.raises(SystemExit) as exit:
-        load_corpus("wikitext2")
-    assert exit.value.code == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "make data" in said
+    for download, says in ((True, "internet"), (False, "make data")):  # only `make data` downloads
+        with pytest.raises(SystemExit) as exit:
+            load_corpus("wikitext2", download)
+        assert exit.value.code == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and says in said
     assert not [p for p in tmp_path.iterdir() if p.is_dir()]
 
 
 def cpu_seconds_of_children() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def test_hub_address_follows_proxy_and_endpoint(monkeypatch):
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HTTPS_PROXY", "https_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    asked = []
-
-    def connect(address, timeout):
-        asked.append(address)
-        raise OSError
-
-    monkeypatch.setattr(data.socket, "create_connection", connect)
-    monkeypatch.delenv("HF_ENDPOINT", raising=False)
-    assert not data._hub_is_reachable()
-    monkeypatch.setenv("HF_ENDPOINT", "http://mirror:81/hf")
-    assert not data._hub_is_reachable()
-    for proxy in ("http://proxy:3128", "proxy:3128", "http://user:word@proxy"):
-        monkeypatch.setenv("HTTPS_PROXY", proxy)  # a dead one would be tried for a minute and more
-        assert not data._hub_is_reachable()
-    assert asked == [
-        *(("huggingface.co", 443), ("mirror", 81)),
-        *(("proxy", 3128), ("proxy", 3128), ("proxy", 80)),
-    ]
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert not data._hub_is_reachable() and len(asked) == 5
 
 
 @pytest.mark.slow

@@ -1,33 +1,16 @@
-"""What a run reports while it runs: the memory of its state, the time left, how busy its GPU is."""
+"""What a run reports while it runs: the memory of its state, the time left."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from common.metrics import gpu_utilization, readable
+from common.metrics import readable
 
 SMALL = "--d-model 16 --n-layers 1 --n-heads 2 --seq-len 16 --global-batch-size 4".split()
 LINE = {"step": 7, "loss": 5.25, "grad_norm": 1.5, "lr": 1e-3, "tokens_per_s": 1234.5}
 LINE |= {"step_ms": 60.04, "memory_mb": 404.1, "model_state_mb": 15.69, "comm_mb": 3.926}
 LINE |= {"seconds_left": 3723.4, "val_loss": 5.1, "val_ppl": 164.02}
-
-
-def no_figure(_) -> int:
-    raise RuntimeError("Not Supported")  # of a part of a GPU (MIG)
-
-
-def no_package(_) -> int:
-    raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
-
-
-@pytest.mark.parametrize(
-    "utilization, expected", [(lambda _: 87, 87), (no_figure, None), (no_package, None)]
-)
-def test_gpu_utilization_or_none_where_it_is_unknown(monkeypatch, utilization, expected):
-    monkeypatch.setattr(torch.cuda, "utilization", utilization)
-    assert gpu_utilization(torch.device("cuda", 3)) == expected
-    assert gpu_utilization(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -37,8 +20,8 @@ def test_console_line_shows_the_model_state_and_on_a_gpu_the_peak(monkeypatch, o
     memory = "state 15.69 MB  peak 404 MB" if on_gpu else "state 15.69 MB"
     end = "left 1:02:03  val loss 5.1  val ppl 164"
     assert readable(LINE) == f"{speed}  {memory}  sent 3.93 MB  {end}"
-    busy = readable(LINE | {"save_ms": 12.34, "gpu_utilisation": 87, "mfu": 0.4})
-    assert "sent 3.93 MB  save 12.3 ms  GPU 87 %  MFU 40.0%  left" in busy
+    busy = readable(LINE | {"save_ms": 12.34, "mfu": 0.4})
+    assert "sent 3.93 MB  save 12.3 ms  MFU 40.0%  left" in busy
 
 
 @pytest.mark.slow

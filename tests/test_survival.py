@@ -20,7 +20,6 @@ from jobs import free_port, start, torchrun, workers_of
 
 from common import checkpoint, storage
 from common.checkpoint import checkpoints
-from common.run import SecondSignal
 
 pytestmark = pytest.mark.slow
 
@@ -129,16 +128,6 @@ def test_second_signal_while_saving_does_not_end_the_save(pools, corpus_dir, tmp
     assert len(lines) == 1 and saved.name == "step-00000001"
 
 
-def test_second_signal_leaves_no_thread_and_no_wakeup_descriptor_behind():
-    before = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(before)
-    second_signal = SecondSignal()
-    assert second_signal.thread.is_alive()
-    second_signal.close()
-    assert not second_signal.thread.is_alive()  # a thread could keep process groups alive
-    assert signal.set_wakeup_fd(before) == before
-
-
 # ---- real processes ----
 
 
@@ -165,51 +154,16 @@ def test_signal_to_one_process_ends_the_job_with_status_0(corpus_dir, tmp_path):
     assert checkpoints(tmp_path / "checkpoints")[-1].name == f"step-{steps:08d}"
 
 
-LONG_STEP = """
-import sys
-sys.path[:0] = [{repo!r}, {tests!r}]
-import torch
-from common.run import Run
-from harness import load_stage
-def log(self, *_):
-    print("in a long step", flush=True)
-    torch.futures.Future().wait()  # runs no Python code, like a long backward
-Run.log = log
-load_stage("01").main(sys.argv[1:])
-"""
-
-
-@pytest.mark.wall_clock  # the signals must be less than two seconds apart, then more
-def test_second_signal_ends_the_process_within_a_step(corpus_dir, tmp_path):
-    script = LONG_STEP.format(repo=str(REPO), tests=str(REPO / "tests"))
-    argv = [*chaos.run_of("01").argv, "--data", str(corpus_dir), "--run-dir", str(tmp_path)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    number = signal.SIGINT
-    try:
-        assert any("in a long step" in line for line in process.stdout)
-        time.sleep(1.0)  # until the process waits
-        for other in (
-            number,
-            number,
-            signal.SIGUSR1,
-        ):  # a launcher may forward a signal that all got
-            process.send_signal(other)
-            time.sleep(0.2)
-        assert process.poll() is None
-        time.sleep(2.0)
-        process.send_signal(signal.SIGUSR1)  # launch.sh repeats this signal
-        time.sleep(0.3)
-        assert process.poll() is None
-        process.send_signal(number)
-        _, said = process.communicate(timeout=10)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + number and "second signal" in said
+@pytest.mark.parametrize("stage", ["01", "02"])
+def test_ctrl_c_prints_one_line_and_saves_nothing(corpus_dir, tmp_path, stage):
+    argv = argv_of(stage, corpus_dir, tmp_path, "--log-every", 1, "--steps", 100_000)
+    processes = start(stage, 1 if stage == "01" else 2, argv, tmp_path)
+    assert any("step     1" in line for line in processes[0].stdout)
+    for process in processes:  # as a terminal does
+        process.send_signal(signal.SIGINT)
+    said = [p.communicate(timeout=60)[1] for p in processes]
+    assert [p.returncode for p in processes] == [130] * len(processes)
+    assert "".join(said).strip() == "interrupted" and not checkpoints(tmp_path / "checkpoints")
 
 
 def run_01(corpus_dir: Path, run_dir: Path, *flags) -> str:
@@ -233,7 +187,7 @@ def test_only_complete_checkpoints_count_as_kept(corpus_dir, tmp_path):
 
 @pytest.mark.wall_clock  # the signal must come while Python imports
 def test_signal_while_ranks_import_ends_the_run_as_the_manual_says(corpus_dir, tmp_path):
-    manual = " ".join((REPO / "common/README.md").read_text().split())
+    manual = " ".join((REPO / "RUNNING.md").read_text().split())
     assert "Until the first step begins, a signal ends the run without a word" in manual
     command = [sys.executable, str(stage_path("01")), *argv_of("01", corpus_dir, tmp_path / "run")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -270,6 +224,7 @@ def test_torchrun_restart_of_a_killed_rank_resumes_the_last_checkpoint(pools, co
         argv,
         tmp_path,
         OMP_NUM_THREADS="1",
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
     )
     try:
         for step in (10, 50):  # twice: each restart may meet addresses of processes that are gone
@@ -286,6 +241,18 @@ def test_torchrun_restart_of_a_killed_rank_resumes_the_last_checkpoint(pools, co
     assert not chaos.differences(tmp_path / "run", tmp_path / "undisturbed")
 
 
+@pytest.mark.parametrize("store", ["--standalone", "--nnodes 1 --master-port {port}"])
+def test_torchrun_with_restarts_and_a_store_that_outlives_them_is_an_error(tmp_path, store):
+    shared = store.format(port=free_port())
+    job = torchrun(
+        f"{shared} --nproc-per-node 2 --max-restarts 1", "02", ["--data", "sample"], tmp_path
+    )
+    _, said = job.communicate(timeout=300)
+    lines = [line for line in said.splitlines() if line.startswith("train.py: ")]
+    assert job.returncode == 1 and lines and len(set(lines)) == 1, said
+    assert "--standalone" in lines[0] and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in lines[0]
+
+
 @pytest.mark.wall_clock  # both nodes must join within `last_call_timeout`
 @pytest.mark.skipif("CHAOS" not in os.environ, reason="takes a minute: make chaos runs it")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
@@ -295,9 +262,9 @@ def test_elastic_resume_after_a_lost_node_keeps_the_global_batch(reference, corp
     argv = [*curve, "--checkpoint-every", "5", "--run-dir", str(tmp_path / "run")]
     nodes = "--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-id x "
     nodes += f"--rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-conf last_call_timeout=5"
+    variables = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     first, second = (
-        torchrun(f"{nodes},is_host={host}", "02", argv, tmp_path, OMP_NUM_THREADS="1")
-        for host in (1, 0)
+        torchrun(f"{nodes},is_host={host}", "02", argv, tmp_path, **variables) for host in (1, 0)
     )
     try:
         wait_for_checkpoint([first, second], tmp_path / "run", 5)

@@ -267,7 +267,7 @@ def steps_of_zero_with_partly_frozen_units() -> dict[str, float]:
         for unit in m.units():
             next(unit.parameters()).requires_grad_(False)
     args = Namespace(zero_stage=3, dtype="float32", lr=0.01, weight_decay=0.1)
-    plain_optimizer = AdamW(plain.parameters(), **adamw_settings(args))
+    plain_optimizer = AdamW(plain.parameters(), **adamw_settings(args.lr, args.weight_decay))
     optimizer = stage.sharded_adamw(model, args)
     for step in range(3):
         loss_of_transformer(step)(model).backward()

@@ -119,6 +119,7 @@ class OneStep:
     """In place of `common.run.Run`: takes one step, whose memory and messages it reports."""
 
     optimizer: torch.optim.Optimizer  # from the call of `load`
+    resume = "never"
 
     def __init__(self, *_) -> None:
         self.checkpoints = self
@@ -153,13 +154,13 @@ class OneStep:
 PATCHES = {"Run": OneStep}
 
 
-def empty_batches(_, args, device, first_step: int, rank: int = 0, size: int = 1):
+def empty_batches(_, batching, device, first_step: int, rank: int = 0, size: int = 1):
     """Yield batches of the shapes that `train_batches` yields."""
-    share = args.global_batch_size // size
-    tokens = torch.zeros(args.micro_batch_size, args.seq_len, dtype=torch.int64, device=device)
-    keys = torch.zeros(args.micro_batch_size, dtype=torch.int32, device=device)
+    share, micro = batching.global_size // size, batching.micro_size
+    tokens = torch.zeros(micro, batching.seq_len, dtype=torch.int64, device=device)
+    keys = torch.zeros(micro, dtype=torch.int32, device=device)
     while True:
-        yield [(tokens, tokens, keys)] * (share // args.micro_batch_size)
+        yield [(tokens, tokens, keys)] * (share // micro)
 
 
 @torch.no_grad()
