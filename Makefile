@@ -15,15 +15,12 @@ folder = $(or $(filter $*_%,$(folders)),$(error Stage $* does not exist; the sta
 
 .DEFAULT_GOAL := help
 .SECONDEXPANSION: # for the prerequisite $$(folder)/train.py, which is checked before the environment
-.PHONY: help setup data quickstart submit-all status cancel cluster cluster-down tensorboard export \
-	generate schedule-06 plan lessons test test-all chaos mutants lint experiments \
-	pictures bench scale clean
+.PHONY: $(shell sed -n 's/^\([a-z0-9-]*\):.*\#\#.*/\1/p' Makefile)
 
 help: ## this list
 	@awk -F ': .*## ' '/^[^#\t].*: .*## / { sub("%", "NN", $$1); printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo; awk -F '# ' '/^# [A-Z]+=/ { printf "  %s\n", $$2 }' Makefile
-	@echo; echo "  The stages:"
-	@grep -H '^title = ' [0-9][0-9]_*/stage.toml | tr -d '"' | sed 's/^/  /; s|/stage.toml:title = |: |'
+	@echo; grep -H '^title = ' [0-9][0-9]_*/stage.toml | tr -d '"' | sed 's/^/  /; s|/stage.toml:title =|:|'
 
 # NPROC=4     processes of run-02 and later; by default one per GPU, or two without a GPU
 # ARGS="..."  flags for the script: make run-01 ARGS="--data sample --steps 100"
@@ -35,7 +32,6 @@ help: ## this list
 # PYTHON=...  the python3 that creates the virtual environment
 
 # ---- set-up ----
-
 setup: $(READY) ## create a virtual environment in .venv and install requirements.txt
 	@echo "$(VENV) is ready: $$($(BIN)/python --version), PyTorch" \
 		"$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')"
@@ -45,7 +41,6 @@ data: $(READY) ## download and prepare WikiText-2, once, where there is internet
 	$(BIN)/python -m common.data
 
 # ---- run ----
-
 quickstart: $(READY) ## train every stage for 50 steps on the embedded sample and compare the losses
 	@$(BIN)/python tools/quickstart.py
 
@@ -65,7 +60,6 @@ else
 endif
 
 # ---- Slurm ----
-
 # if the cluster of `make cluster` is up, use it instead of any other
 ifneq ($(wildcard slurm/cluster/slurm.conf),)
 export SLURM_CONF := $(CURDIR)/slurm/cluster/slurm.conf
@@ -88,7 +82,6 @@ cluster-down: ## stop it
 	@slurm/cluster.sh down
 
 # ---- look ----
-
 tensorboard: $(READY) ## show the metrics of all runs in a browser
 	$(BIN)/tensorboard --logdir runs
 export: $(READY) ## write a checkpoint's weights to one file: RUN= a run or a checkpoint (default: the last)
@@ -99,7 +92,6 @@ generate: $(READY) ## continue PROMPT= with the model of RUN= (default: the last
 	@$(BIN)/python tools/generate.py $(RUN) $(ARGS)
 
 # ---- read ----
-
 diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition by definition
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/diff.py $* $(if $(FROM),--from $(FROM)) \
 		$(if $(RAW),--raw,$(if $(FULL),--full))
@@ -115,7 +107,6 @@ plan: $(READY) ## the same for every stage on 8 to 4096 ranks, in one table
 	@$(BIN)/python tools/dry_run.py plan
 
 # ---- check ----
-
 pytest = $(BIN)/python -m pytest tests -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(READY) ## the tests to run after every change, in at most three minutes on two cores

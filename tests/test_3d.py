@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from harness import (
-    PeakMemory,
     assert_ledger_is_true,
     assert_same_curve,
     count_collectives,
@@ -123,14 +122,6 @@ def test_parity_with_stage_01_under_other_flags(pools, reference, corpus_dir, de
     micro = ["--micro-batch-size", str(24 // degrees[1] // 4)]
     for metrics in pools(size).train("07", [*argv, *flags, *own, *micro]):
         assert_same_curve(metrics, reference(argv))
-
-
-def test_parity_with_stage_01_in_bfloat16(pools, reference, corpus_dir):
-    argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16", "--steps", "20", *TWO_LAYERS]
-    for own in ([], SEQUENCE):
-        size, flags = mesh(2, 1, 2)
-        metrics = pools(size).train("07", [*argv, *flags, *own, "--micro-batch-size", "6"])[0]
-        assert_same_curve(metrics, reference(argv), loss=0.02, norm=0.1)
 
 
 # ---- gradients ----
@@ -311,27 +302,6 @@ def test_model_state_is_sharded_over_pp_and_tp(fresh_pool, corpus_dir):
     assert held == pytest.approx(total, rel=0.02)
 
 
-def peak_of_a_step(schedule: str, autocast: bool) -> int:
-    """Peak bytes of a step beyond weights and gradients."""
-    _, mesh, _, pipeline = pipeline_on((2, 1, 2), schedule, False, autocast)
-    data = batches(1)[0]
-    pipeline.run(data)  # allocates the gradients
-    peaks = []
-    for _ in range(3):  # the least of three: a thread of Gloo may still hold a sent tensor
-        with PeakMemory() as peak:
-            pipeline.run(data)
-        peaks.append(peak.above)
-    return min(peaks)
-
-
-@pytest.mark.wall_clock  # a thread of Gloo may still hold what it has sent
-def test_bfloat16_activations_take_at_most_0_8_of_float32_memory(pools):
-    """No micro-batch in flight keeps a bfloat16 copy of the weights for backward."""
-    float32, bfloat16 = (pools(4).run(peak_of_a_step, "1f1b", bf16) for bf16 in (False, True))
-    for rank in (0, 1):  # the first stage only: the loss of the last one is in float32
-        assert bfloat16[rank] <= 0.8 * float32[rank], (float32, bfloat16)
-
-
 # ---- overlap ----
 
 
@@ -387,19 +357,3 @@ def test_gradients_are_reduced_with_the_last_micro_batch(pools, schedule):
     for rank, found in enumerate(pools(4).run(actions_of_reductions, schedule)):
         assert found.count(forward) == (2 if rank >= 2 else 0)  # pp is the outermost axis
         assert set(found) <= {forward, backward}
-
-
-# ---- checkpoints ----
-
-
-def test_resume_on_another_mesh_and_stage(pools, reference, corpus_dir, tmp_path):
-    argv = [*SIZE, "--log-every", "1", "--data", str(corpus_dir), "--steps", "12"]
-    expected = reference(argv)
-    save = ["--checkpoint-every", "6", "--keep-checkpoints", "9", "--run-dir", str(tmp_path)]
-    size, flags = mesh(2, 2, 2)
-    pools(size).train("07", [*argv, *flags, *SEQUENCE, *save])
-    resume = [*argv, "--resume", str(tmp_path / "checkpoints" / "step-00000006")]
-    for stage, (size, flags) in (("01", (1, [])), ("04", (3, [])), ("07", mesh(1, 2, 1))):
-        metrics = pools(size, group=stage != "01").train(stage, [*resume, *flags])[0]
-        assert [x["step"] for x in metrics] == list(range(6, 12))
-        assert_same_curve(metrics, expected[6:])

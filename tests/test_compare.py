@@ -456,10 +456,6 @@ def at_a_terminal(**environment: str) -> str:
     return written.decode().replace("\r\n", "\n")
 
 
-def without_colours(text: str) -> str:
-    return re.sub(r"\033\[[\d;]*m", "", text)
-
-
 def test_a_pipe_gets_plain_text_and_a_terminal_colours():
     plain, again = tool("02").stdout, tool("02").stdout
     assert plain == again and "\033" not in plain

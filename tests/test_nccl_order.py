@@ -48,9 +48,6 @@ def exchange(*orders: str) -> Records:
     return records
 
 
-CONNECT = "sr.", "rs."  # one message in each direction
-
-
 @pytest.mark.parametrize(
     "orders",
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -108,14 +107,6 @@ def test_parity_of_virtual_stages_one_rank_and_default_flags(pools, reference, c
     ):
         for metrics in pools(size).train("06", [*argv, *own]):
             assert_same_curve(metrics, reference(argv))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_parity_with_stage_01_in_bfloat16(pools, reference, corpus_dir, schedule):
-    argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16", "--steps", "20"]
-    argv += ["--micro-batch-size", "6"]
-    metrics = pools(2).train("06", [*argv, "--schedule", schedule])[0]
-    assert_same_curve(metrics, reference(argv), loss=1e-4, norm=1e-3)
 
 
 def test_parity_of_uneven_stages(pools, reference, corpus_dir):
@@ -350,15 +341,6 @@ def test_activation_memory_is_that_of_the_micro_batches_in_flight(pools, checkpo
                 assert got["bytes"] >= bound * got["one"] * 0.9, (schedule, rank, got)
 
 
-@pytest.mark.wall_clock  # a thread of Gloo may still hold what it has sent
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
-def test_bfloat16_activations_take_at_most_0_8_of_float32_memory(pools, schedule):
-    """No micro-batch in flight keeps a bfloat16 copy of the weights for backward."""
-    float32, bfloat16 = (pools(4).run(in_flight, schedule, 8, {}, bf16) for bf16 in (False, True))
-    for rank in range(3):  # the last rank of 1F1B has only one in flight
-        assert bfloat16[rank]["bytes"] <= 0.8 * float32[rank]["bytes"], (bfloat16, float32)
-
-
 def test_head_in_flight_holds_no_more_memory_than_its_hidden_states(pools):
     """A head's gradient is as large as the head: micro-batches in flight must not keep one each."""
     vocabulary = {"vocab_size": 20000}
@@ -425,39 +407,3 @@ def test_model_state_is_that_of_the_ranks_own_layers(fresh_pool, corpus_dir):
         first, last = 2 * layer + 256 * D, 2 * layer + 256 * D + D
         for metrics, parameters in zip(ranks, (first, last), strict=True):
             assert metrics[-1]["model_state_mb"] * 1e6 == pytest.approx(16 * parameters, rel=0.02)
-
-
-# ---- checkpoints ----
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((1, "01", []), (2, "06", ["--schedule", "interleaved"])),
-        ((2, "06", ["--schedule", "interleaved"]), (1, "01", [])),
-        ((4, "06", ["--schedule", "zero-bubble"]), (2, "06", ["--schedule", "gpipe"])),
-        ((2, "06", ["--schedule", "interleaved"]), (4, "06", [])),
-        ((2, "06", ["--schedule", "zero-bubble"]), (2, "06", ["--schedule", "zero-bubble"])),
-    ],
-    ids=["01-to-06", "06-to-01", "4-to-2", "2-to-4", "same"],
-)
-def test_resume_on_another_topology_has_the_same_loss_curve(
-    pools, reference, corpus_dir, tmp_path: Path, before, after
-):
-    argv = [*SIZE, *"--steps 8 --log-every 1".split(), "--data", str(corpus_dir)]
-    saving = [*argv, "--checkpoint-every", "4", "--run-dir", str(tmp_path)]
-
-    def train(topology, argv) -> list[dict]:
-        size, number, own = topology
-        return pools(size, number != "01").train(number, [*argv, *own])[0]
-
-    uninterrupted = train(before, saving)
-    checkpoint = str(tmp_path / "checkpoints" / "step-00000004")
-    rest = train(after, [*argv, "--resume", checkpoint])
-    expected = [line for line in reference(argv) if line["step"] >= 4]
-    assert_same_curve(rest, expected)
-    if before == after:  # bitwise identical
-        names = ("loss", "grad_norm", "val_loss", "test_loss")
-        assert [[line.get(n) for n in names] for line in rest] == [
-            [line.get(n) for n in names] for line in uninterrupted[4:]
-        ]

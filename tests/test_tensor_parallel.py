@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import (
     PeakMemory,
-    WorkerExit,
     assert_ledger_is_true,
     assert_same_curve,
     count_collectives,
@@ -34,7 +33,6 @@ pytestmark = pytest.mark.slow
 SIZE = "--d-model 64 --n-layers 2 --n-heads 4 --seq-len 32 --global-batch-size 6".split()
 RUN = [*SIZE, *"--steps 50 --log-every 1 --eval-every 25 --resume never".split()]
 EVERYTHING = "--activation-checkpointing --dropout 0.1 --grad-clip 0.3".split()
-ACCUMULATED = [*EVERYTHING, "--micro-batch-size", "3"]
 CONFIG = TransformerConfig(vocab_size=200, d_model=64, n_layers=2, n_heads=4, seq_len=32)
 BATCH, TOKENS = 3, 3 * 32
 
@@ -82,29 +80,6 @@ def gathered(local: torch.Tensor, dim: int | None) -> torch.Tensor:
 
 
 # ---- parity ----
-
-
-@pytest.mark.quick_cases("2-plain-tp", "2-everything-sp")
-@pytest.mark.parametrize("own", [[], ["--sequence-parallel"]], ids=["tp", "sp"])
-@pytest.mark.parametrize(
-    ("size", "extra"),
-    [(1, []), (2, []), (2, ACCUMULATED), (4, EVERYTHING)],
-    ids=["1-plain", "2-plain", "2-everything", "4-everything"],
-)
-def test_parity_with_stage_01(pools, reference, corpus_dir, size, extra, own):
-    argv = [*RUN, "--data", str(corpus_dir), *extra]
-    expected = reference(argv)
-    every = pools(size).train("05", [*argv, *own])
-    for metrics in every:
-        assert_same_curve(metrics, expected)
-
-
-def test_parity_with_stage_01_in_bfloat16(pools, reference, corpus_dir):
-    argv = [*RUN, "--data", str(corpus_dir), "--dtype", "bfloat16", "--steps", "20"]
-    expected = reference(argv)
-    for own in ([], ["--sequence-parallel"]):
-        metrics = pools(2).train("05", [*argv, *own])[0]
-        assert_same_curve(metrics, expected, loss=0.02, norm=0.1)
 
 
 def gradients_of_one_batch(sequence_parallel: bool, changes: dict) -> float:
@@ -514,29 +489,6 @@ def test_activations_saved_under_sequence_parallelism(pools):
         assert shapes.count((BATCH, 16, 64)) == total - 2
 
 
-def saved_bytes(sequence_parallel: bool, dtype: str) -> int:
-    """Bytes that one layer keeps for its backward, with weights as large as the activations."""
-    model = parallel_model(config(d_model=256), sequence_parallel)
-    seq = 32 // dist.get_world_size() if sequence_parallel else 32
-    x = torch.randn(BATCH, seq, 256, requires_grad=True)
-    kept, outputs = [], []
-    for _ in range(7):  # the mode: a thread of Gloo may still hold a sent tensor
-        with PeakMemory() as peak, torch.autocast("cpu", enabled=dtype == "bfloat16"):
-            outputs.append(model.layers["0"](x))
-        kept.append(peak.left)
-    return mode(kept)
-
-
-@pytest.mark.wall_clock  # a thread of Gloo may still hold what it has sent
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_bfloat16_activations_take_at_most_0_8_of_float32_memory(pools, sequence_parallel):
-    """No bfloat16 copy of the weights is kept for backward."""
-    float32, bfloat16 = (
-        pools(2).run(saved_bytes, sequence_parallel, dtype)[0] for dtype in ("float32", "bfloat16")
-    )
-    assert bfloat16 <= 0.8 * float32, (float32, bfloat16)
-
-
 # ---- overlap ----
 
 
@@ -576,21 +528,6 @@ def test_backward_overlaps_the_all_reduce_with_the_weight_gradients_matmul(
 # ---- checkpoints ----
 
 
-@pytest.mark.parametrize("target", [("05", 4), ("01", 1), ("02", 2)], ids=lambda t: t[0])
-def test_resume_a_checkpoint_of_two_ranks_in_another_stage(
-    pools, reference, corpus_dir, tmp_path, target
-):
-    argv = [*SIZE, "--log-every", "1", "--data", str(corpus_dir), "--steps", "12"]
-    expected = reference(argv)
-    save = ["--checkpoint-every", "6", "--keep-checkpoints", "9", "--run-dir", str(tmp_path)]
-    pools(2).train("05", [*argv, *save])
-    stage, size = target
-    resume = [*argv, "--resume", str(tmp_path / "checkpoints" / "step-00000006")]
-    metrics = pools(size, group=stage != "01").train(stage, resume)[0]
-    assert [x["step"] for x in metrics] == list(range(6, 12))
-    assert_same_curve(metrics, expected[6:])
-
-
 def test_resume_from_stage_01_and_resume_is_bitwise_identical(
     pools, reference, corpus_dir, tmp_path
 ):
@@ -611,24 +548,6 @@ def test_resume_from_stage_01_and_resume_is_bitwise_identical(
 
 
 # ---- sizes that do not divide ----
-
-
-@pytest.mark.parametrize(
-    ("size", "flags", "said"),
-    [
-        (4, "--n-heads 2", "--n-heads 2 does not divide by 4 tensor-parallel ranks: 1, 2 do"),
-        (4, "--seq-len 30 --sequence-parallel", "--seq-len 30 under --sequence-parallel does not"),
-        (3, "--n-heads 6 --d-model 48", "the vocabulary of --data, padded to 256, does not divide"),
-    ],
-    ids=["heads", "sequence", "vocabulary"],
-)
-def test_sizes_that_do_not_divide_are_a_one_line_error(pools, corpus_dir, size, flags, said):
-    argv = [*SIZE, "--data", str(corpus_dir), "--steps", "1", *flags.split()]
-    with pytest.raises(WorkerExit) as error:
-        pools(size).train("05", argv)
-    assert error.value.statuses == [2] * size
-    assert said in error.value.stderr[0] and error.value.stderr[0].count("\n") == 1
-    assert not any(error.value.stderr[1:])
 
 
 def odd_width() -> None:

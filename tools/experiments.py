@@ -3,15 +3,14 @@
     make experiments             # all of them
     make experiments ONLY=02     # those of stage 02
 
-An experiment is a `###` heading in a README's section "Experiments", with one fenced `sh` block and
-one HTML comment, which a reader of the page does not see. Each line of the comment is a check:
+An experiment is a `###` heading in a README's section "Experiments", with one fenced `sh` block. What
+its output must be stands in `experiments.check` beside the README, below the same heading, so that
+a reader who opens the README in an editor does not see the answer. Each line is a check:
 
-    <!-- check
-    val loss ([\\d.]+) => 5.177 ± 0.002     a figure, and how far the output may be off
-    step  *\\d+ .* ([\\d,]+) tok/s => 9000 within 4x      a time or a speed
+    val loss ([\d.]+) => 5.177 ± 0.002     a figure, and how far the output may be off
+    step  *\d+ .* ([\d,]+) tok/s => 9000 within 4x      a time or a speed
     exit => 1                              the status of the command, 0 if not stated
     must be no reduction                   a pattern that has to occur
-    -->
 
 Patterns are regular expressions. The figure is the group of the last match; several figures,
 separated by commas, are those of the last matches. The text must state every figure too.
@@ -33,7 +32,7 @@ LIMIT = 240  # seconds; an experiment takes less than one minute on two idle cor
 
 @dataclass(frozen=True)
 class Check:
-    """A line of a check comment: a pattern, and the figures that it must find."""
+    """A line of an `experiments.check`: a pattern, and the figures that it must find."""
 
     pattern: str
     figures: tuple[str, ...] = ()
@@ -73,21 +72,28 @@ def parse_check(line: str) -> Check:
     return Check(pattern, figures, found[2] or "")
 
 
+def sections(text: str) -> dict[str, str]:
+    """What stands below each `###` heading, by its title."""
+    parts = re.split(r"^### ", text, flags=re.M)[1:]
+    return {title.strip(): body for title, _, body in (part.partition("\n") for part in parts)}
+
+
 def experiments_of(readme: Path) -> list[Experiment]:
     """The experiments of a README, in order; none if it has no such section."""
-    section = re.search(r"^## Experiments\n(.*?)(?=^## |\Z)", readme.read_text(), re.M | re.S)
-    found = []
-    for part in re.split(r"^### ", section[1], flags=re.M)[1:] if section else []:
-        title, _, body = part.partition("\n")
-        commands = re.findall(r"^```sh\n(.*?)^```", body, re.M | re.S)
-        comments = re.findall(r"<!-- check\n(.*?)-->", body, re.S)
-        if len(commands) != 1 or len(comments) != 1:
-            raise ValueError(f"{readme}: {title}: one `sh` block and one check comment, please")
-        checks = [parse_check(line) for line in comments[0].splitlines() if line.strip()]
-        text = re.sub(r"<!--.*?-->", "", body, flags=re.S)
-        stage = readme.parent.name[:2]
-        found.append(Experiment(stage, title.strip(), text, commands[0], checks))
-    return found
+    found = re.search(r"^## Experiments\n(.*?)(?=^## |\Z)", readme.read_text(), re.M | re.S)
+    texts, path = sections(found[1] if found else ""), readme.with_name("experiments.check")
+    checks = sections(path.read_text() if path.exists() else "")
+    if texts.keys() != checks.keys():
+        different = ", ".join(sorted(texts.keys() ^ checks.keys()))
+        raise ValueError(f"{path} and the README have different experiments: {different}")
+    experiments = []
+    for title, text in texts.items():
+        commands = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
+        if len(commands) != 1 or "<!-- check" in text:
+            raise ValueError(f"{readme}: {title}: one `sh` block, and its checks in {path.name}")
+        lines = [parse_check(line) for line in checks[title].splitlines() if line.strip()]
+        experiments.append(Experiment(readme.parent.name[:2], title, text, commands[0], lines))
+    return experiments
 
 
 def all_experiments() -> list[Experiment]:
