@@ -1,10 +1,10 @@
-"""Run the experiments of the stages' READMEs and compare the output with the figures they state.
+r"""Run the experiments of the stages' READMEs and compare the output with the figures they state.
 
     make experiments             # all of them
     make experiments ONLY=02     # those of stage 02
 
-An experiment is a `###` heading in a README's section "Experiments", with one fenced `sh` block. What
-its output must be stands in `experiments.check` beside the README, below the same heading, so that
+An experiment is a `###` heading in a README's section "Experiments", with one fenced `sh` block.
+What its output must be is in `experiments.check` beside the README, below the same heading, so that
 a reader who opens the README in an editor does not see the answer. Each line is a check:
 
     val loss ([\d.]+) => 5.177 ± 0.002     a figure, and how far the output may be off
