@@ -1,4 +1,4 @@
-"""Export, text generation, and the table of `make quickstart`."""
+"""`make export` and `make generate`: a checkpoint as one file, and a model that continues text."""
 
 from __future__ import annotations
 
@@ -100,27 +100,3 @@ def test_generate_samples_each_word_from_the_models_distribution(run, monkeypatc
     assert draw[0] == draw[1] != draw[2]
     with pytest.raises(SystemExit):
         generate.tokens_of("a_word_that_is_not_there", vocab)
-
-
-@pytest.mark.parametrize("resumes", [True, False])
-def test_quickstart_resumes_stage_01_and_fails_where_that_fails(
-    monkeypatch, tmp_path, capsys, resumes
-):
-    monkeypatch.syspath_prepend(str(REPO / "tools"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    quickstart = importlib.import_module("quickstart")
-    line = {"loss": 1.0, "tokens_per_s": 1.0, "comm_mb": 0.0, "model_state_mb": 1.0}
-    saved = []
-
-    def train(name, ranks, argv, folder, first_step):
-        if "--checkpoint-every" in argv:
-            every = int(argv[argv.index("--checkpoint-every") + 1])
-            saved.append(folder / "checkpoints" / f"step-{every:08d}")
-        if first_step and (not resumes or REPO / argv[argv.index("--resume", -4) + 1] not in saved):
-            return None
-        return [line] * (quickstart.STEPS - first_step)
-
-    monkeypatch.setattr(quickstart, "train", train)
-    monkeypatch.setattr(quickstart.shutil, "rmtree", lambda *_, **__: None)
-    assert quickstart.main() == (0 if resumes else 1)
-    assert ("01_single_gpu resumed" in capsys.readouterr().out) == resumes

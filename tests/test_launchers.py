@@ -99,6 +99,30 @@ def test_make_names_a_runs_folder_by_the_time(tmp_path, flags):
     assert json.loads((folder / "config.json").read_text())["world_size"] == 2
 
 
+def dry_make_run(bin: Path, tool: str, script: str) -> str:
+    """What `make run-04` would run where `tool` is this script."""
+    (bin / tool).write_text(f"#!/bin/sh\n{script}")
+    (bin / tool).chmod(0o755)
+    settings = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}"}
+    command = ["make", "-n", "run-04"]
+    return subprocess.run(command, cwd=REPO, env=settings, capture_output=True, text=True).stdout
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("gpus, processes", [(0, 2), (1, 1), (4, 4)])
+def test_make_run_starts_one_process_per_gpu(tmp_path, gpus, processes):
+    listed = "".join(f"echo GPU {i}: H100\n" for i in range(gpus))
+    said = dry_make_run(tmp_path, "nvidia-smi", listed)
+    assert f"--nproc-per-node {processes} 04_fsdp/train.py" in said
+
+
+@pytest.mark.quick
+def test_make_runs_of_the_same_second_have_different_ids(tmp_path):
+    said = [dry_make_run(tmp_path, "date", "echo 20250101-120000\n") for _ in range(2)]
+    ids = [re.search(r"--rdzv-id (\S+)", each)[1] for each in said]
+    assert ids[0] != ids[1] and all(x.startswith("20250101-120000-") for x in ids)
+
+
 # ---- errors where something is missing ----
 
 

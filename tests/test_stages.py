@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import quickstart
 import stages as module
 from harness import REPO, stage_file, stage_path, stages
 from stages import BASE, problems, with_ranks
@@ -107,6 +108,31 @@ def test_a_missing_file_is_named_and_breaks_nothing_else(tmp_path):
     assert stage_file("08", repo).runs == ()
 
 
+# ---- the rows of make quickstart ----
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_quickstart_resumes_stage_01_and_fails_where_that_fails(
+    monkeypatch, tmp_path, capsys, resumes
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    line = {"loss": 1.0, "tokens_per_s": 1.0, "comm_mb": 0.0, "model_state_mb": 1.0}
+    saved = []
+
+    def train(name, ranks, argv, folder, first_step):
+        if "--checkpoint-every" in argv:
+            every = int(argv[argv.index("--checkpoint-every") + 1])
+            saved.append(folder / "checkpoints" / f"step-{every:08d}")
+        if first_step and (not resumes or REPO / argv[argv.index("--resume", -4) + 1] not in saved):
+            return None
+        return [line] * (quickstart.STEPS - first_step)
+
+    monkeypatch.setattr(quickstart, "train", train)
+    monkeypatch.setattr(quickstart.shutil, "rmtree", lambda *_, **__: None)
+    assert quickstart.main() == (0 if resumes else 1)
+    assert ("01_single_gpu resumed" in capsys.readouterr().out) == resumes
+
+
 # ---- a stage is added: the steps of tests/README.md, in a copy of the repository ----
 
 
@@ -164,8 +190,9 @@ def test_every_tool_includes_a_stage_that_is_a_copied_folder(copy):
 
 @pytest.mark.slow
 def test_every_parametrized_test_includes_a_copied_stage(copy):
-    names = "stages parity late_backend agreement any_to_any survival dry_run compare diffs laws"
-    files = [f"tests/test_{name}.py" for name in f"{names} arguments lessons slurm".split()]
+    names = "stages parity late_backend agreement any_to_any survival dry_run arguments slurm"
+    names = [*names.split(), "make_diff", "shared_lines", "laws", "lessons"]
+    files = [f"tests/test_{name}.py" for name in names]
     found = in_copy(copy, "-m", "pytest", "--collect-only", *files)
     for file in files:
         ids = re.findall(rf"{file}::.*\[(.*)\]", found)

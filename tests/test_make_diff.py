@@ -525,24 +525,6 @@ def test_make_diff_takes_from_full_and_raw():
         assert not rest or re.match(r"make(\[\d+\])?: \*\*\* \[", rest[0])
 
 
-@pytest.mark.parametrize("gpus, processes", [(0, 2), (1, 1), (4, 4)])
-def test_make_run_starts_one_process_per_gpu(tmp_path, gpus, processes):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\n" + "".join(f"echo GPU {i}: H100\n" for i in range(gpus)))
-    smi.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    said = run("env", f"PATH={path}", "make", "-n", "run-04").stdout
-    assert f"--nproc-per-node {processes} 04_fsdp/train.py" in said
-
-
-def test_make_runs_of_the_same_second_have_different_ids(tmp_path):
-    (tmp_path / "date").write_text("#!/bin/sh\necho 20250101-120000\n")
-    (tmp_path / "date").chmod(0o755)
-    command = ["env", f"PATH={tmp_path}:{os.environ['PATH']}", "make", "-n", "run-04"]
-    ids = [re.search(r"--rdzv-id (\S+)", run(*command).stdout)[1] for _ in range(2)]
-    assert ids[0] != ids[1] and all(x.startswith("20250101-120000-") for x in ids)
-
-
 def test_a_closed_pipe_ends_the_diff_quietly():
     command = f"{sys.executable} tools/diff.py 07 --full | head -n 1"
     done = run("bash", "-c", f"set -o pipefail; {command}")
