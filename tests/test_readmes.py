@@ -113,7 +113,7 @@ def flags_in(*patterns: str) -> set[str]:
 
 
 def test_flags_exist(readme):
-    everywhere = flags_in("[0-9][0-9]_*/*.py", "common/*.py", "tools/*.py", "benchmarks/*.py")
+    everywhere = flags_in("[0-9][0-9]_*/*.py", "common/*.py", "tools/**/*.py", "benchmarks/*.py")
     everywhere = everywhere | flags_in("tests/*.py") | OTHERS_FLAGS
     for code in code_of(readme):
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):

@@ -52,7 +52,8 @@ def rows() -> list[Row]:
     for run in runs:
         if (run.stage, run.flags) in seen:
             continue  # with another number of ranks
-        if stage_file(run.stage).reference == run.stage and run.stage not in variants:
+        own = found and stage_file(run.stage).reference == run.stage  # not stage 01, the first
+        if own and run.stage not in variants:
             found.append(Row(replace(run, ranks=1), variant="reference"))
         seen.add((run.stage, run.flags))
         variant = " ".join(run.flags) if run.stage in variants else ""
