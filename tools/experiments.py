@@ -84,7 +84,8 @@ def experiments_of(readme: Path) -> list[Experiment]:
     texts, path = sections(found[1] if found else ""), readme.with_name("experiments.check")
     checks = sections(path.read_text() if path.exists() else "")
     for title, text in texts.items():  # a README may hold its checks itself, as comments
-        checks |= {title: found for found in re.findall(r"<!-- check\n(.*?)-->", text, re.S)}
+        if comment := re.search(r"<!-- check\n(.*?)-->", text, re.S):
+            checks[title] = comment[1]
         texts[title] = re.sub(r"<!--.*?-->", "", text, flags=re.S)
     if texts.keys() != checks.keys():
         different = ", ".join(sorted(texts.keys() ^ checks.keys()))
