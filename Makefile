@@ -103,8 +103,8 @@ schedule-06: $(READY) ## draw time lines of pipelines; SCHEDULE= PP= MICRO= VIRT
 		$(if $(RUN),--run $(RUN)) $(if $(SVG),--svg $(SVG))
 dry-run-%: $$(folder)/train.py $(READY) ## what RANK= of RANKS= would hold and send in stage NN
 	@$(BIN)/python tools/dry_run.py $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) $(ARGS)
-plan: $(READY) ## the same for every stage on 8 to 4096 ranks, in one table
-	@$(BIN)/python tools/dry_run.py plan
+plan: $(READY) ## the fastest layouts on NODES= GPUS= GPU= NETWORK=; without: every stage's memory
+	@$(BIN)/python tools/$(if $(GPU)$(GPUS),plan.py $(ARGS),dry_run.py plan)
 
 # ---- check ----
 pytest = $(BIN)/python -m pytest tests -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

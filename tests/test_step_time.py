@@ -1,10 +1,18 @@
-"""Times that the READMEs print follow from the rule for a group's bandwidth."""
+"""Step times: those in the READMEs, and the model against published runs."""
 
 from __future__ import annotations
 
+import csv
 import re
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
 
+import plan
 import pytest
+import step_errors
+import step_time
 from harness import REPO
 from step_time import group_bandwidth
 
@@ -142,3 +150,99 @@ def test_a_time_in_a_readme_follows_from_the_bandwidth_of_its_group(case):
         # a figure of thousands is rounded to two or more digits
         rounding = max(0.5 * 10**-decimals, 0.02 * value if stated >= 1000 else 0)
         assert abs(stated - value) <= rounding * 1.001, (text, value)
+
+
+# ---- the model, held to published runs ----
+
+
+@cache
+def published() -> list:
+    return step_errors.runs_of(step_errors.RUNS)
+
+
+def odd() -> list:
+    return [run for run in published() if run[0] % 2]
+
+
+def test_odd_rows_inside_the_domain_are_predicted_within_the_bounds():
+    inside = step_errors.in_domain(odd())
+    middle, high, _ = step_errors.summary(step_errors.errors(inside))
+    assert len(inside) > 90 and middle <= 10 and high <= 20, (len(inside), middle, high)
+
+
+def test_the_bounds_fail_without_communication_and_bubble(monkeypatch):
+    def computation_alone(job):
+        step = step_time.Step()
+        layer = step_time.layer_of(job)
+        per_micro_batch = job.layers * layer.computes + step_time.head_of(job)
+        step.add("compute", job.micro_batches * per_micro_batch / job.pp, "")
+        return step
+
+    monkeypatch.setattr(step_time, "step_time", computation_alone)
+    _, high, _ = step_errors.summary(step_errors.errors(step_errors.in_domain(odd())))
+    assert high > 20
+
+
+@pytest.mark.slow
+def test_the_constants_and_the_range_are_those_that_the_fit_gives():
+    even = [run for run in published() if run[0] % 2 == 0]
+    for name, value in step_errors.fit(even).items():
+        assert step_time.FITTED[name] == pytest.approx(value, rel=0.02), name
+    ratios = [1 / (1 + error) for *_, error in step_errors.left_out(published())]
+    for stated, part in zip(plan.RANGE, (0.1, 0.9), strict=True):
+        assert stated == pytest.approx(step_errors.quantile(ratios, part), abs=0.02)
+
+
+def test_the_predicted_best_of_bigscience_runs_costs_at_most_a_tenth_more_than_the_best():
+    rows = list(csv.DictReader(step_errors.RUNS.open()))
+    chosen = [
+        run
+        for run, row in zip(published(), rows, strict=True)
+        if run[1] == "bigscience"
+        and re.search(r"02-2[56]\b", row["notes"])
+        and (row["layers"], row["d_model"]) == ("72", "14336")
+    ]
+
+    def per_sample(run) -> float:
+        return run[3] / run[2].global_batch
+
+    best = min(chosen, key=lambda run: step_time.step_time(run[2]).seconds / run[2].global_batch)
+    assert len(chosen) > 10
+    assert per_sample(best) <= 1.1 * min(map(per_sample, chosen))
+
+
+def test_a_report_has_a_line_per_source_and_counts_rows_that_lack_fields(tmp_path):
+    rows = list(csv.DictReader(step_errors.RUNS.open()))[:4]
+    rows[1]["source"], rows[2]["micro_batch"], rows[3]["gpu"] = "other", "", "V100"
+    file = tmp_path / "runs.csv"
+    with file.open("w", newline="") as out:
+        writer = csv.DictWriter(out, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    command = [sys.executable, "tools/step_time.py", str(file)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:3] for line in lines[1:3]] == [
+        ["llm-foundry", "3", "1"],
+        ["other", "1", "1"],
+    ]
+    assert "2 rows lack a field" in done.stdout
+    assert re.fullmatch(r"all: 2 rows, median [\d.]+ %, 90th percentile [\d.]+ %", lines[-1])
+
+
+@pytest.mark.parametrize("words", [[], ["nowhere.csv"]])
+def test_a_missing_file_ends_with_one_line_and_status_2(words):
+    command = [sys.executable, "tools/step_time.py", *words]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("change", [{"micro_batch": 2}, {"tp": 2}, {"pp": 2}, {"sharding": "fsdp"}])
+def test_no_part_of_a_step_is_negative_and_more_bandwidth_is_never_slower(change):
+    job = plan.Job(32, 4096, 32, 4096, 33_280, 512, 128, step_time.GPUS["h100"], network=50e9)
+    job = replace(job, **change)
+    slow = step_time.step_time(replace(job, network=5e9))
+    assert min(slow.parts.values()) >= 0
+    assert step_time.step_time(job).seconds <= slow.seconds
+    assert len(slow.explain) >= len(slow.parts)

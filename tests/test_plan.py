@@ -1,0 +1,168 @@
+"""`make plan` lists layouts that the stages accept, with bytes and memory as in the dry run."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from unittest.mock import patch
+
+import plan
+import pytest
+from dry_run import dry_run
+from harness import load_stage
+from step_time import GPUS, Job
+
+# stage, ranks, rank, the stage's flags and the fields of the job that they set
+LAYOUTS = [
+    ("02", 4, 0, "", {}),
+    ("02", 4, 0, "--activation-checkpointing", {"recompute": "full"}),
+    ("03", 8, 0, "--zero-stage 1", {"sharding": "zero1", "gather_bytes": 4}),
+    ("03", 8, 0, "--zero-stage 2", {"sharding": "zero2", "gather_bytes": 4}),
+    ("03", 8, 0, "--zero-stage 3", {"sharding": "zero3"}),
+    ("04", 8, 0, "", {"sharding": "fsdp"}),
+    ("04", 8, 0, "--shard-size 4", {"sharding": "fsdp", "shard_ranks": 4}),
+    ("04", 4, 0, "--no-reshard-after-forward", {"sharding": "fsdp", "reshards": False}),
+    ("05", 4, 0, "--sequence-parallel", {"tp": 4, "sequence_parallel": True}),
+    ("06", 4, 3, "--schedule 1f1b", {"pp": 4}),
+    (
+        "06",
+        4,
+        0,
+        "--schedule interleaved",
+        {"pp": 4, "schedule": "interleaved", "virtual": 2},
+    ),
+    (
+        "07",
+        8,
+        0,
+        "--pp 2 --tp 2 --sequence-parallel --schedule gpipe",
+        {"pp": 2, "tp": 2, "sequence_parallel": True, "schedule": "gpipe"},
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage, ranks, rank, flags, fields", LAYOUTS, ids=str)
+def test_bytes_and_memory_in_closed_form_are_the_dry_runs(pools, stage, ranks, rank, flags, fields):
+    model = "--d-model 768 --n-layers 8 --n-heads 12 --seq-len 256 --global-batch-size 64"
+    argv = f"{model} --micro-batch-size 4 --dtype bfloat16 {flags}".split()
+    job = Job(8, 768, 12, 256, plan.VOCABULARY, 64, ranks, GPUS["h100"], micro_batch=4)
+    job = replace(job, **fields)
+    (dry,) = pools(1, group=False).run(dry_run, stage, ranks, rank, argv)
+    last = rank > 0 or job.pp == 1
+    assert sum(plan.sent(job, last).values()) == pytest.approx(dry.sent.total_ring_bytes, abs=1)
+    assert plan.memory_of_rank(job, 256, last) == pytest.approx(dry.peak, rel=0.03)
+
+
+def model(**changes) -> Job:
+    """7 billion parameters on 16 nodes of eight H100s."""
+    job = Job(32, 4096, 32, 4096, plan.VOCABULARY, 512, 128, GPUS["h100"], network=50e9)
+    return replace(job, **changes)
+
+
+FREE = plan.Namespace(micro_batch_size=None, activation_checkpointing=False)
+
+
+def test_every_listed_layout_passes_the_arguments_check_of_its_stage():
+    ranks = 16
+    found, dropped = plan.plan(model(ranks=ranks, global_batch=96, gpu=GPUS["h200"]), FREE)
+    assert {layout.stage for _, layout in found} == {"02", "03", "04", "05", "06", "07"}
+    assert dropped["sizes that do not divide"] and dropped["too little memory"]
+    shape = "--d-model 4096 --n-layers 32 --n-heads 32 --seq-len 4096 --global-batch-size 96"
+    for _, layout in random.Random(0).sample(found, 60):
+        module = load_stage(layout.stage)
+        with patch.object(module, "world_size", lambda: ranks):
+            args = module.parse_args(f"{shape} {layout.flags}".split())
+        assert args.micro_batch_size == layout.job.micro_batch
+        degrees = getattr(args, "tp", 1), getattr(args, "pp", None) or layout.job.pp
+        if layout.stage == "07":
+            assert degrees == (layout.job.tp, layout.job.pp) and args.dp == layout.job.dp
+
+
+def test_layouts_that_do_not_divide_or_do_not_fit_are_dropped():
+    found, _ = plan.plan(model(), FREE)
+    assert all(layout.memory < 80e9 for _, layout in found)
+    assert not [x for _, x in found if x.stage == "05"]  # 32 heads on 128 ranks
+    times = [seconds for seconds, _ in found]
+    assert times == sorted(times)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """`make plan` in this process: exit status, stdout, stderr."""
+
+    def run(words: str = "", **variables: str) -> tuple[int, str, str]:
+        for name in (
+            "NODES",
+            "GPUS",
+            "GPU",
+            "NETWORK",
+            "EFFICIENCY",
+            "PREFLIGHT",
+            "EXPLAIN",
+            "SVG",
+        ):
+            monkeypatch.setenv(name, variables.get(name, ""))
+        monkeypatch.setattr("sys.argv", ["plan.py", *words.split()])
+        status = 0
+        try:
+            plan.main()
+        except SystemExit as ended:
+            status = ended.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+SHAPE = "--d-model 4096 --n-layers 32 --n-heads 32 --seq-len 4096 --global-batch-size 512"
+
+
+@pytest.mark.parametrize(
+    "variables, said",
+    [
+        ({"GPU": "v100", "GPUS": "8"}, "GPU=v100"),
+        ({"GPU": "", "GPUS": "8"}, "GPU="),
+        ({"GPU": "h100", "GPUS": "8", "NODES": "2"}, "NETWORK="),
+        ({"GPU": "h100", "GPUS": "8", "NODES": "two"}, "NODES=two"),
+        ({"GPU": "h100", "GPUS": "8", "NODES": "2", "NETWORK": "fast"}, "NETWORK=fast"),
+        ({"GPU": "a100-40", "GPUS": "1"}, "no layout fits"),
+        ({"GPU": "h100", "GPUS": "8", "EFFICIENCY": "55"}, "EFFICIENCY=55"),
+        ({"GPU": "h100", "GPUS": "8", "PREFLIGHT": "nowhere.json"}, "PREFLIGHT=nowhere.json"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_end_with_one_line_and_status_2(command, variables, said):
+    status, _, errors = command(SHAPE, **variables)
+    assert status == 2 and errors.count("\n") == 1 and said in errors
+
+
+def test_the_plan_of_the_example_takes_at_most_20_seconds(command, tmp_path):
+    start = time.process_time()
+    variables = {"NODES": "16", "GPUS": "8", "GPU": "h100", "NETWORK": "50", "EXPLAIN": "1"}
+    status, said, _ = command(SHAPE, **variables, SVG=str(tmp_path / "plan.svg"))
+    assert time.process_time() - start < 20
+    assert status == 0 and 'make submit-04 NODES=16 GPUS=8 ARGS="--d-model 4096' in said
+    assert "a tie: measure these" in said and "by formula" in said
+    assert (tmp_path / "plan.svg").read_text().count("<rect") > 100
+
+
+def test_no_figure_is_printed_for_a_latency_bound_step(command):
+    small = "--d-model 2048 --n-layers 16 --n-heads 16 --seq-len 1024 --global-batch-size 128"
+    variables = {"NODES": "16", "GPUS": "8", "GPU": "h100", "NETWORK": "50"}
+    status, said, _ = command(small, **variables)
+    assert status == 0 and "latency-bound, not predicted" in said
+    assert " s, " not in said.split("step, and its range")[1]
+
+
+def test_a_preflight_replaces_the_data_sheets_rates(tmp_path):
+    file = tmp_path / "preflight.json"
+    file.write_text(
+        '{"summary": {"matmul_bfloat16": 5e14, "inside_node": 3e11, "across_nodes": 4e10}}'
+    )
+    gpu, card = plan.gpu_of("h100", str(file), "", 16)
+    assert (gpu.matmul, gpu.nvlink, card) == (5e14, 3e11, 4e10)
+    assert gpu.memory_bandwidth == GPUS["h100"].memory_bandwidth
+    slow, _ = plan.gpu_of("h100", str(file), "0.5", 16)
+    times = [plan.step_time(model(gpu=each)).seconds for each in (gpu, slow)]
+    assert times[0] < times[1]

@@ -1,0 +1,422 @@
+"""Which layout on these GPUs: every layout that a stage can run, the fastest first.
+
+    make plan NODES=16 GPUS=8 GPU=h100 NETWORK=50 ARGS="--d-model 4096 --n-layers 32 ..."
+
+    NODES= GPUS=      nodes, and GPUs per node
+    GPU=              a100, a100-40, h100, h200, b200, or cpu: this machine, measured
+    NETWORK=          GB/s of one GPU's network card, in one direction; needed for several nodes
+    EFFICIENCY=0.55   achieved part of the data sheet's matmul rate, where it has been measured
+    PREFLIGHT=FILE    rates of this cluster instead of the data sheet's, from `make preflight`
+    EXPLAIN=1         the formulas of the best layout, with its numbers
+    SVG=FILE          draw step time and memory of all layouts
+    ARGS=             the model's flags, as in every stage, and --global-batch-size
+
+Step times come from `step_time`. Bytes and memory are formulas, because a dry run takes seconds per
+layout; a test holds them to the dry run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from step_errors import caveats
+from step_time import GPUS, Gpu, Job, step_time
+
+from common.arguments import PRESETS, SHAPE, base_parser
+from common.distributed import fail
+
+VOCABULARY = 33_280  # WikiText-2's 33,278, padded
+USABLE = 0.92  # of a GPU's memory: the CUDA context, NCCL's buffers and fragmentation take the rest
+RANGE = 0.88, 1.22  # measured / predicted, 10 % and 90 % of left-out sources: step_errors.py fit
+TIE = 1.10
+MOST_MICRO_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run the model. memory: peak bytes of the rank that has most."""
+
+    stage: str
+    flags: str
+    job: Job
+    memory: float = 0.0
+
+
+# ---- what a stage can run ----
+
+
+def layouts(model: Job) -> Iterator[tuple[str, str, Job]]:
+    """(stage, flags, job) of every layout whose sizes divide, and of others; `runs` tells them."""
+    n, nodes = model.ranks, model.ranks // model.per_node
+    dp = replace(model, casts_weights=True)
+    yield "02", "", dp
+    for zero in (1, 2):
+        job = replace(dp, sharding=f"zero{zero}", gather_bytes=4, overlaps_gather=False)
+        yield "03", f"--zero-stage {zero}", job
+    sharded = replace(model, sharding="zero3", overlaps_gather=False)
+    yield "03", "--zero-stage 3", sharded
+    for keep in ("", "--no-reshard-after-forward"):
+        job = replace(sharded, sharding="fsdp", overlaps_gather=True, reshards=not keep)
+        yield "04", keep, job
+        if nodes > 1 and model.per_node > 1:
+            hybrid = f"--shard-size {model.per_node} {keep}".strip()
+            yield "04", hybrid, replace(job, shard_ranks=model.per_node)
+    for sp in ("", "--sequence-parallel"):
+        yield "05", sp, replace(dp, tp=n, sequence_parallel=bool(sp))
+    for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)):
+        pipeline = replace(dp, schedule=schedule, virtual=virtual)
+        yield "06", f"--schedule {schedule}", replace(pipeline, pp=n)
+        for pp in range(1, n + 1):
+            for tp in range(1, n // pp + 1):
+                if (
+                    n % (pp * tp)
+                    or pp * tp in (1, n)
+                    and 1 in (pp, tp)
+                    or schedule == "zero-bubble"
+                ):
+                    continue  # 02, 05 and 06 have it
+                if pp == 1 and schedule != "1f1b":
+                    continue
+                for sp in ("", " --sequence-parallel") if tp > 1 else ("",):
+                    name = f" --schedule {schedule}" if pp > 1 else ""
+                    job = replace(pipeline, pp=pp, tp=tp, sequence_parallel=bool(sp))
+                    yield "07", f"--pp {pp} --tp {tp}{name}{sp}", job
+
+
+def divides(job: Job) -> bool:
+    """Whether the stage accepts these sizes, micro-batch apart: check_arguments and its like."""
+    batch = job.global_batch % job.dp == 0
+    heads = job.heads % job.tp == 0 and job.vocab % job.tp == 0
+    sequence = not job.sequence_parallel or job.seq % job.tp == 0
+    interleaves = job.schedule != "interleaved" or job.pp > 1
+    return batch and heads and sequence and interleaves and job.layers >= job.pp * job.virtual
+
+
+def micro_batches(job: Job) -> list[int]:
+    """Samples per micro-batch to try: powers of two, and all that a rank has."""
+    share = job.global_batch // job.dp
+    sizes = {2**k for k in range(share.bit_length()) if share % 2**k == 0} | {share}
+    multiple = job.pp if job.schedule == "interleaved" else 1
+    return [b for b in sorted(sizes) if b <= MOST_MICRO_BATCH and share // b % multiple == 0]
+
+
+# ---- bytes: what a rank sends per step, and holds ----
+
+
+def flops(job: Job) -> float:
+    """Of a step, as MFU counts them (`TransformerConfig.flops_per_token`)."""
+    weights = parameters(job) - job.vocab * job.d_model
+    per_token = 6 * weights + 12 * job.layers * job.d_model * job.seq
+    return per_token * job.global_batch * job.seq
+
+
+def parameters(job: Job) -> float:
+    """Of the model: embedding and head, the layers with two norms each, the last norm."""
+    d = job.d_model
+    return 2 * job.vocab * d + job.layers * (12 * d * d + 2 * d) + d
+
+
+def own_parameters(job: Job, last: bool) -> float:
+    """Of the rank in the first or in the last pipeline stage. Norms are replicated over tp."""
+    d = job.d_model
+    layers = math.ceil(job.layers / job.pp) if not last else job.layers // job.pp
+    ends = 2 if job.pp == 1 else 1
+    norms = 2 * d * layers + (d if last or job.pp == 1 else 0)
+    return (ends * job.vocab * d + layers * 12 * d * d) / job.tp + norms
+
+
+def sent(job: Job, last: bool = False) -> dict[str, float]:
+    """Bytes that a rank sends per step, by axis, if collectives run on rings. Padding of shards and
+    buckets is left out. last: of the last pipeline stage instead of the first."""
+    d, m, e = job.d_model, job.micro_batches, 4 if job.dtype == "float32" else 2
+    found = {}
+    if job.dp > 1:
+        found["dp"] = data_parallel_bytes(job, last)
+    half, hidden = (job.tp - 1) / job.tp, job.tokens * d  # of a ring; elements
+    if job.tp > 1:
+        layers = math.ceil(job.layers / job.pp) if not last else job.layers // job.pp
+        again = (1.5 if job.sequence_parallel else 1) if job.recompute == "full" else 0
+        rounds = layers * (4 + again) * e
+        if not last or job.pp == 1:
+            rounds += 4  # the embedding's output is float32
+        loss = 0.0
+        if last or job.pp == 1:
+            rounds += e
+            loss = 3 * 4 * job.tokens
+        replicated = 4 * d * (2 * layers + (last or job.pp == 1)) if job.sequence_parallel else 0
+        found["tp"] = 2 * half * (m * (rounds * hidden + loss) + replicated)
+    if job.pp > 1:
+        boundaries = 2 * job.virtual - 1 if job.pp == 2 or job.virtual > 1 else 1
+        shards = job.tp if job.sequence_parallel else 1
+        found["pp"] = m * boundaries * 4 * hidden / shards
+    return found
+
+
+def data_parallel_bytes(job: Job, last: bool) -> float:
+    m, p = job.micro_batches, own_parameters(job, last)
+    if job.sharding == "ddp":
+        return 2 * (job.dp - 1) / job.dp * 4 * p
+    shards = job.shard_ranks or job.dp
+    half = (shards - 1) / shards
+    if job.sharding in ("zero1", "zero2"):
+        return half * 4 * p * ((m if job.sharding == "zero2" else 1) + 1)
+    # the weights in bfloat16, twice; the embedding in float32, and once: its backward needs none
+    lookup = job.vocab * job.d_model
+    gathered = (2 if job.reshards else 1) * job.gather_bytes * (p - lookup) + 4 * lookup
+    replicas = job.dp // shards
+    return m * half * (gathered + 4 * p) + 2 * (replicas - 1) / replicas * 4 * p / shards
+
+
+def peak_memory(job: Job, rows: int = 2048) -> float:
+    """Bytes at the peak, of the rank that has most. rows: of a chunk of logits (common/loss.py)."""
+    return max(
+        memory_of_rank(job, rows, last) for last in ((False, True) if job.pp > 1 else (True,))
+    )
+
+
+def memory_of_rank(job: Job, rows: int, last: bool) -> float:
+    """Model state, activations of the micro-batches in flight, and the larger of the head's and a
+    layer's backward. See Cost in the stages' READMEs for what a layer keeps."""
+    e, d, tokens = 4 if job.dtype == "float32" else 2, job.d_model, job.tokens
+    p, shards = own_parameters(job, last), job.shard_ranks or job.dp
+    state = {
+        "zero1": 8 * p + 8 * p / shards,
+        "zero2": 4 * p + 12 * p / shards,
+        "zero3": 16 * p / shards,
+        "fsdp": 16 * p / shards,
+    }.get(job.sharding, 16 * p)
+    outside = job.tp if job.sequence_parallel else 1
+    # a layer keeps: residuals and norms float32, inputs of column-parallel layers, all inside
+    kept = tokens * ((16 * d + 8) / outside + 2 * e * d + (12 * e * d + 4 * job.heads) / job.tp)
+    layer = kept
+    boundary = 4 if job.gather_bytes == 4 or job.sharding == "ddp" else e  # FSDP casts what enters
+    if job.recompute == "full":
+        kept = boundary * tokens * d / outside  # its input
+    layers, in_flight, messages = job.layers, 1.0, 0.0
+    if job.pp > 1:
+        m, v, pp = job.micro_batches, job.virtual, job.pp
+        layers = math.ceil(layers / pp) if not last else layers // pp
+        held = {"gpipe": m, "interleaved": ((v + 1) * pp - 1) / v, "zero-bubble": pp + 0.7}
+        in_flight = min(m, held.get(job.schedule, pp) if not last or job.schedule == "gpipe" else 1)
+        if (
+            job.schedule == "gpipe" and pp == job.ranks
+        ):  # 06: gradients appear in the first backward
+            in_flight = max(1.0, m - 1)
+        messages = 16 * tokens * d / outside
+    # a layer's backward: what it keeps, if it is recomputed, gradients of activations, of a weight
+    full = job.recompute == "full"
+    temporary = 7 / outside + 7 / job.tp if full else 6.5 / outside + 16 / job.tp
+    backward = temporary * tokens * d + 24 * d * d / job.tp + (layer - kept) * full
+    if job.sharding in ("fsdp", "zero3"):  # two unsharded units, and one unit's gradients
+        backward += (2 * job.gather_bytes + 4) * 12 * d * d
+    if last:
+        backward = max(backward, head_memory(job, rows, outside))
+    elif job.pp > 1:  # the embedding's gradient, when the micro-batch's layers are done
+        lookup = 4 * job.vocab * d / job.tp + 12 * tokens * d - layers / job.virtual * kept
+        backward = max(backward, lookup)
+    if not job.reshards:
+        backward += job.gather_bytes * p
+    return state + in_flight * layers * kept + backward + messages
+
+
+def head_memory(job: Job, rows: int, outside: int) -> float:
+    e, d, tokens, logits = 4 if job.dtype == "float32" else 2, job.d_model, job.tokens, job.vocab
+    if job.tp > 1:  # all of the rank's logits: in float32, and their gradient
+        return tokens * (logits / job.tp * (4 + e) + d * (8 / outside + e))
+    chunk = rows * logits * (4 + e)
+    return 16 * tokens * d + 8 * logits * d + chunk + (4 * logits * d) * (job.sharding == "zero2")
+
+
+# ---- the plan ----
+
+
+def plan(model: Job, fixed: Namespace) -> tuple[list[tuple[float, Layout]], Counter]:
+    """(seconds, layout), the fastest first, and how many were dropped, by reason."""
+    found, dropped = [], Counter()
+    for stage, flags, job in layouts(model):
+        sizes = micro_batches(job) if divides(job) else []
+        if fixed.micro_batch_size:
+            sizes = [b for b in sizes if b == fixed.micro_batch_size]
+        if not sizes:
+            dropped["sizes that do not divide"] += 1
+        for size in sizes:
+            for full in (True,) if fixed.activation_checkpointing else (False, True):
+                run = replace(job, micro_batch=size, recompute="full" if full else "none")
+                memory = peak_memory(run, rows=2048 if model.gpu.overlaps else 256)
+                if memory > USABLE * model.gpu.memory:
+                    dropped["too little memory"] += 1
+                    continue
+                words = [flags, f"--micro-batch-size {size}", "--activation-checkpointing" * full]
+                layout = Layout(stage, " ".join(filter(None, words)), run, memory)
+                found.append((step_time(run).seconds, layout))
+    return sorted(found, key=lambda pair: pair[0]), dropped
+
+
+def gpu_of(name: str, preflight: str, efficiency: str, ranks: int) -> tuple[Gpu, float | None]:
+    """The device, and the bytes/s of its network card if they were measured.
+
+    `preflight.json` has an object "summary", with rates per GPU in FLOP/s and bytes/s, in one
+    direction; a missing one is the data sheet's:
+
+        matmul_bfloat16, matmul_float32   of large matmuls
+        memory                            of a copy, read and written bytes
+        inside_node                       bus bandwidth of a group that is one node
+        across_nodes                      of one network card
+    """
+    if name == "cpu":
+        from own_runs import measure_here
+
+        return measure_here(ranks), math.inf
+    if name not in GPUS:
+        fail(f"GPU={name}: pass one of {', '.join(GPUS)}, cpu")
+    gpu, card = GPUS[name], None
+    if preflight:
+        try:
+            figures = {
+                k: float(v) for k, v in json.loads(Path(preflight).read_text())["summary"].items()
+            }
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            fail(f"PREFLIGHT={preflight}: no summary of a preflight ({error!r})")
+        changes = {"memory_bandwidth": figures.get("memory"), "nvlink": figures.get("inside_node")}
+        if rate := figures.get("matmul_bfloat16"):
+            # attention keeps its own rate
+            changes |= {
+                "matmul": rate,
+                "efficiency": 1.0,
+                "attention": gpu.attention * gpu.matmul / rate,
+            }
+        gpu = replace(gpu, held_to="a preflight", **{k: v for k, v in changes.items() if v})
+        card = figures.get("across_nodes")
+    if efficiency:
+        try:
+            gpu = replace(gpu, efficiency=float(efficiency))
+        except ValueError:
+            fail(f"EFFICIENCY={efficiency}: pass a part of the data sheet's rate, such as 0.55")
+        if not 0 < gpu.efficiency <= 1:
+            fail(f"EFFICIENCY={efficiency}: pass a part between 0 and 1, such as 0.55")
+    return gpu, card
+
+
+def show(found: list[tuple[float, Layout]], model: Job, command: str, explain: bool) -> None:
+    best, tied = found[0][0], 0
+    print(f"{'':3}{'step, and its range':26}{'memory':>8}{'MFU':>7}{'tokens/s':>10}", end="")
+    print("".join(f"{part:>10}" for part in PARTS))
+    for number, (seconds, layout) in enumerate(found[:10], 1):
+        job, parts = layout.job, step_time(layout.job).parts
+        reasons = caveats(job, seconds)
+        tied += seconds <= TIE * best
+        figure = f"{seconds:.3g} s, {RANGE[0] * seconds:.2g} to {RANGE[1] * seconds:.2g}"
+        rate = job.global_batch * job.seq / seconds / job.ranks
+        mfu = f"{flops(job) / seconds / job.ranks / job.gpu.matmul:.0%}"
+        row = f"{figure:26}{layout.memory / 1e9:6.1f}GB{mfu:>7}{rate:10,.0f}"
+        row += "".join(f"{parts.get(part, 0.0) / seconds:>10.0%}" for part in PARTS)
+        if "latency-bound" in reasons:
+            row = f"{'latency-bound, not predicted':26}{layout.memory / 1e9:6.1f}GB"
+        print(f"{number:2} {row}\n     {command.format(stage=layout.stage, flags=layout.flags)}")
+        for reason in reasons:
+            print(f"     outside of what the model was held to: {reason}")
+    if tied > 1:
+        print(f"\nThe first {tied} are within {TIE - 1:.0%} of each other, a tie: measure these.")
+    if explain:
+        print("\nThe first one's step, by formula:")
+        print("\n".join(step_time(found[0][1].job).explain))
+        for axis, count in sent(found[0][1].job).items():
+            print(f"sent over {axis} by a rank of the first stage: {count / 1e9:.3g} GB")
+
+
+PARTS = ("compute", "tp", "pipeline", "dp", "optimizer")
+COLORS = {"02": "blue", "03": "teal", "04": "green", "05": "orange", "06": "pink", "07": "purple"}
+
+
+def draw(found: list[tuple[float, Layout]]) -> str:
+    """Every layout as a square: to the right more memory, above a longer step (logarithmic)."""
+    from svg import Picture
+
+    picture = Picture(720, 460, "Step time and memory of every layout that fits")
+    most, best = max(x.memory for _, x in found), found[0][0]
+    span = math.log(max(found[-1][0] / best, 1.01))
+    for seconds, layout in reversed(found):
+        x, y = 60 + 620 * layout.memory / most, 400 - 320 * math.log(seconds / best) / span
+        hint = f"{layout.stage} {layout.flags}: {seconds:.3g} s, {layout.memory / 1e9:.1f} GB"
+        picture.rect(x, y, 7, 7, COLORS[layout.stage], hint)
+    picture.line(56, 410, 690, 410, "ink")
+    picture.text(60, 428, "0 GB")
+    picture.text(690, 428, f"{most / 1e9:.0f} GB", anchor="end")
+    picture.text(52, 405, f"{best:.2g} s", anchor="end")
+    picture.text(52, 88, f"{found[-1][0]:.2g} s", anchor="end")
+    picture.legend(60, 448, {color: stage for stage, color in COLORS.items()})
+    return str(picture)
+
+
+def main() -> None:
+    given = {name: os.environ.get(name, "") for name in ("GPU", "PREFLIGHT", "EFFICIENCY", "SVG")}
+    counts = {"NODES": 1, "GPUS": 1}
+    for name in counts:
+        text = os.environ.get(name, "")
+        if text:
+            counts[name] = (
+                int(text)
+                if text.isdigit() and int(text) > 0
+                else fail(f"{name}={text}: pass a number above 0")
+            )
+    args = base_parser(__doc__).parse_args()
+    for name, value in zip(SHAPE, PRESETS[args.preset], strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.d_model % args.n_heads:
+        fail(f"--d-model {args.d_model} is not a multiple of --n-heads {args.n_heads}")
+    ranks = counts["NODES"] * counts["GPUS"]
+    name = given["GPU"].lower() or fail(f"GPU=: pass one of {', '.join(GPUS)}, cpu")
+    gpu, card = gpu_of(name, given["PREFLIGHT"], given["EFFICIENCY"], ranks)
+    network = os.environ.get("NETWORK", "")
+    if network:
+        try:
+            card = 1e9 * float(network)
+        except ValueError:
+            fail(f"NETWORK={network}: pass the GB/s of one GPU's network card, such as 50")
+    if card is None and counts["NODES"] > 1:
+        fail(f"NODES={counts['NODES']} needs NETWORK=, the GB/s of a GPU's network card")
+    model = Job(
+        layers=args.n_layers,
+        d_model=args.d_model,
+        heads=args.n_heads,
+        seq=args.seq_len,
+        vocab=VOCABULARY,
+        global_batch=args.global_batch_size,
+        ranks=ranks,
+        gpu=gpu,
+        per_node=counts["GPUS"],
+        network=card or math.inf,
+        dtype=args.dtype or ("float32" if name == "cpu" else "bfloat16"),
+    )
+    found, dropped = plan(model, args)
+    gpus = f"{counts['NODES']} x {counts['GPUS']} {name} (held to {gpu.held_to})"
+    batch = f"{model.global_batch} sequences of {model.seq} tokens"
+    print(f"{gpus}, {parameters(model):,.0f} parameters, {batch}")
+    left_out = "; ".join(f"{count} with {reason}" for reason, count in dropped.items())
+    print(f"{len(found)} layouts; dropped: {left_out or 'none'}\n", flush=True)
+    if not found:
+        fail(f"no layout fits on {ranks} x {name}: {left_out}")
+    shape = " ".join(f"--{k.replace('_', '-')} {getattr(args, k)}" for k in SHAPE)
+    words = f"{shape} --global-batch-size {args.global_batch_size}"
+    if counts["NODES"] > 1:
+        start = f"make submit-{{stage}} NODES={counts['NODES']} GPUS={counts['GPUS']}"
+    else:
+        start = f"make run-{{stage}} NPROC={counts['GPUS']}"
+    show(found, model, f'{start} ARGS="{words} {{flags}}"', bool(os.environ.get("EXPLAIN")))
+    if given["SVG"]:
+        Path(given["SVG"]).write_text(draw(found))
+
+
+if __name__ == "__main__":
+    main()
