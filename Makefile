@@ -29,6 +29,7 @@ help: ## this list
 # FROM=01     the stage that diff-NN compares with; by default the one that its stage.toml names
 # FULL=1      diff-NN shows the whole new file, its changed lines marked
 # RAW=1       diff-NN shows git's diff of the two files
+# GPU=h100   of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN= SVG=: see tools/plan.py
 # PYTHON=...  the python3 that creates the virtual environment
 
 # ---- set-up ----
