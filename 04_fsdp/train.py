@@ -17,10 +17,6 @@ sharding); shards may be kept on the CPU.
                         without resharding after forward all-gather m P;
                         hybrid sharding adds an all-reduce of P / N
 
-What only other modules and training loops need stands in common/wrapping.py and common/guards.py.
-On a first reading skip `inputs`, `some_are_hidden` and `drop_failed_backward`, and take `pending`
-for `shard.grad`.
-
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 
 Run it:
@@ -34,7 +30,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -45,56 +41,51 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
-from common.checkpoint import State, state_of_flat_shard
 from common.collectives import (
     all_gather_single,
     all_reduce,
     all_reduce_control,
+    global_norm,
     reduce_scatter_single,
 )
+from common.units import NoGradient, cast_inputs, is_lookup, parameters_by_unit, refuse_copies
+
+# isort: split
+from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
+from common.checkpoint import State, state_of_flat_shard
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, fail, group_along, setup, world_size
-from common.guards import ModuleOfShards, PendingGradient
 from common.model import IGNORED, Transformer, init_weights
-from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
+from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
-from common.wrapping import (
-    Parameters,
-    cast_inputs,
-    inputs_of,
-    is_lookup,
-    not_a_number,
-    outputs_of,
-    parameters_by_unit,
-    unsharded_dtype,
-)
 
 # ------------------------------------------------------------------------------------------------
 # The technique: flat parameters, unsharded unit by unit
 # ------------------------------------------------------------------------------------------------
 
 
-class FullyShardedDataParallel(ModuleOfShards):
+class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters, gradients and optimizer state; unshard them unit by unit.
 
-    module: the same on every rank, or on the meta device with a `materialize(unit, name)` that
-    gives one unit's parameters memory and values. units: the modules that are unsharded one at a
-    time, in the order of forward; None: the module's children. shard_group: the N ranks that shard
-    each unit. replicate_group: the ranks that hold the same shard, for hybrid sharding.
-    param_dtype: of the unsharded parameters, None: their own. reduce_dtype: of the gradients that
-    are reduced, None: `param_dtype`. cpu_offload: keep the shards on the CPU.
+    The contract, which is checked. `units` are modules that each forward of `module` runs once, in
+    this order, and each returns one tensor. Each parameter is in exactly one unit, trains, and has
+    the common dtype. Every backward reaches every parameter. All micro-batches of a step but the
+    last are under `no_sync()`. A step is `finish_gradient_synchronization()`, `clip_grad_norm_()`,
+    `optimizer.step()`, `optimizer.zero_grad(set_to_none=True)`.
 
-    A step ends with `finish_gradient_synchronization` and this class's `clip_grad_norm_`: PyTorch's
-    sees this rank's shards only. All ranks must use the same parameters, because collectives are
-    matched by order. A parameter that a backward did not use has a zero gradient, and delays its
-    own and all earlier units until backward ends.
+    module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
+    one unit's parameters memory and values. shard_group: the N ranks that shard each unit.
+    replicate_group: the ranks that hold the same shard, for hybrid sharding. param_dtype: of the
+    unsharded parameters, None: their own. reduce_dtype: of the gradients that are reduced, None:
+    `param_dtype`. cpu_offload: keep the shards on the CPU.
+
+    `parameters()` are this rank's shards. PyTorch's `clip_grad_norm_` would take their norm alone.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        units: list[nn.Module] | None = None,
+        units: list[nn.Module],
         shard_group: ProcessGroup | None = None,
         replicate_group: ProcessGroup | None = None,
         param_dtype: torch.dtype | None = None,
@@ -104,43 +95,34 @@ class FullyShardedDataParallel(ModuleOfShards):
         device: torch.device | None = None,
         cpu_offload: bool = False,
     ):
-        super().__init__(module)
-        self.group = shard_group
-        self.param_dtype, self.reshard_after_forward = param_dtype, reshard_after_forward
+        super().__init__()
+        object.__setattr__(self, "module", module)  # unregistered: its parameters are not ours
+        self.group, self.param_dtype = shard_group, param_dtype
+        self.reshard_after_forward = reshard_after_forward
         device = device or next(module.parameters()).device
         shard_device = "cpu" if cpu_offload else device
         groups, dtypes = (shard_group, replicate_group), (param_dtype, reduce_dtype)
-        self.flats: list[FlatParameter] = []
+        self.buckets: list[FlatParameter] = []  # one per unit, the last layer first: as in backward
         # each unit gets its values and is sharded before the next one: no rank holds the full model
-        for unit, params in parameters_by_unit(module, units, materialize):
-            self.flats.append(FlatParameter(unit, params, groups, dtypes, device, shard_device))
-        self.flats.sort(key=lambda flat: flat.unit is not module)  # forward enters `module` first
-        for i, flat in enumerate(self.flats):
-            self.register_parameter(f"shard_{i}", flat.shard)
-            self.register_hooks(flat.unit, flat)
-        self.buckets = [f for f in self.flats[::-1] if f.shard.requires_grad]  # last layer first
+        for name, unit, params in parameters_by_unit(module, units, materialize):
+            bucket = FlatParameter(name, unit, params, groups, dtypes, device, shard_device)
+            self.register_parameter(f"shard_{len(self.buckets)}", bucket.shard)
+            self.buckets.insert(0, bucket)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.next_in_forward = dict(pairwise(self.flats))
-        self.next_in_backward = {b: a for a, b in pairwise(self.flats) if a.unshards_in_backward}
-        self.launched = 0  # how many buckets' reductions have started
-        self.has_new_gradients = False  # since the last `end_backward`
-        self.finished: list[FlatParameter] = []  # gradients complete, not yet resharded
-        self.turns = count()  # numbers the units in the order of forward
-        self.synchronizes, self.in_forward, self.in_backward = True, False, False
+        self.next_in_forward = {b: a for a, b in pairwise(self.buckets)}
+        self.next_in_backward = {a: b for a, b in pairwise(self.buckets) if b.unshards_in_backward}
+        self.launched = 0  # how many buckets' reductions this backward has started
+        self.in_flight: FlatParameter | None = None  # whose reduction was started last
+        self.expected: FlatParameter | None = None  # whose unit runs next in this forward
+        self.entered: FlatParameter | None = None  # whose unit this backward has entered last
+        self.synchronizes, self.in_backward = True, False
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(self.mark_ready)
+        self.register_hooks(module, units)
+        refuse_copies(self)
 
     def forward(self, *args, **kwargs):
-        self.check_requires_grad()
-        self.drop_failed_backward()
-        if not self.in_backward:  # activation checkpointing may recompute the whole forward there
-            for flat in self.flats:
-                flat.reshard()  # after a forward without backward: stale since the optimizer's step
-        self.in_forward = True
-        try:
-            return self.module(*args, **kwargs)
-        finally:
-            self.in_forward = False
+        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -151,119 +133,122 @@ class FullyShardedDataParallel(ModuleOfShards):
         finally:
             self.synchronizes = True
 
-    def register_hooks(self, unit: nn.Module, flat: FlatParameter) -> None:
-        unit.register_forward_pre_hook(partial(self.before_forward, flat), with_kwargs=True)
-        unit.register_forward_hook(partial(self.after_forward, flat), with_kwargs=True)
+    def register_hooks(self, module: nn.Module, units: list[nn.Module]) -> None:
+        module.register_forward_pre_hook(self.begin_forward)
+        for unit, bucket in zip(units, self.buckets[::-1], strict=True):
+            unit.register_forward_pre_hook(partial(self.before_forward, bucket), with_kwargs=True)
+            unit.register_forward_hook(partial(self.after_forward, bucket))
+        module.register_forward_hook(self.end_forward)
+        for each in (module, *units):
+            refuse_copies(each)
 
-    def before_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs):
-        if not self.in_forward and not self.in_backward:
-            flat.reshard()  # a unit called alone: what is unsharded may be stale
-        flat.unshard()
-        if self.in_forward:  # not where backward recomputes, nor for a unit called alone
-            self.prefetch(self.next_in_forward.get(flat))
-        flat.wait()
-        flat.turn = next(self.turns)
-        args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        flat.inputs = inputs_of(args, kwargs)
-        return args, kwargs
+    def begin_forward(self, module: nn.Module, args) -> None:
+        if self.in_backward:
+            raise RuntimeError(
+                "the last backward failed, or has not reached every parameter: restart the run. "
+                "Or a checkpoint() contains more than one unit"
+            )
+        for bucket in self.buckets:
+            bucket.reshard()  # what is still unsharded may be older than the optimizer's step
+        self.expected = self.buckets[-1]
 
-    def after_forward(self, flat: FlatParameter, module: nn.Module, args, kwargs, output) -> None:
-        inputs, flat.inputs = flat.inputs, []  # dropping them frees activations
-        if flat.in_backward:
-            return  # activation checkpointing has recomputed forward: backward needs the parameters
-        outputs, some_are_hidden = outputs_of(module, args, kwargs, output, inputs)
-        if not torch.is_grad_enabled() or (self.reshard_after_forward and not some_are_hidden):
-            flat.reshard()
-        for tensor in outputs:
-            tensor.register_hook(partial(self.before_backward, flat))
+    def before_forward(self, bucket: FlatParameter, unit: nn.Module, args, kwargs):
+        if bucket is not self.entered:  # else activation checkpointing recomputes it in backward
+            if bucket is not self.expected:
+                raise RuntimeError(f"{bucket.name}: a forward runs each unit once, in their order")
+            self.expected = self.next_in_forward.get(bucket)
+        bucket.unshard()
+        self.prefetch(self.expected)
+        bucket.wait()
+        return cast_inputs(args, kwargs, self.param_dtype)
 
-    def before_backward(self, flat: FlatParameter, _: Tensor) -> None:
+    def after_forward(self, bucket: FlatParameter, unit: nn.Module, args, output) -> Tensor | None:
+        if not isinstance(output, Tensor):
+            raise TypeError(f"unit {bucket.name} returns {type(output)}, not one tensor")
+        if bucket is self.entered:
+            return None  # recomputed: backward needs the parameters
+        if self.reshard_after_forward or not torch.is_grad_enabled():
+            bucket.reshard()
+        if not torch.is_grad_enabled():
+            return None
+        # Autograd runs last what forward computed first. The view is computed after everything in
+        # the unit, so that backward reaches it before anything in the unit. An operation in place
+        # on the view would remove its hook, but not that of `output`.
+        view = output.view_as(output)
+        for tensor in (view, output):
+            tensor.register_hook(partial(self.before_backward, bucket))
+        return view
+
+    def end_forward(self, module: nn.Module, args, output) -> None:
+        if self.expected is not None:
+            raise RuntimeError(f"{self.expected.name}: a forward has to run each unit once")
+
+    def before_backward(self, bucket: FlatParameter, grad: Tensor) -> None:
         """The gradient of the unit's output has been computed: the unit's backward is next."""
-        self.queue_end_backward()
-        self.reshard_finished_units(flat)  # first: `unshard` can reuse their memory
-        flat.in_backward = True  # until `reshard`
-        if flat.unshards_in_backward:
-            flat.unshard()
-            self.prefetch(self.next_in_backward.get(flat))
-            flat.wait()
+        self.begin_backward()
+        self.entered = bucket
+        if bucket in self.next_in_forward:  # backward has left the unit that ran after this one
+            self.next_in_forward[bucket].reshard()
+        if bucket.unshards_in_backward:
+            bucket.unshard()
+            self.prefetch(self.next_in_backward.get(bucket))
+            bucket.wait()
 
     def prefetch(self, neighbour: FlatParameter | None) -> None:
         """Start to unshard the next unit: its all-gather overlaps with this unit's computation."""
         if neighbour is not None:
             neighbour.unshard()
 
-    def reshard_finished_units(self, entered: FlatParameter) -> None:
-        """Free the finished units that forward ran after `entered`: backward has left them.
-
-        Complete gradients do not prove that it has: where a unit also uses `weight.detach()`,
-        backward may still read its parameters.
-        """
-        finished, self.finished = self.finished, []
-        for flat in finished:
-            # entering the whole module, or another flat of the same unit, does not leave this one
-            if flat.turn > entered.turn and entered.unit not in (flat.unit, self.module):
-                flat.reshard()
-            else:
-                self.finished.append(flat)
-        if not entered.waiting_for:  # frozen: `mark_ready` will not add it
-            self.finished.append(entered)
-
     def mark_ready(self, param: nn.Parameter) -> None:
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
+        self.begin_backward()
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError("a gradient came twice: use checkpoint(..., use_reentrant=False)")
-        bucket.collect(param, divide_by=bucket.n_ranks)
-        self.has_new_gradients = True
-        self.queue_end_backward()
+            raise RuntimeError(
+                "a gradient came twice: the last backward left out a parameter, or a checkpoint() "
+                "needs use_reentrant=False"
+            )
+        bucket.collect(param)
         bucket.waiting_for.remove(param)
-        if not bucket.waiting_for:
-            self.finished.append(bucket)
         self.launch_ready_buckets()
 
-    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
-        """Start to reduce the next buckets that are ready; after backward, all that remain.
+    def launch_ready_buckets(self) -> None:
+        """Start to reduce the next buckets that are ready; with the last one backward has ended.
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
         collectives are matched by the order of the calls. Each launch finishes the previous
         reduction, so that at most two buckets have full gradients.
         """
-        while self.launched < len(self.buckets):
-            bucket = self.buckets[self.launched]
-            if bucket.waiting_for and not backward_has_ended:
-                return
-            bucket.start_reduction()
-            previous = self.buckets[self.launched - 1]  # -1: the last one of the previous backward
-            previous.finish_reduction()  # after the launch: the network is busy during the wait
-            if self.synchronizes and self.launched > 0:  # at 0 this backward will still add to it
-                previous.start_replicating()
+        while self.launched < len(self.buckets) and not self.buckets[self.launched].waiting_for:
+            previous, self.in_flight = self.in_flight, self.buckets[self.launched]
+            self.in_flight.start_reduction()
+            if previous is not None:  # after the launch: the network is busy during the wait
+                previous.finish_reduction()
+                if self.synchronizes and self.launched > 0:  # at 0 this backward will still add
+                    previous.start_all_reduce()
             self.launched += 1
+        if self.launched == len(self.buckets):  # every gradient has arrived: backward has ended
+            self.launched, self.in_backward, self.entered = 0, False, None
+            for bucket in self.buckets:
+                bucket.waiting_for = set(bucket.params)
 
-    def queue_end_backward(self) -> None:
-        if not self.in_backward:
-            if torch.is_grad_enabled():
-                raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-            self.in_backward = True
-            # no public hook runs when the whole backward has ended; PyTorch's DDP uses this one
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-
-    def end_backward(self) -> None:
-        """Launch the buckets that unused parameters have delayed, and reset."""
-        if self.has_new_gradients:
-            self.launch_ready_buckets(backward_has_ended=True)
-        self.launched, self.in_backward, self.has_new_gradients = 0, False, False
-        self.finished.clear()
-        for flat in self.flats:
-            flat.waiting_for = set(flat.params) if flat.shard.requires_grad else set()
-            flat.reshard()
+    def begin_backward(self) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
+        self.in_backward = True
 
     def finish_gradient_synchronization(self) -> None:
         """After the last backward of a step: wait until each shard has its average gradient."""
+        if self.in_backward:
+            missing = ", ".join(bucket.name for bucket in self.buckets if bucket.waiting_for)
+            raise RuntimeError(f"backward has not reached every parameter of unit {missing}")
         for bucket in self.buckets:
             bucket.finish_reduction()
-            bucket.start_replicating()
+            bucket.start_all_reduce()
         for bucket in self.buckets:
-            bucket.finish_replicating()
+            bucket.finish_step()
+        self.in_flight = None
+        torch.autograd.graph.increment_version(self.bucket_of)  # graphs of this step are now stale
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -276,24 +261,6 @@ class FullyShardedDataParallel(ModuleOfShards):
             grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
-    def training_state(self, optimizer: torch.optim.Optimizer) -> State:
-        """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
-        state: State = {}
-        for flat in self.flats:
-            state |= state_of_flat_shard(optimizer, flat.shard, flat.shapes, flat.owned.start)
-        return state
-
-    @torch.no_grad()
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The full parameters by name, in their own dtype, on the CPU of every rank."""
-        state = {}
-        for flat in self.flats:
-            full = torch.empty_like(flat.full, dtype=flat.shard.dtype)
-            all_gather_single(full, flat.shard.to(full.device), group=self.group)
-            views = flat.views_into(full.cpu()).values()
-            state |= {name: v.clone() for name, v in zip(flat.shapes, views, strict=True)}
-        return state
-
 
 class FlatParameter:
     """A unit's parameters side by side in one flat buffer, of which each rank owns an equal shard.
@@ -301,12 +268,12 @@ class FlatParameter:
     shard: [length], the part that this rank's optimizer updates, in the parameters' own dtype.
     full: [N * length], padded, in `param_dtype`; has memory only while unsharded. The parameters
     are views into it then, and NaN otherwise. grads: [N * length] in `reduce_dtype`, in backward.
+    average: [length], the sum of the averages of this step's micro-batches so far.
     waiting_for: the parameters whose gradients this backward has not finished yet.
     """
 
-    def __init__(self, unit, params: Parameters, groups, dtypes, device, shard_device):
-        self.unit, self.params = unit, list(params.values())
-        self.shapes = {name: p.shape for name, p in params.items()}
+    def __init__(self, name, unit, params, groups, dtypes, device, shard_device):
+        self.name, self.params = name, params
         (self.group, self.replicate_group), (param_dtype, reduce_dtype) = groups, dtypes
         n_shards, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.n_replicas = dist.get_world_size(self.replicate_group) if self.replicate_group else 1
@@ -316,13 +283,15 @@ class FlatParameter:
         self.owned = slice(rank * length, (rank + 1) * length)
         self.padding = n_shards * length - len(flat)
         shard = F.pad(flat, (0, self.padding))[self.owned].to(shard_device, copy=True)
-        self.shard = nn.Parameter(shard, requires_grad=self.params[0].requires_grad)
+        self.shard = nn.Parameter(shard)
+        self.views = {p: p.detach() for p in self.params}  # where the parameters are now
         self.grads: Tensor | None = None
-        self.waiting_for = set(self.params) if self.shard.requires_grad else set()
-        self.reduction: Work | None = None  # the collective in flight
-        self.replicating: Work | None = None
-        self.pending: PendingGradient | None = None  # `shard.grad` while a collective is in flight
-        self.is_replicated = False  # whether this step's `replicating` has started
+        self.average: Tensor | None = None
+        self.waiting_for = set(self.params)
+        self.reduction: Work | None = None  # the reduce-scatter in flight
+        self.replication: Work | None = None  # the all-reduce in flight
+        self.no_grad = NoGradient(self.shard)  # is `shard.grad` until the average is complete
+        self.expected_grad: NoGradient | None = None  # what `shard.grad` is before a micro-batch
         self.allocate_full(unit, param_dtype, device)
         self.reduce_dtype = reduce_dtype or self.full.dtype
 
@@ -331,59 +300,66 @@ class FlatParameter:
         chunks = flat[: sum(sizes)].split(sizes)
         return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
 
-    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
-        self.before_accumulation()
-        self.finish_reduction()  # of the previous backward, if it is still in flight
-        self.copy_gradient(param, divide_by)
-        param.grad = None  # a view would keep the buffer alive after the reduction
+    def collect(self, param: nn.Parameter) -> None:
+        """Move the gradient of `param` into the buffer."""
+        self.check_gradient(self.expected_grad)
+        self.finish_reduction()  # of the previous micro-batch, if it is still in flight
+        self.copy_gradient(param)
+        param.grad = None
 
-    def copy_gradient(self, param: nn.Parameter, divide_by: int) -> None:
-        """Copy the gradient of `param` into the buffer. A missing gradient counts as zero.
-
-        Dividing by the number of ranks here, before the sum over the ranks, makes the sum the
-        average. Where the dtypes agree, one pass over the memory copies and divides.
-        """
+    def copy_gradient(self, param: nn.Parameter) -> None:
         if self.grads is None:
             self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
             self.grads[len(self.grads) - self.padding :].zero_()  # the norm counts padding
             self.grad_views = self.views_into(self.grads)
-        view = self.grad_views[param]
-        if param.grad is None:
-            view.zero_()
-        elif param.grad.dtype != view.dtype:
-            view.copy_(param.grad).div_(divide_by)  # divided in the dtype of the buffer
-        elif param.grad is not view or divide_by > 1:
-            torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
+        self.grad_views[param].copy_(param.grad)
+
+    def check_gradient(self, expected: Tensor | None) -> None:
+        if self.shard.grad is not expected:
+            raise RuntimeError(
+                "all micro-batches but the last of a step belong in no_sync(), and "
+                "zero_grad(set_to_none=True) belongs after the optimizer's step, nowhere else"
+            )
 
     def start_reduction(self) -> None:
         """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `grads`."""
-        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
-            self.collect(param, divide_by=self.n_ranks)
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
-        self.pending = PendingGradient(self.shard)
+        self.shard.grad = self.expected_grad = self.no_grad
 
     def finish_reduction(self) -> None:
-        """Add the average to `shard.grad` and free the full gradients."""
+        """Add the average to that of earlier micro-batches and free the full gradients."""
         if self.reduction is None:
             return
         self.reduction.wait()
-        self.pending.add(self.grads[self.owned].to(self.shard))
-        self.reduction = self.grads = self.grad_views = self.pending = None
+        average = self.grads[self.owned].to(self.shard) / self.n_ranks  # in the shard's dtype
+        self.average = average if self.average is None else self.average.add_(average)
+        self.reduction = self.grads = self.grad_views = None
+
+    def finish_step(self) -> None:
+        """Give the optimizer the average, and free the parameters that it is about to update."""
+        if self.replication is not None:
+            self.replication.wait()
+            self.replication = None
+        if self.average is not None:
+            self.check_gradient(self.no_grad)
+            self.shard.grad, self.average, self.expected_grad = self.average, None, None
+        self.reshard()
 
     def allocate_full(self, unit: nn.Module, dtype: torch.dtype | None, device) -> None:
         """Create the buffer of the full parameters, without memory until the first `unshard`."""
-        # the gradient of a lookup does not depend on the weights (they must not be used otherwise)
-        self.unshards_in_backward = not is_lookup(unit, self.params)
-        dtype = unsharded_dtype(unit, self.params, dtype)
+        # the gradient of a lookup does not depend on the weights. A row of it is a sum over many
+        # tokens, most of which bfloat16 would round away
+        self.unshards_in_backward = not is_lookup(unit)
+        dtype = dtype if self.unshards_in_backward else None
         numel = dist.get_world_size(self.group) * len(self.shard)
-        self.full = torch.empty(numel, dtype=dtype, device=device)
+        self.full = torch.empty(numel, dtype=dtype or self.shard.dtype, device=device)
         self.full_views = self.views_into(self.full)
-        nan = not_a_number(dtype, device)  # what a parameter reads as while it is freed
+        nan = torch.full((), torch.nan, dtype=self.full.dtype, device=device)
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
-        self.gathering: Work | None = None
-        self.turn = 0  # of the unit's last forward
-        self.reshard()
+        self.gathering: Work | None = None  # the all-gather in flight
+        self.point_parameters_to(self.freed_views)
+        self.full.untyped_storage().resize_(0)
 
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is there or in flight.
@@ -395,7 +371,9 @@ class FlatParameter:
         if storage.nbytes() == 0:
             storage.resize_(self.full.numel() * self.full.element_size())
             self.point_parameters_to(self.full_views)
-            out, self.sent = self.full.data, self.shard.detach().to(self.full, non_blocking=True)
+            # cast before it is sent: in bfloat16 that is half the bytes
+            self.sent = self.shard.detach().to(self.full, non_blocking=True)
+            out = self.full.data
             self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
 
     def wait(self) -> None:
@@ -404,39 +382,35 @@ class FlatParameter:
             self.gathering = self.sent = None  # `sent` has to live until here
 
     def reshard(self) -> None:
-        """Free the full parameters: the storage shrinks to nothing until the next `unshard`."""
+        """Free the full parameters: the storage shrinks to nothing until the next `unshard`.
+
+        Meanwhile the parameters are NaN: reading freed memory could end the process.
+        """
         if self.full.untyped_storage().nbytes() > 0:
             self.wait()
             self.full.untyped_storage().resize_(0)
             self.point_parameters_to(self.freed_views)
-        self.in_backward, self.inputs = False, []  # a failed forward has left inputs
 
     def point_parameters_to(self, views: dict[nn.Parameter, Tensor]) -> None:
+        if any(param.data_ptr() != view.data_ptr() for param, view in self.views.items()):
+            raise RuntimeError("freeze, move or cast parameters before they are sharded")
         for param, view in views.items():
             param.data = view
+        self.views = views
 
     # ---- hybrid sharding: all-reduce the shards' gradients over the replicas ----
 
-    def start_replicating(self) -> None:
-        """Start the all-reduce: once per step, after the last micro-batch."""
-        grad = self.shard.grad
-        if self.n_replicas > 1 and grad is not None and not self.is_replicated:
-            self.is_replicated, self.pending = True, PendingGradient(self.shard)
-            self.replicating = all_reduce(grad, group=self.replicate_group, async_op=True)
+    def start_all_reduce(self) -> None:
+        """Start to all-reduce the average: once per step, after the last micro-batch."""
+        if self.n_replicas > 1 and self.average is not None and self.replication is None:
+            self.expected_grad = None  # what another micro-batch would add would be lost
+            average, group = self.average, self.replicate_group
+            self.replication = all_reduce(average, group=group, async_op=True)
 
-    def finish_replicating(self) -> None:
-        if self.replicating is not None:
-            self.replicating.wait()
-            self.pending.zero_again()
-            self.replicating = self.pending = None
 
-    def before_accumulation(self) -> None:
-        """Raise an error if a backward would add to gradients that are averaged already."""
-        if self.is_replicated:
-            self.finish_replicating()
-            if self.shard.grad is not None and self.shard.grad.any():
-                raise RuntimeError("all micro-batches but the last of a step belong in no_sync()")
-            self.is_replicated = False
+# ------------------------------------------------------------------------------------------------
+# The training loop
+# ------------------------------------------------------------------------------------------------
 
 
 def sharded_from_meta(model: Transformer, args, world: World) -> FullyShardedDataParallel:
@@ -456,9 +430,14 @@ def sharded_from_meta(model: Transformer, args, world: World) -> FullyShardedDat
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# The training loop
-# ------------------------------------------------------------------------------------------------
+def training_state(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> State:
+    """The tensors of a checkpoint, by the plain model's names, as `Shard`s."""
+    names = {p: name for name, p in model.module.named_parameters()}
+    state: State = {}
+    for bucket in model.buckets:
+        shapes = {names[p]: p.shape for p in bucket.params}
+        state |= state_of_flat_shard(optimizer, bucket.shard, shapes, bucket.owned.start)
+    return state
 
 
 def parse_args(argv: list[str] | None = None):
@@ -508,7 +487,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
-    state = model.training_state(optimizer)
+    state = training_state(model, optimizer)
     first_step = run.checkpoints.load(run.resume, state, optimizer)
     batches = train_batches(corpus.train, args.batching, device, first_step, world.rank, world.size)
 

@@ -198,7 +198,7 @@ def our_zero(zero_stage: int) -> Callable[[Shape], Step]:
     def build(shape: Shape) -> Step:
         model = transformer(shape)
         optimizer = load_stage("03").ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, zero_stage=zero_stage, **ADAMW
+            model, torch.optim.AdamW, zero_stage=zero_stage, **ADAMW
         )
         return plain_step(model, optimizer, optimizer.finish_gradient_synchronization)
 
@@ -206,10 +206,15 @@ def our_zero(zero_stage: int) -> Callable[[Shape], Step]:
 
 
 def our_zero_3_in_bf16(shape: Shape) -> Step:
-    stage, model = load_stage("03"), transformer(shape)
-    groups = [{"params": list(unit.parameters())} for unit in model.units()]
-    optimizer = stage.ZeroRedundancyOptimizer(groups, torch.optim.AdamW, zero_stage=3, **ADAMW)
-    optimizer.shard_parameters(model.units(), torch.bfloat16)
+    model = transformer(shape)
+    optimizer = load_stage("03").ZeroRedundancyOptimizer(
+        model,
+        torch.optim.AdamW,
+        zero_stage=3,
+        units=model.units(),
+        param_dtype=torch.bfloat16,
+        **ADAMW,
+    )
     return plain_step(model, optimizer, optimizer.finish_gradient_synchronization)
 
 
@@ -235,7 +240,7 @@ def our_fsdp(
             reduce_dtype=torch.float32,
             reshard_after_forward=reshard_after_forward,
         )
-        optimizer = torch.optim.AdamW(model.shards(), **ADAMW)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         return plain_step(model, optimizer, model.finish_gradient_synchronization)
 
     return build

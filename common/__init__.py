@@ -12,6 +12,5 @@ run.py           a run: its folder, its steps, when it saves and when it stops
 metrics.py       what a logged line holds, how it prints, where it is written
 checkpoint.py    sharded checkpoints in the format of torch.distributed.checkpoint
 storage.py       how checkpoints are stored: checksums, and loading that runs no code
-wrapping.py      for ZeRO and FSDP: the units of arbitrary modules, what enters and leaves them
-guards.py        for ZeRO and FSDP: what arbitrary training loops may do to gradients
+units.py         for ZeRO and FSDP: what they check of a model's units
 """

@@ -21,13 +21,14 @@ that processes write to the kernel.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.linalg import vector_norm
 
 Group = ProcessGroup | None  # None: all ranks
 
@@ -165,3 +166,19 @@ def all_reduce_control(tensor: Tensor, group: Group = None) -> Tensor:
     ledger.control[("all_reduce", group_name(group))] += 1
     dist.all_reduce(tensor, group=group)
     return tensor
+
+
+def global_norm(tensors: Iterable[Tensor], width: int = 1024) -> Tensor:
+    """Euclidean norm of all elements of all tensors: a float32 scalar, float64 if any tensor is.
+
+    First the norms of rows of `width`, then the norm of these. On a CPU PyTorch sums the squares of
+    a tensor in a few lanes: for four million float32 numbers the norm is off by 2e-4.
+    """
+    norms = []
+    for tensor in tensors:
+        flat, dtype = tensor.flatten(), torch.promote_types(tensor.dtype, torch.float32)
+        whole = len(flat) // width * width
+        rows = flat[:whole].view(-1, width)
+        norms.append(vector_norm(rows, dim=-1, dtype=dtype))
+        norms.append(vector_norm(flat[whole:], dtype=dtype)[None])
+    return vector_norm(torch.cat(norms)) if norms else torch.zeros(())

@@ -1,4 +1,4 @@
-"""What all stages share of the optimizer: AdamW's settings, learning-rate schedule, global norm."""
+"""What all stages share of the optimizer: AdamW's settings, learning-rate schedule, clipping."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.linalg import vector_norm
 from torch.nn.utils import clip_grads_with_norm_
+
+from common.collectives import global_norm
 
 
 def adamw_settings(lr: float, weight_decay: float) -> dict:
@@ -36,22 +37,6 @@ def learning_rate(step: int, n_steps: int, peak: float, warmup: int, min_ratio: 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def global_norm(tensors: Iterable[Tensor], width: int = 1024) -> Tensor:
-    """Euclidean norm of all elements of all tensors: a float32 scalar, float64 if any tensor is.
-
-    First the norms of rows of `width`, then the norm of these. On a CPU PyTorch sums the squares of
-    a tensor in a few lanes: for four million float32 numbers the norm is off by 2e-4.
-    """
-    norms = []
-    for tensor in tensors:
-        flat, dtype = tensor.flatten(), torch.promote_types(tensor.dtype, torch.float32)
-        whole = len(flat) // width * width
-        rows = flat[:whole].view(-1, width)
-        norms.append(vector_norm(rows, dim=-1, dtype=dtype))
-        norms.append(vector_norm(flat[whole:], dtype=dtype)[None])
-    return vector_norm(torch.cat(norms)) if norms else torch.zeros(())
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

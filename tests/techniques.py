@@ -52,26 +52,27 @@ class Trainer:
             self.model = self.sync = stage.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
             self.optimizer = optimizer_class(model.parameters(), **defaults)
         elif number == "03":
-            params, units = model.parameters(), units or list(model.children())
-            if strategy == "zero-3":
-                params = [{"params": list(unit.parameters())} for unit in units]
+            units = list(model.children()) if units is None else units
             self.optimizer = self.sync = stage.ZeroRedundancyOptimizer(
-                params, optimizer_class, **options, bucket_cap_mb=bucket_mb, **defaults
+                model,
+                optimizer_class,
+                **options,
+                bucket_cap_mb=bucket_mb,
+                units=units,
+                param_dtype=gathered,
+                **defaults,
             )
-            if strategy == "zero-3":
-                dtype = gathered or next(model.parameters()).dtype
-                self.optimizer.shard_parameters(units, dtype)
             self.model = model
         else:
             self.model = self.sync = stage.FullyShardedDataParallel(
                 model,
-                units,
+                list(model.children()) if units is None else units,
                 param_dtype=gathered,
                 reduce_dtype=gathered and torch.float32,
                 **options,
                 **(groups or {}),
             )
-            self.optimizer = optimizer_class(self.model.shards(), **defaults)
+            self.optimizer = optimizer_class(self.model.parameters(), **defaults)
 
     def backward(self, losses: list[Callable[[nn.Module], Tensor]]) -> Tensor:
         """Run forward and backward of every micro-batch, synchronize; returns the mean loss."""
@@ -84,17 +85,16 @@ class Trainer:
         self.sync.finish_gradient_synchronization()
         return total
 
-    def step(self, losses: list[Callable[[nn.Module], Tensor]], set_to_none: bool = True) -> Tensor:
+    def step(self, losses: list[Callable[[nn.Module], Tensor]]) -> Tensor:
         loss = self.backward(losses)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self.optimizer.zero_grad(set_to_none=True)
         return loss
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of the unsharded parameters, under the names of the plain model."""
-        if self.strategy.startswith("fsdp"):
-            return self.model.full_state_dict()
-        buckets = self.optimizer.buckets if self.strategy == "zero-3" else []
+        shards_parameters = self.strategy == "zero-3" or self.strategy.startswith("fsdp")
+        buckets = self.sync.buckets if shards_parameters else []
         for bucket in buckets:
             bucket.unshard()
             bucket.wait()

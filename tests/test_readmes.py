@@ -23,7 +23,16 @@ READMES = sorted(
 )
 LESSONS = [path for path in READMES if re.match(r"\d\d_", str(path))]
 # files of a corpus, a run or a site: not in the repository
-NOT_OURS = {"train.txt", "valid.txt", "test.txt", "table.md", "all.pt", "edited.py"}
+NOT_OURS = {
+    "train.txt",
+    "valid.txt",
+    "test.txt",
+    "table.md",
+    "all.pt",
+    "edited.py",
+    "zero.py",
+    "fsdp.py",
+}
 # flags of torchrun, srun, sbatch, mpirun, pip and nvidia-smi
 OTHERS_FLAGS = set(
     "--standalone --nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id"

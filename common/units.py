@@ -1,0 +1,80 @@
+"""What stages 03 and 04 check of a model's units, and of what is done with their parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def parameters_by_unit(
+    module: nn.Module,
+    units: list[nn.Module],
+    materialize: Callable[[nn.Module, str], None] | None = None,
+) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """Yield each unit's full name, the unit, and its parameters. ValueError if the contract fails.
+
+    materialize(unit, name) gives the parameters of a unit memory and values. It is called when the
+    unit is due, so that the caller can shard the previous one before.
+    """
+    names = {unit: name for name, unit in module.named_modules()}
+    users = Counter(p for unit in units for p in unit.parameters())
+    seen: set[nn.Parameter] = set()
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if users[p] != 1 or p in seen:
+            raise ValueError(f"{name}: tied, in no unit, or in several")
+        seen.add(p)
+        if not p.requires_grad or p.dtype != next(module.parameters()).dtype:
+            raise ValueError(f"{name}: frozen, or of another dtype than the others")
+    for unit in units:
+        if materialize is not None:
+            materialize(unit, names[unit])
+        if any(p.is_meta for p in unit.parameters()):
+            raise ValueError(f"{names[unit]}: on the meta device, without values")
+        yield names[unit], unit, list(unit.parameters())
+
+
+def is_lookup(unit: nn.Module) -> bool:
+    """Whether a unit's parameters are those of embeddings alone."""
+    owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
+    return all(isinstance(m, nn.Embedding) for m in owners)
+
+
+def cast_inputs(args: tuple, kwargs: dict, dtype: torch.dtype | None) -> tuple[tuple, dict]:
+    """The arguments with floating-point tensors in `dtype`, as autocast would cast them."""
+
+    def cast(x):
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}
+
+
+class NoGradient(Tensor):
+    """In place of a gradient that is incomplete or sharded: without memory, any use is an error."""
+
+    @staticmethod
+    def __new__(cls, param: Tensor):
+        like = {"dtype": param.dtype, "device": param.device, "storage_size": 0}
+        return Tensor._make_wrapper_subclass(cls, param.shape, **like)
+
+    __repr__ = object.__repr__
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise RuntimeError(
+            "this gradient is incomplete or sharded: call finish_gradient_synchronization(), and "
+            f"clip_grad_norm_() and zero_grad() of the class that shards ({function})"
+        )
+
+
+def refuse_copies(module: nn.Module) -> None:
+    """Saving, loading, copying, casting or moving a module of sharded parameters is an error."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("a rank has shards only: load, copy, cast, move before; save the shards")
+
+    module.register_state_dict_pre_hook(refuse)
+    module.register_load_state_dict_pre_hook(refuse)
+    module._apply = module.__deepcopy__ = refuse

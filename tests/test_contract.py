@@ -1,0 +1,500 @@
+"""The contract of stages 03 and 04: every misuse is an error, and what is allowed is exact."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from techniques import Trainer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+SGD = torch.optim.SGD
+STAGES_1_2, STAGE_3, FSDP = ["zero-1", "zero-2"], ["zero-3"], ["fsdp", "fsdp-keep"]
+UNITS = [*STAGE_3, *FSDP]
+ZERO, ALL = [*STAGES_1_2, *STAGE_3], [*STAGES_1_2, *UNITS]
+
+
+class Unit(nn.Module):
+    """A unit that does what `how` says, between two plain ones."""
+
+    def __init__(self, how: str = ""):
+        super().__init__()
+        self.how, self.linear, self.other = how, nn.Linear(6, 6), nn.Linear(6, 6)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor):
+        y = self.linear(x).tanh()
+        if self.how == "keeps a later tensor":  # such as an auxiliary loss
+            y = self.other(y)
+            self.kept = self.linear(x.sin()).tanh() * self.other.bias
+            return y
+        if self.how == "unused parameter":
+            return y
+        y = self.other(y)
+        if self.how == "detached weight":  # read in backward after all gradients have arrived
+            y = y + nn.functional.linear(x.sin(), self.other.weight.detach()).tanh()
+        return (y, x) if self.how == "tuple" else y
+
+
+class Chain(nn.Module):
+    """Three units; `how` is what forward does with them."""
+
+    def __init__(self, how: str = "", unit: str = ""):
+        super().__init__()
+        self.how, self.units = how, nn.ModuleList([Unit(), Unit(unit), Unit()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.units
+        orders = {"other order": [a, c, b], "twice": [a, b, b, c], "skipped": [a, c]}
+        for unit in orders.get(self.how, [a, b] if self.how == "last skipped" else [a, b, c]):
+            x = unit(x)
+            if self.how == "in place":
+                x = x.add_(1)
+            if isinstance(x, tuple):
+                x = x[0]
+        return x
+
+
+def chain(how: str = "", unit: str = "") -> Chain:
+    torch.manual_seed(0)
+    return Chain(how, unit)
+
+
+def trainer_of(strategy: str, model: Chain) -> Trainer:
+    # small buckets, so that ZeRO's stages 1 and 2 have several
+    return Trainer(strategy, model, SGD, list(model.units), bucket_mb=0.0002, lr=0.1)
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(trainer: Trainer, seed: int = 0) -> Tensor:
+    return trainer.model(batch(seed)).square().sum()
+
+
+def train(trainer: Trainer, steps: int = 2) -> None:
+    """What must not go unnoticed after a misuse: more steps, in the order of the contract."""
+    for step in range(steps):
+        loss_of(trainer, step).backward()
+        trainer.sync.finish_gradient_synchronization()
+        trainer.sync.clip_grad_norm_(1.0)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad(set_to_none=True)
+
+
+# ---- misuses of the model: errors when it is sharded, or in the first step ----
+
+
+def tied(model: Chain) -> None:
+    model.units[2].linear.weight = model.units[0].linear.weight
+
+
+def tied_within(model: Chain) -> None:
+    model.units[0].other.weight = model.units[0].linear.weight
+
+
+def outside(model: Chain) -> None:
+    model.scale = nn.Parameter(torch.ones(()))
+
+
+def frozen(model: Chain) -> None:
+    model.units[1].linear.bias.requires_grad_(False)
+
+
+def mixed(model: Chain) -> None:
+    model.units[1].linear.double()
+
+
+def meta(model: Chain) -> None:
+    model.to("meta")
+
+
+MODELS = {  # how the model is changed, strategies, message
+    "tied": (tied, UNITS, "tied"),
+    "tied within a unit": (tied_within, UNITS, "tied"),
+    "outside of all units": (outside, UNITS, "in no unit"),
+    "frozen": (frozen, UNITS, "frozen"),
+    "mixed dtypes": (mixed, UNITS, "dtype"),
+    "meta device": (meta, UNITS, "meta device"),
+    "other order": (chain("other order"), UNITS, "a forward runs each unit once"),
+    "a unit twice": (chain("twice"), UNITS, "a forward runs each unit once"),
+    "skipped unit": (chain("skipped"), UNITS, "a forward runs each unit once"),
+    "last unit skipped": (chain("last skipped"), UNITS, "a forward has to run each unit once"),
+    "tuple output": (chain("", "tuple"), UNITS, "not one tensor"),
+    "unused parameter": (chain("", "unused parameter"), UNITS, "every parameter of unit"),
+}
+
+
+def error_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def misuse_a_model(strategy: str, name: str) -> str:
+    change, *_ = MODELS[name]
+    model = copy.deepcopy(change) if isinstance(change, Chain) else chain()
+    if not isinstance(change, Chain):
+        change(model)
+    return error_of(lambda: train(trainer_of(strategy, model)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"), [(s, name) for name, (_, on, _) in MODELS.items() for s in on]
+)
+def test_a_model_outside_of_the_contract_is_an_error(pools, strategy, name):
+    for said in pools(2).run(misuse_a_model, strategy, name):
+        assert MODELS[name][2] in said, said
+
+
+# ---- misuses of the loop ----
+
+
+def backward(trainer: Trainer, seed: int = 0) -> None:
+    loss_of(trainer, seed).backward()
+
+
+def synchronized(trainer: Trainer) -> None:
+    backward(trainer)
+    trainer.sync.finish_gradient_synchronization()
+
+
+def unit_alone(trainer: Trainer) -> None:
+    train(trainer, 1)
+    trainer.plain.units[1](batch())
+
+
+def first_unit_alone(trainer: Trainer) -> None:
+    trainer.plain.units[0](batch())
+
+
+def create_graph(trainer: Trainer) -> None:
+    loss_of(trainer).backward(create_graph=True)
+
+
+def gradient_penalty(trainer: Trainer) -> None:
+    x = batch().requires_grad_()
+    torch.autograd.grad(trainer.model(x).sum(), x, create_graph=True)
+
+
+def step_before_finish(trainer: Trainer) -> None:
+    backward(trainer)
+    trainer.optimizer.step()
+
+
+def torch_clip(trainer: Trainer) -> None:
+    synchronized(trainer)
+    nn.utils.clip_grad_norm_(trainer.plain.parameters(), 0.1)
+
+
+def torch_clip_before_finish(trainer: Trainer) -> None:
+    backward(trainer)
+    nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.1)
+
+
+def no_zero_grad(trainer: Trainer) -> None:
+    synchronized(trainer)
+    trainer.optimizer.step()
+    backward(trainer)
+
+
+def zero_grad_of_the_model(trainer: Trainer) -> None:
+    synchronized(trainer)
+    trainer.optimizer.step()
+    trainer.plain.zero_grad()
+    backward(trainer)
+
+
+def zeroed(trainer: Trainer) -> None:
+    synchronized(trainer)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad(set_to_none=False)
+    backward(trainer)
+
+
+def zero_grad_between(trainer: Trainer) -> None:
+    with trainer.sync.no_sync():
+        backward(trainer)
+    trainer.optimizer.zero_grad(set_to_none=True)
+    backward(trainer)
+
+
+def zeroed_between(trainer: Trainer) -> None:
+    with trainer.sync.no_sync():
+        backward(trainer)
+    trainer.optimizer.zero_grad(set_to_none=False)
+    backward(trainer)
+
+
+def zero_grad_before_finish(trainer: Trainer) -> None:
+    backward(trainer)
+    trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.sync.finish_gradient_synchronization()
+
+
+def backward_after_finish(trainer: Trainer) -> None:
+    synchronized(trainer)
+    backward(trainer)
+
+
+def second_backward(trainer: Trainer) -> None:
+    backward(trainer)
+    backward(trainer)
+
+
+def failed_backward(trainer: Trainer) -> None:
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    handle = trainer.plain.units[1].linear.bias.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        backward(trainer)
+    handle.remove()
+    train(trainer)
+
+
+def gradient_of_an_input(trainer: Trainer) -> None:
+    x = batch().requires_grad_()
+    torch.autograd.grad(trainer.model(x).sum(), x)
+    train(trainer)
+
+
+def whole_model_checkpointed(trainer: Trainer) -> None:
+    checkpoint(trainer.model, batch(), use_reentrant=False).sum().backward()
+
+
+def reentrant(trainer: Trainer) -> None:
+    for unit in trainer.plain.units:
+        forward = unit.forward
+        unit.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=True)
+    train(trainer)
+
+
+def old_graph(trainer: Trainer) -> None:
+    old = loss_of(trainer, 5)
+    train(trainer, 1)
+    old.backward()
+
+
+def retained_graph(trainer: Trainer) -> None:
+    loss = loss_of(trainer)
+    loss.backward(retain_graph=True)
+    trainer.sync.finish_gradient_synchronization()
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+
+
+def kept_tensor_alone(trainer: Trainer) -> None:
+    trainer.plain.units[1].how = "keeps a later tensor"
+    trainer.model(batch())
+    trainer.plain.units[1].kept.sum().backward()
+    trainer.sync.finish_gradient_synchronization()
+
+
+def frozen_afterwards(trainer: Trainer) -> None:
+    train(trainer, 1)
+    trainer.plain.units[1].requires_grad_(False)
+    train(trainer)
+
+
+def moved_data(trainer: Trainer) -> None:
+    bias = trainer.plain.units[1].linear.bias
+    bias.data = bias.data.clone()
+    train(trainer)
+
+
+def doubled(trainer: Trainer) -> None:
+    trainer.model.double()
+    train(trainer)
+
+
+def of_module(name: str, *args) -> Callable[[Trainer], object]:
+    return lambda trainer: getattr(trainer.model, name)(*args)
+
+
+ONE_STEP = "belongs after the optimizer's step"
+LOOPS = {  # what the loop does, strategies, message
+    "a unit alone": (unit_alone, UNITS, "a forward runs each unit once"),
+    "the first unit alone": (first_unit_alone, UNITS, "a forward runs each unit once"),
+    "create_graph": (create_graph, ALL, "create_graph=True"),
+    "gradient penalty": (gradient_penalty, UNITS, "create_graph=True"),
+    "step before finish": (step_before_finish, FSDP, "incomplete"),
+    "PyTorch's clip_grad_norm_": (torch_clip, ZERO, "sharded"),
+    "PyTorch's clip before finish": (torch_clip_before_finish, FSDP, "incomplete"),
+    "no zero_grad": (no_zero_grad, FSDP, ONE_STEP),
+    "no zero_grad of ZeRO": (no_zero_grad, ZERO, "sharded"),
+    "model.zero_grad": (zero_grad_of_the_model, ZERO, ONE_STEP),
+    "zero_grad to zeros": (zeroed, FSDP, ONE_STEP),
+    "zero_grad between micro-batches": (zero_grad_between, FSDP, ONE_STEP),
+    "zeros between micro-batches": (zeroed_between, FSDP, "incomplete"),
+    "zero_grad before finish": (zero_grad_before_finish, FSDP, ONE_STEP),
+    "backward after finish": (backward_after_finish, FSDP, ONE_STEP),
+    "backward after finish of ZeRO": (backward_after_finish, ZERO, "sharded"),
+    "second backward": (second_backward, ["zero-1"], ONE_STEP),
+    "failed backward": (failed_backward, UNITS, "restart the run"),
+    "gradient of an input only": (gradient_of_an_input, UNITS, "restart the run"),
+    "a checkpoint around the model": (whole_model_checkpointed, UNITS, "more than one unit"),
+    "an old graph": (old_graph, ALL, "modified by an inplace operation"),
+    "a retained graph after a step": (retained_graph, ALL, "modified by an inplace operation"),
+    "a loss of a kept tensor alone": (kept_tensor_alone, UNITS, ""),
+    "frozen afterwards": (frozen_afterwards, STAGES_1_2, "freeze, move or cast"),
+    "frozen afterwards, units": (frozen_afterwards, UNITS, "every parameter"),
+    "another tensor as data": (moved_data, ZERO, "freeze, move or cast"),
+    "double afterwards": (doubled, ALL, ""),
+    "half": (of_module("half"), UNITS, "shards only"),
+    "to": (of_module("to", torch.float64), UNITS, "shards only"),
+    "state_dict": (of_module("state_dict"), UNITS, "shards only"),
+    "load_state_dict": (of_module("load_state_dict", {}), UNITS, "shards only"),
+    "deepcopy": (lambda trainer: copy.deepcopy(trainer.model), UNITS, "shards only"),
+}
+
+
+def misuse_a_loop(strategy: str, name: str) -> tuple[bool, str]:
+    trainer = trainer_of(strategy, chain())
+    said = error_of(lambda: LOOPS[name][0](trainer))
+    return bool(said), said
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"), [(s, name) for name, (_, on, _) in LOOPS.items() for s in on]
+)
+def test_a_loop_outside_of_the_contract_is_an_error(pools, strategy, name):
+    for raised, said in pools(2).run(misuse_a_loop, strategy, name):
+        assert raised and LOOPS[name][2] in said, said
+
+
+# ---- what is allowed is exact ----
+
+
+def two_forwards(model: nn.Module, sync: nn.Module | None) -> None:
+    (model(batch(0)) * model(batch(1)).cos()).sum().backward()
+
+
+def inference(model: nn.Module, sync) -> None:
+    with torch.inference_mode():
+        model(batch(7))
+    model(batch()).square().sum().backward()
+    with torch.no_grad():
+        model(batch(8))
+
+
+def kept_tensor(model: nn.Module, sync) -> None:
+    loss = model(batch()).square().sum()
+    units = getattr(model, "module", model).units
+    (loss + units[1].kept.square().sum()).backward()
+
+
+def plainly(model: nn.Module, sync) -> None:
+    model(batch()).square().sum().backward()
+
+
+def twice_backward(model: nn.Module, sync) -> None:
+    loss = model(batch()).square().sum()
+    with sync.no_sync() if sync is not None else torch.enable_grad():
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def input_needs_gradient(model: nn.Module, sync) -> None:
+    model(batch().requires_grad_()).square().sum().backward()
+
+
+def checkpointed_units(model: nn.Module, sync) -> None:
+    for unit in getattr(model, "module", model).units:
+        if not hasattr(unit, "plain_forward"):
+            unit.plain_forward = unit.forward
+            unit.forward = lambda x, f=unit.plain_forward: checkpoint(f, x, use_reentrant=False)
+    plainly(model, sync)
+
+
+ALLOWED = {
+    "two forwards before one backward": (two_forwards, chain()),
+    "inference mode": (inference, chain()),
+    "an output changed in place": (plainly, chain("in place")),
+    "a tensor kept beside the output": (kept_tensor, chain("", "keeps a later tensor")),
+    "a detached weight": (input_needs_gradient, chain("", "detached weight")),
+    "two backward passes of a graph": (twice_backward, chain()),
+    "checkpoints within units": (checkpointed_units, chain()),
+}
+
+
+def distance_after_two_steps(strategy: str, name: str) -> float:
+    """The largest difference of a parameter from the plain model's."""
+    run, model = ALLOWED[name]
+    plain, ours = copy.deepcopy(model), copy.deepcopy(model)
+    trainer = trainer_of(strategy, ours)
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        run(trainer.model, trainer.sync)
+        trainer.sync.finish_gradient_synchronization()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad(set_to_none=True)
+        run(plain, None)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = trainer.parameters()
+    return max((found[n] - p.detach()).abs().max().item() for n, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_the_contract_allows_is_exact(pools, strategy, name):
+    for off in pools(2).run(distance_after_two_steps, strategy, name):
+        assert off <= 1e-6
+
+
+def forward_between_finish_and_step(strategy: str) -> float:
+    """How far a step is off whose parameters were unsharded once more before it."""
+    plain, ours = chain(), chain()
+    trainer, optimizer = trainer_of(strategy, ours), SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        synchronized(trainer)
+        trainer.model(batch(7))
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad(set_to_none=True)
+        plain(batch()).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = trainer.parameters()
+    return max((found[n] - p.detach()).abs().max().item() for n, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_no_forward_computes_with_stale_parameters(pools, strategy):
+    for off in pools(2).run(forward_between_finish_and_step, strategy):
+        assert off <= 1e-6
+
+
+def step_without_finish(strategy: str) -> float:
+    plain, ours = chain(), chain()
+    trainer, optimizer = trainer_of(strategy, ours), SGD(plain.parameters(), lr=0.1)
+    backward(trainer)
+    trainer.optimizer.step()
+    plain(batch()).square().sum().backward()
+    optimizer.step()
+    found = trainer.parameters()
+    return max((found[n] - p.detach()).abs().max().item() for n, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_step_of_zero_finishes_the_reductions(pools, strategy):
+    for off in pools(2).run(step_without_finish, strategy):
+        assert off <= 1e-6
+
+
+def freed_parameters(strategy: str) -> bool:
+    trainer = trainer_of(strategy, chain())
+    train(trainer)
+    return all(p.isnan().all() for p in trainer.plain.parameters())
+
+
+@pytest.mark.parametrize("strategy", UNITS)
+def test_freed_parameters_read_as_nan(pools, strategy):
+    assert all(pools(2).run(freed_parameters, strategy))
