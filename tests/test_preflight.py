@@ -1,0 +1,198 @@
+"""The preflight: its verdict on written tables, and what it says of real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import REPO
+
+sys.path.insert(0, str(REPO / "tools/gpu"))
+from preflight import rounds
+from verdict import judge, report
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def records(nodes: int, gpus: int, link: float = 50e9) -> list[dict]:
+    """The records of a healthy cluster; the figures of two ranks are never equal."""
+    made = []
+    for rank in range(nodes * gpus):
+        node, gpu = divmod(rank, gpus)
+        more = 1 + rank / 10000
+        figures = {"matmul float32": 50e12, "matmul bfloat16": 650e12, "memory": 2.6e12}
+        figures |= {"latency in a node": 20e-6, "all-reduce in a node 262144 KiB": 350e9}
+        figures |= {"all-reduce over all nodes 262144 KiB": 300e9}
+        neighbours = {x for pairs in rounds(nodes) for pair in pairs if node in pair for x in pair}
+        made.append(
+            {
+                **{"rank": rank, "node": node, "host": f"n{node}", "gpu": gpu, "device": H100},
+                **{"versions": {"torch": "2.13.0", "driver": "570"}, "clocks": "1980 of 1980 MHz"},
+                **{"free": {"run folder": 9e12, "shared memory": 9e11}, "exact": True},
+                "figures": {k: (v * more, v * more * 0.98) for k, v in figures.items()},
+                "links": [
+                    {"from": other * gpus + gpu, "to": rank, "rate": (link * more, link)}
+                    for other in sorted(neighbours - {node})
+                ],
+            }
+        )
+    return made
+
+
+def slow_card(table: list[dict], rank: int, way: str) -> None:
+    for record in table:
+        for link in record["links"]:
+            if link[way] == rank:
+                link["rate"] = (6e9, 5e9)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 2), (1, 8), (2, 1), (2, 8), (3, 4), (16, 8)], ids=str
+)
+def test_verdict_on_a_healthy_cluster_is_empty(shape):
+    table = records(*shape)
+    assert judge(table, 0.1) == []
+    rows = [line for line in report(table, []).splitlines() if line.startswith("| n")]
+    assert len(rows) == shape[0] + 1  # with the head of the table
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 8), (4, 8)], ids=str)
+def test_verdict_names_a_slow_gpu_and_what_it_was_compared_with(shape):
+    table = records(*shape)
+    table[1]["figures"]["matmul float32"] = (40e12, 39e12)
+    (line,) = judge(table, 0.1)
+    than = "the other's" if shape == (1, 2) else "the median of its peers"
+    assert line.startswith(f"n0 GPU 1: matmul float32 40 TFLOP/s, {than}: 5"), line
+
+
+def test_verdict_compares_one_gpu_with_its_data_sheet():
+    table = records(1, 1)
+    table[0]["figures"]["matmul bfloat16"] = (300e12, 290e12)
+    (line,) = judge(table, 0.1)
+    assert line == "n0 GPU 0: matmul bfloat16 300 TFLOP/s, 30% of the data sheet's 989 TFLOP/s"
+
+
+@pytest.mark.parametrize(("way", "verb"), [("from", "sends"), ("to", "receives")])
+@pytest.mark.parametrize("nodes", [3, 4, 5, 8])
+def test_verdict_names_the_card_that_both_slow_links_have_in_common(nodes, way, verb):
+    table = records(nodes, 2)
+    slow_card(table, 3, way)
+    (line,) = judge(table, 0.1)
+    assert line.startswith(f"n1 GPU 1: its network card {verb} slowly: 6 GB/s and 6 GB/s"), line
+
+
+def test_verdict_on_two_nodes_names_the_slow_direction():
+    table = records(2, 1)
+    slow_card(table, 1, "from")
+    (line,) = judge(table, 0.1)
+    assert line.startswith("n1 GPU 0 to n0 GPU 0: 6 GB/s, expected: 50"), line
+
+
+def test_verdict_names_one_slow_link_between_healthy_cards():
+    table = records(4, 1)
+    table[2]["links"][0]["rate"] = (6e9, 5e9)
+    (line,) = judge(table, 0.1)
+    assert line.startswith("n1 GPU 0 to n2 GPU 0: 6 GB/s"), line
+
+
+def test_verdict_names_versions_wrong_results_latency_and_full_disks():
+    table = records(3, 1)
+    table[1]["versions"]["driver"] = "535"
+    table[2]["exact"] = False
+    table[0]["figures"]["latency in a node"] = (40e-6, 50e-6)
+    table[2]["free"]["shared memory"] = 64e6
+    assert judge(table, 0.1) == [
+        "n0: latency in a node 40 us, the median of its peers: 20 us",
+        "n2 GPU 0: wrong results in matmuls of small integers",
+        "n2: 0.1 GB free in the shared memory",
+        "driver: n1 535; the other nodes have 570",
+    ]
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_rounds_pair_every_node_with_both_neighbours_and_once_per_round(n):
+    all_pairs = [pair for pairs in rounds(n) for pair in pairs]
+    expected = {frozenset((a, (a + 1) % n)) for a in range(n)} if n > 1 else set()
+    assert {frozenset(pair) for pair in all_pairs} == expected
+    assert len(all_pairs) == len(expected) and len(rounds(n)) <= 3
+    for pairs in rounds(n):
+        nodes = [node for pair in pairs for node in pair]
+        assert len(nodes) == len(set(nodes))
+
+
+# ---- real processes ----
+
+QUICK = "preflight.COMPUTE_SECONDS = 0.3; preflight.MESSAGE_SECONDS = 0.05; "
+RUN = "import sys, preflight; {change} sys.exit(preflight.main())"
+# a fifth of the work in the same time, as on a GPU whose clock has dropped
+SLOW = "r = preflight.rate; preflight.rate = lambda w, f, s: r(w / 5, f, s); "
+HANG = "import time; preflight.exact_matmuls = lambda device: time.sleep(300); "
+
+
+def start(changes: list[str], folder: Path, *flags: str) -> tuple[list[int], str, float]:
+    """Run a process per change, each a node of its own; exit statuses, output, seconds."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"PYTHONPATH": str(REPO / "tools/gpu")}
+    begin, processes = time.monotonic(), []
+    with open(folder / "output", "w+") as output:
+        for rank, change in enumerate(changes):
+            words = ["-c", RUN.format(change=QUICK + change), "--out", str(folder / "out.json")]
+            process = subprocess.Popen(
+                [sys.executable, *words, *flags],
+                env=os.environ | shared | {"RANK": str(rank)},
+                stdout=output,
+                stderr=output,
+            )
+            processes.append(process)
+        try:
+            statuses = [process.wait(120) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        output.seek(0)
+        return statuses, output.read(), time.monotonic() - begin
+
+
+@pytest.mark.slow
+@pytest.mark.wall_clock
+def test_process_that_is_slowed_down_is_named(tmp_path):
+    statuses, output, _ = start(["", SLOW, ""], tmp_path, "--tolerance", "0.6")
+    assert statuses == [1, 0, 0], output
+    found = json.loads((tmp_path / "out.json").read_text())["findings"]
+    slow = {line.split(":")[1].split(",")[0].rsplit(maxsplit=2)[0] for line in found}
+    assert " matmul float32" in slow and all("GPU 0" in x for x in found if "matmul" in x), output
+    ranks = json.loads((tmp_path / "out.json").read_text())["ranks"]
+    rates = [r["figures"]["matmul float32"][0] for r in ranks]
+    assert rates[1] < 0.5 * min(rates[0], rates[2])
+
+
+@pytest.mark.slow
+def test_process_that_never_joins_is_named(tmp_path):
+    statuses, output, _ = start(["", ""], tmp_path, "--join-seconds", "20")
+    assert statuses == [1, 1], output
+    assert "these have not started: " in output and "node 2 GPU 0 (rank 2)" in output
+
+
+@pytest.mark.slow
+def test_process_that_hangs_is_named_and_the_run_ends(tmp_path):
+    statuses, output, seconds = start(["", "", HANG], tmp_path, "--limit", "25")
+    assert statuses == [1, 1, 1] and seconds < 60, output
+    host = socket.gethostname()
+    behind = "behind all others, in the phase 'computation on one device'"
+    assert f"{behind}: {host} GPU 0 (rank 2)" in output, output
+
+
+def test_wrong_number_of_processes_is_one_line():
+    words = [str(REPO / "tools/gpu/preflight.py"), "--nproc", "0"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "preflight.py: --nproc 0: at least one process\n"
