@@ -169,9 +169,6 @@ class Check:
         self.count = 0
 
     def train(self, size: int, stage: str, flags: str, seconds: float, deterministic=False) -> list:
-        for other, workers in self.workers.items():
-            if other != size:
-                workers.close()  # an idle process keeps its GPU memory
         self.count += 1
         folder = RUNS / f"{self.count:03d}-{stage}"
         argv = [*flags.split(), "--run-dir", str(folder)]
