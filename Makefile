@@ -71,6 +71,8 @@ submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
 	@slurm/jobs.sh submit $(folder) $(ARGS)
 submit-all: ## submit all stages, each to start when the previous one has ended well
 	@slurm/jobs.sh submit "$(folders)" $(ARGS)
+submit-preflight: ## measure NODES= with GPUS= each before a long job, and the links between them
+	@slurm/jobs.sh preflight $(ARGS)
 status: ## the jobs from here: pending, running, recently ended, and why
 	@slurm/jobs.sh status
 logs-%: ## follow the log of stage NN's newest job to its end
@@ -82,6 +84,11 @@ cluster: ## start a Slurm cluster of NODES= nodes on this machine, to try things
 cluster-down: ## stop it
 	@slurm/cluster.sh down
 
+# ---- GPUs ----
+preflight: $(READY) ## measure the GPUs of this machine and what connects them
+	@$(BIN)/python tools/gpu/preflight.py $(ARGS)
+gpu-check: $(READY) ## run every stage on this machine's GPUs, write gpu-check.md; BUDGET= seconds
+	@$(BIN)/python tools/gpu/check.py $(if $(BUDGET),--budget $(BUDGET)) $(ARGS)
 # ---- look ----
 tensorboard: $(READY) ## show the metrics of all runs in a browser
 	$(BIN)/tensorboard --logdir runs

@@ -3,6 +3,7 @@
 #
 #     slurm/jobs.sh submit 04_fsdp [FLAG...]             flags of train.py
 #     slurm/jobs.sh submit "01_single_gpu 02_ddp" ...    one after another
+#     slurm/jobs.sh preflight [FLAG...]                  flags of tools/gpu/preflight.py
 #     slurm/jobs.sh status
 #     slurm/jobs.sh logs 04_fsdp
 #     slurm/jobs.sh cancel
@@ -111,6 +112,19 @@ submit() {
     before=${job%%;*} # with several clusters the cluster's name follows
     echo "  job $before, log $stage-$before.log: make status, make logs-${stage%%_*}"
   done
+}
+
+# Measure nodes and links before a long job: all GPUs of each node, unless GPUS= says otherwise.
+preflight() {
+  local flags=() most='' gpus='' job
+  read -r most gpus < <(size_of_partition) || true
+  flags+=(--nodes="${NODES:-${most:-2}}" --gpus-per-node="${GPUS:-${gpus:-0}}")
+  if [[ ${PARTITION-} ]]; then flags+=(--partition="$PARTITION"); fi
+  if [[ ${ACCOUNT-} ]]; then flags+=(--account="$ACCOUNT"); fi
+  flags+=(slurm/preflight.sbatch "$@")
+  echo "sbatch ${flags[*]}"
+  job=$(sbatch --parsable "${flags[@]}")
+  echo "  job ${job%%;*}, log preflight-${job%%;*}.log: make status"
 }
 
 # this folder's jobs, the newest last: id, name, state, elapsed time, and its nodes or why it waits
