@@ -130,7 +130,7 @@ lint: $(READY) ## ruff, and shellcheck where it is installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	@if command -v shellcheck >/dev/null; then set -x; \
-		shellcheck */*.sh [0-9][0-9]_*/train.sbatch .ci/run; fi
+		shellcheck */*.sh */*.sbatch .ci/run; fi
 experiments: $(READY) ## run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(BIN)/python tools/experiments.py $(ONLY)
 pictures: $(READY) ## draw the READMEs' flat buffers, shards, schedules and mesh again

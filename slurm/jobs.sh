@@ -116,9 +116,10 @@ submit() {
 
 # Measure nodes and links before a long job: all GPUs of each node, unless GPUS= says otherwise.
 preflight() {
-  local flags=() most='' gpus='' job
+  local flags most='' gpus='' job
   read -r most gpus < <(size_of_partition) || true
-  flags+=(--nodes="${NODES:-${most:-2}}" --gpus-per-node="${GPUS:-${gpus:-0}}")
+  flags=(--gpus-per-node="${GPUS:-${gpus:-0}}")
+  if [[ ${NODES-} ]]; then flags+=(--nodes="$NODES"); fi
   if [[ ${PARTITION-} ]]; then flags+=(--partition="$PARTITION"); fi
   if [[ ${ACCOUNT-} ]]; then flags+=(--account="$ACCOUNT"); fi
   flags+=(slurm/preflight.sbatch "$@")
