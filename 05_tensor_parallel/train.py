@@ -30,10 +30,14 @@ Run it:
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# With one hardware queue kernels start in launch order, so an all-reduce is in flight before the
+# matmul that hides it starts. From Blackwell on GPUs do not need it (Megatron-LM, arguments.py).
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
 import torch.distributed as dist

@@ -43,6 +43,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A rank posts receives before its first forward. By default CUDA loads a kernel when it is first
 # launched, and may wait for operations in flight: a deadlock, if a receive depends on this kernel.
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+# With one hardware queue kernels start in launch order, so an all-reduce is in flight before the
+# matmul that hides it starts. From Blackwell on GPUs do not need it (Megatron-LM, arguments.py).
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
 import torch.distributed as dist

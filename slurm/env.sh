@@ -32,13 +32,6 @@ export HF_HUB_OFFLINE=${HF_HUB_OFFLINE-1} HF_DATASETS_OFFLINE=${HF_DATASETS_OFFL
 # srun (22.05 and later) does not inherit --cpus-per-task from sbatch
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 
-# With one hardware queue kernels start in launch order: tensor parallelism then has its all-reduce in
-# flight before the matmul that hides it starts. FSDP and DDP overlap better with the default. In 07 a
-# receive must not block the kernels behind it: see 06's README.
-case ${SLURM_JOB_NAME-} in
-  05_* | 07_*) export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS-1} ;;
-esac
-
 # The rendezvous is on the job's first node: at its name with HOST_SUFFIX appended or, without a
 # suffix, at the address that Slurm itself uses (the name, unless the site's slurm.conf sets another)
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

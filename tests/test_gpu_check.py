@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from harness import REPO, stages
+from harness import REPO, stage_path, stages
 
 sys.path.insert(0, str(REPO / "tools/gpu"))
 import check
@@ -72,6 +72,18 @@ def test_hidden_share_of_communication_in_a_trace():
     assert hidden_share(events) == pytest.approx(4 / 20)
     with pytest.raises(RowFailed, match="no kernel of NCCL"):
         hidden_share(events[1:2])
+
+
+@pytest.mark.parametrize("stage", ["05", "07"])
+def test_tensor_parallel_scripts_ask_for_one_hardware_queue_before_torch(stage, monkeypatch):
+    path = stage_path(stage)
+    before_torch = path.read_text().partition("\nimport torch\n")[0]
+    for given, expected in (None, "1"), ("8", "8"):
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        if given:
+            monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+        exec(before_torch, {"__file__": str(path), "__name__": "script"})
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
 
 
 def test_without_a_gpu_it_says_so():

@@ -89,28 +89,6 @@ def row(cluster, corpus_dir) -> dict[str, Job]:
     return dict(zip(stages(), jobs, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("job", "given", "expected"),
-    [
-        ("05_tensor_parallel", {}, "1"),
-        ("07_3d", {}, "1"),
-        ("04_fsdp", {}, "unset"),
-        ("07_3d", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8"),
-    ],
-)
-def test_tensor_parallel_jobs_have_one_hardware_queue(tmp_path, job, given, expected):
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho NodeAddr=node1\n")
-    scontrol.chmod(0o755)
-    settings = {"SLURM_JOB_NAME": job, "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node1"}
-    settings |= {"VENV": "", "HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = "source slurm/env.sh && echo ${CUDA_DEVICE_MAX_CONNECTIONS-unset}"
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=REPO, env=settings | given, capture_output=True, text=True
-    )
-    assert done.stdout.split() == [expected], done.stderr
-
-
 def test_submit_all_runs_the_stages_in_order(row):
     before = ""
     for job in row.values():
