@@ -83,7 +83,6 @@ cluster: ## start a Slurm cluster of NODES= nodes on this machine, to try things
 	@slurm/cluster.sh up
 cluster-down: ## stop it
 	@slurm/cluster.sh down
-
 # ---- GPUs ----
 preflight: $(READY) ## measure the GPUs of this machine and what connects them
 	@$(BIN)/python tools/gpu/preflight.py $(ARGS)
