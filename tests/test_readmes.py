@@ -24,6 +24,7 @@ READMES = sorted(
 LESSONS = [path for path in READMES if re.match(r"\d\d_", str(path))]
 # files of a corpus, a run or a site: not in the repository
 NOT_OURS = {
+    "gpu-check.md",
     "train.txt",
     "valid.txt",
     "test.txt",
