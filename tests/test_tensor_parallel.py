@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from harness import (
     PeakMemory,
     assert_ledger_is_true,
-    assert_same_curve,
     count_collectives,
     live_bytes,
     load_stage,
@@ -523,28 +522,6 @@ def test_backward_overlaps_the_all_reduce_with_the_weight_gradients_matmul(
 ):
     matmul, collective = pools(2).run(ends_of_matmul_and_collective, sequence_parallel)[0]
     assert collective - matmul > 200e3, "the matmul has waited for the collective"
-
-
-# ---- checkpoints ----
-
-
-def test_resume_from_stage_01_and_resume_is_bitwise_identical(
-    pools, reference, corpus_dir, tmp_path
-):
-    argv = [*SIZE, "--log-every", "1", "--data", str(corpus_dir), "--steps", "12"]
-    expected = reference(argv)
-    save = ["--checkpoint-every", "6", "--keep-checkpoints", "9", "--run-dir"]
-    pools(1, group=False).train("01", [*argv, *save, str(tmp_path / "one")])
-    half = "checkpoints/step-00000006"
-    for own in ([], ["--sequence-parallel"]):
-        resumed = [*argv, *own, "--resume", str(tmp_path / "one" / half)]
-        assert_same_curve(pools(4).train("05", resumed)[0], expected[6:])
-
-    through = pools(2).train("05", [*argv, *save, str(tmp_path / "two")])[0]
-    resumed = pools(2).train("05", [*argv, "--resume", str(tmp_path / "two" / half)])[0]
-    for a, b in zip(through[6:], resumed, strict=True):
-        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
-    assert through[-1]["test_loss"] == resumed[-1]["test_loss"]
 
 
 # ---- sizes that do not divide ----
