@@ -396,6 +396,7 @@ class FlatParameter(ShardedGradientBucket):
         self.name = name
         self.shard.data = self.shard.data.clone()  # as a view it would keep `full` alive
         self.allocate_full(unit, param_dtype, self.full.device)
+        self.hidden = {p: NoGradient(p) for p in self.params}  # now of `param_dtype`
 
     def allocate_full(self, unit: nn.Module, dtype: torch.dtype | None, device) -> None:
         """Create the buffer of the full parameters, without memory until the first `unshard`."""

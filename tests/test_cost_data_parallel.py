@@ -366,8 +366,7 @@ def highest(strategy: str, idle: int, n: int, itemsize: int, mixed: bool) -> int
     In addition to the `idle` bytes between steps, these are live then:
     - that gradient, which is copied into the bucket or the flat buffer next;
     - with sharded gradients, the buffer that it is copied into, the buffer of the previous unit,
-      whose reduce-scatter is in flight, and the gradient shards of all units before (in FSDP also
-      the shard that the reduce-scatter writes to);
+      whose reduce-scatter is in flight, and the gradient shards of all units before;
     - with sharded weights, the unsharded unit and the next one, whose all-gather is in flight.
     """
     gathers_in = 2 if mixed and strategy in SHARDED else itemsize
@@ -377,8 +376,7 @@ def highest(strategy: str, idle: int, n: int, itemsize: int, mixed: bool) -> int
     padded = UNIT + -UNIT % n
     at_unit = []
     for unit in range(N_UNITS):
-        in_flight = 0 if strategy.startswith("fsdp") else 1
-        reduced = max(0, N_UNITS - 1 - in_flight - unit) * padded // n
+        reduced = max(0, N_UNITS - 2 - unit) * padded // n
         buffers = min(2, N_UNITS - unit) * padded
         gathered = {"zero-2": 0, "zero-3": 1, "fsdp": min(2, unit + 1), "fsdp-keep": unit + 1}[
             strategy
