@@ -21,6 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental._context_parallel._attention import (
+    _templated_ring_attention,
+    _templated_ring_attention_backward,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -62,12 +66,14 @@ SHAPES = {
     "large-vocabulary": Shape(vocab_size=33_280),
     "deep": Shape(vocab_size=2048, n_layers=8, batch=16),
     "deep-large-vocabulary": Shape(vocab_size=33_280, n_layers=8, batch=16),
+    "long": Shape(vocab_size=2048, seq_len=4096, batch=1),
 }
 GPU_SHAPES = {
     "small": Shape(2048, d_model=512, n_layers=8, n_heads=8, seq_len=512),
     "large-vocabulary": Shape(33_280, d_model=512, n_layers=4, n_heads=8, seq_len=512),
     "deep": Shape(2048, d_model=512, n_layers=16, n_heads=8, seq_len=512, batch=32),
     "deep-large-vocabulary": Shape(33_280, 512, n_layers=16, n_heads=8, seq_len=512, batch=32),
+    "long": Shape(2048, d_model=512, n_layers=4, n_heads=8, seq_len=16_384, batch=1),
 }
 
 
@@ -510,6 +516,122 @@ def torch_mesh(shape: Shape) -> Step:
     return step
 
 
+# ---- 08: the ring of PyTorch's context parallelism, over its flash operator for CPUs ----
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class TorchRing(torch.autograd.Function):
+    """`context_parallel` has no CPU operator to call; these templates of it take any."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        inputs = {"query": q, "key": k, "value": v}
+        group = dist.group.WORLD
+        out, logsumexp, *_ = _templated_ring_attention(
+            group, 2, FLASH, **inputs, is_causal=True, dropout_p=0.0
+        )
+        ctx.save_for_backward(q, k, v, out, logsumexp)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        q, k, v, out, logsumexp = ctx.saved_tensors
+        inputs = {"query": q, "key": k, "value": v, "out": out, "logsumexp": logsumexp}
+        grads = _templated_ring_attention_backward(
+            dist.group.WORLD,
+            2,
+            FLASH_BACKWARD,
+            grad,
+            "grad_out",
+            **inputs,
+            is_causal=True,
+            dropout_p=0.0,
+        )
+        return grads[:3]
+
+
+class FlashRing(torch.autograd.Function):
+    """08's ring, with PyTorch's flash operator for the scores of a turn."""
+
+    @staticmethod
+    def parts(ring, source: int) -> tuple[slice, slice, bool]:
+        """Rows and columns of the visible scores of a turn, and whether they have a diagonal."""
+        half = sum(map(len, ring.positions)) // 2
+        if source == ring.rank:
+            return slice(None), slice(None), True
+        if source < ring.rank:  # its first chunk is visible to all queries
+            return slice(None), slice(half), False
+        return slice(half, None), slice(None), False  # the last chunk of queries sees both
+
+    @staticmethod
+    def forward(ctx, ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.zeros_like(q)
+        logsumexp = q.new_full(q.shape[:-1], -torch.inf)
+        kv = torch.stack((k, v))
+        for source, (keys, values) in ring.circulate(kv):
+            rows, columns, diagonal = FlashRing.parts(ring, source)
+            part, part_lse = FLASH(
+                q[:, :, rows], keys[:, :, columns], values[:, :, columns], 0.0, diagonal
+            )
+            before = logsumexp[:, :, rows]
+            both = torch.logaddexp(before, part_lse)
+            out[:, :, rows] *= (before - both).exp()[..., None]
+            out[:, :, rows] += part * (part_lse - both).exp()[..., None]
+            before.copy_(both)
+        ctx.save_for_backward(q, kv, out, logsumexp)
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (q, kv, out, logsumexp), ring = ctx.saved_tensors, ctx.ring
+        grad_q, exchange = torch.zeros_like(q), None
+        for source, block in ring.circulate(kv):
+            rows, columns, diagonal = FlashRing.parts(ring, source)
+            grad_block = torch.zeros_like(block)
+            grad_rows, grad_block[0, :, :, columns], grad_block[1, :, :, columns] = FLASH_BACKWARD(
+                grad[:, :, rows],
+                q[:, :, rows],
+                *block[..., columns, :],
+                out[:, :, rows],
+                logsumexp[:, :, rows].contiguous(),
+                0.0,
+                diagonal,
+            )
+            grad_q[:, :, rows] += grad_rows
+            if source == ring.rank:
+                grad_home = grad_block
+                continue
+            if exchange is not None:
+                grad_block += exchange.wait()
+            exchange = ring.start_exchange(grad_block)
+        if exchange is not None:
+            grad_home += exchange.wait()
+        return None, grad_q, *grad_home
+
+
+def ring_row(attend: Callable | None) -> Callable[[Shape], Step]:
+    """Stage 08, with `attend(ring)` in place of its own attention if it is given."""
+
+    def build(shape: Shape) -> Step:
+        stage, group = load_stage("08"), dist.group.WORLD
+        model = transformer(shape)
+        chunks = stage.context_parallel(model, group)
+        if attend is not None:
+            shards = [stage.zigzag(r, group.size(), shape.seq_len) for r in range(group.size())]
+            ring = stage.Ring(group, shards, device())
+            for layer in model.layers.values():
+                layer.attn.attend = attend(ring)
+        replica = stage.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        step = plain_step(replica, optimizer, replica.finish_gradient_synchronization)
+        return lambda *batch: step(*(stage.local_tokens(x, chunks) for x in batch))
+
+    return build
+
+
 # ---- the table ----
 
 
@@ -582,5 +704,19 @@ ROWS = {
         (8,),
         shapes=("deep",),
         share_of=lambda rank: rank // 2 % 2,
+    ),
+    "08-ring": Row(
+        ring_row(None),
+        ring_row(lambda ring: TorchRing.apply),
+        "_templated_ring_attention over PyTorch's flash operator",
+        shapes=("long",),
+        share_of=lambda rank: 0,
+    ),
+    "08-ring-flash": Row(
+        ring_row(lambda ring: partial(FlashRing.apply, ring)),
+        ring_row(lambda ring: TorchRing.apply),
+        "the same; ours over the flash operator, too",
+        shapes=("long",),
+        share_of=lambda rank: 0,
     ),
 }

@@ -187,6 +187,26 @@ def check_mesh(args: Namespace, n_ranks: int) -> Namespace:
     return check_pipeline(args, args.pp, "--pp", dp, args.tp)
 
 
+def check_cp(args: Namespace, n_ranks: int) -> Namespace:
+    """Check the flags of context parallelism: data parallelism takes the ranks over --cp."""
+    cp = args.cp = args.cp or n_ranks
+    dp, rest = divmod(n_ranks, cp)
+    if rest:
+        fail(
+            f"--cp {cp} does not divide the {n_ranks} ranks (--nproc-per-node); data parallelism "
+            "takes what is left over"
+        )
+    check_arguments(args, dp)
+    if cp > 1 and args.seq_len % (2 * cp):
+        longer = -(-args.seq_len // (2 * cp)) * 2 * cp
+        needs = f"--cp {cp} needs --seq-len to be a multiple of {2 * cp} (two chunks per rank)"
+        fail(f"{needs}, not {args.seq_len}: pass --seq-len {longer}, for example")
+    if args.context_parallel_kind == "ulysses" and args.n_heads % cp:
+        needs = f"--context-parallel-kind ulysses needs --n-heads to be a multiple of --cp {cp}"
+        fail(f"{needs}, not {args.n_heads}: pass --context-parallel-kind ring, for example")
+    return args
+
+
 def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) -> None:
     """Fail if the tensor-parallel degree does not divide the sizes that are sharded.
 

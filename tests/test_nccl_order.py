@@ -1,4 +1,5 @@
-"""The pipeline's sends and receives, and 07 as a whole, under NCCL's rules (`nccl_rules.py`)."""
+"""The pipeline's sends and receives, and 07 and 08 as a whole, under NCCL's rules
+(`nccl_rules.py`)."""
 
 from __future__ import annotations
 
@@ -325,7 +326,34 @@ def test_every_mesh_of_07_completes_without_deadlock(pools, corpus_dir, tmp_path
         assert len(communicators(records, rank) - on_gloo) == 4 + 2 * len(neighbors)
 
 
-@pytest.mark.parametrize("number", ["06", "07"])
+RINGS = [  # ranks, cp, flags
+    *((cp, cp, []) for cp in (2, 3, 4, 5)),
+    *((4, 2, flags) for flags in ([], ["--activation-checkpointing"])),
+    (8, 4, []),
+    *((ranks, 2, ["--context-parallel-kind", "ulysses"]) for ranks in (2, 4)),
+]
+
+
+@pytest.mark.quick_cases("3-3-[]")
+@pytest.mark.parametrize(("ranks", "cp", "own"), RINGS, ids=str)
+def test_every_ring_of_08_completes_without_deadlock(pools, corpus_dir, tmp_path, ranks, cp, own):
+    """In one hardware queue and in many; a ring needs no communicator but those of its neighbours,
+    and would complete in one for the group, too."""
+    argv = (
+        f"--cp {cp} --seq-len {4 * cp} --n-layers 2 --global-batch-size {4 * ranks // cp}".split()
+    )
+    argv += ["--micro-batch-size", "2", "--bucket-cap-mb", "0.01", *own]
+    records = records_of(pools, corpus_dir, tmp_path, "08", ranks, argv)
+    assert_ranks_agree(records)
+    for one_queue, one_per_group in product((True, False), repeat=2):
+        assert_completes(records, one_per_group, one_queue)
+    assert_connects_early(records)
+    for events in records:
+        peers = {e.peer for e in events if isinstance(e, Call) and e.op == "send"}
+        assert len(peers) == (0 if "ulysses" in own else 1)
+
+
+@pytest.mark.parametrize("number", ["06", "07", "08"])
 def test_kernels_are_loaded_before_the_first_receive(number):
     """The variable is set before PyTorch is imported and initializes CUDA; a value that the user
     has set stays."""

@@ -1,9 +1,10 @@
-"""Draw what each rank holds, and which communication connects the ranks: the pictures of 05 to 07.
+"""Draw what each rank holds, and which communication connects the ranks: the pictures of 05 to 08.
 
     .venv/bin/python tools/diagrams.py mlp --svg 05_tensor_parallel/mlp.svg
     .venv/bin/python tools/diagrams.py all      # the READMEs' pictures again: make pictures
 
-Blue is rank 0's shard, orange rank 1's; grey is a tensor that every rank holds in full.
+Blue is rank 0's shard, orange rank 1's, green rank 2's, purple rank 3's; grey is a tensor that
+every rank holds in full.
 """
 
 from __future__ import annotations
@@ -353,6 +354,86 @@ def draw_mesh() -> Picture:
     return art
 
 
+# ---- 08 ----
+
+FOUR = (*RANKS, "green", "purple")
+
+
+def draw_ring() -> Picture:
+    """Which keys and values each of four ranks has in each turn of forward."""
+    art = Picture(900, 276, "Four turns of a ring of four: queries stay, keys and values travel")
+    left, top, cell, row = 190, 86, 172, 40
+    art.text(100, top - 14, "its queries", weight="bold", anchor="middle")
+    for turn in range(4):
+        x = left + turn * cell
+        art.text(x + 62, top - 14, f"turn {turn}", weight="bold", anchor="middle")
+        for rank in range(4):
+            y, source = top + rank * row, (rank - turn) % 4
+            art.bar(x, y, 124, 28, FOUR[source], f"k{source} v{source}")
+            if turn < 3:  # to the next rank: one row below, from the last one to the first
+                art.text(
+                    x + 148,
+                    y + 19,
+                    "↘" if rank < 3 else "⤴",
+                    size=15,
+                    fill="faint",
+                    anchor="middle",
+                )
+    for rank, fill in enumerate(FOUR):
+        y = top + rank * row
+        art.text(16, y + 19, f"rank {rank}")
+        art.bar(72, y, 56, 28, fill, f"q{rank}")
+    art.text(
+        16,
+        262,
+        "Each arrow is a message to the next rank (from rank 3 to rank 0), in flight while the "
+        "ranks compute the turn on its left.",
+        fill="faint",
+    )
+    return art
+
+
+def draw_zigzag() -> Picture:
+    """The scores that the causal mask leaves, by the rank that computes them."""
+    art = Picture(900, 366, "Who computes which scores: four ranks, eight chunks")
+    owners = {
+        "naive: rank r has chunks 2r and 2r + 1": [0, 0, 1, 1, 2, 2, 3, 3],
+        "zigzag: rank r has chunks r and 7 − r": [0, 1, 2, 3, 3, 2, 1, 0],
+    }
+    cell = 27
+    for panel, (name, owner) in enumerate(owners.items()):
+        left, top = 60 + 440 * panel, 84
+        art.text(left - 44, top - 28, name, weight="bold")
+        work = [0.0] * 4
+        for query in range(8):
+            art.text(left - 10, top + query * cell + 18, f"{query}", size=11, anchor="end")
+            art.text(left + query * cell + 13, top - 6, f"{query}", size=11, anchor="middle")
+            for key in range(8):
+                x, y = left + key * cell, top + query * cell
+                if key > query:
+                    art.rect(x, y, cell - 2, cell - 2, "track")
+                    continue
+                art.rect(
+                    x, y, cell - 2, cell - 2, FOUR[owner[query]], opacity=0.6 if key == query else 1
+                )
+                work[owner[query]] += 0.5 if key == query else 1
+        for rank, fill in enumerate(FOUR):
+            y = top + 12 + rank * 48
+            art.bar(left + 236, y, 9 * work[rank], 24, fill, f"{work[rank]:g}")
+            art.text(left + 236, y + 38, f"rank {rank}", size=11)
+    art.text(
+        16,
+        334,
+        "Rows: chunks of queries. Columns: chunks of keys. Grey: hidden by the mask, not computed. "
+        "Paler: half hidden.",
+        fill="faint",
+    )
+    art.text(
+        16, 354, "Bars: blocks of scores per rank. The slowest rank sets the pace.", fill="faint"
+    )
+    return art
+
+
 DRAW = {
     "mlp": draw_mlp,
     "heads": draw_heads,
@@ -361,8 +442,11 @@ DRAW = {
     "messages": draw_messages,
     "deadlock": draw_deadlock,
     "mesh": draw_mesh,
+    "ring": draw_ring,
+    "zigzag": draw_zigzag,
 }
 FOLDERS = {"messages": "06_pipeline", "deadlock": "06_pipeline", "mesh": "07_3d"}
+FOLDERS |= {"ring": "08_context_parallel", "zigzag": "08_context_parallel"}
 PICTURES = {  # of the READMEs
     f"{FOLDERS.get(name, '05_tensor_parallel')}/{name}.svg": draw for name, draw in DRAW.items()
 }

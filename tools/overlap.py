@@ -31,7 +31,7 @@ COLLECTIVES = {  # fill and meaning, by the operator that launches it and by Glo
     ("_allgather_base", "all_gather"): ("teal", "all-gather"),
     ("alltoall_base", "all_to_all"): ("pink", "reduce-scatter"),  # of common/collectives.py
     ("recv", "recv"): ("pink", "pp receive"),
-    ("send", "send"): ("pink", "pp send"),
+    ("send", "send"): ("teal", "pp send"),
 }
 # lanes of stage 07, with the fills of its mesh.svg
 AXES = {"tp": "teal", "pp receive": "pink", "pp send": "pink", "dp": "purple", "control": "grey"}
@@ -151,6 +151,7 @@ def communication(events: list[dict], step: dict, by_axis: bool = False) -> list
                 end = (work["ts"] + work["dur"] - step["ts"]) / 1e3
                 is_message = meaning in AXES
                 label = axis_of(call, events) if by_axis and not is_message else meaning
+                label = label if by_axis else label.removeprefix("pp ")  # a ring's in stage 08
                 spans.append(Span(start, end, AXES.get(label, fill), label))
     return sorted(spans)
 

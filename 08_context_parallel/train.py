@@ -1,0 +1,560 @@
+"""Stage 08: context parallelism: shard every sequence across the ranks of a group (ring attention).
+
+Each rank has the full model and a part of every sequence. Norms, MLPs and the loss compute every
+token on its own; only attention mixes positions. There the keys and values of all ranks travel
+around a ring: a rank attends to one block of them while it receives the next. An online softmax
+merges the results exactly, so no rank ever holds a full sequence, or all scores of a query.
+
+New since stage 02: `context_parallel` replaces the attention of every layer, each rank gets its
+chunks of the inputs and targets, and a mesh (dp, cp) has several such groups. The gradients are
+averaged over all ranks by 02's classes, at the end of this file. `--context-parallel-kind ulysses`
+exchanges sequence shards for heads instead.
+
+    P parameters, N = cp ranks; A = micro-batch x seq x d_model elements
+
+    memory per rank             16 P bytes as in 02, and 1 / N of the activations
+    communication per step      02's all-reduces of P elements, over all ranks
+    and per layer and micro-    ring: forward 2 (N-1)/N A (keys, values), backward 4 (N-1)/N A (the
+    batch, elements sent        same, and their gradients in float32); Ulysses: 4 (N-1)/N^2 A each
+    --activation-checkpointing  repeats that of the forward
+
+Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023. Jacobs et
+al., "DeepSpeed Ulysses", 2023. The online softmax: Milakov and Gimelshein, 2018; Dao et al.,
+"FlashAttention", 2022.
+
+Run it:
+
+    torchrun --nproc-per-node 2 08_context_parallel/train.py --data sample --steps 100
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# A rank posts receives before it computes. By default CUDA loads a kernel when it is first
+# launched, and may wait for operations in flight: a deadlock, if a receive depends on this kernel.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+
+from common.arguments import base_parser, check_cp, model_config, positive, positive_int, seconds
+from common.checkpoint import training_state
+from common.collectives import (
+    all_reduce,
+    all_reduce_control,
+    all_to_all_single,
+    broadcast,
+    irecv,
+    isend,
+)
+from common.counter_rng import CounterDropout, Positions
+from common.data import eval_batches, load_corpus, train_batches
+from common.distributed import World, cleanup, group_along, setup, world_size
+from common.model import IGNORED, Attention, Transformer, init_weights
+from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
+from common.run import Run
+
+# ------------------------------------------------------------------------------------------------
+# The technique: keys and values travel around a ring, and an online softmax merges the results
+# ------------------------------------------------------------------------------------------------
+
+
+def context_parallel(model: Transformer, group: ProcessGroup, kind: str = "ring") -> Positions:
+    """Replace the model's attention, in place, by attention across the ranks of `group`.
+
+    Returns the positions of this rank's chunks of every sequence. From now on the model takes these
+    tokens alone (`local_tokens`), of sequences of the configuration's length.
+    """
+    n, rank, seq_len = group.size(), group.rank(), model.config.seq_len
+    if kind == "ring":
+        shards = [zigzag(r, n, seq_len) for r in range(n)]
+        ring = Ring(group, shards, next(model.parameters()).device)
+        chunks, attend = shards[rank], partial(RingAttention.apply, ring)
+    else:
+        chunks = (range(rank * seq_len // n, (rank + 1) * seq_len // n),)
+        attend = UlyssesAttention(group)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = attend
+        if isinstance(module, Attention | CounterDropout):
+            module.positions = chunks  # no buffer: DDP would broadcast rank 0's
+    return chunks
+
+
+def zigzag(rank: int, n: int, seq_len: int) -> Positions:
+    """The positions of a rank: of 2n chunks, one from the front and its mirror image at the back.
+
+    The causal mask leaves chunk i with i + 1 chunks of keys: 2n + 1 for the two, on every rank.
+    """
+    ends = [i * seq_len // (2 * n) for i in range(2 * n + 1)]
+    return tuple(range(ends[i], ends[i + 1]) for i in (rank, 2 * n - 1 - rank))
+
+
+def local_tokens(tokens: Tensor, chunks: Positions) -> Tensor:
+    """This rank's part of inputs or targets: [batch, seq] -> [batch, seq / n]."""
+    return torch.cat([tokens[:, chunk.start : chunk.stop] for chunk in chunks], dim=1)
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal attention of this rank's queries to the keys and values of all ranks.
+
+    In each of n turns a rank attends to one block of keys and values, while it passes this block
+    on and receives the next. Backward sends the blocks around once more. Their gradients follow
+    one turn behind: each rank adds its part and passes the sum on, until the sum is home. Sums
+    over the turns are in float32: in bfloat16 each turn would cost accuracy.
+    """
+
+    @staticmethod
+    def forward(ctx, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # q, k, v and the result: [batch, heads, seq / n, head_dim]; kv: [2, batch, ...]
+        q, kv = q.contiguous(), torch.stack((k, v))
+        softmax = OnlineSoftmax(q)
+        with torch.autocast(q.device.type, enabled=False):
+            for source, (keys, values) in ring.circulate(kv):
+                for rows, columns, ahead in visible_tiles(ring.positions, ring.shards[source]):
+                    scores = scores_of(q[:, :, rows], keys[:, :, columns], ahead)
+                    softmax.add(rows, scores, values[:, :, columns])
+        out, logsumexp = softmax.result()
+        ctx.save_for_backward(q, kv, out := out.to(q.dtype), logsumexp)
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        (q, kv, out, logsumexp), ring = ctx.saved_tensors, ctx.ring
+        grad_out, grad_q = grad_out.contiguous(), torch.zeros_like(q, dtype=torch.float32)
+        # of a query's keys, the mean gradient of the weights (each counts by its weight)
+        mean = (grad_out.float() * out.float()).sum(-1, keepdim=True)
+        exchange = None  # of the gradients of the block before
+        for source, block in ring.circulate(kv):
+            grad_block = torch.zeros_like(block, dtype=torch.float32)
+            for rows, columns, ahead in visible_tiles(ring.positions, ring.shards[source]):
+                queries, grads = q[:, :, rows], grad_out[:, :, rows]
+                keys, values = block[..., columns, :]
+                weights = scores_of(queries, keys, ahead).sub_(logsumexp[:, :, rows]).exp_()
+                grad_scores = matmul(grads, values.mT).sub_(mean[:, :, rows]).mul_(weights)
+                grad_q[:, :, rows] += matmul(grad_scores, keys)
+                grad_block[0, :, :, columns] += matmul(grad_scores.mT, queries)
+                grad_block[1, :, :, columns] += matmul(weights.mT, grads)
+            if source == ring.rank:
+                grad_home = grad_block  # a rank's own part does not travel
+                continue
+            if exchange is not None:
+                grad_block += exchange.wait()
+            exchange = ring.start_exchange(grad_block)
+        if exchange is not None:
+            grad_home += exchange.wait()
+        for grad in (grad_q, grad_home[0]):
+            grad *= q.shape[-1] ** -0.5  # the scale of the scores
+        return None, grad_q.to(q.dtype), *grad_home.to(kv.dtype)
+
+
+class OnlineSoftmax:
+    """softmax(scores) times values, from scores that come tile by tile, in any order.
+
+    For each query, of the scores so far: highest, their maximum; total, the sum of
+    exp(score - highest); weighted, the sum of exp(score - highest) times the key's value. A higher
+    maximum scales both sums down. All of them are float32.
+    """
+
+    def __init__(self, q: Tensor):
+        self.weighted = torch.zeros_like(q, dtype=torch.float32)
+        self.total = self.weighted.new_zeros(*q.shape[:-1], 1)
+        self.highest = torch.full_like(self.total, -torch.inf)
+
+    def add(self, rows: slice, scores: Tensor, values: Tensor) -> None:
+        """Add scores [batch, heads, rows, keys] (overwritten), with the values of their keys."""
+        sums = self.highest, self.total, self.weighted
+        highest, total, weighted = (x[:, :, rows] for x in sums)  # views
+        new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        scale = (highest - new_highest).exp_()  # at first exp(-inf) = 0
+        exp = scores.sub_(new_highest).exp_()
+        total.mul_(scale).add_(exp.sum(-1, keepdim=True))
+        weighted.mul_(scale).add_(matmul(exp, values))
+        highest.copy_(new_highest)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Attention's output, and log(sum(exp(score))): what `backward` needs to find a weight."""
+        return self.weighted / self.total, self.highest + self.total.log()
+
+
+# ---- the ring ----
+
+
+class Ring:
+    """The ranks of a group in a circle. shards: the positions of every rank's tokens."""
+
+    def __init__(self, group: ProcessGroup, shards: list[Positions], device: torch.device):
+        self.group, self.n, self.rank = group, group.size(), group.rank()
+        self.shards, self.positions = shards, shards[group.rank()]
+        if self.n > 1:
+            # NCCL's first operation between two ranks connects them, and blocks until both have
+            # issued it: do that here, one by one, while no other operation is in flight
+            for call in self.send_and_receive(*torch.zeros(2, 1, device=device)):
+                call().wait()
+
+    def circulate(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield every rank's block, after the rank that it comes from: this rank's own first, then
+        the previous one's, and so on. While the caller uses a block, the next one is in flight."""
+        for turn in range(self.n):
+            exchange = self.start_exchange(block) if turn < self.n - 1 else None
+            yield (self.rank - turn) % self.n, block
+            if exchange is not None:
+                block = exchange.wait()
+
+    def start_exchange(self, tensor: Tensor) -> Exchange:
+        """Start to send a tensor to the next rank, and to receive the previous rank's."""
+        received = torch.empty_like(tensor)
+        works = [call() for call in self.send_and_receive(tensor, received)]
+        return Exchange(works, tensor, received)
+
+    def send_and_receive(self, tensor: Tensor, received: Tensor) -> list[Callable[[], Work]]:
+        """The calls of an exchange. NCCL runs those of a pair of ranks in order: if all sent first,
+        none would ever receive. So even ranks send first, and odd ranks receive first."""
+        send = partial(isend, tensor, group=self.group, group_dst=(self.rank + 1) % self.n)
+        receive = partial(irecv, received, group=self.group, group_src=(self.rank - 1) % self.n)
+        return [receive, send] if self.rank % 2 else [send, receive]
+
+
+class Exchange(NamedTuple):
+    """A send and a receive in flight. sent: its memory must not be reused before `wait`."""
+
+    works: list[Work]
+    sent: Tensor
+    received: Tensor
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+# ---- tiles: scores in memory do not grow with the sequence ----
+
+TILE = 256  # tokens
+
+
+def visible_tiles(queries: Positions, keys: Positions) -> Iterator[tuple[slice, slice, int]]:
+    """Yield the tiles of two shards that the causal mask does not hide. Others are never computed.
+
+    A tile: its rows in the shard of queries, its columns in that of keys, and how many positions
+    its first query is ahead of its first key.
+    """
+    for query_tile, key_tile in product(split_into_tiles(queries), split_into_tiles(keys)):
+        (rows, at), (columns, key_at) = query_tile, key_tile
+        if visible(at, key_at):
+            yield rows, columns, at.start - key_at.start
+
+
+def visible(queries: range, keys: range) -> bool:
+    """Whether any of these queries may attend to any of these keys: not to a later position."""
+    return keys[0] <= queries[-1]
+
+
+def split_into_tiles(positions: Positions) -> list[tuple[slice, range]]:
+    """Ranges of at most TILE positions, each with its place in the shard."""
+    tiles, start = [], 0
+    for chunk in positions:
+        for i in range(0, len(chunk), TILE):
+            tile = chunk[i : i + TILE]
+            tiles.append((slice(start, start + len(tile)), tile))
+            start += len(tile)
+    return tiles
+
+
+def scores_of(queries: Tensor, keys: Tensor, ahead: int) -> Tensor:
+    """float32 [batch, heads, queries, keys]; minus infinity where the key's position is later."""
+    scores = matmul(queries, keys.mT).mul_(queries.shape[-1] ** -0.5)
+    if ahead < keys.shape[-2] - 1:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores.masked_fill_(later.triu_(ahead + 1), -torch.inf)
+    return scores
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32. On a GPU, bfloat16 factors stay bfloat16 and their sums are float32, which
+    is what tensor cores compute: float32 factors would leave them. CPUs have no such operator."""
+    if b.is_cpu or b.dtype == torch.float32:
+        return a.float() @ b.float()
+    result = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+    return result.unflatten(0, a.shape[:2])
+
+
+# ---- Ulysses: an addition that shards the heads while they attend, instead of a ring ----
+
+
+class UlyssesAttention:
+    """Causal attention of some heads over the full sequence, between two all-to-alls.
+
+    Outside, every rank has all heads of its tokens; inside, all tokens of its heads.
+    """
+
+    def __init__(self, group: ProcessGroup):
+        self.group = group
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        qkv = torch.stack((q, k, v))  # [3, batch, heads, seq / n, head_dim]
+        q, k, v = ExchangeShards.apply(qkv, -3, -2, self.group)  # [batch, heads / n, seq, head_dim]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return ExchangeShards.apply(y, -2, -3, self.group)  # [batch, heads, seq / n, head_dim]
+
+
+class ExchangeShards(torch.autograd.Function):
+    """Split a tensor along one dimension, exchange the shards, join the received ones along
+    another. Backward is the same with the dimensions interchanged."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, split: int, join: int, group: ProcessGroup) -> Tensor:
+        ctx.split, ctx.join, ctx.group = split, join, group
+        to_rank = torch.stack(x.chunk(group.size(), split))
+        from_rank = torch.empty_like(to_rank)
+        all_to_all_single(from_rank, to_rank, group=group)
+        return torch.cat(from_rank.unbind(), join)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return ExchangeShards.apply(grad, ctx.join, ctx.split, ctx.group), None, None, None
+
+
+KINDS = ("ring", "ulysses")
+
+
+# ------------------------------------------------------------------------------------------------
+# The training loop
+# ------------------------------------------------------------------------------------------------
+
+
+def parse_args(argv: list[str] | None = None):
+    parser = base_parser(__doc__)
+    parser.add_argument("--cp", type=positive_int, help="ranks per sequence (default: all)")
+    kind = "how attention crosses the ranks of a sequence"
+    parser.add_argument("--context-parallel-kind", choices=KINDS, default="ring", help=kind)
+    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per all-reduce")
+    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
+    return check_cp(parser.parse_args(argv), world_size())
+
+
+@torch.no_grad()
+def evaluate(model, tokens, args, device, world: World, chunks: Positions) -> float:
+    """Mean loss in nats over every token of a split but the first, each predicted once."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
+    for batch in eval_batches(tokens, args.batching, device, world.rank // args.cp, args.dp):
+        inputs, targets = (local_tokens(x, chunks) for x in batch)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
+            loss = model(inputs, targets)
+        count = (targets != IGNORED).sum()
+        total += torch.stack([loss * count, count])
+    all_reduce_control(total)
+    model.train()
+    return (total[0] / total[1]).item()
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    """Train as the flags say; returns the lines of metrics.jsonl."""
+    args = parse_args(argv)
+    world = setup(args.timeout)
+    device = world.device
+    corpus = load_corpus(args.data)
+
+    group = group_along((args.dp, args.cp), 1, "cp", args.timeout)
+    config = model_config(args, corpus.vocab)
+    model = Transformer(config)
+    init_weights(model, args.seed)
+    model.to(device)
+    chunks = context_parallel(model, group, args.context_parallel_kind)
+    model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
+
+    run = Run(args, __file__, config, device, corpus)
+    state = training_state(model.module, optimizer)
+    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    dp_rank = world.rank // args.cp
+    batches = train_batches(corpus.train, args.batching, device, first_step, dp_rank, args.dp)
+
+    for step in run.steps(first_step):
+        lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
+        set_learning_rate(optimizer, lr)
+        micro_batches = next(batches)
+        loss = torch.zeros((), device=device)
+        for i, (inputs, targets, keys) in enumerate(micro_batches):
+            is_last = i == len(micro_batches) - 1
+            inputs, targets = local_tokens(inputs, chunks), local_tokens(targets, chunks)
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
+                micro_loss = model(inputs, targets, keys) / len(micro_batches)
+            with nullcontext() if is_last else model.no_sync():
+                micro_loss.backward()
+            loss += micro_loss.detach()
+        model.finish_gradient_synchronization()
+        loss = all_reduce_control(loss) / world.size
+        grad_norm = clip_grad_norm_(model.parameters(), args.grad_clip)
+        optimizer.step()
+        run.log(step, loss, grad_norm, lr)
+        optimizer.zero_grad(set_to_none=True)
+
+        if run.evaluates(step):
+            run.log_evaluation("val", evaluate(model, corpus.valid, args, device, world, chunks))
+        if run.is_last(step):
+            run.log_evaluation("test", evaluate(model, corpus.test, args, device, world, chunks))
+        run.write()
+        if run.agree_to_save(step):
+            run.checkpoints.save(step + 1, state, args.keep_checkpoints)
+    dist.destroy_process_group(group)
+    return run.finish()
+
+
+# ------------------------------------------------------------------------------------------------
+# Repeated to the letter from 02: gradients in buckets, all-reduced while backward runs
+# ------------------------------------------------------------------------------------------------
+
+
+class DistributedDataParallel(nn.Module):
+    """Keep the replicas of a module identical: same initial weights, same averaged gradients.
+
+    module: has the same parameters on every rank. process_group: the ranks whose gradients are
+    averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, and 1 in the first, so
+    that communication starts early. A step ends with `finish_gradient_synchronization`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float = 25,
+    ):
+        super().__init__()
+        self.module = module
+        for tensor in [*module.parameters(), *module.buffers()]:
+            broadcast(tensor.detach(), group=process_group, group_src=0)
+        # `parameters()` yields a tied parameter once; a frozen one has no gradient to reduce. In
+        # reverse order: backward finishes the last layer first
+        params = [p for p in module.parameters() if p.requires_grad][::-1]
+        self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self.launched = 0  # how many buckets' reductions have started
+        self.synchronizes = True
+        for param in params:
+            param.register_post_accumulate_grad_hook(self.mark_ready)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients and start no all-reduce: for all micro-batches but the last."""
+        self.synchronizes = False
+        try:
+            yield
+        finally:
+            self.synchronizes = True
+
+    def mark_ready(self, param: nn.Parameter) -> None:
+        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
+        bucket = self.bucket_of[param]
+        if param not in bucket.waiting_for:
+            raise RuntimeError("two backwards: use finish_gradient_synchronization() or no_sync()")
+        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
+        if not self.synchronizes:
+            return
+        bucket.waiting_for.remove(param)
+        self.launch_ready_buckets()
+
+    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
+        """Start to reduce the next buckets that are ready; after backward, all that remain.
+
+        Buckets are launched strictly in order: ranks may finish gradients in different orders, but
+        collectives are matched by the order of the calls.
+        """
+        while self.launched < len(self.buckets):
+            bucket = self.buckets[self.launched]
+            if bucket.waiting_for and not backward_has_ended:
+                return
+            bucket.start_reduction()
+            self.launched += 1
+
+    def finish_gradient_synchronization(self) -> None:
+        """Reduce what remains, and wait until every gradient is the average over the ranks."""
+        self.launch_ready_buckets(backward_has_ended=True)
+        for bucket in self.buckets:
+            bucket.finish_reduction()
+        self.launched = 0
+
+
+class Bucket:
+    """Parameters whose gradients lie side by side in one flat buffer: one all-reduce sends all.
+
+    grads: [numel of all parameters]; grad_views: each parameter's gradient, a view into `grads`.
+    waiting_for: the parameters whose gradients the step's last backward has not produced yet.
+    """
+
+    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
+        self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
+        self.grads = params[0].new_zeros(sum(p.numel() for p in params))
+        self.grad_views = self.views_into(self.grads)
+        self.waiting_for = set(params)
+        self.reduction: Work | None = None  # the collective in flight
+
+    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
+        sizes = [p.numel() for p in self.params]
+        chunks = flat[: sum(sizes)].split(sizes)
+        return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
+
+    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+        """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
+
+        After `zero_grad(set_to_none=True)` backward allocates a new gradient outside the buffer;
+        later micro-batches then add to the view in place. A missing gradient counts as zero.
+        Dividing here, before the sum, makes the sum the average, in the same pass over the memory.
+        """
+        view = self.grad_views[param]
+        if param.grad is None:
+            view.zero_()
+        elif param.grad is not view or divide_by > 1:
+            torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
+        param.grad = view
+
+    def start_reduction(self) -> None:
+        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
+            self.collect(param, divide_by=self.n_ranks)
+        self.reduction = all_reduce(self.grads, group=self.group, async_op=True)
+
+    def finish_reduction(self) -> None:
+        self.reduction.wait()
+        self.reduction, self.waiting_for = None, set(self.params)
+
+
+def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
+    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
+
+    The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
+    """
+    lists: list[list[nn.Parameter]] = []
+    room = 0.0  # MB left in the last list
+    for param in params:
+        mb = param.numel() * param.element_size() / 2**20
+        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
+        if not alike or mb > room:
+            room = cap_mb if lists else min(first_cap_mb, cap_mb)
+            lists.append([])
+        lists[-1].append(param)
+        room -= mb
+    return lists
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        cleanup()
