@@ -234,7 +234,11 @@ def head_memory(job: Job, rows: int, outside: int) -> float:
     if job.tp > 1:  # all of the rank's logits: in float32, and their gradient
         return tokens * (logits / job.tp * (4 + e) + d * (8 / outside + e))
     chunk = rows * logits * (4 + e)
-    return 16 * tokens * d + 8 * logits * d + chunk + (4 * logits * d) * (job.sharding == "zero2")
+    memory = 16 * tokens * d + 8 * logits * d + chunk
+    if job.sharding in ("zero2", "zero3", "fsdp") and job.micro_batches > 1:
+        shards = job.shard_ranks or job.dp  # the previous micro-batch's last gradients in full
+        memory += 4 * logits * d * (1 - 1 / shards)
+    return memory
 
 
 # ---- the plan ----
