@@ -108,10 +108,8 @@ def _folder_name(name: str) -> str:
 
 def _prepare(name: str, prepared: Path, download: bool) -> None:
     if name == "wikitext2" and not download:
-        fail(
-            "--data wikitext2 is not prepared: run `make data` on a machine with internet, or pass "
-            "--data sample, or --data DIR with train.txt, valid.txt and test.txt"
-        )
+        other = "--data sample, or --data DIR with train.txt, valid.txt and test.txt"
+        fail(f"--data {name} is not prepared: run `make data` where there is internet, or {other}")
     try:
         prepared.parent.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(prepared.with_suffix(".lock")):

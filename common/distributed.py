@@ -142,15 +142,12 @@ def setup(timeout: float = 600.0) -> World:
 def _check_store() -> None:
     """Fail if a restart would find the addresses of processes that are gone.
 
-    torchrun's own store outlives a restart (https://github.com/pytorch/pytorch/issues/135712), and
-    the static rendezvous shares it with the ranks in any case.
+    torchrun's own store outlives it: https://github.com/pytorch/pytorch/issues/135712.
     """
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        fail(
-            "torchrun --max-restarts needs --standalone (or --rdzv-backend c10d) and the variable "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        )
+        needs = "--standalone (or --rdzv-backend c10d) and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        fail(f"torchrun --max-restarts needs {needs}")
 
 
 def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
