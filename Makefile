@@ -69,7 +69,7 @@ export NODES GPUS PARTITION ACCOUNT TIME EDIT
 
 submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
 	@slurm/jobs.sh submit $(folder) $(ARGS)
-submit-all: ## submit all stages, each to start when the previous one has ended well
+submit-all: ## submit all stages, each to start when the previous one has succeeded
 	@slurm/jobs.sh submit "$(folders)" $(ARGS)
 submit-preflight: ## measure NODES= with GPUS= each before a long job, and the links between them
 	@slurm/jobs.sh preflight $(ARGS)

@@ -67,7 +67,7 @@ class Network:
 
 
 class NoAverage:
-    """Not a rung: computation alone, for comparison."""
+    """Computation alone, for comparison. Each rung averages in a `finish` of its own."""
 
     def __init__(self, model: nn.Module, network: Network):
         self.model, self.network = model, network

@@ -10,7 +10,7 @@ averaged over the ranks, and `DistributedDataParallel`.
 
     memory          16 P bytes per rank for P parameters (4 the parameters, 4 the gradients,
                     8 AdamW's moments, in float32): nothing is sharded
-    communication   all-reduces of P elements in all per step, for any number of micro-batches
+    communication   all-reduces of P elements in total per step, for any number of micro-batches
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
@@ -91,7 +91,7 @@ class DistributedDataParallel(nn.Module):
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError("two backwards: use finish_gradient_synchronization() or no_sync()")
+            raise RuntimeError("second backward pass: call finish_gradient_synchronization() first")
         bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
         if not self.synchronizes:
             return

@@ -126,8 +126,8 @@ def check_arguments(
         small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
         sizes = sorted({*small, *(n // d for d in small)})
         fail(
-            f"--global-batch-size {n} does not divide by {data_parallel_size} data-parallel ranks; "
-            f"it does by {', '.join(map(str, sizes))}"
+            f"--global-batch-size {n} is not divisible by {data_parallel_size} data-parallel "
+            f"ranks; it is by {', '.join(map(str, sizes))}"
         )
     if args.micro_batch_size is None:
         args.micro_batch_size = share
@@ -210,7 +210,7 @@ def check_cp(args: Namespace, n_ranks: int) -> Namespace:
 def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) -> None:
     """Fail if the tensor-parallel degree does not divide the sizes that are sharded.
 
-    The heads stand for the widths: a width is a multiple of them.
+    The heads cover the widths, which are multiples of their number.
     """
     sizes = {
         f"--n-heads {config.n_heads}": config.n_heads,
@@ -221,7 +221,8 @@ def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) ->
     for name, size in sizes.items():
         if size % tp:
             fit = [str(n) for n in range(1, tp) if not any(s % n for s in sizes.values())]
-            fail(f"{name} does not divide by {tp} tensor-parallel ranks: {', '.join(fit)} do")
+            by = f"{tp} tensor-parallel ranks; it is by {', '.join(fit)}"
+            fail(f"{name} is not divisible by {by}")
 
 
 def model_config(args: Namespace, vocab: list[str]) -> TransformerConfig:

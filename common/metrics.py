@@ -44,7 +44,7 @@ COLUMNS = {
     "comm_mb": ("comm/comm_mb", "sent {:.2f} MB"),
     "save_ms": ("speed/save_ms", "save {:.1f} ms"),
     "mfu": ("speed/mfu", "MFU {:.1%}"),
-    "seconds_left": ("speed/seconds_left", "left {}"),
+    "seconds_left": ("speed/seconds_left", "ETA {}"),
     "val_loss": ("loss/val", "val loss {:.4g}"),
     "val_ppl": ("perplexity/val", "val ppl {:.4g}"),
     "test_loss": ("loss/test", "test loss {:.4g}"),

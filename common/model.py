@@ -58,7 +58,7 @@ class TransformerConfig:
     def flops_per_token(self) -> float:
         """Forward and backward: 6 per parameter of a matmul, plus attention's two matmuls.
 
-        Chowdhery et al., "PaLM", 2022, appendix B. The embedding is a lookup and counts nothing;
+        Chowdhery et al., "PaLM", 2022, appendix B. The embedding is a lookup and counts as zero;
         the half that the causal mask saves is not subtracted.
         """
         matrices = self.num_parameters() - self.padded_vocab * self.d_model

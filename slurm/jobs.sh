@@ -40,7 +40,7 @@ check_time() { # STAGE
 
 header() { sed -n "s/^#SBATCH --$2=//p" "$1/train.sbatch"; } # STAGE OPTION
 
-# "NODES GPUS" of the partition: how many nodes it has in all, and the GPUs of its largest node;
+# "NODES GPUS" of the partition: how many nodes it has in total, and the GPUs of its largest node;
 # nothing where sinfo names no default partition
 size_of_partition() {
   local name=${PARTITION:-${SBATCH_PARTITION-}}

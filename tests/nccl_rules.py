@@ -116,7 +116,7 @@ class NcclModel:
     - The first collective of a communicator, and the first message from one rank to another in
       it, connects: the host waits until the others have come to the same point.
     - A group has one communicator for its collectives, and one for each pair of ranks that exchange
-      messages in it. With one_per_group it has one in all, which is what PyTorch does if
+      messages in it. With one_per_group it has one in total, which is what PyTorch does if
       `init_process_group` is given a `device_id`.
     - Communicators run on streams of their own, but CUDA does not promise that streams proceed
       independently. With one_queue they share a hardware queue, as with

@@ -151,7 +151,7 @@ def test_wrong_arguments_of_the_dry_run_itself(argv, word, capsys):
 def test_dry_run_chooses_a_batch_that_fits_and_says_which(capsys):
     show("02", 5, 0, "--d-model 32".split(), 100)
     said = capsys.readouterr().out
-    assert said.startswith("the default batch does not divide by 5 ranks: --global-batch-size 5\n")
+    assert said.startswith("the default batch is not divisible by 5 ranks: --global-batch-size 5\n")
     show("02", 2, 0, "--d-model 32".split(), 100)
     assert "global-batch-size" not in capsys.readouterr().out
     with pytest.raises(SystemExit):

@@ -18,10 +18,10 @@ def test_console_line_shows_the_model_state_and_on_a_gpu_the_peak(monkeypatch, o
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     speed = "step     7  loss 5.2500  norm 1.500  lr 1.00e-03  1,234 tok/s  60.0 ms"
     memory = "state 15.69 MB  peak 404 MB" if on_gpu else "state 15.69 MB"
-    end = "left 1:02:03  val loss 5.1  val ppl 164"
+    end = "ETA 1:02:03  val loss 5.1  val ppl 164"
     assert readable(LINE) == f"{speed}  {memory}  sent 3.93 MB  {end}"
     busy = readable(LINE | {"save_ms": 12.34, "mfu": 0.4})
-    assert "sent 3.93 MB  save 12.3 ms  MFU 40.0%  left" in busy
+    assert "sent 3.93 MB  save 12.3 ms  MFU 40.0%  ETA" in busy
 
 
 @pytest.mark.slow

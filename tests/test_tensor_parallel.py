@@ -524,7 +524,7 @@ def test_backward_overlaps_the_all_reduce_with_the_weight_gradients_matmul(
     assert collective - matmul > 200e3, "the matmul has waited for the collective"
 
 
-# ---- sizes that do not divide ----
+# ---- sizes that are not divisible ----
 
 
 def odd_width() -> None:
@@ -549,5 +549,5 @@ def test_a_linear_layer_with_a_bias_is_an_error(pools):
     pools(2).run(a_bias_is_not_ignored)
 
 
-def test_widths_that_do_not_divide_are_an_error(pools):
+def test_widths_that_are_not_divisible_are_an_error(pools):
     pools(4).run(odd_width)

@@ -227,7 +227,7 @@ def with_batch_that_fits(number: str, ranks: int, argv: list[str]) -> list[str]:
         else:
             flags = []  # the error is another one, which the dry run reports
     if flags:
-        print(f"the default batch does not divide by {ranks} ranks: {' '.join(flags)}\n")
+        print(f"the default batch is not divisible by {ranks} ranks: {' '.join(flags)}\n")
     return [*argv, *flags]
 
 
@@ -253,7 +253,7 @@ def show(number: str, ranks: int, rank: int, argv: list[str], vocabulary: int) -
 def plan() -> None:
     """One table: every stage on 8 to 4096 ranks. The batch grows with the ranks."""
     model = BASE["plan"]  # 3.5 billion parameters in a shape that divides
-    print(f"{model}, vocabulary {VOCABULARY}; GB of the rank that has most\n")
+    print(f"{model}, vocabulary {VOCABULARY}; GB of the rank that has the most\n")
     print("| stage | ranks | states | peak | sent per step | flags |\n|" + " --- |" * 6)
     for run in runs_for("plan"):
         # flushed, to show progress: a row may take a minute
@@ -263,7 +263,7 @@ def plan() -> None:
 
 
 def figures(number: str, ranks: int, argv: list[str]) -> str:
-    """States, peak and ring bytes of the rank that has most, or why there are none."""
+    """States, peak and ring bytes of the rank that has the most, or why there are none."""
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):

@@ -59,7 +59,7 @@ def draw_buckets(cap_mb: float) -> Picture:
             short = label.rsplit(".", 1)[-1] if len(label) * 6.4 + 4 > mb * scale else label
             art.bar(x, y, mb * scale - 1, height, FILLS[units.index(unit)], short)
             x += mb * scale
-        note = f"{sum(mb for _, mb in bucket):.3f} MiB"
+        note = f"{sum(mb for _, mb in bucket) * 2**20 / 1e6:.2f} MB"
         if len(bucket) > 1:
             note += f": {bucket[0][0]} … {bucket[-1][0]}"
         art.text(left, y + height + 15, note, size=11, fill="faint")

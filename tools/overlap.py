@@ -228,9 +228,14 @@ def picture(
     for name, spans in lanes.items():
         art.rect(left, y, length * scale, heights[name], "track")
         art.text(16, y + heights[name] / 2 + 4, name)
+        labeled = 0.0  # where the last label below the bars ends
         for span, row in zip(spans, rows_of(spans), strict=True):
             x, w = left + span.start * scale, (min(span.end, length) - span.start) * scale
-            art.bar(x, y + 4 + row * bar, w, bar - 3, span.fill, str(count[span.label]))
+            label = str(count[span.label])
+            art.bar(x, y + 4 + row * bar, w, bar - 3, span.fill, label)
+            if w < 6.4 * len(label) + 4 and max(rows_of(spans)) == 0 and x + w / 2 > labeled:
+                art.text(x + w / 2, y + 27, label, size=9, anchor="middle")  # too narrow: below
+                labeled = x + w / 2 + 5.5 * len(label)
             count[span.label] += 1
         y += heights[name] + 12
     draw_axis(art, left, bottom + 6, scale, length)
