@@ -82,7 +82,7 @@ def layouts(model: Job) -> Iterator[tuple[str, str, Job]]:
                     n % (pp * tp)
                     or pp * tp in (1, n)
                     and 1 in (pp, tp)
-                    or schedule == "zero-bubble"
+                    or schedule in ("gpipe", "zero-bubble")
                 ):
                     continue  # 02, 05 and 06 have it
                 if pp == 1 and schedule != "1f1b":
