@@ -295,8 +295,7 @@ def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Action], Actio
     """Each action, with the actions whose receives are posted before it starts.
 
     A receive is posted one action early, so that data arrives while the rank computes. Two early,
-    it could deadlock on a GPU. Messages are matched by their order alone: under these schedules, a
-    rank sends them in the order in which they are needed. The README draws both.
+    it could deadlock (see the README). Messages match by order: they are sent as they are needed.
     """
     upcoming: list[list[Action]] = [[] for _ in actions]
     for i, action in enumerate(actions):
@@ -441,9 +440,8 @@ def parse_args(argv: list[str] | None = None):
 def evaluate(model, pipeline, tokens, args, device) -> float:
     """Mean loss in nats over every token of a split but the first, each predicted once."""
     model.eval()
-    batches = [
-        (inputs, targets, None) for inputs, targets in eval_batches(tokens, args.batching, device)
-    ]
+    share = eval_batches(tokens, args.batching, device)
+    batches = [(inputs, targets, None) for inputs, targets in share]
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, _ in batches])
     losses = pipeline.run(batches).double()
     total = all_reduce_control((losses * counts).sum())

@@ -883,8 +883,7 @@ def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Action], Actio
     """Each action, with the actions whose receives are posted before it starts.
 
     A receive is posted one action early, so that data arrives while the rank computes. Two early,
-    it could deadlock on a GPU. Messages are matched by their order alone: under these schedules, a
-    rank sends them in the order in which they are needed. The README draws both.
+    it could deadlock (see the README). Messages match by order: they are sent as they are needed.
     """
     upcoming: list[list[Action]] = [[] for _ in actions]
     for i, action in enumerate(actions):
