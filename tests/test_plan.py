@@ -36,8 +36,8 @@ LAYOUTS = [
         "07",
         8,
         0,
-        "--pp 2 --tp 2 --sequence-parallel --schedule gpipe",
-        {"pp": 2, "tp": 2, "sequence_parallel": True, "schedule": "gpipe"},
+        "--pp 2 --tp 2 --sequence-parallel",
+        {"pp": 2, "tp": 2, "sequence_parallel": True},
     ),
 ]
 
