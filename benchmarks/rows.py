@@ -8,8 +8,9 @@ same weights and see the same batches. To add a row: two such functions and a li
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from harness import load_stage
 from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -635,6 +637,59 @@ def ring_row(attend: Callable | None) -> Callable[[Shape], Step]:
 # ---- the table ----
 
 
+# ---- 09: experts on every rank, and PyTorch's differentiable all-to-all ----
+
+
+def experts(shape: Shape, group: dist.ProcessGroup) -> Transformer:
+    config = replace(shape.config, n_experts=8, top_k=2)
+    model = load_stage("09").expert_parallel(Transformer(config), group)
+    init_weights(model, seed=1)
+    return model.to(device())
+
+
+def our_experts(shape: Shape) -> Step:
+    stage, everyone = load_stage("09"), dist.group.WORLD
+    model = experts(shape, everyone)
+    replicas, _ = dist.new_subgroups(1)
+    with stage.without_experts(model):
+        parallel = stage.DistributedDataParallel(model)
+
+    def finish() -> None:
+        parallel.finish_gradient_synchronization()
+        stage.average_expert_gradients(model, everyone.size(), replicas)
+        stage.balance_load(model, 0.01)
+
+    return plain_step(parallel, torch.optim.AdamW(parallel.parameters(), **ADAMW), finish)
+
+
+def replicated_experts(shape: Shape) -> Step:
+    alone, _ = dist.new_subgroups(1)
+    model = experts(shape, alone)
+    parallel = DistributedDataParallel(
+        model, gradient_as_bucket_view=True, forward_sync_buffers=False
+    )
+    optimizer = torch.optim.AdamW(parallel.parameters(), **ADAMW)
+    return plain_step(parallel, optimizer, lambda: load_stage("09").balance_load(model, 0.01))
+
+
+class TorchAllToAll:
+    """PyTorch's all-to-all in place of `AllToAll`."""
+
+    @staticmethod
+    def apply(rows: Tensor, send: list[int], receive: list[int], group) -> Tensor:
+        return all_to_all_single_autograd(rows.contiguous(), receive, send, group)
+
+
+def experts_over_torch_all_to_all(shape: Shape) -> Step:
+    step = our_experts(shape)
+
+    def with_torch(tokens: Tensor, targets: Tensor) -> Tensor:
+        with patch.object(load_stage("09"), "AllToAll", TorchAllToAll):
+            return step(tokens, targets)
+
+    return with_torch
+
+
 @dataclass(frozen=True)
 class Row:
     """Two contenders, the numbers of ranks to run on, and the table's name for PyTorch's side."""
@@ -718,5 +773,17 @@ ROWS = {
         "the same; ours over the flash operator, too",
         shapes=("long",),
         share_of=lambda rank: 0,
+    ),
+    "09-experts": Row(
+        our_experts,
+        replicated_experts,
+        "all experts on every rank, under DistributedDataParallel",
+        shapes=("small",),
+    ),
+    "09-all-to-all": Row(
+        our_experts,
+        experts_over_torch_all_to_all,
+        "the same over _functional_collectives.all_to_all_single_autograd",
+        shapes=("small",),
     ),
 }

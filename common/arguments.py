@@ -59,6 +59,7 @@ def _number(kind: type, least: float, most: float = math.inf, above: bool = Fals
 
 positive = _number(float, 0, above=True)
 positive_int = _number(int, 1, 10**9)
+non_negative = _number(float, 0)
 seconds = _number(float, 1, 10**6)
 
 
@@ -70,7 +71,7 @@ def base_parser(description: str) -> Parser:
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    count, natural, amount = positive_int, _number(int, 0), _number(float, 0)
+    count, natural, amount = positive_int, _number(int, 0), non_negative
     add = p.add_argument
     add("--data", default="wikitext2", help="wikitext2, sample, a folder of {train,valid,test}.txt")
     add("--preset", choices=PRESETS, default="tiny", help="shape of the model")
@@ -207,6 +208,24 @@ def check_cp(args: Namespace, n_ranks: int) -> Namespace:
     return args
 
 
+def check_experts(args: Namespace, n_ranks: int) -> Namespace:
+    """Check the flags of a mixture of experts, and choose --ep. Includes `check_arguments`."""
+    check_arguments(args, n_ranks)
+    if args.top_k > args.n_experts:
+        fail(f"--top-k {args.top_k} is more than --n-experts {args.n_experts}")
+    if 4 * args.d_model % args.top_k:
+        fail(f"--top-k {args.top_k} does not divide 4 times --d-model {args.d_model}")
+    divisor = math.gcd(n_ranks, args.n_experts)
+    args.ep = args.ep or divisor
+    if divisor % args.ep:
+        fit = ", ".join(str(d) for d in range(1, divisor + 1) if divisor % d == 0)
+        fail(
+            f"--ep {args.ep} does not divide both the {n_ranks} ranks (--nproc-per-node) and "
+            f"--n-experts {args.n_experts}: pass one of {fit}"
+        )
+    return args
+
+
 def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) -> None:
     """Fail if the tensor-parallel degree does not divide the sizes that are sharded.
 
@@ -233,6 +252,8 @@ def model_config(args: Namespace, vocab: list[str]) -> TransformerConfig:
         **shape,
         dropout=args.dropout,
         activation_checkpointing=args.activation_checkpointing,
+        n_experts=getattr(args, "n_experts", 0),
+        top_k=getattr(args, "top_k", 1),
     )
     if args.tp > 1:
         check_degree(config, args.tp, args.sequence_parallel)

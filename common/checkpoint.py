@@ -126,7 +126,7 @@ def training_state(
 
     shard_dims: the dimension along which a parameter is sharded evenly over `group`, by name.
     """
-    state: State = {}
+    state: State = {f"model.{name}": buffer for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
         tensors = tensors_of(optimizer, parameter)
         if shard_dims and name in shard_dims:

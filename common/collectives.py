@@ -11,7 +11,7 @@ a ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for cluster
 | all_gather_single         | the gathered output | (N-1)/N payload     |
 | reduce_scatter_single     | the full input      | (N-1)/N payload     |
 | broadcast                 | the tensor          | (N-1)/N payload     |
-| all_to_all_single         | the full input      | (N-1)/N payload     |
+| all_to_all_single         | the full input      | rows to other ranks |
 | isend                     | the tensor          | payload             |
 
 The tests compare these figures with the calls that PyTorch's dispatcher sees, and with the bytes
@@ -112,13 +112,6 @@ def reduce_scatter_single(
     return dist.reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
 
 
-def all_to_all_single(
-    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
-) -> Work | None:
-    ledger.record("all_to_all_single", input.nbytes, _ring(group), group)
-    return dist.all_to_all_single(output, input, group=group, async_op=async_op)
-
-
 @dataclass
 class _WorkWithEnd:
     """Communication whose `wait` ends with a call of `end`: once, when the bytes have arrived."""
@@ -131,6 +124,23 @@ class _WorkWithEnd:
             self.work.wait()
             self.end()
             self.end = None  # its buffers are freed
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Split sizes are numbers of rows, one per rank; without them all are equal."""
+    size = dist.get_world_size(group)
+    receives = output_split_sizes or [len(output) // size] * size
+    sends = input_split_sizes or [len(input) // size] * size
+    stays = sends[dist.get_rank(group)] / max(1, len(input))
+    ledger.record("all_to_all_single", input.nbytes, 1 - stays, group)
+    return dist.all_to_all_single(output, input, receives, sends, group=group, async_op=async_op)
 
 
 def broadcast(tensor: Tensor, src: int | None = None, group: Group = None, **kwargs) -> Work | None:

@@ -37,6 +37,7 @@ COLUMNS = {
     "loss": ("loss/train", "loss {:.4f}"),
     "grad_norm": ("optimizer/grad_norm", "norm {:.3f}"),
     "lr": ("optimizer/lr", "lr {:.2e}"),
+    "load": ("experts/load", "load {:.2f}"),
     "tokens_per_s": ("speed/tokens_per_s", "{:,.0f} tok/s"),
     "step_ms": ("speed/step_ms", "{:.1f} ms"),
     "model_state_mb": ("memory/model_state_mb", "state {:,.2f} MB"),
@@ -126,13 +127,16 @@ class Metrics:
     def start_step(self) -> None:
         self._step_started = time.perf_counter()
 
-    def end_step(self, step: int, loss: Tensor, norm: Tensor, lr: float, is_logged: bool) -> None:
+    def end_step(
+        self, step: int, loss: Tensor, norm: Tensor, lr: float, is_logged: bool, **others: Tensor
+    ) -> None:
         """Time the step. If it is logged, add the averages since the last logged step."""
         if self._model_state_mb is None:  # before the first save, which copies the model state
             self._model_state_mb = model_state_bytes() / 1e6
         self._line = {"step": step}
         if is_logged:  # within the step's time: this waits for the GPU
             self._line |= {"loss": loss.item(), "grad_norm": float(norm), "lr": lr}
+            self._line |= {name: float(value) for name, value in others.items()}
         self._seconds += time.perf_counter() - self._step_started
         self._steps_timed += 1
         if not is_logged:

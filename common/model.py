@@ -39,6 +39,8 @@ class TransformerConfig:
     seq_len: int = 64
     dropout: float = 0.0
     activation_checkpointing: bool = False
+    n_experts: int = 0  # 0: one MLP per layer; else a mixture of experts (stage 09)
+    top_k: int = 1  # experts per token
 
     @property
     def padded_vocab(self) -> int:
@@ -50,9 +52,17 @@ class TransformerConfig:
     def n_units(self) -> int:
         return self.n_layers + 2
 
-    def num_parameters(self) -> int:
+    @property
+    def d_hidden(self) -> int:
+        """Hidden width of an MLP. All experts of a token together are as wide as a dense MLP."""
+        return 4 * self.d_model // self.top_k
+
+    def num_parameters(self, active: bool = False) -> int:
+        """All parameters, or those that one token uses: of the experts only its own."""
         d = self.d_model
-        layer = 12 * d * d + 2 * d  # wqkv 3, wo 1, w1 and w2 4 each; two norms
+        mlps = self.top_k if active else max(1, self.n_experts)
+        layer = 4 * d * d + 2 * d  # wqkv 3, wo 1; two norms
+        layer += mlps * 2 * self.d_hidden * d + self.n_experts * d  # w1 and w2; the router
         return 2 * self.padded_vocab * d + self.n_layers * layer + d  # embedding and head; a norm
 
     def flops_per_token(self) -> float:
@@ -61,7 +71,7 @@ class TransformerConfig:
         Chowdhery et al., "PaLM", 2022, appendix B. The embedding is a lookup and counts as zero;
         the half that the causal mask saves is not subtracted.
         """
-        matrices = self.num_parameters() - self.padded_vocab * self.d_model
+        matrices = self.num_parameters(active=True) - self.padded_vocab * self.d_model
         return 6.0 * matrices + 12.0 * self.n_layers * self.d_model * self.seq_len
 
 
@@ -172,12 +182,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers around a GELU; the hidden layer is four times as wide as the model."""
+    """Two linear layers around a GELU."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.w1 = Linear(config.d_model, 4 * config.d_model)
-        self.w2 = Linear(4 * config.d_model, config.d_model)
+        self.w1 = Linear(config.d_model, config.d_hidden)
+        self.w2 = Linear(config.d_hidden, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
         return self.w2(F.gelu(self.w1(x)))
@@ -295,7 +305,9 @@ def initial_value(full_name: str, full_shape: Sequence[int], seed: int) -> Tenso
 def init_weights(module: nn.Module, seed: int, prefix: str = "") -> None:
     """Give every parameter of `module` its initial value; `prefix` is the module's full name.
 
-    Each value has a random stream of its own, so neither the order nor other modules matter.
+    Each value has a random stream of its own, so neither the order nor other modules matter. The
+    first expert of a mixture begins as the dense model's MLP.
     """
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
+        name = name.replace(".experts.0.", ".")
         parameter.copy_(initial_value(name, parameter.shape, seed))

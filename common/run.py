@@ -175,14 +175,14 @@ class Run:
     def is_last(self, step: int) -> bool:
         return step + 1 == self.args.steps
 
-    def log(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
+    def log(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float, **others: Tensor) -> None:
         """Record a step, between the optimizer's step and `zero_grad`; log it if that is due.
 
-        loss: mean over the global batch. grad_norm: global, before clipping.
+        loss: mean over the global batch. grad_norm: global, before clipping. others: more columns.
         """
         self._loss, self._grad_norm = loss, grad_norm
         is_logged = step == 0 or self._is_due(step, self.args.log_every) or self.evaluates(step)
-        self.metrics.end_step(step, loss, grad_norm, lr, is_logged)
+        self.metrics.end_step(step, loss, grad_norm, lr, is_logged, **others)
         if is_logged:
             self._check_finite(step)
             if self.checkpoints.blocked_seconds:

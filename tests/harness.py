@@ -421,6 +421,7 @@ class Record:
     nbytes: int
     group: str
     group_size: int
+    leaves: float | None = None  # of an all-to-all with splits: the part that goes to other ranks
 
 
 @dataclass
@@ -469,7 +470,11 @@ def _record(op: str, args: tuple) -> Record:
     desc = (group.group_desc or "group").removeprefix("mesh_")
     world = group.group_name == dist.group.WORLD.group_name
     dtype = tensors[0].dtype if tensors else None
-    return Record(name, shape, dtype, nbytes, "world" if world else desc, group.size())
+    leaves = None
+    if name == "all_to_all_single":
+        sends = args[4]  # rows for each rank
+        leaves = 1 - sends[group.rank()] / max(1, sum(sends))
+    return Record(name, shape, dtype, nbytes, "world" if world else desc, group.size(), leaves)
 
 
 def _is_called_by(function: str) -> bool:
@@ -537,6 +542,8 @@ def assert_ledger_is_true(ledger, counted: Counted, control_bytes: int = 64) -> 
 
 def _ring_factor(record: Record) -> float:
     """Bytes that a rank sends per byte of payload when the collective runs on a ring."""
+    if record.leaves is not None:
+        return record.leaves
     around = (record.group_size - 1) / record.group_size
     return {"all_reduce": 2 * around, "isend": 1.0}.get(record.op, around)
 

@@ -42,6 +42,8 @@ class Call(NamedTuple):
     reduce_op: str = ""
     peer: int | None = None  # global rank: destination, source, or root of a broadcast
     name: str = ""  # what a message is, for a model that knows it; never recorded
+    receives: tuple[int, ...] = ()  # of an all-to-all: rows from each rank,
+    sends: tuple[int, ...] = ()  # and rows to each rank; `shapes` are then those of a row
 
 
 class Wait(NamedTuple):
@@ -191,12 +193,14 @@ class LateProcessGroup(dist.ProcessGroup):
         in_place: bool = False,
         reduce_op: ReduceOp | None = None,
         peer: int | None = None,
+        splits: tuple[list[int], ...] = (),
     ) -> LateWork:
         """Call `run(input copies, output copies)` and hand out a `Work` that completes late.
 
-        in_place: the operation reads its outputs too. peer: as a rank of this group.
+        in_place: the operation reads its outputs too. peer: as a rank of this group. splits: of an
+        all-to-all, the rows from each rank and to each rank.
         """
-        call = self._record(op, [*inputs, *outputs], reduce_op, peer)
+        call = self._record(op, [*inputs, *outputs], reduce_op, peer, splits)
         sent = [t.detach().clone() for t in inputs]
         results = [t.detach().clone() if in_place else torch.empty_like(t) for t in outputs]
         work = run(sent, results)
@@ -205,17 +209,25 @@ class LateProcessGroup(dist.ProcessGroup):
         return LateWork(name, work, inputs, outputs, results)
 
     def _record(
-        self, op: str, tensors: list[Tensor], reduce_op: ReduceOp | None, peer: int | None
+        self,
+        op: str,
+        tensors: list[Tensor],
+        reduce_op: ReduceOp | None,
+        peer: int | None,
+        splits: tuple[list[int], ...] = (),
     ) -> Call:
+        receives, sends = map(tuple, splits or ((), ()))
         call = Call(
             op,
             self.name,
             self.group_desc,
             self.global_ranks,
-            tuple(tuple(t.shape) for t in tensors),
+            tuple(tuple(t.shape[1:] if sends else t.shape) for t in tensors),
             tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
             "" if reduce_op is None else reduce_op.op.name,
             None if peer is None else self.global_ranks[peer],
+            receives=receives,
+            sends=sends,
         )
         for record in _records:
             record.add_call(call)
@@ -296,6 +308,7 @@ class LateProcessGroup(dist.ProcessGroup):
             ),
             [input],
             [output],
+            splits=(output_splits, input_splits),
         )
 
     # their names since PyTorch 2.13
@@ -343,8 +356,10 @@ class RecordedProcessGroup(LateProcessGroup):
     def _connect(self, options) -> None:
         return None
 
-    def _start(self, op, run, inputs, outputs, in_place=False, reduce_op=None, peer=None):
-        self._record(op, [*inputs, *outputs], reduce_op, peer)
+    def _start(
+        self, op, run, inputs, outputs, in_place=False, reduce_op=None, peer=None, splits=()
+    ):
+        self._record(op, [*inputs, *outputs], reduce_op, peer, splits)
         for output in outputs if not in_place else []:
             # finite and not all zero, so that no loss is NaN
             output.data.copy_(torch.arange(output.numel()).view(output.shape) % 7)

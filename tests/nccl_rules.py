@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from late_backend import Call, Wait
 
 Records = list[list[Call | Wait]]
+COMMON = [name for name in Call._fields if name not in ("sends", "receives")]
 
 # ---- agreement across ranks ----
 
@@ -40,7 +41,10 @@ def assert_ranks_agree(records: Records) -> None:
     for group, ranks in members.items():
         first = collectives[group, ranks[0]]
         for rank in ranks[1:]:
-            _same(first, collectives[group, rank], ranks[0], rank, Call._fields)
+            _same(first, collectives[group, rank], ranks[0], rank, COMMON)
+        for calls in zip(*(collectives[group, rank] for rank in ranks), strict=True):
+            sent, received = [c.sends for c in calls], [c.receives for c in calls]
+            assert list(zip(*sent, strict=True)) == received, f"the splits differ: {calls}"
     for _op, group, src, dst in list(messages):
         sent, received = messages["send", group, src, dst], messages["recv", group, src, dst]
         _same(sent, received, src, dst, ("desc", "ranks", "shapes", "dtypes"))

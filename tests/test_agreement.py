@@ -98,6 +98,7 @@ NAMES = {
     "broadcast": ("gloo:broadcast", "broadcast"),
     "all_gather_single": ("gloo:all_gather", "all_gather"),
     "reduce_scatter_single": ("gloo:all_to_all", "reduce_scatter"),
+    "all_to_all_single": ("gloo:all_to_all", "all_to_all"),
 }
 
 

@@ -139,7 +139,7 @@ def test_wrong_arguments_have_the_same_error_in_a_dry_run():
 
 
 @pytest.mark.parametrize(
-    ("argv", "word"), [("09 --ranks 2", "'09'"), ("02 --ranks 2 --rank 2", "--rank 2")]
+    ("argv", "word"), [("99 --ranks 2", "'99'"), ("02 --ranks 2 --rank 2", "--rank 2")]
 )
 def test_wrong_arguments_of_the_dry_run_itself(argv, word, capsys):
     with pytest.raises(SystemExit) as exit:

@@ -1,4 +1,4 @@
-"""Draw what each rank holds, and which communication connects the ranks: the pictures of 05 to 08.
+"""Draw what each rank holds, and what connects the ranks: the pictures of 05 to 09.
 
     .venv/bin/python tools/diagrams.py mlp --svg 05_tensor_parallel/mlp.svg
     .venv/bin/python tools/diagrams.py all      # the READMEs' pictures again: make pictures
@@ -434,6 +434,54 @@ def draw_zigzag() -> Picture:
     return art
 
 
+# ---- 09 ----
+
+
+def draw_routing() -> Picture:
+    """Two tokens per rank, four experts, k = 2: every copy of a token travels there and back."""
+    art = Picture(900, 396, "Two ranks, four experts, k = 2: there and back by two all-to-alls")
+    chosen = {"a": (0, 2), "b": (2, 3), "c": (1, 2), "d": (0, 1)}  # by token; a, b are rank 0's
+    tokens, owned = (("a", "b"), ("c", "d")), ((0, 1), (2, 3))
+    top, height, w, h = 92, 132, 40, 22
+    titles = {"tokens": 96, "sorted by expert": 200, "at their experts": 430}
+    titles |= {"back, sorted": 660, "weighted sum": 800}
+    for name, x in titles.items():
+        art.text(x + w / 2, top - 16, name, anchor="middle", weight="bold")
+    for x, name in ((324, "dispatch"), (572, "combine")):
+        art.rect(x, top, 14, 2 * height - 10, "purple")
+        art.text(x + 7, top - 34, name, size=15, weight="bold", anchor="middle")
+        art.text(x + 7, top - 16, "all-to-all", size=11, anchor="middle")
+    for rank, fill in enumerate(RANKS):
+        y = top + rank * height
+        art.text(16, y + 34, f"rank {rank}", weight="bold")
+        art.text(16, y + 52, "experts", size=10, fill="faint")
+        art.text(16, y + 66, " and ".join(map(str, owned[rank])), size=10, fill="faint")
+        for i, token in enumerate(tokens[rank]):
+            middle = y + 24 + 44 * i
+            art.bar(titles["tokens"], middle, w, h, fill, token)
+            art.text(titles["tokens"] - 4, middle + 40, "chooses {}, {}".format(*chosen[token]), 10)
+            art.bar(titles["weighted sum"], middle, w, h, fill, token)
+        rows = sorted((e, token) for token in tokens[rank] for e in chosen[token])
+        for x in (titles["sorted by expert"], titles["back, sorted"]):
+            for i, (expert, token) in enumerate(rows):
+                art.bar(x, y + 6 + 26 * i, w, h, fill, token)
+                art.text(x + w + 6, y + 21 + 26 * i, f"expert {expert}", size=10, fill="faint")
+        arrived = 0
+        for i, expert in enumerate(owned[rank]):
+            x = titles["at their experts"] - 50 + 76 * i
+            art.rect(x - 6, y, 58, height - 22, "track")
+            art.text(x + 23, y + height - 28, f"expert {expert}", size=10, anchor="middle")
+            users = [
+                (source, t) for source in (0, 1) for t in tokens[source] if expert in chosen[t]
+            ]
+            for j, (source, token) in enumerate(users):
+                art.bar(x + 3, y + 6 + 26 * j, w, h, RANKS[source], token)
+            arrived += len(users)
+        art.text(titles["at their experts"] + 15, y + height - 8, f"{arrived} rows", 10, "faint")
+    art.legend(24, 372, {"blue": "a token of rank 0", "orange": "a token of rank 1"})
+    return art
+
+
 DRAW = {
     "mlp": draw_mlp,
     "heads": draw_heads,
@@ -444,9 +492,11 @@ DRAW = {
     "mesh": draw_mesh,
     "ring": draw_ring,
     "zigzag": draw_zigzag,
+    "routing": draw_routing,
 }
 FOLDERS = {"messages": "06_pipeline", "deadlock": "06_pipeline", "mesh": "07_3d"}
 FOLDERS |= {"ring": "08_context_parallel", "zigzag": "08_context_parallel"}
+FOLDERS |= {"routing": "09_expert_parallel"}
 PICTURES = {  # of the READMEs
     f"{FOLDERS.get(name, '05_tensor_parallel')}/{name}.svg": draw for name, draw in DRAW.items()
 }

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -35,7 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.collectives import Ledger, ledger
+from common.collectives import Ledger, all_to_all_single, ledger
 from common.distributed import World, fail
 from common.model import rotary_table
 
@@ -132,7 +133,7 @@ class OneStep:
         ledger.reset()  # communication at the start belongs to no step
         yield first
 
-    def log(self, *_) -> None:
+    def log(self, *_, **others) -> None:
         self.report = states_of(self.optimizer)
         self.report.sent = Ledger(
             *map(Counter, (ledger.calls, ledger.payload, ledger.ring, ledger.control))
@@ -163,6 +164,15 @@ def empty_batches(_, batching, device, first_step: int, rank: int = 0, size: int
         yield [(tokens, tokens, keys)] * (share // micro)
 
 
+def balanced_counts(rows: int, counts: Tensor, group: dist.ProcessGroup) -> list:
+    """In place of 09's `exchange_counts`: each of the ranks has `rows`, as many for each expert."""
+    all_to_all_single(torch.empty_like(counts), counts, group=group)  # for the ledger
+    (each, rest), n = divmod(rows, len(counts)), len(counts) // group.size()
+    every = [each + (i < rest) for i in range(len(counts))]
+    sent = [every[i : i + n] for i in range(0, len(every), n)]  # by rank
+    return [sent, [sent[group.rank()]] * len(sent)]
+
+
 @torch.no_grad()
 def replace_parameters(module: nn.Module, convert, recurse: bool = True) -> nn.Module:
     """In place of `Module._apply`, which swaps tensors: fake tensors cannot be swapped."""
@@ -189,6 +199,10 @@ def dry_run(
         "train_batches": empty_batches,
         **PATCHES,
     }
+    if hasattr(module, "exchange_counts"):  # a fake tensor has no numbers to exchange
+        args = module.parse_args(argv)
+        rows = args.micro_batch_size * args.seq_len * args.top_k
+        patches["exchange_counts"] = partial(balanced_counts, rows)
     rotary_table.cache_clear()  # real tensors and fake ones do not mix
     try:
         with (

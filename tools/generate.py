@@ -17,10 +17,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed as dist
 from export import export, newest_run, run_and_checkpoint
+from stages import load_stage
 
 from common.data import UNKNOWN, load_corpus
-from common.distributed import fail
+from common.distributed import cleanup, fail, setup
 from common.model import Transformer, TransformerConfig
 
 
@@ -32,8 +34,12 @@ def load_run(path: Path) -> tuple[Transformer, list[str]]:
     export(checkpoint, run / "model.pt")
     arguments = json.loads((run / "config.json").read_text())["arguments"]
     vocab = load_corpus(arguments["data"]).vocab
-    shape = {name: arguments[name] for name in ("d_model", "n_layers", "n_heads", "seq_len")}
+    names = ("d_model", "n_layers", "n_heads", "seq_len", "n_experts", "top_k")
+    shape = {name: arguments[name] for name in names if name in arguments}
     model = Transformer(TransformerConfig(vocab_size=len(vocab), **shape))
+    if "n_experts" in arguments:
+        setup()  # a process group of this process alone, which holds all experts
+        load_stage("09").expert_parallel(model, dist.group.WORLD)
     model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
     return model.eval(), vocab
 
@@ -79,3 +85,4 @@ if __name__ == "__main__":
         fail("--prompt: give at least one word")
     words = continued(model, tokens, args.words, args.temperature, args.seed)
     print(" ".join("\n" if vocab[t] == "<eos>" else vocab[t] for t in words))
+    cleanup()

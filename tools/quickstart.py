@@ -82,11 +82,18 @@ def ranks_of(run: Run, several: int, most: int) -> int:
 
 
 def command(script: Path, ranks: int, flags: str, folder: Path) -> list[str]:
-    """The command line of one row, as `make run-NN` would run it."""
+    """The command line of one row, as `make run-NN` would run it.
+
+    Where runs are only comparable if one replays what the other records, that tool runs the script.
+    """
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     launcher = [sys.executable, *(torchrun if script.parent.name[:2] != "01" else [])]
-    arguments = f"{SETTINGS} {flags}".split()
-    return [*launcher, str(script.relative_to(ROOT)), *arguments, "--run-dir", str(folder)]
+    arguments = [*f"{SETTINGS} {flags}".split(), "--run-dir", str(folder)]
+    replay = stage_file(script.parent.name[:2]).replay
+    if replay:
+        how = "record" if ranks == 1 else "replay"
+        return [*launcher, f"tools/{replay}.py", how, str(FOLDER / replay), *arguments]
+    return [*launcher, str(script.relative_to(ROOT)), *arguments]
 
 
 def metrics(folder: Path) -> list[dict]:

@@ -12,7 +12,7 @@ says what the tools and the tests need to know of it. Nothing outside of the fol
                                     its own number where it changes what is computed
     tolerance = { loss = 1e-5, norm = 1e-4, steps = 50 }    of float32 runs against the reference,
                                     absolute and relative, and the steps that are compared
-    replay = "some_module"          a module of tests/: with `record(folder)` around the reference
+    replay = "some_module"          a module of tools/: with `record(folder)` around the reference
                                     run and `replay(folder)` around the others they are comparable
     ranks_differ = "why"            where ranks issue different collectives or hold more than others
     [renamed]                       NewClass = ["OldClass", ...]: what to compare it with

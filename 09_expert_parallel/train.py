@@ -1,0 +1,479 @@
+"""Stage 09: expert parallelism: a mixture of experts, its experts sharded across the ranks.
+
+Each layer's MLP becomes E experts, smaller MLPs of which every token uses k, chosen by a router.
+So the model has E/k times the MLP parameters at the same FLOPs per token. The experts are sharded
+across the ranks: an all-to-all takes every token to the ranks of its experts, a second one brings
+the results back. No token is dropped, however many choose the same expert.
+
+New since stage 02, whose data parallelism trains everything else: `expert_parallel`, the division
+of the experts' gradients by the number of ranks, a global norm that counts each expert once, and a
+bias per expert that keeps the load balanced.
+
+    N ranks, --ep of which share one set of experts; D dense parameters, X of all experts; per layer
+    T tokens of a rank's micro-batch; S, R rows of d_model that it sends to, receives from others
+
+    memory per rank           16 (D + X / ep) bytes; kept by a mixture for backward, if balanced:
+                              T d_model (9 + 2 k) elements
+    communication per step    02's all-reduce of D; per layer and micro-batch 4 all-to-alls of
+                              2 (S + R) rows in all, and one of E (1 - 1/ep) counts; an all-reduce
+                              of the counts; with ep < N an all-reduce of X / ep
+    --activation-checkpointing  6 all-to-alls of 3 (S + R) rows, and the counts twice
+
+Lepikhin et al., "GShard", 2020, section 3.2. Gale et al., "MegaBlocks", 2022 (no dropping). Wang
+et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
+
+Run it:
+
+    torchrun --nproc-per-node 2 09_expert_parallel/train.py --data sample --steps 100
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+from torch.nn.utils import clip_grads_with_norm_
+
+from common.arguments import (
+    base_parser,
+    check_experts,
+    model_config,
+    non_negative,
+    positive,
+    positive_int,
+    seconds,
+)
+from common.checkpoint import training_state
+from common.collectives import all_reduce, all_reduce_control, all_to_all_single, broadcast
+from common.data import eval_batches, load_corpus, train_batches
+from common.distributed import World, cleanup, group_along, print0, setup, world_size
+from common.model import (
+    IGNORED,
+    MLP,
+    Linear,
+    Transformer,
+    TransformerConfig,
+    in_autocast_dtype,
+    init_weights,
+)
+from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
+from common.run import Run
+
+# ------------------------------------------------------------------------------------------------
+# The technique: tokens travel to their experts and back
+# ------------------------------------------------------------------------------------------------
+#
+#   x [T, d] --router--> k experts per token --sort by expert--> rows [T k, d]
+#     --all-to-all--> rows of the local experts, from every rank --each expert's MLP-->
+#     --all-to-all--> rows [T k, d] of this rank's tokens --weighted sum over k--> y [T, d]
+
+
+def expert_parallel(model: Transformer, group: ProcessGroup) -> Transformer:
+    """Replace every layer's MLP, in place, with a mixture of experts sharded over `group`."""
+    for layer in model.layers.values():
+        layer.mlp = MixtureOfExperts(model.config, group)
+    return model
+
+
+class MixtureOfExperts(nn.Module):
+    """E experts, of which each token uses the k that its router scores highest.
+
+    experts: those of this rank, by their number among all. bias: [E], added to the scores to choose
+    experts, not to weight them. load: [E], tokens of this rank per expert since `balance_load`.
+    """
+
+    def __init__(self, config: TransformerConfig, group: ProcessGroup):
+        super().__init__()
+        self.group, self.n_experts, self.top_k = group, config.n_experts, config.top_k
+        self.router = Linear(config.d_model, self.n_experts)
+        self.register_buffer("bias", torch.zeros(self.n_experts))
+        n_local = self.n_experts // group.size()
+        first = group.rank() * n_local
+        self.experts = nn.ModuleDict({str(first + i): MLP(config) for i in range(n_local)})
+        self.load: Tensor | int = 0
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
+        tokens = x.flatten(0, -2)  # [T, d]
+        weights, chosen = self.route(tokens)
+        by_expert = chosen.flatten()  # [T k], the expert of each row
+        counts = torch.zeros_like(self.bias, dtype=torch.int64)
+        counts.scatter_add_(0, by_expert, torch.ones_like(by_expert))
+        if self.training:  # recomputation counts again, which changes no ratio
+            self.load = self.load + counts
+        order = by_expert.argsort(stable=True)  # so the rows for one rank are contiguous
+        rows = in_autocast_dtype(tokens)[order // self.top_k]  # [T k, d]
+
+        sent, received = exchange_counts(counts, self.group)
+        send, receive = [sum(rows) for rows in sent], [sum(rows) for rows in received]
+        rows = AllToAll.apply(rows, send, receive, self.group)
+        rows = self.run_experts(rows, received)
+        rows = AllToAll.apply(rows, receive, send, self.group)
+
+        results = torch.empty_like(rows)
+        results[order] = rows  # back to the tokens' order
+        results = results.unflatten(0, (-1, self.top_k))  # [T, k, d]
+        return (results * weights[..., None]).sum(dim=1).view_as(x)
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of every token, and the weights of their results: [T, k] each."""
+        with torch.autocast(tokens.device.type, enabled=False):  # bf16 scores would often be equal
+            scores = self.router(tokens).softmax(dim=-1)  # [T, E]
+        chosen = self.choose(scores.detach())
+        weights = scores.gather(-1, chosen)
+        if self.top_k > 1:  # a single weight would always be 1, and the router get no gradient
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights, chosen
+
+    def choose(self, scores: Tensor) -> Tensor:
+        return (scores + self.bias).topk(self.top_k, dim=-1).indices
+
+    def run_experts(self, rows: Tensor, received: list[list[int]]) -> Tensor:
+        """Apply each local expert to its rows. They lie by source rank, then by expert."""
+        parts = list(rows.split([n for counts in received for n in counts]))
+        n_local = len(self.experts)
+        for i, expert in enumerate(self.experts.values()):
+            # also without rows: then its gradient is zero, and every rank has the same graph
+            inputs = parts[i::n_local]  # one part per source rank
+            parts[i::n_local] = expert(torch.cat(inputs)).split([len(part) for part in inputs])
+        return torch.cat(parts)
+
+
+class AllToAll(torch.autograd.Function):
+    """Send `send[r]` rows to rank r and receive `receive[r]` from it, in the order of the ranks."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup):
+        ctx.way_back = receive, send, group
+        output = rows.new_empty(sum(receive), rows.shape[1])
+        all_to_all_single(output, rows.contiguous(), receive, send, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return AllToAll.apply(grad, *ctx.way_back), None, None, None
+
+
+def exchange_counts(counts: Tensor, group: ProcessGroup) -> list[list[list[int]]]:
+    """Tell every rank how many rows it will get for each of its experts.
+
+    counts: [E], this rank's rows per expert. Returns two lists by rank, each of lists by the
+    receiver's experts: the rows that this rank sends, and those that it receives.
+    """
+    received = torch.empty_like(counts)
+    all_to_all_single(received, counts, group=group)
+    # an all-to-all takes its splits from the host, which waits for the GPU here
+    return torch.stack([counts, received]).view(2, group.size(), -1).tolist()
+
+
+# ---- what a step needs besides ----
+
+
+def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+@contextmanager
+def without_experts(model: nn.Module) -> Iterator[None]:
+    """Hide the experts from whoever asks the model for its parameters inside of the block."""
+    mixtures = mixtures_of(model)
+    experts = [mixture._modules.pop("experts") for mixture in mixtures]
+    yield
+    for mixture, hidden in zip(mixtures, experts, strict=True):
+        mixture.experts = hidden
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [p for mixture in mixtures_of(model) for p in mixture.experts.parameters()]
+
+
+def average_expert_gradients(
+    model: nn.Module, n_ranks: int, replicas: ProcessGroup, bucket_cap_mb: float = 25
+) -> None:
+    """Average the experts' gradients over all ranks, once per step.
+
+    The tokens of all ranks of a set have met at the expert, so its gradient is their sum already:
+    what remains is the sum over the `replicas` of the expert, and the division.
+    """
+    params = expert_parameters(model)
+    for param in params:
+        param.grad.div_(n_ranks)
+    if replicas.size() == 1:
+        return
+    for bucket in split_into_buckets(params, bucket_cap_mb):
+        flat = torch.cat([p.grad.flatten() for p in bucket])
+        all_reduce(flat, group=replicas)
+        for p, grad in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            p.grad.copy_(grad.view_as(p))
+
+
+@torch.no_grad()
+def balance_load(model: nn.Module, rate: float) -> Tensor:
+    """Move each expert's bias by `rate`: down if it had more tokens than the mean, else up.
+
+    Returns the load of the busiest expert, relative to the mean, averaged over the layers.
+    """
+    mixtures = mixtures_of(model)
+    load = torch.stack([mixture.load for mixture in mixtures])  # [layers, E], int64
+    all_reduce(load)
+    total = load.sum(dim=1, keepdim=True)
+    excess = load * load.shape[1] - total  # in integers: the sign is the same on every topology
+    for mixture, sign in zip(mixtures, excess.sign(), strict=True):
+        mixture.bias -= rate * sign
+        mixture.load = 0
+    return (load.amax(dim=1) * load.shape[1] / total[:, 0]).mean()
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
+    """Scale the gradients to at most this global norm; returns the norm before clipping."""
+    experts = set(expert_parameters(model))
+    sharded = [p.grad for p in model.parameters() if p in experts]
+    replicated = [p.grad for p in model.parameters() if p not in experts]
+    # squares of sharded gradients add up over the ranks; replicated gradients count once
+    squares = all_reduce_control(global_norm(sharded).square(), group=group)
+    total_norm = (squares + global_norm(replicated).square()).sqrt()
+    clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
+    return total_norm
+
+
+# ------------------------------------------------------------------------------------------------
+# The training loop
+# ------------------------------------------------------------------------------------------------
+
+
+def parse_args(argv: list[str] | None = None):
+    parser = base_parser(__doc__)
+    parser.add_argument("--n-experts", type=positive_int, default=8, help="experts per layer")
+    parser.add_argument("--top-k", type=positive_int, default=2, help="experts per token")
+    degree = "ranks that share one set of experts (default: as many as possible)"
+    parser.add_argument("--ep", type=positive_int, help=degree)
+    balance = "how fast the experts' biases move; 0: no balancing"
+    parser.add_argument("--balance-rate", type=non_negative, default=0.01, help=balance)
+    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per all-reduce")
+    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
+    return check_experts(parser.parse_args(argv), world_size())
+
+
+@torch.no_grad()
+def evaluate(model, tokens, args, device, world: World) -> float:
+    """Mean loss in nats over every token of a split but the first, each predicted once."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
+    for inputs, targets in eval_batches(tokens, args.batching, device, world.rank, world.size):
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
+            loss = model(inputs, targets)
+        count = (targets != IGNORED).sum()
+        total += torch.stack([loss * count, count])
+    all_reduce_control(total)
+    model.train()
+    return (total[0] / total[1]).item()
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    """Train as the flags say; returns the lines of metrics.jsonl."""
+    args = parse_args(argv)
+    world = setup(args.timeout)
+    device = world.device
+    corpus = load_corpus(args.data)
+
+    mesh = (world.size // args.ep, args.ep)  # ep innermost: its ranks share a node
+    ep = group_along(mesh, 1, "ep", args.timeout)
+    replicas = group_along(mesh, 0, "replicas", args.timeout)
+    config = model_config(args, corpus.vocab)
+    model = Transformer(config)
+    expert_parallel(model, ep)
+    init_weights(model, args.seed)
+    model.to(device)
+    with without_experts(model):  # DDP would overwrite every rank's experts with rank 0's
+        model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
+
+    run = Run(args, __file__, config, device, corpus)
+    print0(f"{args.n_experts} experts per layer, sharded over {args.ep} of {world.size} ranks")
+    state = training_state(model.module, optimizer)
+    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    batches = train_batches(corpus.train, args.batching, device, first_step, world.rank, world.size)
+
+    for step in run.steps(first_step):
+        lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
+        set_learning_rate(optimizer, lr)
+        micro_batches = next(batches)
+        loss = torch.zeros((), device=device)
+        for i, (inputs, targets, keys) in enumerate(micro_batches):
+            is_last = i == len(micro_batches) - 1
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
+                micro_loss = model(inputs, targets, keys) / len(micro_batches)
+            with nullcontext() if is_last else model.no_sync():
+                micro_loss.backward()
+            loss += micro_loss.detach()
+        model.finish_gradient_synchronization()
+        average_expert_gradients(model, world.size, replicas, args.bucket_cap_mb)
+        loss = all_reduce_control(loss) / world.size
+        grad_norm = clip_grad_norm_(model, args.grad_clip, ep)
+        optimizer.step()
+        load = balance_load(model, args.balance_rate)
+        run.log(step, loss, grad_norm, lr, load=load)
+        optimizer.zero_grad(set_to_none=True)
+
+        if run.evaluates(step):
+            run.log_evaluation("val", evaluate(model, corpus.valid, args, device, world))
+        if run.is_last(step):
+            run.log_evaluation("test", evaluate(model, corpus.test, args, device, world))
+        run.write()
+        if run.agree_to_save(step):
+            run.checkpoints.save(step + 1, state, args.keep_checkpoints)
+    for group in (ep, replicas):
+        dist.destroy_process_group(group)
+    return run.finish()
+
+
+# ------------------------------------------------------------------------------------------------
+# Repeated to the letter from 02: gradients in buckets, all-reduced while backward runs
+# ------------------------------------------------------------------------------------------------
+
+
+class DistributedDataParallel(nn.Module):
+    """Keep the replicas of a module identical: same initial weights, same averaged gradients.
+
+    module: has the same parameters on every rank. process_group: the ranks whose gradients are
+    averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, and 1 in the first, so
+    that communication starts early. A step ends with `finish_gradient_synchronization`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float = 25,
+    ):
+        super().__init__()
+        self.module = module
+        for tensor in [*module.parameters(), *module.buffers()]:
+            broadcast(tensor.detach(), group=process_group, group_src=0)
+        # `parameters()` yields a tied parameter once; a frozen one has no gradient to reduce. In
+        # reverse order: backward finishes the last layer first
+        params = [p for p in module.parameters() if p.requires_grad][::-1]
+        self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self.launched = 0  # how many buckets' reductions have started
+        self.synchronizes = True
+        for param in params:
+            param.register_post_accumulate_grad_hook(self.mark_ready)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients and start no all-reduce: for all micro-batches but the last."""
+        self.synchronizes = False
+        try:
+            yield
+        finally:
+            self.synchronizes = True
+
+    def mark_ready(self, param: nn.Parameter) -> None:
+        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
+        bucket = self.bucket_of[param]
+        if param not in bucket.waiting_for:
+            raise RuntimeError("two backwards: use finish_gradient_synchronization() or no_sync()")
+        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
+        if not self.synchronizes:
+            return
+        bucket.waiting_for.remove(param)
+        self.launch_ready_buckets()
+
+    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
+        """Start to reduce the next buckets that are ready; after backward, all that remain.
+
+        Buckets are launched strictly in order: ranks may finish gradients in different orders, but
+        collectives are matched by the order of the calls.
+        """
+        while self.launched < len(self.buckets):
+            bucket = self.buckets[self.launched]
+            if bucket.waiting_for and not backward_has_ended:
+                return
+            bucket.start_reduction()
+            self.launched += 1
+
+    def finish_gradient_synchronization(self) -> None:
+        """Reduce what remains, and wait until every gradient is the average over the ranks."""
+        self.launch_ready_buckets(backward_has_ended=True)
+        for bucket in self.buckets:
+            bucket.finish_reduction()
+        self.launched = 0
+
+
+class Bucket:
+    """Parameters whose gradients lie side by side in one flat buffer: one all-reduce sends all.
+
+    grads: [numel of all parameters]; grad_views: each parameter's gradient, a view into `grads`.
+    waiting_for: the parameters whose gradients the step's last backward has not produced yet.
+    """
+
+    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
+        self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
+        self.grads = params[0].new_zeros(sum(p.numel() for p in params))
+        self.grad_views = self.views_into(self.grads)
+        self.waiting_for = set(params)
+        self.reduction: Work | None = None  # the collective in flight
+
+    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
+        sizes = [p.numel() for p in self.params]
+        chunks = flat[: sum(sizes)].split(sizes)
+        return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
+
+    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+        """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
+
+        After `zero_grad(set_to_none=True)` backward allocates a new gradient outside the buffer;
+        later micro-batches then add to the view in place. A missing gradient counts as zero.
+        Dividing here, before the sum, makes the sum the average, in the same pass over the memory.
+        """
+        view = self.grad_views[param]
+        if param.grad is None:
+            view.zero_()
+        elif param.grad is not view or divide_by > 1:
+            torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
+        param.grad = view
+
+    def start_reduction(self) -> None:
+        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
+            self.collect(param, divide_by=self.n_ranks)
+        self.reduction = all_reduce(self.grads, group=self.group, async_op=True)
+
+    def finish_reduction(self) -> None:
+        self.reduction.wait()
+        self.reduction, self.waiting_for = None, set(self.params)
+
+
+def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
+    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
+
+    The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
+    """
+    lists: list[list[nn.Parameter]] = []
+    room = 0.0  # MB left in the last list
+    for param in params:
+        mb = param.numel() * param.element_size() / 2**20
+        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
+        if not alike or mb > room:
+            room = cap_mb if lists else min(first_cap_mb, cap_mb)
+            lists.append([])
+        lists[-1].append(param)
+        room -= mb
+    return lists
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        cleanup()
