@@ -44,7 +44,8 @@ def assert_ranks_agree(records: Records) -> None:
             _same(first, collectives[group, rank], ranks[0], rank, COMMON)
         for calls in zip(*(collectives[group, rank] for rank in ranks), strict=True):
             sent, received = [c.sends for c in calls], [c.receives for c in calls]
-            assert list(zip(*sent, strict=True)) == received, f"the splits differ: {calls}"
+            if any(sent):  # an all-to-all
+                assert list(zip(*sent, strict=True)) == received, f"the splits differ: {calls}"
     for _op, group, src, dst in list(messages):
         sent, received = messages["send", group, src, dst], messages["recv", group, src, dst]
         _same(sent, received, src, dst, ("desc", "ranks", "shapes", "dtypes"))
