@@ -124,6 +124,10 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
+    def train(self, mode: bool = True) -> FullyShardedDataParallel:
+        self.module.train(mode)  # it is unregistered, so `super().train` does not reach it
+        return super().train(mode)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Start no all-reduce over replicas: every micro-batch is reduce-scattered all the same."""

@@ -498,3 +498,17 @@ def freed_parameters(strategy: str) -> bool:
 @pytest.mark.parametrize("strategy", UNITS)
 def test_freed_parameters_read_as_nan(pools, strategy):
     assert all(pools(2).run(freed_parameters, strategy))
+
+
+def modes(strategy: str) -> list[bool]:
+    trainer = trainer_of(strategy, chain())
+    trainer.model.eval()
+    evaluating = [module.training for module in trainer.plain.modules()]
+    trainer.model.train()
+    return [any(evaluating), *(module.training for module in trainer.plain.modules())]
+
+
+@pytest.mark.parametrize("strategy", UNITS)
+def test_train_and_eval_reach_the_module(pools, strategy):
+    (found,) = pools(1).run(modes, strategy)
+    assert not found[0] and all(found[1:])
