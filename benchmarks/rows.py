@@ -634,6 +634,14 @@ def ring_row(attend: Callable | None) -> Callable[[Shape], Step]:
     return build
 
 
+# ---- 10: float8 ----
+
+
+def our_float8(shape: Shape) -> Step:
+    model = load_stage("10").float8(transformer(shape), "rowwise")
+    return plain_step(model, torch.optim.AdamW(model.parameters(), **ADAMW))
+
+
 # ---- the table ----
 
 
@@ -785,5 +793,8 @@ ROWS = {
         experts_over_torch_all_to_all,
         "the same over _functional_collectives.all_to_all_single_autograd",
         shapes=("small",),
+    ),
+    "10-float8": Row(
+        our_float8, our_model, "01's model: PyTorch has no float8 layer", (1,), same_loss=False
     ),
 }

@@ -1,0 +1,394 @@
+"""Stage 10: float8 matmuls with dynamic scaling.
+
+A float8 number has 8 bits, and a GPU multiplies float8 matrices twice as fast as bfloat16 ones. Its
+range is too small for the tensors of a training step, so each tensor, or each of its rows, is first
+divided by a scale that makes its largest element fit. Here the linear layers of attention and MLP
+compute in float8; weights, optimizer, embedding, head, norms and attention stay as they are.
+
+New since stage 02: `float8`, which replaces these layers, and --recipe. Rowwise gives each token
+and each output feature a scale of its own, tensorwise has one per tensor.
+
+    memory          16 P bytes per rank for P parameters, as in 02. For backward, a linear layer
+                    saves its input in 1 byte per element, and 4 per scale
+    communication   02's: all-reduces of P elements in all per step. Scales are never reduced
+
+Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
+
+Run it:
+
+    torchrun --nproc-per-node 2 10_fp8/train.py --data sample --steps 100
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+from torch.nn.functional import ScalingType
+
+from common.arguments import base_parser, check_arguments, model_config, positive, seconds
+from common.checkpoint import training_state
+from common.collectives import all_reduce, all_reduce_control, broadcast
+from common.data import eval_batches, load_corpus, train_batches
+from common.distributed import World, cleanup, fail, setup, world_size
+from common.model import IGNORED, Transformer, in_autocast_dtype, init_weights
+from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
+from common.run import Run
+
+# ------------------------------------------------------------------------------------------------
+# The technique: scale, round to float8, multiply
+# ------------------------------------------------------------------------------------------------
+#
+#                             sums over    rowwise                       tensorwise
+#   forward    Y  = X W^T     in           X, W in e4m3                  X, W in e4m3
+#   backward   dX = dY W      out          dY in e5m2, W in e4m3         dY in e5m2, W in e4m3
+#              dW = dY^T X    tokens       dY, and X as it was saved,    dY in e5m2, X in e4m3
+#                                          in the dtype of autocast
+
+E4M3 = torch.float8_e4m3fn  # 4 bits of exponent and 3 of mantissa, largest 448: for X and W
+E5M2 = torch.float8_e5m2  # a wider range and one bit less, largest 57,344: for gradients
+RECIPES = ("rowwise", "tensorwise")
+
+
+def float8(model: Transformer, recipe: str) -> Transformer:
+    """Replace the linear layers of attention and MLP, in place.
+
+    Their weights remain the same float32 parameters with the same names, so the optimizer,
+    checkpoints and data parallelism see no difference.
+    """
+    for layer in model.layers.values():
+        layer.attn.wqkv = Float8Linear(layer.attn.wqkv, recipe)
+        layer.attn.wo = Float8Linear(layer.attn.wo, recipe)
+        layer.mlp.w1 = Float8Linear(layer.mlp.w1, recipe)
+        layer.mlp.w2 = Float8Linear(layer.mlp.w2, recipe)
+    return model
+
+
+class Float8Linear(nn.Module):
+    """y = x W^T in float8, without bias. weight: [out, in], the parameter of `plain`."""
+
+    def __init__(self, plain: nn.Module, recipe: str):
+        super().__init__()
+        (self.weight,) = plain.parameters()  # a bias is an error: this model has none
+        self.rowwise = recipe == "rowwise"
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
+        x = in_autocast_dtype(x)
+        y = Float8Matmuls.apply(x.flatten(0, -2), self.weight, self.rowwise)
+        return y.unflatten(0, x.shape[:-1])
+
+
+class Float8Matmuls(torch.autograd.Function):
+    """The three matmuls of a linear layer. x: [tokens, in], weight: [out, in] -> [tokens, out]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, rowwise: bool) -> Tensor:
+        x8, weight8 = to_float8(x, E4M3, rowwise), to_float8(weight, E4M3, rowwise)
+        ctx.save_for_backward(*x8, weight)  # the parameter itself: no copy of W is kept
+        ctx.rowwise = rowwise
+        return scaled_matmul(x8, weight8, x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # [tokens, out]
+        numbers, scale, weight = ctx.saved_tensors
+        x8, grad8 = Float8(numbers, scale), to_float8(grad, E5M2, ctx.rowwise)
+        # dX sums over `out`: W needs scales that are constant along it, one per column
+        weight8 = to_float8(weight.t(), E4M3, ctx.rowwise)
+        grad_x = scaled_matmul(grad8, weight8, grad.dtype)
+        if ctx.rowwise:  # dW sums over the tokens, along which the scales of x8 vary
+            grad_weight = grad.t() @ x8.dequantize(grad.dtype)
+        else:
+            grad_weight = scaled_matmul(grad8.t(), x8.t(), weight.dtype)
+        return grad_x, grad_weight.to(weight.dtype), None
+
+
+class Float8(NamedTuple):
+    """numbers * scale. numbers: float8 [rows, columns], scale: float32 [rows, 1] or [1, 1]."""
+
+    numbers: Tensor
+    scale: Tensor
+
+    def t(self) -> Float8:
+        return Float8(self.numbers.t(), self.scale.t())
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Exact in bfloat16, too: the product has the bits of the number and another exponent."""
+        return self.numbers.to(dtype) * self.scale.to(dtype)
+
+
+def to_float8(x: Tensor, dtype: torch.dtype, rowwise: bool) -> Float8:
+    """Round x [rows, columns] to float8, each row, or all of x, with the scale that it needs.
+
+    A scale is the least power of two that brings the largest element into the range of `dtype`, so
+    no cast overflows. A power of two only moves exponents: how an element is rounded does not
+    depend on the scale, nor on the elements that share it, above the range of subnormal numbers.
+    """
+    amax = x.abs().amax(1 if rowwise else (0, 1), keepdim=True).float()
+    amax = amax.clamp(min=1e-24)  # zeros
+    # an infinity gets an infinite scale and becomes NaN; a cast alone would turn it into 448
+    scale = torch.exp2(torch.log2(amax / torch.finfo(dtype).max).ceil())
+    return Float8((x / scale).to(dtype), scale)
+
+
+def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
+    """a b^T in `dtype`, summed in float32. a: [m, k], b: [n, k] -> [m, n].
+
+    No scale may vary along k, over which the matmul sums: it is a factor in front of each sum.
+    """
+    rowwise = a.scale.numel() > 1 or b.scale.numel() > 1
+    kind = ScalingType.RowWise if rowwise else ScalingType.TensorWise
+    # float8 tensor cores read both operands along k, so a transposed operand has to be copied
+    numbers = a.numbers.contiguous(), b.numbers.contiguous().t()
+    scales = a.scale, kind, b.scale.t(), kind
+    # with scales per row, a GPU's kernels write bfloat16; few of them float32
+    out = torch.bfloat16 if rowwise and a.numbers.is_cuda else dtype
+    return F.scaled_mm(*numbers, *scales, output_dtype=out).to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------
+# The training loop
+# ------------------------------------------------------------------------------------------------
+
+
+def check_float8(args, device: torch.device) -> None:
+    """Fail where a GPU's float8 kernels would, with their reason, and on a CPU just the same."""
+    if args.d_model % 16:
+        fail(f"--d-model {args.d_model} is not a multiple of 16, as float8 matmuls need it")
+    tokens = f"--micro-batch-size {args.micro_batch_size} times --seq-len {args.seq_len}"
+    if args.recipe == "tensorwise" and args.micro_batch_size * args.seq_len % 16:
+        fail(f"{tokens} is not a multiple of 16, as --recipe tensorwise needs it")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        fail(f"{name} has no float8 matmuls: they need compute capability 8.9 (Ada, Hopper, later)")
+
+
+def parse_args(argv: list[str] | None = None):
+    parser = base_parser(__doc__)
+    parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
+    parser.add_argument("--recipe", choices=RECIPES, default="rowwise", help="what shares a scale")
+    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per all-reduce")
+    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
+    return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
+
+
+@torch.no_grad()
+def evaluate(model, tokens, args, device, world: World) -> float:
+    """Mean loss in nats over every token of a split but the first, each predicted once."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
+    for inputs, targets in eval_batches(tokens, args.batching, device, world.rank, world.size):
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
+            loss = model(inputs, targets)
+        count = (targets != IGNORED).sum()
+        total += torch.stack([loss * count, count])
+    all_reduce_control(total)
+    model.train()
+    return (total[0] / total[1]).item()
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    """Train as the flags say; returns the lines of metrics.jsonl."""
+    args = parse_args(argv)
+    world = setup(args.timeout)
+    device = world.device
+    check_float8(args, device)
+    corpus = load_corpus(args.data)
+
+    config = model_config(args, corpus.vocab)
+    model = Transformer(config)
+    init_weights(model, args.seed)
+    float8(model, args.recipe)
+    model.to(device)
+    if args.compile:
+        for unit in model.units():
+            unit.compile()
+    model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
+
+    run = Run(args, __file__, config, device, corpus)
+    state = training_state(model.module, optimizer)
+    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    batches = train_batches(corpus.train, args.batching, device, first_step, world.rank, world.size)
+
+    for step in run.steps(first_step):
+        lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
+        set_learning_rate(optimizer, lr)
+        micro_batches = next(batches)
+        loss = torch.zeros((), device=device)
+        for i, (inputs, targets, keys) in enumerate(micro_batches):
+            is_last = i == len(micro_batches) - 1
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
+                micro_loss = model(inputs, targets, keys) / len(micro_batches)
+            with nullcontext() if is_last else model.no_sync():
+                micro_loss.backward()
+            loss += micro_loss.detach()
+        model.finish_gradient_synchronization()
+        loss = all_reduce_control(loss) / world.size
+        grad_norm = clip_grad_norm_(model.parameters(), args.grad_clip)
+        optimizer.step()
+        run.log(step, loss, grad_norm, lr)
+        optimizer.zero_grad(set_to_none=True)
+
+        if run.evaluates(step):
+            run.log_evaluation("val", evaluate(model, corpus.valid, args, device, world))
+        if run.is_last(step):
+            run.log_evaluation("test", evaluate(model, corpus.test, args, device, world))
+        run.write()
+        if run.agree_to_save(step):
+            run.checkpoints.save(step + 1, state, args.keep_checkpoints)
+    return run.finish()
+
+
+# ------------------------------------------------------------------------------------------------
+# Data parallelism, repeated to the letter from 02
+# ------------------------------------------------------------------------------------------------
+
+
+class DistributedDataParallel(nn.Module):
+    """Keep the replicas of a module identical: same initial weights, same averaged gradients.
+
+    module: has the same parameters on every rank. process_group: the ranks whose gradients are
+    averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, and 1 in the first, so
+    that communication starts early. A step ends with `finish_gradient_synchronization`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float = 25,
+    ):
+        super().__init__()
+        self.module = module
+        for tensor in [*module.parameters(), *module.buffers()]:
+            broadcast(tensor.detach(), group=process_group, group_src=0)
+        # `parameters()` yields a tied parameter once; a frozen one has no gradient to reduce. In
+        # reverse order: backward finishes the last layer first
+        params = [p for p in module.parameters() if p.requires_grad][::-1]
+        self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self.launched = 0  # how many buckets' reductions have started
+        self.synchronizes = True
+        for param in params:
+            param.register_post_accumulate_grad_hook(self.mark_ready)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients and start no all-reduce: for all micro-batches but the last."""
+        self.synchronizes = False
+        try:
+            yield
+        finally:
+            self.synchronizes = True
+
+    def mark_ready(self, param: nn.Parameter) -> None:
+        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
+        bucket = self.bucket_of[param]
+        if param not in bucket.waiting_for:
+            raise RuntimeError("two backwards: use finish_gradient_synchronization() or no_sync()")
+        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
+        if not self.synchronizes:
+            return
+        bucket.waiting_for.remove(param)
+        self.launch_ready_buckets()
+
+    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
+        """Start to reduce the next buckets that are ready; after backward, all that remain.
+
+        Buckets are launched strictly in order: ranks may finish gradients in different orders, but
+        collectives are matched by the order of the calls.
+        """
+        while self.launched < len(self.buckets):
+            bucket = self.buckets[self.launched]
+            if bucket.waiting_for and not backward_has_ended:
+                return
+            bucket.start_reduction()
+            self.launched += 1
+
+    def finish_gradient_synchronization(self) -> None:
+        """Reduce what remains, and wait until every gradient is the average over the ranks."""
+        self.launch_ready_buckets(backward_has_ended=True)
+        for bucket in self.buckets:
+            bucket.finish_reduction()
+        self.launched = 0
+
+
+class Bucket:
+    """Parameters whose gradients lie side by side in one flat buffer: one all-reduce sends all.
+
+    grads: [numel of all parameters]; grad_views: each parameter's gradient, a view into `grads`.
+    waiting_for: the parameters whose gradients the step's last backward has not produced yet.
+    """
+
+    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
+        self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
+        self.grads = params[0].new_zeros(sum(p.numel() for p in params))
+        self.grad_views = self.views_into(self.grads)
+        self.waiting_for = set(params)
+        self.reduction: Work | None = None  # the collective in flight
+
+    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
+        sizes = [p.numel() for p in self.params]
+        chunks = flat[: sum(sizes)].split(sizes)
+        return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
+
+    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+        """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
+
+        After `zero_grad(set_to_none=True)` backward allocates a new gradient outside the buffer;
+        later micro-batches then add to the view in place. A missing gradient counts as zero.
+        Dividing here, before the sum, makes the sum the average, in the same pass over the memory.
+        """
+        view = self.grad_views[param]
+        if param.grad is None:
+            view.zero_()
+        elif param.grad is not view or divide_by > 1:
+            torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
+        param.grad = view
+
+    def start_reduction(self) -> None:
+        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
+            self.collect(param, divide_by=self.n_ranks)
+        self.reduction = all_reduce(self.grads, group=self.group, async_op=True)
+
+    def finish_reduction(self) -> None:
+        self.reduction.wait()
+        self.reduction, self.waiting_for = None, set(self.params)
+
+
+def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
+    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
+
+    The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
+    """
+    lists: list[list[nn.Parameter]] = []
+    room = 0.0  # MB left in the last list
+    for param in params:
+        mb = param.numel() * param.element_size() / 2**20
+        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
+        if not alike or mb > room:
+            room = cap_mb if lists else min(first_cap_mb, cap_mb)
+            lists.append([])
+        lists[-1].append(param)
+        room -= mb
+    return lists
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        cleanup()

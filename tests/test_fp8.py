@@ -1,0 +1,375 @@
+"""Stage 10: every float8 matmul against an emulation, and runs against their one-process run."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from harness import REPO, assert_same_curve, load_stage
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from common.model import Transformer, TransformerConfig, init_weights
+
+sys.path.insert(0, str(REPO / "10_fp8"))
+stage, errors = load_stage("10"), importlib.import_module("errors")
+E4M3, E5M2 = stage.E4M3, stage.E5M2
+recipes = pytest.mark.parametrize("recipe", stage.RECIPES)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+# ---- an emulation that uses none of PyTorch's float8 ----
+
+MANTISSA = {E4M3: 3, E5M2: 2}  # bits
+LEAST_EXPONENT = {E4M3: -6, E5M2: -14}  # of normal numbers
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+
+def emulate(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor]:
+    """x [rows, columns] rounded to `dtype` and back, and its scales."""
+    amax = x.double().abs().amax(1, keepdim=True) if rowwise else x.double().abs().max()
+    fraction, exponent = torch.frexp(amax / LARGEST[dtype])
+    exponent = exponent - (fraction == 0.5).int()  # the least power of two that is large enough
+    scale = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent), 1.0)
+    scaled = x.double() / scale
+    step = torch.frexp(scaled).exponent - 1
+    step = torch.ldexp(
+        torch.ones_like(scaled), step.clamp(min=LEAST_EXPONENT[dtype]) - MANTISSA[dtype]
+    )
+    return ((scaled / step).round() * step * scale).float(), scale
+
+
+def emulated_matmuls(
+    x: Tensor, weight: Tensor, grad: Tensor, rowwise: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Y, dX and dW: round and dequantize the operands, then multiply in float32."""
+    x8, weight8 = emulate(x, E4M3, rowwise)[0], emulate(weight, E4M3, rowwise)[0]
+    grad8, columns8 = (
+        emulate(grad, E5M2, rowwise)[0],
+        emulate(weight.t().contiguous(), E4M3, rowwise)[0],
+    )
+    if rowwise:
+        grad_weight = grad.t() @ x8
+    else:
+        grad_weight = grad8.t().contiguous() @ x8.t().contiguous().t()
+    return x8 @ weight8.t(), grad8 @ columns8.t(), grad_weight
+
+
+def matmuls(
+    x: Tensor, weight: Tensor, grad: Tensor, rowwise: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = stage.Float8Matmuls.apply(x, weight, rowwise)
+    return y.detach(), *torch.autograd.grad(y, (x, weight), grad)
+
+
+def outlier(x: Tensor) -> Tensor:
+    return x.index_fill(1, torch.tensor([3]), 1e4)
+
+
+def zero_tokens(x: Tensor) -> Tensor:
+    return x.index_fill(0, torch.arange(0, len(x), 3), 0.0)
+
+
+# case: sizes (tokens, in, out), and what changes x and the gradient
+CASES: dict[str, tuple[tuple[int, int, int], Callable, Callable]] = {
+    "square": ((64, 64, 64), torch.clone, torch.clone),
+    "wide": ((48, 32, 128), torch.clone, torch.clone),
+    "narrow": ((32, 128, 32), torch.clone, torch.clone),
+    "one-token": ((1, 32, 48), torch.clone, torch.clone),
+    "outlier-feature": ((64, 32, 64), outlier, outlier),
+    "outlier-token": ((64, 32, 64), lambda x: outlier(x.t()).t().contiguous(), torch.clone),
+    "zero-tokens": ((64, 32, 64), zero_tokens, zero_tokens),
+    "all-zero": ((16, 32, 48), torch.zeros_like, torch.zeros_like),
+    "tiny-gradients": ((64, 32, 64), torch.clone, lambda g: g * 1e-12),
+    "huge": ((64, 32, 64), lambda x: x * 1e9, lambda g: g * 1e9),
+}
+
+
+@recipes
+@pytest.mark.parametrize("case", CASES)
+def test_every_matmul_equals_an_emulation(case, recipe):
+    (tokens, wide, out), of_x, of_grad = CASES[case]
+    x, weight = of_x(torch.randn(tokens, wide)), torch.randn(out, wide) * wide**-0.5
+    grad = of_grad(torch.randn(tokens, out) * 1e-4)
+    # oneDNN may choose another order of the sums, by the processor
+    with torch.backends.mkldnn.flags(enabled=False):
+        expected = emulated_matmuls(x, weight, grad, recipe == "rowwise")
+        exact = matmuls(x, weight, grad, recipe == "rowwise")
+    for name, ours, theirs in zip(("Y", "dX", "dW"), exact, expected, strict=True):
+        # the product of a vector and a matrix may sum in another order, as oneDNN may
+        assert case == "one-token" or torch.equal(ours, theirs), name
+        assert case == "all-zero" or theirs.norm() > 0
+    for ours, theirs in zip(matmuls(x, weight, grad, recipe == "rowwise"), expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+@recipes
+def test_under_autocast_the_matmuls_round_the_bfloat16_input_once(recipe):
+    x, weight = torch.randn(32, 64).bfloat16(), torch.randn(48, 64)
+    grad = torch.randn(32, 48).bfloat16()
+    got = matmuls(x, weight, grad, recipe == "rowwise")
+    assert [t.dtype for t in got] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    expected = emulated_matmuls(x.float(), weight, grad.float(), recipe == "rowwise")
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours.float() - theirs).norm() <= 4e-3 * theirs.norm()
+
+
+# ---- scales ----
+
+EVERY_EXPONENT = torch.exp2(torch.arange(-60.0, 90.0))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_scales_are_powers_of_two_and_nothing_overflows(dtype):
+    largest = LARGEST[dtype]
+    amax = torch.cat([EVERY_EXPONENT, EVERY_EXPONENT * largest, torch.rand(1000)])
+    amax = torch.cat([amax, amax.nextafter(torch.tensor(0.0)), amax.nextafter(amax * 2)])[:, None]
+    x = torch.cat([amax, -amax, amax / 3], dim=1)
+    x8 = stage.to_float8(x, dtype, rowwise=True)
+    assert (torch.frexp(x8.scale).mantissa == 0.5).all()
+    assert x8.numbers.float().isfinite().all()
+    off = (x8.dequantize(torch.float32) - x).abs() / x.abs()
+    assert off.max() <= 2.0 ** -(MANTISSA[dtype] + 1)
+    top = x8.numbers.float().abs().amax(1)
+    assert top.min() >= largest / 2 and top.max() <= largest  # the whole range is used
+
+
+def test_rounding_does_not_depend_on_the_scale_above_the_subnormal_range():
+    x = torch.randn(64, 64)
+    alone = stage.to_float8(x, E4M3, rowwise=True).dequantize(torch.float32)
+    for factor in (4.0, 100.0, 1000.0):  # a larger element in the tensor, and so another scale
+        joined = torch.cat([x, torch.full((1, 64), factor)])
+        shared = stage.to_float8(joined, E4M3, rowwise=False)
+        normal = shared.numbers.float()[:-1].abs() > 2.0**-6
+        together = shared.dequantize(torch.float32)[:-1]
+        assert normal.float().mean() > 0.9
+        assert torch.equal(together[normal], alone[normal])
+    exact = x / (x.abs().max() / 448)  # a scale that is no power of two rounds otherwise
+    rounded = exact.to(E4M3).float() * (x.abs().max() / 448)
+    assert ((rounded - alone).abs() > 1e-6).float().mean() > 0.5
+
+
+def test_bfloat16_holds_every_scaled_number_exactly():
+    x8 = stage.to_float8(torch.randn(64, 64) * torch.logspace(-6, 6, 64)[:, None], E4M3, True)
+    assert torch.equal(x8.dequantize(torch.bfloat16).float(), x8.dequantize(torch.float32))
+
+
+@recipes
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_an_infinity_or_a_nan_is_seen(recipe, bad):
+    x, weight, grad = torch.randn(32, 32), torch.randn(48, 32), torch.randn(32, 48)
+    broken = x.clone()
+    broken[5, 7] = bad
+    y, _, grad_weight = matmuls(broken, weight, grad, recipe == "rowwise")
+    assert y[5].isnan().all() and grad_weight[:, 7].isnan().all()
+    assert recipe == "tensorwise" or not y[:5].isnan().any()
+    broken = grad.clone()
+    broken[5, 7] = bad
+    _, grad_x, grad_weight = matmuls(x, weight, broken, recipe == "rowwise")
+    assert grad_x[5].isnan().all() and not grad_weight[7].isfinite().any()
+
+
+# ---- on a GPU, whose constraints PyTorch's fake tensors know ----
+
+
+@recipes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_matmuls_meet_the_constraints_of_cuda(recipe, dtype):
+    seen, scaled_mm = [], stage.F.scaled_mm
+
+    def record(a, b, *args, output_dtype):
+        seen.append(output_dtype)
+        assert a.stride(1) == 1 and b.stride(0) == 1, "row-major times column-major"
+        assert all(scale.stride(-1) == 1 for scale in (args[0], args[2]))
+        return scaled_mm(a, b, *args, output_dtype=output_dtype)
+
+    def contiguous(x: Tensor) -> Tensor:
+        return x if x.is_contiguous() else x.new_empty(x.shape)
+
+    with (
+        FakeTensorMode(),
+        patch.object(stage.F, "scaled_mm", record),
+        patch.object(Tensor, "contiguous", contiguous),  # a copy needs a real device
+    ):
+        # and so does autograd: call the functions themselves
+        x = torch.empty(48, 32, dtype=dtype, device="cuda")
+        weight = torch.empty(64, 32, device="cuda")
+        saved: list[Tensor] = []
+        ctx = SimpleNamespace(save_for_backward=lambda *tensors: saved.extend(tensors))
+        y = stage.Float8Matmuls.forward(ctx, x, weight, recipe == "rowwise")
+        ctx.saved_tensors = saved
+        grad_x, grad_weight, _ = stage.Float8Matmuls.backward(ctx, torch.empty_like(y))
+    assert (y.dtype, grad_x.dtype, grad_weight.dtype) == (dtype, dtype, torch.float32)
+    rowwise = [torch.bfloat16] * 2
+    assert seen == (rowwise if recipe == "rowwise" else [dtype, dtype, torch.float32])
+
+
+def test_a_gpu_without_float8_is_an_error(capsys):
+    args = SimpleNamespace(d_model=128, recipe="rowwise", micro_batch_size=1, seq_len=16)
+    cuda = torch.device("cuda", 0)
+    with patch("torch.cuda.get_device_name", return_value="NVIDIA A100"):
+        for capability in ((8, 9), (9, 0), (10, 0)):
+            with patch("torch.cuda.get_device_capability", return_value=capability):
+                stage.check_float8(args, cuda)
+        with (
+            patch("torch.cuda.get_device_capability", return_value=(8, 6)),
+            pytest.raises(SystemExit) as exit,
+        ):
+            stage.check_float8(args, cuda)
+    assert exit.value.code == 2
+    said = capsys.readouterr().err
+    assert "A100" in said and "8.9" in said and said.count("\n") == 1
+
+
+# ---- the model ----
+
+SIZE = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16".split()
+BASE = [*SIZE, *"--log-every 1 --resume never --global-batch-size 24".split()]
+
+
+def model(recipe: str | None, **shape) -> Transformer:
+    config = TransformerConfig(256, **{"d_model": 64, "n_layers": 2, **shape})
+    made = Transformer(config)
+    init_weights(made, 1)
+    return made if recipe is None else stage.float8(made, recipe)
+
+
+@recipes
+def test_the_parameters_keep_their_names_order_and_values(recipe):
+    plain, ours = model(None), model(recipe)
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    for ours_p, plain_p in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours_p, plain_p) and ours_p.dtype == torch.float32
+    count = sum(isinstance(m, stage.Float8Linear) for m in ours.modules())
+    assert count == 4 * plain.config.n_layers
+    with pytest.raises(ValueError):  # a bias
+        stage.Float8Linear(torch.nn.Linear(16, 16), recipe)
+
+
+@recipes
+def test_the_input_of_a_linear_layer_is_saved_in_one_byte_per_element(recipe):
+    layer = stage.Float8Linear(torch.nn.Linear(64, 32, bias=False), recipe)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        layer(torch.randn(4, 8, 64, requires_grad=True))
+    kept = [t for t in saved if t.data_ptr() != layer.weight.data_ptr()]
+    scales = 4 * 32 if recipe == "rowwise" else 4
+    assert sum(t.untyped_storage().nbytes() for t in kept) == 4 * 8 * 64 + scales
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+def test_what_a_layer_saves_is_what_the_readme_says(autocast):
+    plain, rowwise = (errors.saved_bytes(recipe, autocast) for recipe in (None, "rowwise"))
+    assert abs(plain - (44.3 if autocast else 72.3)) < 0.2
+    assert abs(rowwise - (39.4 if autocast else 55.4)) < 0.2
+
+
+def test_the_gradient_error_tells_a_broken_recipe_from_a_working_one():
+    loss, exact = errors.gradient_errors("bfloat16")
+    assert max(exact.values()) < 0.02
+    for variant in ("rowwise", "tensorwise", "rowwise, e4m3 gradients"):
+        scaled_loss, scaled = errors.gradient_errors(variant)
+        print(f"{variant:28}", *(f"{name} {error:.3f}" for name, error in scaled.items()))
+        assert abs(scaled_loss - loss) < 0.01 and max(scaled.values()) < 0.12
+    broken_loss, broken = errors.gradient_errors("tensorwise, scales of 1")
+    assert abs(broken_loss - loss) < 0.01  # the loss does not show it
+    assert max(broken.values()) > 0.5
+
+
+# ---- runs ----
+
+
+def curve(pools, recipe: str, ranks: int, *flags: str, stage: str = "10") -> list[dict]:
+    own = ["--recipe", recipe] if stage == "10" else []
+    return pools(ranks).train(stage, [*BASE, *own, *flags])[0]
+
+
+def assert_same_step(ours: dict, theirs: dict, loss: float, norm: float) -> None:
+    """Before the optimizer's first step, which is large wherever a gradient's sign has changed."""
+    assert abs(ours["loss"] - theirs["loss"]) <= loss
+    assert abs(ours["grad_norm"] - theirs["grad_norm"]) <= norm * theirs["grad_norm"]
+
+
+@pytest.mark.quick_cases("rowwise")
+@pytest.mark.parametrize(
+    ("recipe", "loss", "norm"),
+    [("rowwise", 1e-5, 1e-4), ("tensorwise", 1e-4, 1e-3)],
+    ids=stage.RECIPES,
+)
+def test_step_0_on_any_ranks_and_micro_batches(pools, corpus_dir, recipe, loss, norm):
+    flags = ["--data", str(corpus_dir), "--steps", "1"]
+    expected = curve(pools, recipe, 1, *flags)
+    others = [(2, []), (4, []), (1, ["--micro-batch-size", "3"]), (2, ["--micro-batch-size", "4"])]
+    for ranks, more in others:
+        got = curve(pools, recipe, ranks, *flags, *more)
+        assert_same_step(got[0], expected[0], loss, norm)
+
+
+@pytest.mark.slow
+@recipes
+def test_step_0_on_three_ranks(pools, corpus_dir, recipe):
+    """DDP divides a gradient that is three times as large, and 3 is no power of two."""
+    flags = ["--data", str(corpus_dir), "--steps", "1"]
+    loss = 1e-5 if recipe == "rowwise" else 1e-4
+    one, three = (curve(pools, recipe, ranks, *flags) for ranks in (1, 3))
+    assert_same_step(three[0], one[0], loss, norm=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@recipes
+def test_fifty_steps_follow_the_one_process_run_and_stage_01(
+    pools, reference, corpus_dir, recipe, dtype
+):
+    flags = ["--data", str(corpus_dir), "--steps", "50", "--dtype", dtype]
+    expected = curve(pools, recipe, 1, *flags)
+    for ranks in (2, 3, 4):
+        assert_same_curve(curve(pools, recipe, ranks, *flags), expected, loss=5e-3, norm=0.1)
+    for ours, plain in zip(expected, reference([*BASE, *flags]), strict=True):
+        assert abs(ours["loss"] - plain["loss"]) <= 0.01 * plain["loss"]
+
+
+@pytest.mark.slow
+@recipes
+def test_activation_checkpointing_changes_no_bit(pools, corpus_dir, recipe):
+    flags = ["--data", str(corpus_dir), "--steps", "4", "--dropout", "0.1"]
+    plain = curve(pools, recipe, 1, *flags)
+    again = curve(pools, recipe, 1, *flags, "--activation-checkpointing")
+    for ours, theirs in zip(again, plain, strict=True):
+        assert (ours["loss"], ours["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
+
+
+def test_the_float8_matmuls_take_part_in_a_run(pools, reference, corpus_dir):
+    flags = ["--data", str(corpus_dir), "--steps", "1"]
+    plain = reference([*BASE, *flags])[0]
+    for recipe in stage.RECIPES:
+        ours = curve(pools, recipe, 1, *flags)[0]
+        assert 1e-6 < abs(ours["grad_norm"] - plain["grad_norm"]) < 0.05 * plain["grad_norm"]
+
+
+@pytest.mark.slow
+def test_checkpoints_resume_in_stages_without_float8_and_theirs_here(pools, corpus_dir, tmp_path):
+    flags = ["--data", str(corpus_dir), "--steps", "12", "--resume"]
+    saves = ["--checkpoint-every", "6", "--keep-checkpoints", "3"]
+    plain = pools(1, group=False).train("01", [*BASE, *flags, "never"])[0]
+    for stage, into, ranks in (("10", "01", 1), ("10", "04", 2), ("04", "10", 2)):
+        folder = tmp_path / f"{stage}-{into}"
+        argv = [*BASE, *flags, "never", *saves, "--run-dir", str(folder)]
+        pools(2).train(stage, argv)
+        saved = str(folder / "checkpoints" / "step-00000006")
+        rest = pools(ranks, group=into != "01").train(into, [*BASE, *flags, saved])[0]
+        assert [line["step"] for line in rest] == list(range(6, 12))
+        for ours, theirs in zip(rest, plain[6:], strict=True):
+            assert abs(ours["loss"] - theirs["loss"]) <= 0.01 * theirs["loss"]
+            assert abs(ours["grad_norm"] - theirs["grad_norm"]) <= 0.1 * theirs["grad_norm"]
