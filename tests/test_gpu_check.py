@@ -58,6 +58,15 @@ def test_rows_cover_every_stage_with_a_default_for_any_number_of_gpus():
         assert defaults == set(stages())
 
 
+def test_predicted_step_stands_beside_the_measured_one_on_a_known_gpu():
+    flags = "--data sample --steps 20 --preset gpt2"
+    assert check.predicted_step(flags, "Tesla T4") == ""
+    h100 = check.predicted_step(flags, "NVIDIA H100 80GB HBM3")
+    assert float(h100.removeprefix(", predicted ")) > 1
+    slower = check.predicted_step(flags, "NVIDIA A100-SXM4-80GB")
+    assert float(slower.removeprefix(", predicted ")) > float(h100.removeprefix(", predicted "))
+
+
 def test_hidden_share_of_communication_in_a_trace():
     def kernel(name: str, start: float, end: float) -> dict:
         return {"cat": "kernel", "name": name, "ts": start, "dur": end - start}

@@ -36,7 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from dry_run import VOCABULARY
 from stages import REPO, load_stage, runs_for, stage_file, stages
+from step_time import GPUS, Job, step_time
 
 RUNS = Path("runs", "gpu-check")
 CURVE = "--data sample --steps 20 --log-every 1"
@@ -161,6 +163,7 @@ class Check:
 
     def __init__(self, n: int, on_cpu: bool):
         self.n, self.on_cpu = n, on_cpu
+        self.device_name = "" if on_cpu else torch.cuda.get_device_name()
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # for pipelines, see 06
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms
         self.environment = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
@@ -262,7 +265,9 @@ class Check:
         rate = median(line["tokens_per_s"] for line in lines)
         mfu = [line["mfu"] for line in lines if "mfu" in line]
         text = f"{rate:,.0f} tokens/s" + (f", MFU {median(mfu):.1%}" if mfu else "")
-        return Outcome(f"{text}, peak {lines[-1]['memory_mb']:.0f} MB")
+        measured = median(line["step_ms"] for line in lines)
+        text += f"; step {measured:.0f} ms{predicted_step(flags, self.device_name)}"
+        return Outcome(f"{text}; peak {lines[-1]['memory_mb']:.0f} MB")
 
     def overlap(self, stage: str, seconds: float) -> Outcome:
         flags = "--data sample --steps 8 --preset small --profile"
@@ -284,6 +289,17 @@ class Check:
         flags = ["--pairs", "10", *(["--rows", "01-loss"] if self.on_cpu else [])]
         code, text = command(["benchmarks/bench.py", *flags], self.environment, seconds)
         return Outcome(f"status {code}\n\n{text}", code != 0)
+
+
+def predicted_step(flags: str, device_name: str) -> str:
+    """What `make plan` predicts for stage 01's step on a GPU that it knows."""
+    key = next((key for key in ("a100", "h100", "h200", "b200") if key in device_name.lower()), "")
+    if not key:
+        return ""
+    args = load_stage("01").parse_args(flags.split())
+    shape = args.n_layers, args.d_model, args.n_heads, args.seq_len, VOCABULARY
+    job = Job(*shape, args.global_batch_size, 1, GPUS[key], micro_batch=args.micro_batch_size)
+    return f", predicted {1e3 * step_time(job).seconds:.0f}"
 
 
 def command(words: list[str], environment: dict[str, str], seconds: float) -> tuple[int | str, str]:
