@@ -96,6 +96,7 @@ class Trainer:
         shards_parameters = self.strategy == "zero-3" or self.strategy.startswith("fsdp")
         buckets = self.sync.buckets if shards_parameters else []
         for bucket in buckets:
+            bucket.reshard()  # what a forward has left unsharded may be older than the step
             bucket.unshard()
             bucket.wait()
         state = {name: p.detach().clone() for name, p in self.plain.named_parameters()}
