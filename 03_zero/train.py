@@ -254,7 +254,7 @@ class ZeroRedundancyOptimizer:
         if not torch.is_grad_enabled():
             return None
         # Autograd runs last what forward computed first. The view is computed after everything in
-        # the unit, so that backward reaches it before anything in the unit. An operation in place
+        # the unit, an auxiliary loss included, so backward reaches it first. An operation in place
         # on the view would remove its hook, but not that of `output`.
         view = output.view_as(output)
         for tensor in (view, output):
@@ -296,7 +296,7 @@ class Bucket:
         self.full_views = self.views_into(self.full)
         for param, view in self.full_views.items():
             view.copy_(param.detach())
-        self.views = {p: p.detach() for p in self.params}  # where the parameters are now
+        self.views = {p: p.detach() for p in self.params}  # checked when they change
         self.point_parameters_to(self.full_views)
         broadcast(self.full, group=group, group_src=0)
         self.shard = nn.Parameter(self.full[self.owned])
@@ -305,7 +305,7 @@ class Bucket:
         self.average: Tensor | None = None
         self.waiting_for = set(self.params)
         self.reduction: Work | None = None  # the reduce-scatter in flight
-        self.no_grad = NoGradient(self.shard)  # is `shard.grad` until the average is complete
+        self.no_grad = NoGradient(self.shard)  # stands in for an incomplete `shard.grad`
         self.expected_grad: NoGradient | None = None  # what `shard.grad` is before a micro-batch
         self.hidden = {p: NoGradient(p) for p in self.params}  # are `param.grad` after a reduction
 
@@ -331,7 +331,7 @@ class Bucket:
     def copy_gradient(self, param: nn.Parameter) -> None:
         if self.grads is None:
             self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
-            self.grads[len(self.grads) - self.padding :].zero_()  # the norm counts padding
+            self.grads[len(self.grads) - self.padding :].zero_()  # else garbage enters the norm
             self.grad_views = self.views_into(self.grads)
         self.grad_views[param].copy_(param.grad)
 

@@ -130,7 +130,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Start no all-reduce over replicas: every micro-batch is reduce-scattered all the same."""
+        """Start no all-reduce over replicas. Each micro-batch is reduce-scattered."""
         self.synchronizes = False
         try:
             yield
@@ -176,7 +176,7 @@ class FullyShardedDataParallel(nn.Module):
         if not torch.is_grad_enabled():
             return None
         # Autograd runs last what forward computed first. The view is computed after everything in
-        # the unit, so that backward reaches it before anything in the unit. An operation in place
+        # the unit, an auxiliary loss included, so backward reaches it first. An operation in place
         # on the view would remove its hook, but not that of `output`.
         view = output.view_as(output)
         for tensor in (view, output):
@@ -228,7 +228,7 @@ class FullyShardedDataParallel(nn.Module):
             self.in_flight.start_reduction()
             if previous is not None:  # after the launch: the network is busy during the wait
                 previous.finish_reduction()
-                if self.synchronizes and self.launched > 0:  # at 0 this backward will still add
+                if self.synchronizes and self.launched > 0:  # at 0 it awaits this backward too
                     previous.start_all_reduce()
             self.launched += 1
         if self.launched == len(self.buckets):  # every gradient has arrived: backward has ended
@@ -288,13 +288,13 @@ class FlatParameter:
         self.padding = n_shards * length - len(flat)
         shard = F.pad(flat, (0, self.padding))[self.owned].to(shard_device, copy=True)
         self.shard = nn.Parameter(shard)
-        self.views = {p: p.detach() for p in self.params}  # where the parameters are now
+        self.views = {p: p.detach() for p in self.params}  # checked when they change
         self.grads: Tensor | None = None
         self.average: Tensor | None = None
         self.waiting_for = set(self.params)
         self.reduction: Work | None = None  # the reduce-scatter in flight
         self.replication: Work | None = None  # the all-reduce in flight
-        self.no_grad = NoGradient(self.shard)  # is `shard.grad` until the average is complete
+        self.no_grad = NoGradient(self.shard)  # stands in for an incomplete `shard.grad`
         self.expected_grad: NoGradient | None = None  # what `shard.grad` is before a micro-batch
         self.allocate_full(unit, param_dtype, device)
         self.reduce_dtype = reduce_dtype or self.full.dtype
@@ -314,7 +314,7 @@ class FlatParameter:
     def copy_gradient(self, param: nn.Parameter) -> None:
         if self.grads is None:
             self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
-            self.grads[len(self.grads) - self.padding :].zero_()  # the norm counts padding
+            self.grads[len(self.grads) - self.padding :].zero_()  # else garbage enters the norm
             self.grad_views = self.views_into(self.grads)
         self.grad_views[param].copy_(param.grad)
 
@@ -407,7 +407,7 @@ class FlatParameter:
     def start_all_reduce(self) -> None:
         """Start to all-reduce the average: once per step, after the last micro-batch."""
         if self.n_replicas > 1 and self.average is not None and self.replication is None:
-            self.expected_grad = None  # what another micro-batch would add would be lost
+            self.expected_grad = None  # `collect` raises for another micro-batch
             average, group = self.average, self.replicate_group
             self.replication = all_reduce(average, group=group, async_op=True)
 
