@@ -241,7 +241,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         pipeline.finish_gradient_synchronization()
         if args.sequence_parallel and args.tp > 1:
             all_reduce_replicated_gradients(model, tp)  # dp's all-reduces of them have ended
-        # ranks of dp have different losses, those of tp equal ones, those of pp but the last zeros
+        # losses differ over dp, are equal over tp, and are zero except on the last pipeline stage
         loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
         grad_norm = clip_grad_norm_(model, args.grad_clip, mesh)
         optimizer.step()
