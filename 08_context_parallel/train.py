@@ -3,7 +3,7 @@
 Each rank has the full model and a part of every sequence. Norms, MLPs and the loss compute every
 token on its own; only attention mixes positions. There the keys and values of all ranks travel
 around a ring: a rank attends to one block of them while it receives the next. An online softmax
-merges the results exactly, so no rank ever holds a full sequence, or all scores of a query.
+merges the results exactly, so no rank needs all keys and values, or all scores, at once.
 
 New since stage 02: `context_parallel` replaces the attention of every layer, each rank gets its
 chunks of the inputs and targets, and a mesh (dp, cp) has several such groups. The gradients are
@@ -284,7 +284,7 @@ def scores_of(queries: Tensor, keys: Tensor, ahead: int) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32. On a GPU, bfloat16 factors stay bfloat16 and their sums are float32, which
+    """a b in float32. On a GPU, a is rounded to b's dtype (bfloat16) and sums are float32, which
     is what tensor cores compute: float32 factors would leave them. CPUs have no such operator."""
     if b.is_cpu or b.dtype == torch.float32:
         return a.float() @ b.float()
