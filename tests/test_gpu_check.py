@@ -140,3 +140,14 @@ def test_rows_on_the_cpu_agree_with_stage_01(tmp_path, monkeypatch):
         assert tried.curve("02", 2, "", TINY, TINY, 100).is_failure
     finally:
         tried.close()
+
+
+@pytest.mark.slow
+def test_peak_memory_is_compared_with_the_dry_run():
+    tried = Check(2, on_cpu=True)
+    text = tried.memory("02", 2, f"{TINY} --dtype float32", [10**9, 0])
+    predicted = float(text.split("predicted ")[1].split()[0])
+    assert predicted > 1 and text.endswith("(more than 5 % apart)"), text
+    near = tried.memory("02", 2, f"{TINY} --dtype float32", [int(1e6 * predicted), 0])
+    assert "apart" not in near, near
+    assert "no dry run: " in tried.memory("02", 2, f"{TINY} --global-batch-size 3", [1])
