@@ -162,7 +162,7 @@ def left_of(folder: Path) -> list[str]:
 def test_table_has_enough_rows_for_every_stage():
     assert len(rows()) >= 60
     for stage in stages():
-        assert sum(stage in row.stages for row in rows()) >= 7
+        assert sum(stage in row.stages for row in rows()) >= 5  # those of all stages
 
 
 def test_base_arguments_of_the_table_train(pools, places, tmp_path):
@@ -175,8 +175,8 @@ def test_base_arguments_of_the_table_train(pools, places, tmp_path):
 SMALL = TransformerConfig(201, 32, 4, 2, 16)
 
 
-def with_memory_per_rank(size: int, stage: str, argv: list[str]) -> int:
-    """Train where each rank has this many bytes; returns the number of lines that were logged."""
+def with_memory(size: int, stage: str, argv: list[str]) -> int:
+    """Train where the machine has this many bytes; returns the number of lines that were logged."""
     pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}
     with patch.object(arguments.os, "sysconf", pages.get):
         return len(load_stage(stage).main(argv))
@@ -188,8 +188,8 @@ def test_model_that_cannot_fit_in_memory_is_an_error(pools, places, tmp_path, st
     argv = [*BASE.split(), *own.split(), "--data", places["corpus"], "--run-dir", str(tmp_path)]
     argv += ["--micro-batch-size", "6"]
     bound = 16 * SMALL.num_parameters() + dp * 6 * 16 * 32 * 2
-    assert pools(2).run(with_memory_per_rank, bound // 2, stage, argv) == [1, 1]
-    ended = pools(2).attempt(with_memory_per_rank, bound // 2 - 1, stage, argv)
+    assert pools(2).run(with_memory, bound, stage, argv) == [1, 1]
+    ended = pools(2).attempt(with_memory, bound - 1, stage, argv)
     assert [o.exit_status for o in ended] == [2, 2] and "--micro-batch-size" in ended[0].stderr
 
 

@@ -133,7 +133,7 @@ def command(*words: str) -> subprocess.CompletedProcess:
 
 
 def test_wrong_arguments_have_the_same_error_in_a_dry_run():
-    done = command(*"07 --ranks 1024 --pp 8 --tp 8 --preset gpt2-xl".split())
+    done = command(*"07 --ranks 1024 --pp 8 --tp 8 --preset gpt2-xl --global-batch-size 24".split())
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "--global-batch-size 24" in done.stderr
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import Run, assert_reproduces, cases, load_stage, runs_for, stage_file
 from late_backend import Wait, assert_all_waited_for, recorded_calls
 from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agree
-from techniques import STRATEGIES, Trainer
+from techniques import Trainer
 from torch import Tensor, nn
 
 from common.collectives import reduce_scatter_single
@@ -148,12 +148,12 @@ def test_mistakes_that_gloo_forgives_are_errors(pools, kind, said):
         pools(2, backend="late").run(seeded_bug, kind)
 
 
-# ---- 02, 03 and 04 with a module that is not used in order ----
+# ---- DDP and ZeRO-1 with a module that is not used in order ----
 
 
 class OutOfOrder(nn.Module):
-    """Runs its last layer first, and one layer never. FSDP prefetches that one all the same, and
-    backward's first gradients belong to the bucket that was reduced last."""
+    """Runs its last layer first, and one layer never: backward's first gradients belong to the
+    bucket that was reduced last. ZeRO's stages 2 and 3 and FSDP make this an error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def train_out_of_order(strategy: str) -> dict[str, Tensor]:
     return parameters
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ddp", "zero-1"])
 def test_layers_out_of_order_over_the_late_backend(pools, strategy):
     late = pools(2, backend="late").run(train_out_of_order, strategy)
     for ours, theirs in zip(late, pools(2).run(train_out_of_order, strategy), strict=True):

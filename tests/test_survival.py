@@ -61,8 +61,8 @@ def train_and_signal(
 
     log, write = Run.log, storage.AtomicWriter.write_data
 
-    def log_and_signal(self, now, *args):
-        log(self, now, *args)
+    def log_and_signal(self, now, *args, **more):
+        log(self, now, *args, **more)
         if now == step and checkpoint.dist.get_rank() == target:
             os.kill(os.getpid(), number)
 
@@ -101,8 +101,8 @@ def train_and_signal_twice(argv: list[str]) -> list[dict]:
     """Train; SIGTERM in the first step, and two seconds later again while it saves."""
     from common.run import Run
 
-    def log_and_signal(self, now, *args):
-        log(self, now, *args)
+    def log_and_signal(self, now, *args, **more):
+        log(self, now, *args, **more)
         if now == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -607,8 +607,8 @@ def train_and_signal(argv: list[str], number: int, step: int) -> tuple[list[dict
     before = signal.getsignal(number)
     log = Run.log
 
-    def log_and_signal(self, now, *args):
-        log(self, now, *args)
+    def log_and_signal(self, now, *args, **more):
+        log(self, now, *args, **more)
         if now == step:
             os.kill(os.getpid(), number)
 
