@@ -293,12 +293,7 @@ def gpu_of(name: str, preflight: str, efficiency: str, ranks: int) -> tuple[Gpu,
             fail(f"PREFLIGHT={preflight}: no summary of a preflight ({error!r})")
         changes = {"memory_bandwidth": figures.get("memory"), "nvlink": figures.get("inside_node")}
         if rate := figures.get("matmul_bfloat16"):
-            # attention keeps its own rate
-            changes |= {
-                "matmul": rate,
-                "efficiency": 1.0,
-                "attention": gpu.attention * gpu.matmul / rate,
-            }
+            changes["efficiency"] = rate / gpu.matmul  # MFU stays a part of the data sheet's rate
         gpu = replace(gpu, held_to="a preflight", **{k: v for k, v in changes.items() if v})
         card = figures.get("across_nodes")
     if efficiency:
