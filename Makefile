@@ -21,15 +21,13 @@ help: ## this list
 	@awk -F ': .*## ' '/^[^#\t].*: .*## / { sub("%", "NN", $$1); printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo; awk -F '# ' '/^# [A-Z]+=/ { printf "  %s\n", $$2 }' Makefile
 	@echo; grep -H '^title = ' [0-9][0-9]_*/stage.toml | tr -d '"' | sed 's/^/  /; s|/stage.toml:title =|:|'
-
 # NPROC=4     processes of run-02 and later; by default one per GPU, or two without a GPU
 # ARGS="..."  flags for the script: make run-01 ARGS="--data sample --steps 100"
 # EDIT="..."  an expression for sed: run-NN trains with this change to the script, and prints it
 # NODES= GPUS= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 TIME=02:00:00
 # FROM=01     the stage that diff-NN compares with; by default the one that its stage.toml names
-# FULL=1      diff-NN shows the whole new file, its changed lines marked
-# RAW=1       diff-NN shows git's diff of the two files
-# GPU=h100   of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN= SVG=: see tools/plan.py
+# FULL=1 RAW=1    diff-NN shows the whole new file, its changed lines marked, or git's diff
+# GPU=h100    of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN= SVG=: see tools/plan.py
 # PYTHON=...  the python3 that creates the virtual environment
 
 # ---- set-up ----
@@ -40,14 +38,12 @@ $(READY): requirements.txt
 	@sh tools/setup.sh "$(PYTHON)" "$(VENV)"
 data: $(READY) ## download and prepare WikiText-2, once, where there is internet access
 	$(BIN)/python -m common.data
-
 # ---- run ----
 quickstart: $(READY) ## train every stage for 50 steps on the embedded sample and compare the losses
 	@$(BIN)/python tools/quickstart.py
 
 # --standalone would name the run by a UUID. A time sorts, and stays the same when torchrun restarts
 # the ranks; the process id of make distinguishes runs that start in the same second.
-# restarts (torchrun's own variable turns them on) need a store for each attempt, see RUNNING.md
 store = $(if $(filter-out 0,$(PET_MAX_RESTARTS)),TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 launch = $(if $(filter 01,$*),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(store) \
 	$(BIN)/torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 \
@@ -59,7 +55,6 @@ ifdef EDIT
 else
 	$(launch) $< $(ARGS)
 endif
-
 # ---- Slurm ----
 # if the cluster of `make cluster` is up, use it instead of any other
 ifneq ($(wildcard slurm/cluster/slurm.conf),)
@@ -97,7 +92,6 @@ export: $(READY) ## write a checkpoint's weights to one file: RUN= a run or a ch
 generate: override export PROMPT := $(value PROMPT)
 generate: $(READY) ## continue PROMPT= with the model of RUN= (default: the last run)
 	@$(BIN)/python tools/generate.py $(RUN) $(ARGS)
-
 # ---- read ----
 diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition by definition
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/diff.py $* $(if $(FROM),--from $(FROM)) \
@@ -105,17 +99,15 @@ diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition 
 lessons: $(READY) ## lessons/: each stage's README, code and comparisons as web pages, from disk
 	@$(BIN)/python tools/lessons/build.py $(ARGS)
 schedule-06: $(READY) ## draw time lines of pipelines; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
-	@$(BIN)/python tools/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(PP),--pp $(PP)) \
+	@$(BIN)/python tools/pictures/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(PP),--pp $(PP)) \
 		$(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
 		$(if $(RUN),--run $(RUN)) $(if $(SVG),--svg $(SVG))
 dry-run-%: $$(folder)/train.py $(READY) ## what RANK= of RANKS= would hold and send in stage NN
 	@$(BIN)/python tools/dry_run.py $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) $(ARGS)
 plan: $(READY) ## the fastest layouts on NODES= GPUS= GPU= NETWORK=; without: every stage's memory
 	@$(BIN)/python tools/$(if $(GPU)$(GPUS),plan.py $(ARGS),dry_run.py plan)
-
 # ---- check ----
 pytest = $(BIN)/python -m pytest tests -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-
 test: $(READY) ## the tests to run after every change, in at most three minutes on two cores
 	$(pytest) -m "quick or not slow" $(ARGS)
 test-all: $(READY) ## all tests: every topology, launcher and signal, and jobs on Slurm
@@ -128,14 +120,12 @@ mutants: $(READY) ## break the code on purpose: the tests must fail
 lint: $(READY) ## ruff, and shellcheck where it is installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	@if command -v shellcheck >/dev/null; then set -x; \
-		shellcheck */*.sh */*.sbatch .ci/run; fi
+	@! command -v shellcheck >/dev/null || shellcheck */*.sh */*.sbatch .ci/run
 experiments: $(READY) ## run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(BIN)/python tools/experiments.py $(ONLY)
 pictures: $(READY) ## draw the READMEs' flat buffers, shards, schedules and mesh again
-	@$(BIN)/python tools/flat_buffer.py all
-	@$(BIN)/python tools/diagrams.py all
-	@$(BIN)/python tools/timeline.py --schedule all --svg 06_pipeline/schedules.svg
+	@$(BIN)/python tools/pictures/flat_buffer.py all && $(BIN)/python tools/pictures/diagrams.py all
+	@$(BIN)/python tools/pictures/timeline.py --schedule all --svg 06_pipeline/schedules.svg
 bench: $(READY) ## compare speed and memory with PyTorch's own classes
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 scale: $(READY) ## strong and weak scaling on this machine

@@ -24,7 +24,8 @@ import torch
 from common.arguments import base_parser, check_arguments, model_config
 from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
-from common.model import IGNORED, Transformer, init_weights
+from common.loss import IGNORED
+from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
 from common.run import Run
 

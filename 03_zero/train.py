@@ -58,7 +58,8 @@ from common.arguments import base_parser, check_arguments, model_config, positiv
 from common.checkpoint import State, state_of_flat_shard
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
-from common.model import IGNORED, Transformer, init_weights
+from common.loss import IGNORED
+from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
 

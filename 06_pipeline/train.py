@@ -57,7 +57,8 @@ from common.checkpoint import training_state
 from common.collectives import all_reduce_control, irecv, isend
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import cleanup, group_along, setup, world_size
-from common.model import IGNORED, Linear, Transformer, in_autocast_dtype, init_weights
+from common.loss import IGNORED, in_autocast_dtype
+from common.model import Linear, Transformer, init_weights
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.run import Run, annotate
 

@@ -69,7 +69,8 @@ from common.collectives import (
 from common.counter_rng import CounterDropout
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import cleanup, group_along, setup, world_size
-from common.model import IGNORED, Output, Transformer, in_autocast_dtype, initial_value, linear
+from common.loss import IGNORED, in_autocast_dtype
+from common.model import Output, Transformer, initial_value, linear
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.run import Run, annotate
 

@@ -62,7 +62,8 @@ from common.collectives import (
 from common.counter_rng import CounterDropout, Positions
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, group_along, setup, world_size
-from common.model import IGNORED, Attention, Transformer, init_weights
+from common.loss import IGNORED
+from common.model import Attention, Transformer, init_weights
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
 from common.run import Run
 

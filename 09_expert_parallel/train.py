@@ -55,15 +55,8 @@ from common.checkpoint import training_state
 from common.collectives import all_reduce, all_reduce_control, all_to_all_single, broadcast
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, group_along, print0, setup, world_size
-from common.model import (
-    IGNORED,
-    MLP,
-    Linear,
-    Transformer,
-    TransformerConfig,
-    in_autocast_dtype,
-    init_weights,
-)
+from common.loss import IGNORED, in_autocast_dtype
+from common.model import MLP, Linear, Transformer, TransformerConfig, init_weights
 from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
 from common.run import Run
 

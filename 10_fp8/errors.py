@@ -23,7 +23,7 @@ from statistics import mean
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tools/pictures"), str(ROOT)]
 
 import torch
 import train

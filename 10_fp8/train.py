@@ -41,7 +41,8 @@ from common.checkpoint import training_state
 from common.collectives import all_reduce, all_reduce_control, broadcast
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, fail, setup, world_size
-from common.model import IGNORED, Transformer, in_autocast_dtype, init_weights
+from common.loss import IGNORED, in_autocast_dtype
+from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
 from common.run import Run
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common.counter_rng import CounterDropout, Positions, generator_of, position_ids
-from common.loss import IGNORED as IGNORED  # for the stages
 from common.loss import in_autocast_dtype, linear_cross_entropy
 
 

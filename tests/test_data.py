@@ -23,7 +23,8 @@ from harness import REPO, load_stage
 from common import data
 from common.counter_rng import generator_of, sample_keys
 from common.data import EOS, UNKNOWN, Batching, eval_batches, load_corpus, train_batches
-from common.model import IGNORED, Transformer, TransformerConfig, init_weights
+from common.loss import IGNORED
+from common.model import Transformer, TransformerConfig, init_weights
 
 CPU = torch.device("cpu")
 SEQ = 8

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.counter_rng import sample_keys
-from common.model import IGNORED, Transformer, TransformerConfig, init_weights
+from common.loss import IGNORED
+from common.model import Transformer, TransformerConfig, init_weights
 
 pytestmark = pytest.mark.slow
 

@@ -27,8 +27,9 @@ from common import storage
 from common.arguments import PRESETS
 from common.checkpoint import checkpoints
 from common.data import eval_batches, load_corpus, train_batches
+from common.loss import IGNORED
 from common.metrics import peak_flops
-from common.model import IGNORED, Transformer, TransformerConfig, init_weights
+from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import adamw_settings, learning_rate
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()

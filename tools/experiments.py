@@ -83,18 +83,14 @@ def experiments_of(readme: Path) -> list[Experiment]:
     found = re.search(r"^## Experiments\n(.*?)(?=^## |\Z)", readme.read_text(), re.M | re.S)
     texts, path = sections(found[1] if found else ""), readme.with_name("experiments.check")
     checks = sections(path.read_text() if path.exists() else "")
-    for title, text in texts.items():  # a README may hold its checks itself, as comments
-        if comment := re.search(r"<!-- check\n(.*?)-->", text, re.S):
-            checks[title] = comment[1]
-        texts[title] = re.sub(r"<!--.*?-->", "", text, flags=re.S)
     if texts.keys() != checks.keys():
         different = ", ".join(sorted(texts.keys() ^ checks.keys()))
         raise ValueError(f"{path} and the README have different experiments: {different}")
     experiments = []
     for title, text in texts.items():
         commands = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
-        if len(commands) != 1:
-            raise ValueError(f"{readme}: {title}: one `sh` block, please")
+        if len(commands) != 1 or "<!-- check" in text:
+            raise ValueError(f"{readme}: {title}: one `sh` block, and its checks in {path.name}")
         lines = [parse_check(line) for line in checks[title].splitlines() if line.strip()]
         experiments.append(Experiment(readme.parent.name[:2], title, text, commands[0], lines))
     return experiments

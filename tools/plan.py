@@ -339,6 +339,7 @@ COLORS = {"02": "blue", "03": "teal", "04": "green", "05": "orange", "06": "pink
 
 def draw(found: list[tuple[float, Layout]]) -> str:
     """Every layout as a square: to the right more memory, above a longer step (logarithmic)."""
+    sys.path.insert(0, str(Path(__file__).parent / "pictures"))
     from svg import Picture
 
     picture = Picture(720, 460, "Step time and memory of every layout that fits")

@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath
 import jinja2
 from markupsafe import Markup
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pictures"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from compare import Stage, compare, read_stage, split_stage

@@ -1,8 +1,8 @@
 """Draw time lines of pipeline schedules at one scale: as planned, or as runs have traced them.
 
-    python tools/timeline.py --schedule gpipe zero-bubble --pp 4 --micro 8 --svg two.svg
-    python tools/timeline.py --schedule all --svg 06_pipeline/schedules.svg     # make pictures
-    python tools/timeline.py --run runs/traced      # of a run with --profile; takes several
+    python tools/pictures/timeline.py --schedule gpipe zero-bubble --pp 4 --micro 8 --svg two.svg
+    python tools/pictures/timeline.py --schedule all --svg 06_pipeline/schedules.svg    # all four
+    python tools/pictures/timeline.py --run runs/traced      # of runs with --profile
 
 Several schedules or runs come into one picture, one under another, with one scale and one axis.
 Planned: the forward of a pipeline stage takes one unit of time, and so does each of the two parts
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO), str(REPO / "tools")]
 
 from stages import load_stage  # noqa: E402

@@ -1,6 +1,6 @@
 """Draw the load of the busiest expert over the steps of runs of stage 09, from their metrics.
 
-    .venv/bin/python tools/balance.py --balanced RUN ... --free RUN ... --svg FILE
+    .venv/bin/python tools/pictures/balance.py --balanced RUN ... --free RUN ... --svg FILE
 
 RUN: folders of runs with --log-every 1. A curve is the mean of its runs, in averages of four steps.
 """

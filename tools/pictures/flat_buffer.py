@@ -1,8 +1,8 @@
 """Draw flat buffers: where parameters begin and end, and where buckets or shards do.
 
-    .venv/bin/python tools/flat_buffer.py buckets --cap 25 --svg 02_ddp/buckets.svg
-    .venv/bin/python tools/flat_buffer.py shards --params norm:4 w1:4x3 --ranks 3 --svg shards.svg
-    .venv/bin/python tools/flat_buffer.py all       # all pictures of the READMEs: make pictures
+    python tools/pictures/flat_buffer.py buckets --cap 25 --svg 02_ddp/buckets.svg
+    python tools/pictures/flat_buffer.py shards --params norm:4 w1:4x3 --ranks 3 --svg shards.svg
+    python tools/pictures/flat_buffer.py all
 
 `buckets`: stage 02's gradient buckets for the tiny model on the sample, to scale, as
 `split_into_buckets` computes them. `shards`: the flat buffer of stages 03 and 04 for a few small
@@ -17,11 +17,13 @@ from math import prod
 from pathlib import Path
 
 import torch
-from stages import load_stage
 from svg import Picture
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))
+REPO = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPO), str(REPO / "tools")]
+
+from stages import load_stage  # noqa: E402
+
 VOCABULARY = 2304  # of the sample, padded
 FILLS = ("blue", "green", "orange", "purple", "pink", "teal")
 

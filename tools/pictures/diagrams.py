@@ -1,7 +1,7 @@
 """Draw what each rank holds, and what connects the ranks: the pictures of 05 to 09.
 
-    .venv/bin/python tools/diagrams.py mlp --svg 05_tensor_parallel/mlp.svg
-    .venv/bin/python tools/diagrams.py all      # the READMEs' pictures again: make pictures
+    python tools/pictures/diagrams.py mlp --svg 05_tensor_parallel/mlp.svg
+    python tools/pictures/diagrams.py all
 
 Blue is rank 0's shard, orange rank 1's, green rank 2's, purple rank 3's; grey is a tensor that
 every rank holds in full.
@@ -10,13 +10,17 @@ every rank holds in full.
 from __future__ import annotations
 
 import argparse
+import sys
 from math import exp, log
 from pathlib import Path
 
-from stages import load_stage
 from svg import Picture
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO / "tools"))
+
+from stages import load_stage  # noqa: E402
+
 RANKS = ("blue", "orange")
 
 

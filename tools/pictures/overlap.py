@@ -1,7 +1,7 @@
 """Draw one training step as two lanes, computation and communication, from the run's own trace.
 
     make run-02 ARGS="--data sample --steps 8 --profile --run-dir runs/traced"
-    .venv/bin/python tools/overlap.py runs/traced --svg overlap.svg
+    python tools/pictures/overlap.py runs/traced --svg overlap.svg
 
 A run with --profile leaves the traces of three steps in its folder. This tool draws the step of
 median length, as one rank saw it. The upper lane holds the operators of the training thread,
