@@ -1,6 +1,6 @@
 """Four ways to average gradients, from one all-reduce per parameter to the buckets of train.py.
 
-Each rung of the ladder repairs a weakness of the rung before. All of them leave the same averaged
+Each rung of the ladder repairs a weakness of the previous one. All of them leave the same averaged
 gradients in `param.grad`. They differ in the number of all-reduces and in when these start.
 
     torchrun --nproc-per-node 2 02_ddp/ladder.py

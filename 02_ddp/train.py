@@ -92,7 +92,7 @@ class DistributedDataParallel(nn.Module):
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError("two backwards: use finish_gradient_synchronization() or no_sync()")
+            raise RuntimeError("backward twice: use finish_gradient_synchronization() or no_sync()")
         bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
         if not self.synchronizes:
             return

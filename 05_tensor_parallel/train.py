@@ -88,7 +88,7 @@ def tensor_parallel(
     if model.embed is not None:  # in 07, one pipeline stage has it, and one has the output
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
     for layer in model.layers.values():
-        layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # rows: whole heads
+        layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # rows: complete heads
         layer.attn.wo = RowParallelLinear(layer.attn.wo, region)
         layer.mlp.w1 = ColumnParallelLinear(layer.mlp.w1, region)
         layer.mlp.w2 = RowParallelLinear(layer.mlp.w2, region)
@@ -162,7 +162,7 @@ class ReduceFromRegion(torch.autograd.Function):
         total, work = region.start_exit(partial)
         work.wait()
         if total is partial:  # overwritten: safe, because its producer has not saved it
-            ctx.mark_dirty(partial)  # tells autograd that the input is returned, changed
+            ctx.mark_dirty(partial)  # tells autograd that the input is returned, modified
         return total
 
     @staticmethod
@@ -193,7 +193,7 @@ class TensorParallelRegion:
 
 
 class VocabParallelEmbedding(TensorParallelModule):
-    """Looks up the tokens whose rows this rank owns; the others get zeros. g adds the ranks' up."""
+    """Looks up the tokens whose rows this rank owns, zeros for others. g sums over the ranks."""
 
     shard_dim = 0  # weight: [vocab / tp, d]
 
@@ -290,7 +290,7 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
     """Give a model on the meta device this rank's shards of the plain model's initial weights."""
     model.to_empty(device=device)  # replaces the parameters: build the optimizer after this
     dims = shard_dims_of(model)
-    for name, parameter in model.named_parameters():  # one at a time is drawn in full
+    for name, parameter in model.named_parameters():  # drawn in full, one by one
         shape, dim = list(parameter.shape), dims.get(name)
         if dim is not None:
             shape[dim] *= group.size()
@@ -319,7 +319,7 @@ class SequenceParallelRegion(TensorParallelRegion):
 
     def start_exit(self, partial: Tensor) -> tuple[Tensor, Work]:
         """Start to reduce-scatter along the sequence: [batch, seq, d] -> [batch, seq / tp, d]."""
-        # [tp * batch, seq / tp, d]: what goes to one rank is contiguous
+        # [tp * batch, seq / tp, d]: the part of each rank is contiguous
         by_rank = partial.unflatten(1, (self.tp, -1)).transpose(0, 1).flatten(0, 1)
         total = torch.empty_like(by_rank[: len(partial)])
         return total, reduce_scatter_single(total, by_rank, group=self.group, async_op=True)

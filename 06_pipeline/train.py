@@ -203,11 +203,11 @@ class PipelineStage:
             x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
-        result, grad = y.detach(), None  # what is sent has no graph: y's stays here, for backward
+        result, grad = y.detach(), None  # the message has no graph; y's is kept for backward
         if self.output is not None:
             result, grad = self.loss_and_backward(result, targets, m)
         if torch.is_grad_enabled():
-            # the edge alone: to keep y would keep its memory until backward
+            # not y itself, whose memory would be kept until backward
             self.in_flight[micro] = InFlight(x, get_gradient_edge(y), grad)
         return result
 
@@ -230,7 +230,7 @@ class PipelineStage:
 
 def units_of(stage: int, n_stages: int, n_layers: int) -> range:
     """The units of a stage: its share of the layers; in the first stage also the embedding, in the
-    last one the output. Layers left over go to the first stages, because the output is heavy."""
+    last one the output. Remaining layers go to the first stages, because the output is heavy."""
     each, rest = divmod(n_layers, n_stages)
     first = 1 + stage * each + min(stage, rest)  # unit 0 is `embed`, layer i is unit i + 1
     end = first + each + (stage < rest)
@@ -321,7 +321,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     ]
     forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
-    # p - rank - 1 once would do, if messages took no time; twice gives them time to arrive
+    # p - rank - 1 would suffice if messages took no time; twice that gives them time to arrive
     warm_up = min(v * m, (v - 1) * p + 2 * (p - rank - 1))
     return alternate(forwards, backwards, warm_up)
 

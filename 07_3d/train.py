@@ -313,7 +313,7 @@ class DistributedDataParallel(nn.Module):
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError("two backwards: use finish_gradient_synchronization() or no_sync()")
+            raise RuntimeError("backward twice: use finish_gradient_synchronization() or no_sync()")
         bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
         if not self.synchronizes:
             return
@@ -417,7 +417,7 @@ def tensor_parallel(
     if model.embed is not None:  # in 07, one pipeline stage has it, and one has the output
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
     for layer in model.layers.values():
-        layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # rows: whole heads
+        layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # rows: complete heads
         layer.attn.wo = RowParallelLinear(layer.attn.wo, region)
         layer.mlp.w1 = ColumnParallelLinear(layer.mlp.w1, region)
         layer.mlp.w2 = RowParallelLinear(layer.mlp.w2, region)
@@ -491,7 +491,7 @@ class ReduceFromRegion(torch.autograd.Function):
         total, work = region.start_exit(partial)
         work.wait()
         if total is partial:  # overwritten: safe, because its producer has not saved it
-            ctx.mark_dirty(partial)  # tells autograd that the input is returned, changed
+            ctx.mark_dirty(partial)  # tells autograd that the input is returned, modified
         return total
 
     @staticmethod
@@ -522,7 +522,7 @@ class TensorParallelRegion:
 
 
 class VocabParallelEmbedding(TensorParallelModule):
-    """Looks up the tokens whose rows this rank owns; the others get zeros. g adds the ranks' up."""
+    """Looks up the tokens whose rows this rank owns, zeros for others. g sums over the ranks."""
 
     shard_dim = 0  # weight: [vocab / tp, d]
 
@@ -616,7 +616,7 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
     """Give a model on the meta device this rank's shards of the plain model's initial weights."""
     model.to_empty(device=device)  # replaces the parameters: build the optimizer after this
     dims = shard_dims_of(model)
-    for name, parameter in model.named_parameters():  # one at a time is drawn in full
+    for name, parameter in model.named_parameters():  # drawn in full, one by one
         shape, dim = list(parameter.shape), dims.get(name)
         if dim is not None:
             shape[dim] *= group.size()
@@ -641,7 +641,7 @@ class SequenceParallelRegion(TensorParallelRegion):
 
     def start_exit(self, partial: Tensor) -> tuple[Tensor, Work]:
         """Start to reduce-scatter along the sequence: [batch, seq, d] -> [batch, seq / tp, d]."""
-        # [tp * batch, seq / tp, d]: what goes to one rank is contiguous
+        # [tp * batch, seq / tp, d]: the part of each rank is contiguous
         by_rank = partial.unflatten(1, (self.tp, -1)).transpose(0, 1).flatten(0, 1)
         total = torch.empty_like(by_rank[: len(partial)])
         return total, reduce_scatter_single(total, by_rank, group=self.group, async_op=True)
@@ -796,11 +796,11 @@ class PipelineStage:
             x.requires_grad_(torch.is_grad_enabled())
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
-        result, grad = y.detach(), None  # what is sent has no graph: y's stays here, for backward
+        result, grad = y.detach(), None  # the message has no graph; y's is kept for backward
         if self.output is not None:
             result, grad = self.loss_and_backward(result, targets, m)
         if torch.is_grad_enabled():
-            # the edge alone: to keep y would keep its memory until backward
+            # not y itself, whose memory would be kept until backward
             self.in_flight[micro] = InFlight(x, get_gradient_edge(y), grad)
         return result
 
@@ -823,7 +823,7 @@ class PipelineStage:
 
 def units_of(stage: int, n_stages: int, n_layers: int) -> range:
     """The units of a stage: its share of the layers; in the first stage also the embedding, in the
-    last one the output. Layers left over go to the first stages, because the output is heavy."""
+    last one the output. Remaining layers go to the first stages, because the output is heavy."""
     each, rest = divmod(n_layers, n_stages)
     first = 1 + stage * each + min(stage, rest)  # unit 0 is `embed`, layer i is unit i + 1
     end = first + each + (stage < rest)
@@ -906,7 +906,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     ]
     forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
-    # p - rank - 1 once would do, if messages took no time; twice gives them time to arrive
+    # p - rank - 1 would suffice if messages took no time; twice that gives them time to arrive
     warm_up = min(v * m, (v - 1) * p + 2 * (p - rank - 1))
     return alternate(forwards, backwards, warm_up)
 

@@ -90,7 +90,7 @@ def context_parallel(model: Transformer, group: ProcessGroup, kind: str = "ring"
         if isinstance(module, Attention):
             module.attend = attend
         if isinstance(module, Attention | CounterDropout):
-            module.positions = chunks  # no buffer: DDP would broadcast rank 0's
+            module.positions = chunks  # not a buffer: DDP would broadcast rank 0's
     return chunks
 
 
@@ -113,8 +113,8 @@ class RingAttention(torch.autograd.Function):
 
     In each of n turns a rank attends to one block of keys and values, while it passes this block
     on and receives the next. Backward sends the blocks around once more. Their gradients follow
-    one turn behind: each rank adds its part and passes the sum on, until the sum is home. Sums
-    over the turns are in float32: in bfloat16 each turn would cost accuracy.
+    one turn behind: each rank adds its part and passes the sum on, until the block's owner has it.
+    Sums over the turns are in float32: in bfloat16 each turn would cost accuracy.
     """
 
     @staticmethod
@@ -138,7 +138,7 @@ class RingAttention(torch.autograd.Function):
         grad_out, grad_q = grad_out.contiguous(), torch.zeros_like(q, dtype=torch.float32)
         # of a query's keys, the mean gradient of the weights (each counts by its weight)
         mean = (grad_out.float() * out.float()).sum(-1, keepdim=True)
-        exchange = None  # of the gradients of the block before
+        exchange = None  # of the gradients of the previous block
         for source, block in ring.circulate(kv):
             grad_block = torch.zeros_like(block, dtype=torch.float32)
             for rows, columns, ahead in visible_tiles(ring.positions, ring.shards[source]):
@@ -187,7 +187,7 @@ class OnlineSoftmax:
         highest.copy_(new_highest)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Attention's output, and log(sum(exp(score))): what `backward` needs to find a weight."""
+        """Attention's output, and log(sum(exp(score))): by which `backward` recomputes weights."""
         return self.weighted / self.total, self.highest + self.total.log()
 
 
@@ -465,7 +465,7 @@ class DistributedDataParallel(nn.Module):
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError("two backwards: use finish_gradient_synchronization() or no_sync()")
+            raise RuntimeError("backward twice: use finish_gradient_synchronization() or no_sync()")
         bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
         if not self.synchronizes:
             return

@@ -9,13 +9,13 @@ New since stage 02, whose data parallelism trains everything else: `expert_paral
 of the experts' gradients by the number of ranks, a global norm that counts each expert once, and a
 bias per expert that keeps the load balanced.
 
-    N ranks, --ep of which share one set of experts; D dense parameters, X of all experts; per layer
+    N ranks, --ep of which share one set of experts; D dense parameters, X in all experts; per layer
     T tokens of a rank's micro-batch; S, R rows of d_model that it sends to, receives from others
 
     memory per rank           16 (D + X / ep) bytes; kept by a mixture for backward, if balanced:
                               T d_model (9 + 2 k) elements
     communication per step    02's all-reduce of D; per layer and micro-batch 4 all-to-alls of
-                              2 (S + R) rows in all, and one of E (1 - 1/ep) counts; an all-reduce
+                              2 (S + R) rows in total, and one of E (1 - 1/ep) counts; an all-reduce
                               of the counts; with ep < N an all-reduce of X / ep
     --activation-checkpointing  6 all-to-alls of 3 (S + R) rows, and the counts twice
 
@@ -166,7 +166,7 @@ def exchange_counts(counts: Tensor, group: ProcessGroup) -> list[list[list[int]]
     return torch.stack([counts, received]).view(2, group.size(), -1).tolist()
 
 
-# ---- what a step needs besides ----
+# ---- what else a step needs ----
 
 
 def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
@@ -175,7 +175,7 @@ def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
 
 @contextmanager
 def without_experts(model: nn.Module) -> Iterator[None]:
-    """Hide the experts from whoever asks the model for its parameters inside of the block."""
+    """Inside of the block, the model's `parameters()` leave out the experts."""
     mixtures = mixtures_of(model)
     experts = [mixture._modules.pop("experts") for mixture in mixtures]
     yield
@@ -376,7 +376,7 @@ class DistributedDataParallel(nn.Module):
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError("two backwards: use finish_gradient_synchronization() or no_sync()")
+            raise RuntimeError("backward twice: use finish_gradient_synchronization() or no_sync()")
         bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
         if not self.synchronizes:
             return

@@ -10,7 +10,7 @@ and each output feature a scale of its own, tensorwise has one per tensor.
 
     memory          16 P bytes per rank for P parameters, as in 02. For backward, a linear layer
                     saves its input in 1 byte per element, and 4 per scale
-    communication   02's: all-reduces of P elements in all per step. Scales are never reduced
+    communication   02's: all-reduces of P elements in total per step. Scales are never reduced
 
 Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
 
@@ -162,12 +162,12 @@ def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
 
 
 def check_float8(args, device: torch.device) -> None:
-    """Fail where a GPU's float8 kernels would, with their reason, and on a CPU just the same."""
+    """Fail where a GPU's float8 kernels would, also on a CPU, and say why."""
     if args.d_model % 16:
-        fail(f"--d-model {args.d_model} is not a multiple of 16, as float8 matmuls need it")
+        fail(f"--d-model {args.d_model} is not a multiple of 16, which float8 matmuls require")
     tokens = f"--micro-batch-size {args.micro_batch_size} times --seq-len {args.seq_len}"
     if args.recipe == "tensorwise" and args.micro_batch_size * args.seq_len % 16:
-        fail(f"{tokens} is not a multiple of 16, as --recipe tensorwise needs it")
+        fail(f"{tokens} is not a multiple of 16, which --recipe tensorwise requires")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         fail(f"{name} has no float8 matmuls: they need compute capability 8.9 (Ada, Hopper, later)")
@@ -299,7 +299,7 @@ class DistributedDataParallel(nn.Module):
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError("two backwards: use finish_gradient_synchronization() or no_sync()")
+            raise RuntimeError("backward twice: use finish_gradient_synchronization() or no_sync()")
         bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
         if not self.synchronizes:
             return

@@ -1,7 +1,7 @@
 """Checkpoint storage: PyTorch's file format, atomic commits, checksums and safe unpickling.
 
 The files are those of `torch.distributed.checkpoint` (DCP), so PyTorch's own tools read them. A
-64-bit XXH3 checksum of each stored item stands beside the item's offset in the metadata, where
+64-bit XXH3 checksum of each stored item is beside the item's offset in the metadata, where
 PyTorch's reader ignores it. The metadata's own follows its pickle, where unpickling has stopped.
 Both are verified before anything is used. A checkpoint without them is an error.
 """
@@ -63,7 +63,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     def create_local_plan(self) -> dcp.LoadPlan:
         unknown = sorted(self.metadata.state_dict_metadata.keys() - self.names)
         if unknown:
-            raise IncompatibleCheckpointError(f"it has {unknown[0]}, which this model has not")
+            raise IncompatibleCheckpointError(f"it has {unknown[0]}, which this model lacks")
         try:
             return super().create_local_plan()
         except (RuntimeError, ValueError) as error:

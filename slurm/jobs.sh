@@ -91,7 +91,7 @@ submit() {
   done
   check_flags "$ranks" "$@"
   if [[ -z ${GPUS-} && ${gpus:-0} -gt $per_node ]]; then
-    # a small request starts soon, and the default batch size divides by few numbers
+    # a small request starts soon, and the default batch size is divisible by few numbers
     echo "$per_node GPU per node, as train.sbatch requests; a node has $gpus: GPUS=$gpus takes them all"
   fi
   # names the run's folder: a requeue keeps it, and another job with the same number has another one

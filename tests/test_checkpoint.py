@@ -404,7 +404,7 @@ def test_checkpoint_whose_norms_have_weights_is_an_error(tmp_path, capsys):
     state = training_state(*trained())
     save_checkpoint(tmp_path, 2, {n.replace("norm.offset", "norm.weight"): state[n] for n in state})
     said = assert_refused(capsys, loaded, tmp_path, says="does not fit this model")
-    assert "it has model.layers.0.attn_norm.weight, which this model has not" in said
+    assert "it has model.layers.0.attn_norm.weight, which this model lacks" in said
 
 
 def test_corrupt_checkpoint_is_an_error(tmp_path, capsys):

@@ -59,8 +59,8 @@ BY_HAND = {  # name: (value, why)
     "norms, backward": (12, "two norms 6, two sums of residual gradients 6"),
     "inner, forward": (14, "passes inside of a tensor-parallel pair: rotary of q, k, v 6, GELU 8"),
     "inner, backward": (18, "rotary 6, GELU 12"),
-    "scores, forward": (6, "passes over scores in memory: product 1, softmax 2, dropout 2, read 1"),
-    "scores, backward": (9, "product 1, dropout 2, softmax 3, read by three products 3"),
+    "scores, forward": (6, "passes over scores in memory: matmul 1, softmax 2, dropout 2, read 1"),
+    "scores, backward": (9, "matmul 1, dropout 2, softmax 3, read by three matmuls 3"),
     # 8 where the matmul itself adds to the float32 sum, 10 in Megatron-LM, 20 in DeepSpeed
     "gradients": (14, "bytes per weight and micro-batch to add to the float32 sum"),
     "casts": (16, "the same more where float32 weights are cast, in forward and in backward"),
@@ -134,7 +134,7 @@ class Job:
 
     @property
     def weights_per_rank(self) -> float:
-        """Of the rank that has most: an equal part of the layers, and the head or the embedding."""
+        """Of the rank with the most: an equal part of the layers, and the head or the embedding."""
         ends = (2 if self.pp == 1 else 1) * self.vocab * self.d_model
         return (self.layers / self.pp * self.weights_per_layer + ends) / self.tp
 
@@ -245,7 +245,7 @@ def layer_of(job: Job) -> Layer:
     forward = one_pass * (HAND["norms, forward"] / outside + HAND["inner, forward"] / tp)
     backward = one_pass * (HAND["norms, backward"] / outside + HAND["inner, backward"] / tp)
 
-    # attention: 2 products of 2 tokens seq d FLOPs, half of them causal if fused
+    # attention: 2 matmuls of 2 tokens seq d FLOPs, half of them causal if fused
     products = 4 * tokens * job.seq * d / tp
     if job.fused_attention:
         core = products / 2 / (job.gpu.matmul * job.gpu.attention)
@@ -315,7 +315,7 @@ def step_time(job: Job) -> Step:
 def slowest_stage(job: Job, layer: Layer, head: float) -> tuple[float, float]:
     """Layers of the slowest pipeline stage, and the seconds of its head (0: it has none).
 
-    Where layers + 2 divide by pp and layers do not, embedding and head count as a layer each.
+    Where layers + 2 is divisible by pp and layers is not, embedding and head count as a layer each.
     """
     each = (job.layers + 2) / job.pp
     if job.pp == 1 or job.layers % job.pp == 0:

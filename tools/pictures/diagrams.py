@@ -256,8 +256,8 @@ def draw_messages() -> Picture:
     notes = (
         "h: hidden states; g: their gradient. A receive is posted before the action that precedes "
         "the one that needs it;",
-        "the first action of rank 1 posts two. A line is a message, on its way from the end of the "
-        "action that made it.",
+        "the first action of rank 1 posts two. A line is a message in flight, from the end of the "
+        "action that sends it.",
     )
     for i, note in enumerate(notes):
         art.text(16, 306 + 16 * i, note, fill="faint")
