@@ -1,4 +1,9 @@
-"""Step times: those in the READMEs, and the model against published runs."""
+"""Step times: those in the READMEs, and the model against published runs.
+
+The READMEs compute their times from leading terms, so that a reader can follow: FLOPs at an
+achieved rate, and ring bytes over `group_bandwidth`. `step_time` adds memory traffic, latency and
+the part of a link that rings achieve. Not held: measured times, and figures of other authors.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,8 @@ import step_time
 from harness import REPO
 from step_time import group_bandwidth
 
+from common.model import TransformerConfig
+
 F, NVLINK, CARD, SLOW_CARD = 400e12, 400e9, 50e9, 12.5e9  # FLOP/s, bytes/s: the READMEs' H100s
 
 
@@ -32,6 +39,10 @@ INSIDE = group_bandwidth(8, 8, NVLINK, CARD)
 ONE_CARD = group_bandwidth(8, 1, NVLINK, CARD)
 SLOW_NODES = group_bandwidth(64, 8, NVLINK, SLOW_CARD)
 SLOW_RING = group_bandwidth(8, 1, NVLINK, SLOW_CARD)
+H100 = step_time.GPUS["h100"]
+GPT2 = TransformerConfig(
+    33_278, d_model=768, n_layers=12, n_heads=12, seq_len=1024
+)  # on WikiText-2
 TINY = 4 * 136.1e6  # bytes of float32 in --preset gpt2
 WIDE = 12 * 4096**2  # parameters of 04's layer
 AROUND = 7 / 8
@@ -59,10 +70,39 @@ def mesh(tp: int, pp: int) -> list[float]:
     return [bubble, over_tp, over_dp, compute + bubble + over_tp + over_dp]
 
 
+def compute(tokens: int) -> float:
+    """Milliseconds of forward and backward of --preset gpt2 on one H100."""
+    return 1e3 * GPT2.flops_per_token() * tokens / F
+
+
+STEP = compute(24 * 1024)  # of 01's example
+ADAMW = 1e3 * 28 * GPT2.num_parameters() / H100.memory_bandwidth
 SEND = 1e3 * 2 * AROUND * TINY  # of an all-reduce, for milliseconds
 LAYER = 1e3 * AROUND * WIDE
+LAYER_FORWARD = 1e3 * 2 * WIDE * 4096 / F  # of 04's 4,096 tokens
 GIANT = 13e9  # parameters of the pipeline in 06 and 07
+TURN = 6 * GIANT / 8 * 2048 / F  # of a micro-batch in one of its eight stages, seconds
+FSDP = 8 * GIANT / SLOW_NODES
+CASTS = 5 / H100.memory_bandwidth * H100.matmul  # of X, over half of a matmul, times `out`
+LAYOUTS = ((8, 1), (8, 2), (8, 4), (8, 8), (4, 4))  # tp, pp in 07's table
 STATED = {  # README, a pattern with groups for figures, and what each of them must round to
+    "01, step": (
+        "01_single_gpu",
+        r"of its peak of (\d+) needs (\d+) ms",
+        [H100.matmul / 1e12, STEP],
+    ),
+    "01, optimizer": ("01_single_gpu", r"At ([\d.]+) TB/s that is ([\d.]+) ms", [3.35, ADAMW]),
+    "02, one GPU": (
+        "02_ddp",
+        r"One H100 needs (\d+) ms .*? would take (\d+) hours",
+        [STEP, STEP * 1e11 / (24 * 1024) / 3.6e6],
+    ),
+    "02, an eighth": ("02_ddp", r"an eighth of the batch computes for (\d+) ms", [STEP / 8]),
+    "02, backward": (
+        "02_ddp",
+        r"Their backward takes (\d+) ms.*? the backward of (\d+) ms hides it",
+        [2 / 3 * compute(3072), 2 / 3 * compute(16_384)],
+    ),
     "02, problem": ("02_ddp", r"all-reduce of them takes (\d+) ms", [SEND / ONE_CARD]),
     "02, hidden if": (
         "02_ddp",
@@ -84,6 +124,28 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
         "03_zero",
         r"all-gather \| \+ ([\d.]+) ms \| \+ ([\d.]+) ms",
         [SEND / 2 / INSIDE, SEND / 2 / ONE_CARD],
+    ),
+    "03, optimizer": ("03_zero", r"^\| AdamW on .*? \| − ([\d.]+) ms", [AROUND * ADAMW]),
+    "03, computation": ("03_zero", r"02's .*? compute for (\d+) ms", [compute(3072)]),
+    "04, forward": (
+        "04_fsdp",
+        r"400 TFLOP/s, takes ([\d.]+) ms",
+        [LAYER_FORWARD],
+    ),
+    "04, computation": (
+        "04_fsdp",
+        r"forward: computes ([\d.]+) ms \| backward: computes ([\d.]+) ms",
+        [LAYER_FORWARD, 2 * LAYER_FORWARD],
+    ),
+    "04, exposed": (
+        "04_fsdp",
+        r"([\d.]+) exposed \| [\d.]+ ms, ([\d.]+) exposed",
+        [2 * LAYER / ONE_CARD - LAYER_FORWARD, 6 * LAYER / ONE_CARD - 2 * LAYER_FORWARD],
+    ),
+    "04, a layer": (
+        "04_fsdp",
+        r"a layer takes (\d+) ms instead of (\d+)",
+        [8 * LAYER / ONE_CARD, 3 * LAYER_FORWARD],
     ),
     "04, problem": ("04_fsdp", r"from the others: ([\d.]+) ms", [2 * LAYER / ONE_CARD]),
     "04, inside": (
@@ -110,7 +172,26 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
         r"two nodes it takes ([\d.]+) times as long",
         [communication_over_computation(4096, 16)],
     ),
+    "05, hidden": ("05_tensor_parallel", r"from a width of ([\d,]+) on", [4 / 7 * 7 * F / INSIDE]),
+    "06, computation": (
+        "06_pipeline",
+        r"which take ([\d.]+) s to compute on these 64 GPUs",
+        [6 * GIANT * 131_072 / (64 * F)],
+    ),
+    "06, pipeline": (
+        "06_pipeline",
+        r"= 2\.7 GB, or ([\d.]+) s",
+        [131_072 * 5120 * 4 / SLOW_NODES],
+    ),
     "06, FSDP": ("06_pipeline", r"That takes ([\d.]+) s, and more", [8 * GIANT / SLOW_NODES]),
+    "07, a stage": ("07_3d", r"= (\d+) ms on one stage", [1e3 * TURN]),
+    "07, forward": ("07_3d", r"while the next forward takes (\d+) ms", [1e3 * TURN / 3]),
+    "07, pipeline or FSDP": (
+        "07_3d",
+        r"pipeline takes ([\d.]+) s and FSDP ([\d.]+) s\. With m = 16 it is ([\d.]+) s against"
+        r" ([\d.]+) s, with m = 64 ([\d.]+) s against ([\d.]+) s",
+        [time for m in (8, 16, 64) for time in ((m + 7) * TURN, max(m * TURN, FSDP))],
+    ),
     "07, hybrid": (
         "07_3d",
         r"bytes from each node: ([\d.]+) s instead of ([\d.]+) s",
@@ -134,8 +215,42 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
             rf"^\| {tp} \| {pp} \|(?: [\d.]+ \|){{4}}" + r"[ *]+([\d.]+)[ *]+\|" * 4,
             mesh(tp, pp),
         )
-        for tp, pp in ((8, 1), (8, 2), (8, 4), (8, 8), (4, 4))
+        for tp, pp in LAYOUTS
     },
+    "08, one sequence": (  # backward computes the scores again: 5 matmuls
+        "08_context_parallel",
+        r"of one sequence keep an H100 busy for (\d+) s",
+        [48 * (72 * 131_072 * 1600**2 + 7 * 131_072**2 * 1600) / F],
+    ),
+    "08, inside": (
+        "08_context_parallel",
+        r"T must be ([\d,]+) tokens per rank: ([\d,]+) per sequence",
+        [2.4 * F / INSIDE, 8 * 2.4 * F / INSIDE],
+    ),
+    "08, across": (  # a message between two ranks uses one card
+        "08_context_parallel",
+        r"T must be ([\d,]+) per rank, and sequences ([\d,]+) tokens",
+        [2.4 * F / CARD, 16 * 2.4 * F / CARD],
+    ),
+    "08, Ulysses": (
+        "08_context_parallel",
+        r"of attention's time: ([\d.]+) %",
+        [100 * 4 * AROUND * F / INSIDE / 131_072],
+    ),
+    **{
+        f"09, width {width:,}": (
+            "09_expert_parallel",
+            rf"^\| {width:,} \|" + r" ([\d.]+) \|" * 4,
+            [k * f * F / (9 * b * width) for f, b in ((7 / 8, INSIDE), (1, CARD)) for k in (2, 8)],
+        )
+        for width in (1024, 4096, 8192)
+    },
+    "10, casts": ("10_fp8", r"cost / saving = (\d+) / out", [CASTS]),
+    "10, casts of wo": (
+        "10_fp8",
+        r"costs ([\d.]+) times what its matmul saves; with d = 4,096, ([\d.]+) times",
+        [CASTS / 768, CASTS / 4096],
+    ),
 }
 
 
@@ -150,6 +265,17 @@ def test_a_time_in_a_readme_follows_from_the_bandwidth_of_its_group(case):
         # a figure of thousands is rounded to two or more digits
         rounding = max(0.5 * 10**-decimals, 0.02 * value if stated >= 1000 else 0)
         assert abs(stated - value) <= rounding * 1.001, (text, value)
+
+
+def test_the_model_prefers_the_layout_that_07_recommends():
+    gpu = replace(H100, efficiency=F / H100.matmul, nvlink=NVLINK)
+    job = plan.Job(40, 5120, 40, 4096, 33_280, 512, 1024, gpu, network=CARD, sequence_parallel=True)
+    seconds = {
+        (tp, pp): step_time.step_time(replace(job, tp=tp, pp=pp)).seconds for tp, pp in LAYOUTS
+    }
+    recommended = min(LAYOUTS, key=seconds.get)
+    readme = (REPO / "07_3d/README.md").read_text()
+    assert recommended[0] == 8 and f"Take pp = {recommended[1]}:" in readme
 
 
 # ---- the model, held to published runs ----
