@@ -87,7 +87,7 @@ def test_fields_and_runs_of_a_file(tmp_path):
         ("[[2, 4]", "[0", "0 is no number of ranks"),
         ('"parity", {', '"parity", "why", {', "is wrong"),
         ("diff_lines = 10", "", "add diff_lines"),
-        ('compare = "01"', 'compare = "09"', "compare = '09' is none of the stages"),
+        ('compare = "01"', 'compare = "09"', "compare = '09' is not one of the stages"),
         ('title = "Example"', 'titel = "Example"', "remove 'titel'"),
         ("bench =", "bnech =", "exempt from 'bnech', which is no purpose"),
         ("bench =", '"bench kill" =', "runs for 'kill' and is exempt"),

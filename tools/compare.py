@@ -32,7 +32,7 @@ from stages import REPO, renamed, stage_paths
 
 # Classes that have a new name because the idea changed, and the older classes that each one is
 # compared with, the closest first. A method is compared with the first method of its name in them,
-# so the bases of an older class stand behind it. Functions and single methods can be listed too.
+# so the bases of an older class follow it. Functions and single methods can be listed too.
 RENAMED = renamed()
 
 # ---- a stage, split into blocks ----

@@ -203,7 +203,7 @@ def count(lines: list[str]) -> str:
 
 
 def spaced(paragraphs: list[list[str]]) -> list[str]:
-    """Paragraphs as lines. All that are not single lines stand between blank ones."""
+    """Paragraphs as lines. All that are not single lines have blank ones around them."""
     lines: list[str] = []
     apart = False
     for paragraph in paragraphs:

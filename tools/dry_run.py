@@ -266,7 +266,7 @@ def show(number: str, ranks: int, rank: int, argv: list[str], vocabulary: int) -
 
 def plan() -> None:
     """One table: every stage on 8 to 4096 ranks. The batch grows with the ranks."""
-    model = BASE["plan"]  # 3.5 billion parameters in a shape that divides
+    model = BASE["plan"]  # 3.5 billion parameters, of sizes that powers of two divide
     print(f"{model}, vocabulary {VOCABULARY}; GB of the rank that has the most\n")
     print("| stage | ranks | states | peak | sent per step | flags |\n|" + " --- |" * 6)
     for run in runs_for("plan"):
@@ -299,7 +299,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="words")
     args, own = parser.parse_known_args(argv)
     if not 0 <= args.rank < args.ranks:
-        fail(f"--rank {args.rank} is none of the {args.ranks} ranks: 0 to {args.ranks - 1}")
+        fail(f"--rank {args.rank} is not one of the {args.ranks} ranks: 0 to {args.ranks - 1}")
     if args.stage not in stages()[1:] and args.stage != "plan":
         known = ", ".join(stages()[1:])
         fail(f"there is no stage {args.stage!r} for a dry run; there are {known}, or plan")

@@ -73,7 +73,7 @@ def parse_check(line: str) -> Check:
 
 
 def sections(text: str) -> dict[str, str]:
-    """What stands below each `###` heading, by its title."""
+    """The text below each `###` heading, by its title."""
     parts = re.split(r"^### ", text, flags=re.M)[1:]
     return {title.strip(): body for title, _, body in (part.partition("\n") for part in parts)}
 

@@ -203,7 +203,7 @@ def _read(number: str, repo: Path) -> tuple[dict, list[Run], list[str]]:
         del values[name]
     for name in ("compare", "reference"):
         if name in values and (values[name] not in stages(repo) or values[name] > number):
-            found.append(f"{name} = {values.pop(name)!r} is none of the stages up to this one")
+            found.append(f"{name} = {values.pop(name)!r} is not one of the stages up to this one")
     values["flags"] = tuple(values.get("flags", "").split())
     runs: list[Run] = []
     for entry in values.pop("runs", []):
