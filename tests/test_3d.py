@@ -25,7 +25,7 @@ from common.model import Transformer, TransformerConfig, init_weights
 pytestmark = pytest.mark.slow
 
 SIZE = "--d-model 32 --n-layers 4 --n-heads 4 --seq-len 16 --global-batch-size 24".split()
-RUN = [*SIZE, *"--steps 50 --log-every 1 --eval-every 25 --resume never".split()]
+RUN = [*SIZE, *"--steps 20 --log-every 1 --eval-every 10 --resume never".split()]
 EVERYTHING = "--activation-checkpointing --dropout 0.1 --grad-clip 0.3".split()
 SEQUENCE = ["--sequence-parallel"]
 
@@ -84,7 +84,7 @@ def test_definitions_shared_with_02_05_06_are_identical(stage):
 
 MESHES = [
     *((pp, dp, tp) for pp in (1, 2) for dp in (1, 2) for tp in (1, 2)),
-    *((1, 2, 4), (2, 1, 4), (3, 1, 2)),
+    (3, 1, 2),
 ]
 # collectives take most of the time, and each layer adds some: use as few layers as possible
 TWO_LAYERS = ["--n-layers", "2"]
@@ -107,8 +107,6 @@ def test_parity_with_stage_01(pools, reference, corpus_dir, degrees):
         ((2, 2, 1), ["--schedule", "interleaved"], ["--dropout", "0.1"]),
         ((2, 2, 2), ["--schedule", "interleaved"], EVERYTHING),
         ((2, 2, 2), SEQUENCE, EVERYTHING),
-        ((2, 2, 1), [], []),
-        ((2, 1, 2), [], ["--dropout", "0.1"]),
         ((1, 2, 2), SEQUENCE, ["--dropout", "0.1"]),
         ((2, 1, 4), ["--schedule", "interleaved", *SEQUENCE], []),
         ((2, 1, 1), SEQUENCE, []),  # without tp there is nothing to shard
@@ -117,7 +115,7 @@ def test_parity_with_stage_01(pools, reference, corpus_dir, degrees):
 )
 def test_parity_with_stage_01_under_other_flags(pools, reference, corpus_dir, degrees, own, extra):
     size, flags = mesh(*degrees)
-    argv = [*RUN, "--steps", "20", "--data", str(corpus_dir), *extra]
+    argv = [*RUN, "--data", str(corpus_dir), *extra]
     argv += [] if "interleaved" in own else TWO_LAYERS
     micro = ["--micro-batch-size", str(24 // degrees[1] // 4)]
     for metrics in pools(size).train("07", [*argv, *flags, *own, *micro]):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 AFTER = 20  # steps, so that the optimizer state is far from zero
 # one run of each stage's file saves, another one loads
 SAVES, LOADS = ({run.stage: run for run in runs_for(purpose)} for purpose in ("save", "load"))
-saving, loading = (pytest.mark.parametrize(n, x) for n, x in (("of", SAVES), ("into", LOADS)))
+saving = pytest.mark.parametrize("of", SAVES)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,14 @@ def saved(train, curve, tmp_path_factory):
     return checkpoint
 
 
-@loading
-@saving
+# what a stage saves is the same whatever loads it: each stage saves for 01, for the next stage and
+# for itself, and loads what 01 has saved
+STAGES = list(SAVES)
+PAIRS = [(of, "01") for of in STAGES] + [("01", into) for into in STAGES[1:]]
+PAIRS += [(of, of) for of in STAGES[1:]] + list(zip(STAGES[1:], STAGES[2:], strict=False))
+
+
+@pytest.mark.parametrize("of, into", PAIRS)
 def test_resume_in_any_other_stage_has_the_same_loss_curve(train, curve, saved, of, into):
     rest = train(LOADS[into], "--resume", saved(of))
     assert_same_curve(rest, [line for line in curve if line["step"] >= AFTER])

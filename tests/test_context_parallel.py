@@ -304,9 +304,9 @@ def test_activation_memory_is_divided_by_the_ranks(pools, kind):
 def test_sequences_of_16k_tokens_on_four_ranks(fresh_pool):
     """In 600 MB per process, of which PyTorch takes about 300. The scores of one rank's queries
     alone, 4,096 x 16,384 for each of four heads, would take 1,074 MB."""
-    argv = "--data sample --preset tiny --seq-len 16384 --global-batch-size 1 --steps 3".split()
+    argv = "--data sample --preset tiny --seq-len 16384 --global-batch-size 1 --steps 1".split()
     for metrics in fresh_pool(4).run(long_run, argv, timeout=600):
-        assert metrics[-1]["step"] == 2 and metrics[-1]["loss"] < 9
+        assert metrics[-1]["step"] == 0 and metrics[-1]["loss"] < 9
         assert max(line["memory_mb"] for line in metrics) < 600
 
 

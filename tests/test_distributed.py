@@ -105,16 +105,13 @@ def test_wrong_launcher_variables_are_an_error(monkeypatch, capsys, variables):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["01", "04"])
-def test_a_process_with_wrong_launcher_variables_ends_with_one_line(tmp_path, stage):
+@pytest.mark.parametrize("stage, variables", [("01", "RANK=1"), ("04", "RANK=0 WORLD_SIZE=x")])
+def test_a_process_with_wrong_launcher_variables_ends_with_one_line(tmp_path, stage, variables):
     command = [sys.executable, str(stage_path(stage)), "--data", "sample", "--steps", "1"]
-    for variables in list(WRONG)[:3]:
-        env = dict(os.environ, **dict(word.split("=") for word in variables.split()))
-        done = subprocess.run(
-            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-        assert done.stderr.startswith("train.py: ") and WRONG[variables] in done.stderr
+    env = dict(os.environ, **dict(word.split("=") for word in variables.split()))
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("train.py: ") and WRONG[variables] in done.stderr
 
 
 def test_mpirun_on_several_nodes_needs_a_master_address(pools):

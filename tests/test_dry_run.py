@@ -52,18 +52,14 @@ def test_dry_run_matches_the_memory_and_communication_of_eight_real_ranks(pools,
 
 
 MEMORY = "--d-model 128 --n-layers 8 --n-heads 4 --seq-len 64 --micro-batch-size 1".split()
-MESH = "--pp 2 --tp 2 --global-batch-size 8"
 
 
 @pytest.mark.parametrize(
     "stage, own",
     [
         ("05", "--global-batch-size 1"),
-        ("06", "--global-batch-size 8 --schedule gpipe"),
-        ("06", "--global-batch-size 8 --schedule 1f1b"),
         ("06", "--global-batch-size 8 --schedule zero-bubble"),
-        ("07", MESH),
-        ("07", f"{MESH} --schedule 1f1b --sequence-parallel"),
+        ("07", "--pp 2 --tp 2 --global-batch-size 8 --schedule 1f1b --sequence-parallel"),
     ],
 )
 def test_bfloat16_activations_take_at_most_0_8_of_float32_memory(pools, stage, own):

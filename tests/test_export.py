@@ -50,13 +50,16 @@ def test_export_writes_one_file_that_the_plain_model_loads(run, tmp_path, corpus
     Transformer(config).load_state_dict(weights)
 
 
-def test_a_checkpoint_is_exported_and_continued_by_its_own_path(run, tmp_path):
+def test_a_checkpoint_is_exported_and_continued_by_its_own_path(run, tmp_path, corpus_dir):
     older = checkpoints(run / "checkpoints")[0]
     done = call("export.py", older)
     assert done.returncode == 0 and f"{run}/model.pt" in done.stdout, done.stderr
     assert "from " in done.stdout and done.stdout.strip().endswith("step-00000030")
-    done = call("generate.py", older, "--words", 3, "--prompt", "word1")
+    done = call("generate.py", older, "--words", 30, "--prompt", "word1 word2")
     assert done.returncode == 0 and "step-00000030" in done.stdout, done.stderr
+    words = done.stdout.split("\n", 1)[1].replace("\n", " <eos> ").split()[:32]
+    assert len(words) == 32 and words[:2] == ["word1", "word2"]
+    assert set(words) <= set(load_corpus(str(corpus_dir)).vocab)
     shutil.copytree(older, tmp_path / older.name)  # without the run's other files
     done = call("generate.py", tmp_path / older.name)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr
@@ -76,16 +79,6 @@ def test_corrupt_checkpoint_is_not_exported(run, tmp_path):
     said = f"export.py: {copy} cannot be read: "
     assert done.stderr.startswith(said) and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.endswith(" in __1_0.distcp: the checksum differs\n"), done.stderr
-
-
-def test_generate_continues_a_prompt_with_words_of_the_corpus(run, corpus_dir):
-    prompt = "word1 word2"
-    done = call("generate.py", run, "--prompt", prompt, "--words", 30)
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.split("\n", 1)[1]
-    words = said.replace("\n", " <eos> ").split()[:32]
-    assert len(words) == 32 and words[:2] == prompt.split()
-    assert set(words) <= set(load_corpus(str(corpus_dir)).vocab)
 
 
 def test_generate_samples_each_word_from_the_models_distribution(run, monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import REPO, assert_same_curve, load_stage
+from harness import REPO, load_stage
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -329,14 +329,10 @@ def test_step_0_on_three_ranks(pools, corpus_dir, recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @recipes
-def test_fifty_steps_follow_the_one_process_run_and_stage_01(
-    pools, reference, corpus_dir, recipe, dtype
-):
+def test_fifty_steps_follow_stage_01(pools, reference, corpus_dir, recipe, dtype):
     flags = ["--data", str(corpus_dir), "--steps", "50", "--dtype", dtype]
-    expected = curve(pools, recipe, 1, *flags)
-    for ranks in (2, 3, 4):
-        assert_same_curve(curve(pools, recipe, ranks, *flags), expected, loss=5e-3, norm=0.1)
-    for ours, plain in zip(expected, reference([*BASE, *flags]), strict=True):
+    lines = curve(pools, recipe, 1, *flags)  # more ranks: the runs of stage.toml
+    for ours, plain in zip(lines, reference([*BASE, *flags]), strict=True):
         assert abs(ours["loss"] - plain["loss"]) <= 0.01 * plain["loss"]
 
 

@@ -64,7 +64,6 @@ COMMANDS = {
 # test_slurm.py starts every stage with torchrun and srun on two nodes, and many tests start them in
 # one process
 STARTED = [
-    ("python", "01"),
     ("python", "04"),
     ("torchrun", "07"),
     ("mpirun", "04"),
@@ -195,7 +194,6 @@ SLURM = dict(sbatch='echo "7;cluster"', sinfo=SINFO, squeue="")
     [
         ("submit-02 NODES=4", "NODES=4: the partition has 3,"),
         ("submit-02 PARTITION=small", "NODES=2: the partition has 1,"),  # the header's two
-        ("submit-04 ARGS=--sard-size", "unrecognized arguments: --sard-size"),
         ("submit-04 NODES=2 GPUS=3 ARGS=--shard-size=4", "--shard-size 4 does not divide the 6"),
         ("submit-all ARGS=--timeout=60", "unrecognized arguments: --timeout=60"),  # of 01
     ],

@@ -178,14 +178,14 @@ def test_process_that_is_slowed_down_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_process_that_never_joins_is_named(tmp_path):
-    statuses, output, _ = start(["", ""], tmp_path, "--join-seconds", "20")
+    statuses, output, _ = start(["", ""], tmp_path, "--join-seconds", "10")
     assert statuses == [1, 1], output
     assert "these have not started: " in output and "node 2 GPU 0 (rank 2)" in output
 
 
 @pytest.mark.slow
 def test_process_that_hangs_is_named_and_the_run_ends(tmp_path):
-    statuses, output, seconds = start(["", "", HANG], tmp_path, "--limit", "25")
+    statuses, output, seconds = start(["", "", HANG], tmp_path, "--limit", "15")
     assert statuses == [1, 1, 1] and seconds < 60, output
     host = socket.gethostname()
     behind = "behind all others, in the phase 'computation on one device'"

@@ -166,20 +166,19 @@ def test_ctrl_c_prints_one_line_and_saves_nothing(corpus_dir, tmp_path, stage):
     assert "".join(said).strip() == "interrupted" and not checkpoints(tmp_path / "checkpoints")
 
 
-def run_01(corpus_dir: Path, run_dir: Path, *flags) -> str:
-    command = [sys.executable, str(stage_path("01")), *argv_of("01", corpus_dir, run_dir, *flags)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def test_only_complete_checkpoints_count_as_kept(pools, corpus_dir, tmp_path):
+    def train(steps: int) -> str:
+        argv = argv_of("01", corpus_dir, tmp_path, "--steps", steps, "--checkpoint-every", 25)
+        (ended,) = pools(1, group=False).attempt_train("01", argv)
+        assert ended.traceback is None and ended.exit_status is None, ended
+        return ended.stdout
 
-
-def test_only_complete_checkpoints_count_as_kept(corpus_dir, tmp_path):
-    run_01(corpus_dir, tmp_path, "--steps", 60, "--checkpoint-every", 25)
+    train(60)
     folder = tmp_path / "checkpoints"
     assert [path.name for path in checkpoints(folder)] == ["step-00000050", "step-00000060"]
     (file,) = (folder / "step-00000060").glob("*.distcp")
     os.truncate(file, file.stat().st_size // 2)
-    said = run_01(corpus_dir, tmp_path, "--steps", 65, "--checkpoint-every", 25)
+    said = train(65)
     assert "step-00000060 is corrupt" in said and "50 steps done" in said
     kept = sorted(path.name for path in folder.iterdir())
     assert kept == ["corrupt-step-00000060", "step-00000050", "step-00000065"]
@@ -241,12 +240,9 @@ def test_torchrun_restart_of_a_killed_rank_resumes_the_last_checkpoint(pools, co
     assert not chaos.differences(tmp_path / "run", tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("store", ["--standalone", "--nnodes 1 --master-port {port}"])
-def test_torchrun_with_restarts_and_a_store_that_outlives_them_is_an_error(tmp_path, store):
-    shared = store.format(port=free_port())
-    job = torchrun(
-        f"{shared} --nproc-per-node 2 --max-restarts 1", "02", ["--data", "sample"], tmp_path
-    )
+def test_torchrun_with_restarts_and_a_store_that_outlives_them_is_an_error(tmp_path):
+    arguments = "--standalone --nproc-per-node 2 --max-restarts 1"
+    job = torchrun(arguments, "02", ["--data", "sample"], tmp_path)
     _, said = job.communicate(timeout=300)
     lines = [line for line in said.splitlines() if line.startswith("train.py: ")]
     assert job.returncode == 1 and lines and len(set(lines)) == 1, said

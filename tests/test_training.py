@@ -235,7 +235,7 @@ def test_flags_override_presets():
 @pytest.mark.skipif(not shutil.which("g++"), reason="the compiler's CPU code needs g++")
 def test_compile_has_the_same_loss_curve(train, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    flags = "--steps 3 --log-every 1 --dropout 0.1".split()
+    flags = "--n-layers 1 --steps 3 --log-every 1 --dropout 0.1".split()
     assert_same_curve(train(*flags, "--compile", timeout=900), train(*flags))
 
 
