@@ -24,9 +24,7 @@ import torch.distributed as dist
 from harness import REPO
 from slurm_cluster import skip_or_fail
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     MetadataIndex,
 )
@@ -121,23 +119,6 @@ def test_round_trip_of_large_small_and_non_contiguous_tensors(tmp_path):
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     assert load_checkpoint(tmp_path, "auto", found) == 1
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
-
-
-def test_names_in_a_checkpoint_are_those_of_the_plain_model_and_adamw(tmp_path):
-    state = saved(tmp_path)
-    assert {"model.layers.0.attn.wqkv.weight", "model.embed.tokens.weight"} <= set(state)
-    assert {"optim.exp_avg.layers.1.mlp.w1.weight", "optim.exp_avg_sq.output.norm.offset"} <= set(
-        state
-    )
-
-
-@pytest.mark.slow
-def test_dcp_to_torch_converts_a_checkpoint(tmp_path):
-    state = saved(tmp_path)
-    dcp_to_torch_save(checkpoints(tmp_path)[0], tmp_path / "plain.pt")
-    plain = torch.load(tmp_path / "plain.pt", weights_only=True)
-    assert set(plain) == {*state, "step"} and plain["step"].item() == 2
-    assert all(torch.equal(plain[name], tensor) for name, tensor in state.items())
 
 
 # ---- shards ----
@@ -407,31 +388,6 @@ def test_checkpoint_whose_norms_have_weights_is_an_error(tmp_path, capsys):
     assert "it has model.layers.0.attn_norm.weight, which this model lacks" in said
 
 
-def test_corrupt_checkpoint_is_an_error(tmp_path, capsys):
-    saved(tmp_path)
-    (file,) = checkpoints(tmp_path)[0].glob("*.distcp")
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    assert_refused(capsys, loaded, tmp_path, says="corrupt")
-    file.unlink()
-    assert_refused(capsys, loaded, tmp_path, says="corrupt")
-    file.write_bytes(whole)
-    assert loaded(tmp_path)[1] == 2
-    (checkpoints(tmp_path)[0] / ".metadata").write_bytes(b"\x80\x04 nonsense")
-    assert_refused(capsys, loaded, tmp_path, says="corrupt")
-
-
-def test_corrupt_byte_anywhere_in_a_tensor_is_detected(tmp_path, capsys):
-    state = saved(tmp_path)
-    (file,) = checkpoints(tmp_path)[0].glob("*.distcp")
-    whole = file.read_bytes()
-    needle = state["model.layers.1.mlp.w2.weight"].numpy().tobytes()[:64]
-    assert whole.count(needle) == 1
-    place = whole.index(needle) + 13
-    file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    assert_refused(capsys, loaded, tmp_path, says="checksum")
-
-
 def flip(file: Path) -> None:
     """Flip one bit in the middle."""
     content = bytearray(file.read_bytes())
@@ -515,13 +471,6 @@ def test_resume_of_a_named_corrupt_checkpoint_has_no_fallback(tmp_path, capsys):
     assert "older ones: step-00000002" in said
 
 
-def test_incompatible_checkpoint_is_not_reported_as_corrupt(tmp_path, capsys):
-    for step in (2, 4):
-        saved(tmp_path, step)
-    config = TransformerConfig(**(vars(CONFIG) | {"d_model": 64}))
-    assert_refused(capsys, loaded, tmp_path, "auto", config, says="does not fit")
-
-
 def load_rows(folder: str) -> tuple[int, bool]:
     state = cut("rows", fill=False)
     step = load_checkpoint(folder, "auto", state)
@@ -587,23 +536,6 @@ def test_resharded_load_reads_only_the_needed_items_and_each_once(pools, tmp_pat
         assert sum(read.values()) == own_bytes + others and different == total
     for read, different, total in pools(3).run(read_of_each_file, str(folder), "flat"):
         assert different == total and sum(read.values()) < sum(lengths.values())
-
-
-def test_item_is_read_once_although_its_parts_are_apart_in_the_plan(tmp_path, monkeypatch):
-    """Saved as two rows and loaded as two halves of the columns, of which each needs both rows."""
-    reads, read = [], storage.VerifiedItems.read
-
-    def count(self, index, stream):
-        reads.append(index)
-        return read(self, index, stream)
-
-    monkeypatch.setattr(storage.VerifiedItems, "read", count)
-    full, target = torch.arange(16.0).view(2, 8), torch.zeros(2, 8)
-    rows = Shard((2, 8), [((i, 0), full[i : i + 1]) for i in (0, 1)])
-    columns = Shard((2, 8), [((0, i), target[:, i : i + 4]) for i in (0, 4)])
-    save_checkpoint(tmp_path, 1, {"model.a": rows})
-    load_checkpoint(tmp_path, "auto", {"model.a": columns})
-    assert torch.equal(target, full) and len(reads) == len(set(reads)) == 3  # one is the step
 
 
 def test_size_on_disk_is_twelve_bytes_per_parameter(tmp_path):
@@ -732,30 +664,6 @@ def test_save_failure_on_one_rank_ends_all_with_one_line(pools, tmp_path):
 # ---- other versions of Python ----
 
 
-class Globals(pickle.Unpickler):
-    """Records every class and function that a pickle imports."""
-
-    def __init__(self, file):
-        super().__init__(file)
-        self.asked = set()
-
-    def find_class(self, module: str, name: str):
-        self.asked.add(f"{module}.{name}")
-        return super().find_class(module, name)
-
-
-def test_metadata_loads_in_every_python_version(tmp_path, monkeypatch):
-    """Enum members are pickled here as by Python 3.11.2."""
-    monkeypatch.setattr(
-        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))
-    )
-    saved(tmp_path)
-    with open(checkpoints(tmp_path)[0] / ".metadata", "rb") as file:
-        unpickler = Globals(file)
-        unpickler.load()
-    assert {name.split(".")[0] for name in unpickler.asked} == {"torch"}
-
-
 LOAD_AND_SAVE = """
 import sys
 import types
@@ -837,37 +745,6 @@ def test_a_full_disk_is_named_although_the_zip_writer_has_another_error(
     monkeypatch.setattr(storage.HashingStream, "write", full_for_large_writes)
     assert_refused(capsys, save_checkpoint, tmp_path, 4, state, status=1, says="No space left")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk with room for one and a half checkpoints, if this process may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a disk")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-@pytest.mark.slow
-def test_full_or_read_only_disk_keeps_its_checkpoints(small_disk, capsys):
-    expected = saved(small_disk, step=2)
-    state = training_state(*trained(steps=1))
-    assert_refused(
-        capsys, save_checkpoint, small_disk, 4, state, status=1, says="No space left on device"
-    )
-    assert [p.name for p in small_disk.iterdir()] == ["step-00000002"]
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert_refused(
-        capsys, save_checkpoint, small_disk, 4, state, status=1, says="Read-only file system"
-    )
-    found, step, _ = loaded(small_disk)
-    assert step == 2 and all(torch.equal(found[name], expected[name]) for name in expected)
-    subprocess.run(["mount", "-o", "remount,rw,size=4m", str(small_disk)], check=True)
-    save_checkpoint(small_disk, 6, state)  # the partial save was removed
-    assert sorted(p.name for p in small_disk.iterdir()) == ["step-00000002", "step-00000006"]
 
 
 def test_unwritable_checkpoint_folder_is_a_one_line_error(tmp_path, capsys):

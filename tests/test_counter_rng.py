@@ -80,15 +80,6 @@ def test_dropout_masks_are_independent_across_sites_samples_steps_seeds_position
         assert abs(correlation(a, b)) < 5 / 256, name
 
 
-def test_dropout_masks_of_distant_positions_are_independent():
-    a = kept(shape=(256, 64), keys=keys_of(samples=1))[0]  # [256 positions, 64 features]
-    assert len(a.unique(dim=0)) == 256
-    table = torch.corrcoef(a) - torch.eye(256)
-    # 32,640 pairs of 64 samples: the largest correlation is near 4.2 standard deviations
-    assert table.abs().max() < 6.0 / 8
-    assert abs(table.pow(2).sum() / (256 * 255) - 1 / 63) < 1e-3  # as for independent rows
-
-
 def test_no_dropout_in_evaluation_without_keys_or_at_rate_zero():
     x = torch.ones(8, 4, 4)
     assert CounterDropout(0.5, 0)(x, None) is x

@@ -283,14 +283,6 @@ def launch(tmp_path, what_rank_1_does: str, ranks: int = 2) -> subprocess.Comple
     )
 
 
-@pytest.mark.slow
-def test_torchrun_starts_a_group_and_cleanup_ends_it(tmp_path):
-    done = launch(tmp_path, "pass")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sum 4.0 2") == 2
-    assert "terminate called" not in done.stderr and "Traceback" not in done.stderr
-
-
 @pytest.mark.wall_clock
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -113,15 +113,6 @@ def test_every_mesh_equals_one_process_in_float64(pools, corpus_dir, tmp_path, s
         assert_same_curve(metrics, expected, loss=2e-6, norm=1e-6)  # losses are float32
 
 
-@meshes
-def test_every_mesh_equals_one_process_for_the_same_routing(pools, corpus_dir, tmp_path, size, own):
-    argv = [*RUN, "--data", str(corpus_dir), "--run-dir"]
-    one, many = [*argv, str(tmp_path / "one"), *shape(own)], [*argv, str(tmp_path / "many"), *own]
-    (expected,) = pools(1).run(train, one, record, str(tmp_path))
-    for metrics in pools(size).run(train, many, replay, str(tmp_path)):
-        assert_same_curve(metrics, expected)
-
-
 def to_two_experts(argv: list[str]) -> list[dict]:
     """Train with every token at experts 0 and 1; the gradients of all others must be zeros."""
     stage, average, found = load_stage("09"), load_stage("09").average_expert_gradients, []

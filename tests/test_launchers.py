@@ -86,18 +86,6 @@ def test_readme_command_of_each_launcher_starts_a_stage(
     assert_same_curve(metrics, reference(flags))
 
 
-def test_make_names_a_runs_folder_by_the_time(tmp_path, flags):
-    copy = copy_of_repository(tmp_path / "copy")
-    kept = {k: v for k, v in os.environ.items() if not STRAY.match(k)}
-    words = ["run-02", "NPROC=2", f"VENV={sys.prefix}", f"ARGS={' '.join(flags)}"]
-    command = ["make", "-o", f"{sys.prefix}/.installed", *words]
-    done = subprocess.run(command, cwd=copy, env=kept, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (folder,) = (copy / "runs/02_ddp").iterdir()
-    assert re.fullmatch(r"\d{8}-\d{6}-\d+", folder.name)
-    assert json.loads((folder / "config.json").read_text())["world_size"] == 2
-
-
 def dry_make_run(bin: Path, tool: str, script: str) -> str:
     """What `make run-04` would run where `tool` is this script."""
     (bin / tool).write_text(f"#!/bin/sh\n{script}")

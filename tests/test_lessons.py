@@ -124,13 +124,6 @@ def test_pages_are_well_formed(parsed):
         assert not [id for id in page.ids if re.search(r"\s", id) or not id], name
 
 
-def test_every_stage_has_its_three_views(parsed):
-    for stage in stages():
-        assert {f"{stage}.html", f"{stage}-code.html"} <= parsed.keys()
-    for old, new in PAIRS:
-        assert f"{new}-from-{old}.html" in parsed
-
-
 def test_every_link_and_anchor_resolves(parsed):
     for name, page in parsed.items():
         links = [value for tag, key, value in page.attributes if key == "href"]
@@ -157,11 +150,6 @@ def test_nothing_is_loaded_from_elsewhere(parsed, pages):
         for text in (page.styles, page.scripts):
             assert not re.search(r"url\(|@import|https?:|//\w", text), name
         assert "default-src 'none'; img-src data:" in pages[name]
-
-
-def test_no_page_is_larger_than_a_megabyte_and_a_half(pages):
-    largest = max(pages, key=lambda name: len(pages[name].encode()))
-    assert len(pages[largest].encode()) <= 1.5e6, largest
 
 
 @pytest.mark.slow

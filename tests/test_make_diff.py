@@ -53,18 +53,6 @@ def leaves(comparison: Comparison) -> Iterator[Definition]:
 
 
 @pairs
-def test_every_line_is_in_one_definition_or_blank_between_two(old, new):
-    comparison = compare_stages(old, new)
-    found = [row.new.number for leaf in leaves(comparison) for row in leaf.rows if row.new]
-    assert found == sorted(set(found))
-    lines = stage_path(new).read_text().splitlines()
-    assert not [n for n, line in enumerate(lines, 1) if line.strip() and n not in found]
-    for leaf in leaves(comparison):
-        rows = [x.new for x in leaf.rows if x.new]
-        assert [(x.number, x.text) for x in rows] == [(x.number, lines[x.number - 1]) for x in rows]
-
-
-@pairs
 def test_shown_and_folded_lines_add_up_to_the_file(old, new):
     comparison = compare_stages(old, new)
     text = text_of(comparison)
@@ -295,49 +283,6 @@ if __name__ == "__main__":
     found = by_name(compared(text, text.replace("    f()\n", "    f()\n    f()\n")))
     assert found['if __name__ == "__main__"'].status == "changed"
     assert "  # ---- one line ----" in text_of(compared(*["# ---- one line ----\n\nx = 1\n"] * 2))
-
-
-def test_the_head_of_a_class_is_found_in_every_layout():
-    text = """class A(
-    B,
-    metaclass=C,
-):  # a word
-    def f(self):
-        return 1
-
-    # a note between
-    attribute = 1
-
-    # the end of the class
-
-
-class D(B):
-    field: int
-    other: str
-
-
-class E: pass
-"""
-    stage = compare.split_stage("stage", text)
-    parts = {block.name: [(p.kind, p.first, p.last) for p in block.parts] for block in stage.blocks}
-    assert parts == {
-        "A": [("head", 1, 4), ("function", 5, 6), ("statement", 8, 9), ("comment", 11, 11)],
-        "D": [("head", 14, 16)],
-        "E": [("head", 19, 19)],
-    }
-
-
-def test_two_definitions_of_one_name_are_told_apart():
-    getter = "    @property\n    def x(self):\n        return self._x\n"
-    setter = "    @x.setter\n    def x(self, value):\n        self._x = value\n"
-    before = f"class A:\n    y = 1\n\n{getter}\n{setter}"
-    found = by_name(compared(before, before.replace("y = 1", "y = 2").replace("= value", "= 0")))
-    assert {name: x.status for name, x in found.items()} == {
-        "A": "changed",
-        "A.(head)": "changed",
-        "A.x": "known",
-        "A.x'": "changed",
-    }
 
 
 def test_a_renamed_class_is_compared_by_the_table(monkeypatch):

@@ -177,69 +177,6 @@ def test_every_message_is_sent_by_the_stage_that_the_receiver_names(name):
         assert sent == needed and len(sent) == 2 * m * (p * v - 1)
 
 
-def transport(name: str, p: int, m: int, v: int) -> None:
-    """Simulate the plans of all ranks over channels without buffers that match by order alone.
-
-    A message is delivered when both ends have posted it and all earlier ones of its channel are
-    delivered. The executor waits for the message that an action needs, for its oldest send when
-    more than p are in flight, and in the end for all sends.
-    """
-    every = rows("interleaved" if name == "evaluation" else name, p, m, v)
-    if name == "evaluation":  # as in `Pipeline.run`
-        every = [[action for action in row if action.kind == "F"] for row in every]
-    plans = [deque(stage.plan(row, p * v)) for row in every]
-    sent, posted = defaultdict(list), defaultdict(list)  # by (source, target)
-    passed: set = set()
-    in_flight = [deque() for _ in range(p)]  # sends
-    state = ["post"] * p
-
-    def advance(rank: int) -> bool:
-        posts, action = plans[rank][0]
-        needed, made = messages(action, p * v)
-        if state[rank] == "post":
-            for message in posts:
-                posted[stage.source_of(message, p * v) % p, rank].append(message)
-            state[rank] = "receive"
-        elif state[rank] == "receive":
-            if needed and needed not in passed:
-                return False
-            if made:
-                sent[rank, made.stage % p].append(made)
-                in_flight[rank].append(made)
-            state[rank] = "sent"
-        else:
-            if len(in_flight[rank]) > p:
-                if in_flight[rank][0] not in passed:
-                    return False
-                in_flight[rank].popleft()
-            plans[rank].popleft()
-            state[rank] = "post"
-        return True
-
-    progress = True
-    while progress:
-        progress = False
-        for rank in range(p):
-            while plans[rank] and advance(rank):
-                progress = True
-        for channel, row in sent.items():
-            both = list(zip(row, posted[channel], strict=False))
-            assert all(a == b for a, b in both), f"{channel}: {both}"
-            progress |= not passed.issuperset(a for a, _ in both)
-            passed.update(a for a, _ in both)
-    assert not any(plans), f"{name} {p, m, v}: the ranks wait for one another"
-    assert sum(map(len, sent.values())) == len(passed) == sum(map(len, posted.values()))
-
-
-@pytest.mark.parametrize("name", [*NAMES, "evaluation"])
-def test_no_deadlock_without_send_buffers(name):
-    for p, m, v in cases("interleaved" if name == "evaluation" else name):
-        transport(name, p, m, v)
-    if name == "evaluation":  # any number of batches
-        for p, m, v in product(range(2, 6), range(1, 12), range(1, 4)):
-            transport(name, p, m, v)
-
-
 @every_schedule
 def test_receives_are_posted_early_and_once(name):
     for p, m, v in cases(name)[::7]:

@@ -394,12 +394,12 @@ def test_make_cluster_submit_logs_and_cluster_down(tmp_path):
             assert "2 nodes" in laptop.make("cluster", "PORT=17100")
             assert "make cluster-down" in laptop.make("cluster", fails=True)
             flags = f"{SMALL} --data sample --steps 2 --log-every 1 --checkpoint-every 1"
-            (job,) = laptop.submit("submit-04", "NODES=2", f"ARGS={flags}")
+            (job,) = laptop.submit("submit-01", f"ARGS={flags}")
             assert job.number == "1"
-            said = laptop.make("logs-04")
+            said = laptop.make("logs-01")
             assert said.count("step     1  loss") == attempt and "COMPLETED" in said
             assert "resumed" not in said
-            assert len(list((tmp_path / "copy/runs/04_fsdp").glob("1-*"))) == attempt
+            assert len(list((tmp_path / "copy/runs/01_single_gpu").glob("1-*"))) == attempt
             assert "stopped" in laptop.make("cluster-down")
     finally:
         if (tmp_path / "copy/slurm/cluster").exists():

@@ -31,8 +31,6 @@ from common.model import Transformer, TransformerConfig, init_weights
 pytestmark = pytest.mark.slow
 
 SIZE = "--d-model 64 --n-layers 2 --n-heads 4 --seq-len 32 --global-batch-size 6".split()
-RUN = [*SIZE, *"--steps 50 --log-every 1 --eval-every 25 --resume never".split()]
-EVERYTHING = "--activation-checkpointing --dropout 0.1 --grad-clip 0.3".split()
 CONFIG = TransformerConfig(vocab_size=200, d_model=64, n_layers=2, n_heads=4, seq_len=32)
 BATCH, TOKENS = 3, 3 * 32
 
@@ -123,70 +121,7 @@ def test_gradients_match_the_plain_model(pools, size, sequence_parallel, changes
     assert max(pools(size).run(gradients_of_one_batch, sequence_parallel, changes)) <= 1e-6
 
 
-# ---- single layers ----
-
-
-def linear_alone(kind: str, sequence_parallel: bool) -> None:
-    stage, rank, size = load_stage("05"), dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    plain = nn.Linear(24, 40, bias=False)
-    x = torch.randn(3, 8, 24, requires_grad=True)
-    grad = torch.randn(3, 8, 40)
-    y = plain(x)
-    y.backward(grad)
-
-    def shard_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return tensor.detach().chunk(size, dim)[rank].clone()
-
-    region = region_of(sequence_parallel)
-    module = getattr(stage, f"{kind}ParallelLinear")(plain, region)
-    # a column-parallel layer shards the features of y, a row-parallel layer those of x
-    x_dim, y_dim = (None, 2) if kind == "Column" else (2, None)
-    if sequence_parallel:
-        x_dim, y_dim = (1, 2) if kind == "Column" else (2, 1)
-    local_x = (x.detach().clone() if x_dim is None else shard_of(x, x_dim)).requires_grad_()
-    kept = local_x.detach().clone()
-    local_y = module(local_x)
-    local_y.backward(grad if y_dim is None else shard_of(grad, y_dim))
-
-    assert torch.equal(local_x.detach(), kept), "a collective has overwritten the input"
-    close = {"atol": 1e-5, "rtol": 1e-5}
-    torch.testing.assert_close(gathered(local_y.detach(), y_dim), y.detach(), **close)
-    torch.testing.assert_close(gathered(local_x.grad, x_dim), x.grad, **close)
-    weight_grad = gathered(module.weight.grad, module.shard_dim)
-    torch.testing.assert_close(weight_grad, plain.weight.grad, **close)
-
-
-@pytest.mark.quick_cases("tp-Column-2", "tp-Row-2", "sp-Column-2", "sp-Row-2")
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", ["Column", "Row"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_column_and_row_parallel_linear_match_the_plain_layer(pools, size, kind, sequence_parallel):
-    pools(size).run(linear_alone, kind, sequence_parallel)
-
-
-def embedding_alone(sequence_parallel: bool) -> None:
-    stage, rank, size = load_stage("05"), dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    plain = nn.Embedding(24, 16)
-    tokens = torch.randint(24, (3, 8))
-    grad = torch.randn(3, 8, 16)
-    y = plain(tokens)
-    y.backward(grad)
-    module = stage.VocabParallelEmbedding(plain, region_of(sequence_parallel))
-    local_y = module(tokens)
-    local_y.backward(grad.chunk(size, 1)[rank] if sequence_parallel else grad)
-    assert torch.equal(gathered(local_y.detach(), 1 if sequence_parallel else None), y)
-    assert torch.equal(gathered(module.weight.grad, 0), plain.weight.grad)
-
-
-@pytest.mark.quick_cases("tp-2")
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_vocab_parallel_embedding_is_bitwise_identical_to_the_plain_layer(
-    pools, size, sequence_parallel
-):
-    pools(size).run(embedding_alone, sequence_parallel)
+# ---- the loss ----
 
 
 def cross_entropy_alone(scale: float, n_ignored: int, dtype: torch.dtype) -> None:

@@ -9,9 +9,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from itertools import islice
 from pathlib import Path
 from unittest.mock import patch
@@ -26,8 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from common import storage
 from common.arguments import PRESETS
 from common.checkpoint import checkpoints
-from common.data import eval_batches, load_corpus, train_batches
-from common.loss import IGNORED
+from common.data import load_corpus, train_batches
 from common.metrics import peak_flops
 from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import adamw_settings, learning_rate
@@ -123,14 +119,6 @@ def test_stage_01_has_the_loss_curve_of_a_hand_written_loop(train, corpus_dir):
     assert max(x["grad_norm"] for x in metrics) > 0.5  # so that clipping is active
 
 
-@pytest.mark.slow
-def test_training_learns_the_structure_of_the_corpus(reference, corpus_dir):
-    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "200", "--lr", "1e-2"]
-    metrics = reference(argv)
-    assert metrics[0]["loss"] > 5.0
-    assert metrics[-1]["val_loss"] < 4.0 and metrics[-1]["test_loss"] < 4.0
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_gradient_accumulation_has_the_loss_and_gradients_of_the_large_batch(
     train, tmp_path, dropout
@@ -166,26 +154,12 @@ def test_logged_loss_is_the_mean_over_the_global_batch(train):
 # ---- flags ----
 
 
-def test_activation_checkpointing_has_the_same_loss_curve(train):
-    flags = "--steps 4 --log-every 1 --dropout 0.1".split()
-    assert numbers(train(*flags)) == numbers(train(*flags, "--activation-checkpointing"))
-
-
 def test_bfloat16_is_used_and_stays_close_to_float32(train):
     flags = "--steps 6 --log-every 1".split()
     exact, rough = train(*flags), train(*flags, "--dtype", "bfloat16")
     differences = [abs(a["loss"] - b["loss"]) for a, b in zip(exact, rough, strict=True)]
     assert 1e-7 < max(differences) < 0.02
     assert abs(exact[-1]["val_loss"] - rough[-1]["val_loss"]) < 0.02
-
-
-def test_dropout_changes_training_but_not_evaluation(train):
-    flags = "--steps 2 --log-every 1 --lr 1e-30".split()  # the weights hardly change
-    without, with_dropout = train(*flags), train(*flags, "--dropout", "0.3")
-    assert abs(without[0]["loss"] - with_dropout[0]["loss"]) > 1e-4
-    assert without[-1]["val_loss"] == with_dropout[-1]["val_loss"]
-    assert without[-1]["test_loss"] == with_dropout[-1]["test_loss"]
-    assert numbers(with_dropout) == numbers(train(*flags, "--dropout", "0.3"))
 
 
 def test_gradient_clipping_uses_the_global_norm_and_zero_disables_it(train):
@@ -196,16 +170,6 @@ def test_gradient_clipping_uses_the_global_norm_and_zero_disables_it(train):
     clipped = train(*flags, "--grad-clip", 0.1)
     assert clipped[0]["grad_norm"] == never[0]["grad_norm"] > 0.1  # logged before clipping
     assert clipped[-1]["loss"] != never[-1]["loss"]
-
-
-@pytest.mark.slow
-def test_optimizer_flags_and_seed_change_the_loss_curve(train):
-    flags = "--steps 4 --log-every 1 --warmup-steps 1".split()
-    plain = numbers(train(*flags))
-    for change in (["--weight-decay", 5], ["--lr", 2e-3], ["--min-lr-ratio", 1], ["--seed", 1]):
-        other = numbers(train(*flags, *change))
-        assert other[-1]["loss"] != plain[-1]["loss"], change
-        assert (other[0]["loss"] == plain[0]["loss"]) == (change[0] != "--seed")
 
 
 def test_logging_and_evaluation_intervals(train):
@@ -315,13 +279,6 @@ def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path,
     assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == [
         *("step-00000002", "step-00000004"),
     ]
-
-
-def test_first_line_names_the_hash_of_the_corpus(pools, corpus_dir):
-    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "1"]
-    (ended,) = pools(1, group=False).attempt_train("01", argv)
-    first = ended.stdout.splitlines()[0]
-    assert f"data {corpus_dir} (hash {load_corpus(str(corpus_dir)).digest})" in first
 
 
 def test_model_state_is_sixteen_bytes_per_parameter(pools, corpus_dir):
@@ -553,54 +510,6 @@ def test_checkpoint_of_another_version_is_one_clear_line(pools, saved_run, tmp_p
         assert ended.exit_status == 2 and ended.stderr.count("\n") == 1
 
 
-def start(argv: list[str], cwd: Path) -> subprocess.Popen:
-    command = [sys.executable, str(stage_path("01")), *argv]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def wait_for_checkpoint(process: subprocess.Popen, run_dir: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline:
-        if any(int(p.name[5:]) >= step for p in checkpoints(run_dir / "checkpoints")):
-            return
-        time.sleep(0.002)
-    process.kill()
-    raise AssertionError(process.communicate())
-
-
-@pytest.mark.wall_clock  # the signal and the kill must come before the run ends
-@pytest.mark.slow
-def test_resume_after_signal_and_kill_is_bitwise_identical(train, tmp_path, corpus_dir):
-    """Real processes in another folder: SIGTERM, then kill -9, then until the end."""
-    argv = [*SMALL, "--data", str(corpus_dir), "--checkpoint-every", "8", "--steps", "80"]
-    argv += "--log-every 1 --dropout 0.1 --micro-batch-size 6 --eval-every 20".split()
-    run_dir = tmp_path / "cut"
-
-    process = start([*argv, "--run-dir", str(run_dir)], tmp_path)
-    wait_for_checkpoint(process, run_dir, 8)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    assert b"asked to stop: saving after step" in out and not err
-    stopped = lines_of(run_dir)[-1]["step"] + 1
-    assert 8 <= stopped < 60
-    assert checkpoints(run_dir / "checkpoints")[-1].name == f"step-{stopped:08d}"
-
-    process = start([*argv, "--run-dir", str(run_dir)], tmp_path)
-    wait_for_checkpoint(process, run_dir, stopped + 8)
-    process.kill()
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
-    assert f"{stopped} steps done".encode() in out
-
-    train(*argv, "--run-dir", run_dir)
-    whole = train(*argv, "--run-dir", tmp_path / "whole")
-    assert numbers(lines_of(run_dir)) == numbers(whole)
-    a, b = (checkpoints(tmp_path / n / "checkpoints")[-1] for n in ("cut", "whole"))
-    assert a.name == b.name == "step-00000080"
-    assert_same_bits(a, b)
-
-
 def train_and_signal(argv: list[str], number: int, step: int) -> tuple[list[dict], bool]:
     """Train with a signal while a step is logged; returns whether the handlers were restored."""
     from common.run import Run
@@ -687,17 +596,3 @@ def test_nan_does_not_overwrite_the_last_good_checkpoint(pools, train, tmp_path,
     assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
     metrics = train(*argv[len(SMALL) + 2 :])
     assert math.isfinite(metrics[-1]["test_loss"]) and metrics[-1]["step"] == 11
-
-
-# ---- padding ----
-
-
-def test_evaluation_counts_no_padding(train, corpus_dir):
-    corpus = load_corpus(str(corpus_dir))
-    batches = eval_batches(corpus.valid, arguments("--data", corpus_dir).batching, "cpu")
-    counted = sum((t != IGNORED).sum().item() for _, t in batches)
-    assert counted == len(corpus.valid) - 1
-    assert (len(corpus.valid) - 1) % (16 * 12), "choose another batch: the last one has no padding"
-    a = train("--steps", 1, "--lr", 1e-30)[0]
-    b = train("--steps", 1, "--lr", 1e-30, "--micro-batch-size", 1)[0]
-    assert abs(a["val_loss"] - b["val_loss"]) < 1e-6
