@@ -9,7 +9,6 @@ with Browser() as browser:
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -139,10 +138,6 @@ class Page:
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self.browser.send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
-
-    def screenshot(self, path: Path) -> None:
-        data = self.browser.send("Page.captureScreenshot", format="png")["data"]
-        path.write_bytes(base64.b64decode(data))
 
     @property
     def problems(self) -> list[str]:

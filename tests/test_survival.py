@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import chaos
 import pytest
@@ -95,37 +94,6 @@ def test_signal_to_one_rank_saves_the_same_step_on_all_and_stops(
         assert len(outcome.value) <= 5  # within two steps
     (saved,) = checkpoints(tmp_path / "checkpoints")
     assert saved.name == f"step-{len(ended[0].value):08d}"
-
-
-def train_and_signal_twice(argv: list[str]) -> list[dict]:
-    """Train; SIGTERM in the first step, and two seconds later again while it saves."""
-    from common.run import Run
-
-    def log_and_signal(self, now, *args, **more):
-        log(self, now, *args, **more)
-        if now == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def signal_and_wait(self):
-        time.sleep(2.2)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
-        with patch.object(checkpoint.Checkpointer, "wait", wait):
-            wait(self)
-
-    log, wait = Run.log, checkpoint.Checkpointer.wait
-    with (
-        patch.object(Run, "log", log_and_signal),
-        patch.object(checkpoint.Checkpointer, "wait", signal_and_wait),
-    ):
-        return load_stage("01").main(argv)
-
-
-def test_second_signal_while_saving_does_not_end_the_save(pools, corpus_dir, tmp_path):
-    argv = argv_of("01", corpus_dir, tmp_path, "--steps", 20)
-    (lines,) = pools(1, group=False).run(train_and_signal_twice, argv)
-    (saved,) = checkpoints(tmp_path / "checkpoints")
-    assert len(lines) == 1 and saved.name == "step-00000001"
 
 
 # ---- real processes ----
