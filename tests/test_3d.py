@@ -16,7 +16,6 @@ from harness import (
     stage_path,
     whole_ledger,
 )
-from torch.profiler import ProfilerActivity, profile
 
 from common.counter_rng import sample_keys
 from common.model import Transformer, TransformerConfig, init_weights
@@ -260,28 +259,6 @@ def test_model_state_is_sharded_over_pp_and_tp(fresh_pool, corpus_dir):
 
 
 # ---- overlap ----
-
-
-def first_reduction_and_last_backward(schedule: str) -> tuple[float, float]:
-    """Start of the first all-reduce over dp, and of the last backward, in microseconds of this
-    rank's trace."""
-    _, mesh, _, pipeline = pipeline_on((2, 2, 1), schedule, False)
-    data = batches(2)[mesh.dp.rank()]
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        pipeline.run(data)
-        pipeline.finish_gradient_synchronization()
-    events = trace.events()
-    actions = sorted(e.time_range.start for e in events if e.name.startswith("B "))
-    reductions = sorted(e.time_range.start for e in events if e.name == "c10d::allreduce_")
-    return reductions[0], actions[-1]
-
-
-@pytest.mark.wall_clock
-@pytest.mark.quick
-def test_gradient_reduction_overlaps_the_pipelines_cooldown(pools):
-    """With two virtual stages, the later one is all-reduced while the earlier one computes."""
-    for reduced, last in pools(4).run(first_reduction_and_last_backward, "interleaved"):
-        assert reduced < last
 
 
 def actions_of_reductions(schedule: str) -> list[str]:

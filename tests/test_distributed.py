@@ -233,13 +233,6 @@ def test_print0_and_save0_act_on_rank_0_only(pools, tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["file.pt"]
 
 
-def test_print0_and_save0_work_without_a_group(capsys, tmp_path):
-    print0("here")
-    save0([1], tmp_path / "x.pt")
-    assert capsys.readouterr().out == "here\n"
-    assert torch.load(tmp_path / "x.pt", weights_only=True) == [1]
-
-
 def fail_late_on_rank_0() -> None:
     if rank() == 0:
         time.sleep(0.5)

@@ -506,15 +506,6 @@ def test_without_runs_the_index_has_no_figures(tmp_path):
     assert "<svg" not in index and "figures" not in Parsed(index).ids
 
 
-def test_without_the_quickstart_the_newest_run_of_each_stage_is_shown(tmp_path):
-    for i, losses in enumerate(([5.0, 4.0], [3.0, 2.0])):
-        leave_a_run(tmp_path / "runs" / "02_two" / f"run{1 - i}", 2, losses)
-        path = tmp_path / "runs" / "02_two" / f"run{1 - i}" / "metrics.jsonl"
-        os.utime(path, (i + 1, i + 1))
-    index = build.Site(repository(tmp_path)).build()["index.html"]
-    assert "02_two, 2 ranks: 2.0000" in Parsed(index).text
-
-
 # ---- in a browser ----
 
 

@@ -60,11 +60,6 @@ def test_causal_mask_no_logit_depends_on_a_later_token():
         assert moved[:, position:].min() > 1e-6
 
 
-def test_samples_of_a_batch_are_independent():
-    model, tokens = built(), tokens_of()
-    torch.testing.assert_close(model(tokens)[1:2], model(tokens[1:2]), rtol=1e-5, atol=1e-6)
-
-
 def test_rotary_scores_depend_only_on_the_distance():
     q, k = normal(8, seed=1), normal(8, seed=2)
     qkv = torch.stack((q, k, q)).expand(1, 16, 1, 3, 8)  # the same at every position
