@@ -113,7 +113,7 @@ def test_parity_with_stage_01(pools, reference, corpus_dir, degrees):
 )
 def test_parity_with_stage_01_under_other_flags(pools, reference, corpus_dir, degrees, own, extra):
     size, flags = mesh(*degrees)
-    argv = [*RUN, "--data", str(corpus_dir), *extra]
+    argv = [*RUN, "--steps", "10", "--data", str(corpus_dir), *extra]
     argv += [] if "interleaved" in own else TWO_LAYERS
     micro = ["--micro-batch-size", str(24 // degrees[1] // 4)]
     for metrics in pools(size).train("07", [*argv, *flags, *own, *micro]):
@@ -258,7 +258,7 @@ def test_model_state_is_sharded_over_pp_and_tp(fresh_pool, corpus_dir):
     assert held == pytest.approx(total, rel=0.02)
 
 
-# ---- overlap ----
+# ---- when gradients are reduced ----
 
 
 def actions_of_reductions(schedule: str) -> list[str]:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 stage = load_stage("08")
 
 SIZE = "--d-model 48 --n-layers 2 --n-heads 12 --seq-len 48 --global-batch-size 4".split()
-RUN = [*SIZE, *"--steps 50 --log-every 1 --eval-every 25 --resume never".split()]
+RUN = [*SIZE, *"--steps 20 --log-every 1 --eval-every 10 --resume never".split()]
 CONFIG = TransformerConfig(vocab_size=200, d_model=48, n_layers=2, n_heads=12, seq_len=48)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-from harness import REPO
+from harness import REPO, Outcome
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.checkpoint import checkpoints
@@ -32,15 +33,26 @@ def run(pools, corpus_dir, tmp_path_factory) -> Path:
     return folder
 
 
-def call(script: str, *arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(REPO / "tools" / script), *map(str, arguments)]
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+def run_tool(script: str, arguments: list[str]) -> None:
+    with patch.object(sys, "argv", [script, *arguments]), patch.object(sys, "path", [*sys.path]):
+        runpy.run_path(str(REPO / "tools" / script), run_name="__main__")
 
 
-def test_export_writes_one_file_that_the_plain_model_loads(run, tmp_path, corpus_dir):
+@pytest.fixture
+def call(pools):
+    """`call("export.py", "--out", ...)` runs a tool in a process that has imported torch."""
+
+    def ended(script: str, *arguments) -> Outcome:
+        (outcome,) = pools(1, group=False).attempt(run_tool, script, [*map(str, arguments)])
+        assert outcome.traceback is None, outcome.traceback
+        return outcome
+
+    return ended
+
+
+def test_export_writes_one_file_that_the_plain_model_loads(call, run, tmp_path, corpus_dir):
     done = call("export.py", run, "--out", tmp_path / "model.pt")
-    assert done.returncode == 0 and "step-00000060" in done.stdout, done.stderr
+    assert not done.exit_status and "step-00000060" in done.stdout, done.stderr
     weights = torch.load(tmp_path / "model.pt", weights_only=True)
     dcp_to_torch_save(checkpoints(run / "checkpoints")[-1], tmp_path / "all.pt")
     whole = torch.load(tmp_path / "all.pt", weights_only=True)
@@ -50,32 +62,32 @@ def test_export_writes_one_file_that_the_plain_model_loads(run, tmp_path, corpus
     Transformer(config).load_state_dict(weights)
 
 
-def test_a_checkpoint_is_exported_and_continued_by_its_own_path(run, tmp_path, corpus_dir):
+def test_a_checkpoint_is_exported_and_continued_by_its_own_path(call, run, tmp_path, corpus_dir):
     older = checkpoints(run / "checkpoints")[0]
     done = call("export.py", older)
-    assert done.returncode == 0 and f"{run}/model.pt" in done.stdout, done.stderr
+    assert not done.exit_status and f"{run}/model.pt" in done.stdout, done.stderr
     assert "from " in done.stdout and done.stdout.strip().endswith("step-00000030")
     done = call("generate.py", older, "--words", 30, "--prompt", "word1 word2")
-    assert done.returncode == 0 and "step-00000030" in done.stdout, done.stderr
+    assert not done.exit_status and "step-00000030" in done.stdout, done.stderr
     words = done.stdout.split("\n", 1)[1].replace("\n", " <eos> ").split()[:32]
     assert len(words) == 32 and words[:2] == ["word1", "word2"]
     assert set(words) <= set(load_corpus(str(corpus_dir)).vocab)
     shutil.copytree(older, tmp_path / older.name)  # without the run's other files
     done = call("generate.py", tmp_path / older.name)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr
+    assert done.exit_status == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr
 
 
-def test_export_errors_are_one_line(tmp_path):
+def test_export_errors_are_one_line(call, tmp_path):
     done = call("export.py", tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.exit_status == 2 and done.stderr.count("\n") == 1
     assert "no checkpoint" in done.stderr
 
 
-def test_corrupt_checkpoint_is_not_exported(run, tmp_path):
+def test_corrupt_checkpoint_is_not_exported(call, run, tmp_path):
     copy = shutil.copytree(checkpoints(run / "checkpoints")[-1], tmp_path / "step-00000060")
     os.truncate(copy / "__1_0.distcp", 100)
     done = call("export.py", copy)
-    assert done.returncode == 1 and not (tmp_path / "model.pt").exists()
+    assert done.exit_status == 1 and not (tmp_path / "model.pt").exists()
     said = f"export.py: {copy} cannot be read: "
     assert done.stderr.startswith(said) and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.endswith(" in __1_0.distcp: the checksum differs\n"), done.stderr

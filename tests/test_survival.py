@@ -77,8 +77,10 @@ def train_and_signal(
         Run.log, storage.AtomicWriter.write_data = log, write
 
 
-@pytest.mark.parametrize("stage", [run.stage for run in runs_for("kill") if run.stage > "01"])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(
+    "name, stage",
+    [("SIGUSR1", "02"), *(("SIGTERM", run.stage) for run in runs_for("kill") if run.stage > "01")],
+)
 def test_signal_to_one_rank_saves_the_same_step_on_all_and_stops(
     pools, corpus_dir, tmp_path, stage, name
 ):
