@@ -104,15 +104,19 @@ class Browser:
         while not any(event.get("method") == method for event in self.events):
             self.events.append(self.receive(deadline))
 
-    def open(self, path: Path, width: int, dark: bool = False, anchor: str = "") -> Page:
-        """Show a file as a screen of this width does."""
-        self.events.clear()
+    def screen(self, width: int, dark: bool) -> None:
+        """Become a screen of this width, also for the page that is open."""
         self.send(
             "Emulation.setDeviceMetricsOverride",
             **{"width": width, "height": 850, "deviceScaleFactor": 1, "mobile": width < 600},
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
+
+    def open(self, path: Path, width: int, dark: bool = False, anchor: str = "") -> Page:
+        """Show a file as a screen of this width does."""
+        self.screen(width, dark)
+        self.events.clear()
         self.send("Page.navigate", url="about:blank")  # so that an anchor alone loads the page too
         self.wait_for("Page.loadEventFired")
         self.events.clear()
