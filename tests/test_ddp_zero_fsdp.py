@@ -426,7 +426,7 @@ def seconds_per_unit(n_units: int) -> float:
 
 @pytest.mark.wall_clock  # also the CPU time of the same work is longer on a busy machine
 def test_the_cost_of_a_units_hooks_does_not_grow_with_the_number_of_units(pools):
-    few, many = (pools(1).run(seconds_per_unit, n)[0] for n in (200, 4000))
+    few, many = (pools(1).run(seconds_per_unit, n)[0] for n in (200, 2000))
     assert many < 1.5 * few
 
 
@@ -473,16 +473,10 @@ def ten_steps(strategy: str, optimizer_class, **defaults) -> tuple[float, float]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("size", [2, 3])
-def test_ten_steps_of_sgd_match_pytorchs_own_classes(pools, strategy, size):
-    for losses, parameters in pools(size).run(ten_steps, strategy, SGD, lr=0.1):
+def test_ten_steps_of_sgd_and_adamw_match_pytorchs_own_classes(pools, strategy):
+    for losses, parameters in pools(3).run(ten_steps, strategy, SGD, lr=0.1):
         assert losses <= 1e-5 and parameters <= 1e-6
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("size", [2, 3])
-def test_ten_steps_of_adamw_match_pytorchs_own_classes(pools, strategy, size):
-    for losses, _ in pools(size).run(ten_steps, strategy, AdamW, lr=1e-3, weight_decay=0.1):
+    for losses, _ in pools(2).run(ten_steps, strategy, AdamW, lr=1e-3, weight_decay=0.1):
         assert losses <= 1e-5
 
 
