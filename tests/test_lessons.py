@@ -501,11 +501,6 @@ def test_the_index_draws_the_figures_of_runs(parsed, pages):
     assert "16.00" in text and "8.00" in text and "4.00" in text
 
 
-def test_without_runs_the_index_has_no_figures(tmp_path):
-    index = build.Site(repository(tmp_path)).build()["index.html"]
-    assert "<svg" not in index and "figures" not in Parsed(index).ids
-
-
 # ---- in a browser ----
 
 

@@ -339,15 +339,6 @@ def boxes_of(root: ElementTree.Element) -> list[ElementTree.Element]:
     return [rect for rect in root.iter(f"{svg}rect") if rect.find(f"{svg}title") is not None]
 
 
-def test_schedules_of_one_picture_have_one_scale():
-    """GPipe takes 33 units and zero bubble 27; a unit has the same width in both."""
-    panels = [timeline.planned(name, 4, 8) for name in ("gpipe", "zero-bubble")]
-    root = ElementTree.fromstring(str(timeline.picture("4 ranks", panels)))
-    forwards = [box for box in boxes_of(root) if box.get("class") == "blue"]
-    assert len(forwards) == 2 * 4 * 8
-    assert len({box.get("width") for box in forwards}) == 1
-
-
 def test_the_picture_of_the_schedules_is_up_to_date(monkeypatch, tmp_path):
     drawn = tmp_path / "schedules.svg"
     monkeypatch.setattr(sys, "argv", f"timeline.py --schedule all --svg {drawn}".split())
