@@ -2,7 +2,7 @@
 
     python tests/mutants.py                     every row of mutants.txt, and a table of results
     python tests/mutants.py --only dropout      the rows whose name or file contains the word
-    python tests/mutants.py --part 1/5          the first of five parts, as row 1, 6, 11, ...
+    python tests/mutants.py --part 1/5          every fifth row, from the first on
     python tests/mutants.py --jobs 1            one after another
 
 Each mutant is applied to a copy of the repository in a temporary folder, where its tests run. They
