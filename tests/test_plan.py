@@ -45,9 +45,9 @@ LAYOUTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("stage, ranks, rank, flags, fields", LAYOUTS, ids=str)
 def test_bytes_and_memory_in_closed_form_are_the_dry_runs(pools, stage, ranks, rank, flags, fields):
-    model = "--d-model 768 --n-layers 8 --n-heads 12 --seq-len 256 --global-batch-size 32"
+    model = "--d-model 768 --n-layers 8 --n-heads 12 --seq-len 256 --global-batch-size 64"
     argv = f"{model} --micro-batch-size 4 --dtype bfloat16 {flags}".split()
-    job = Job(8, 768, 12, 256, plan.VOCABULARY, 32, ranks, GPUS["h100"], micro_batch=4)
+    job = Job(8, 768, 12, 256, plan.VOCABULARY, 64, ranks, GPUS["h100"], micro_batch=4)
     job = replace(job, **fields)
     (dry,) = pools(1, group=False).run(dry_run, stage, ranks, rank, argv)
     last = rank > 0 or job.pp == 1
