@@ -106,7 +106,7 @@ def test_parity_with_stage_01(pools, reference, corpus_dir, degrees):
         ((2, 2, 2), ["--schedule", "interleaved"], EVERYTHING),
         ((2, 2, 2), SEQUENCE, EVERYTHING),
         ((1, 2, 2), SEQUENCE, ["--dropout", "0.1"]),
-        ((2, 1, 4), ["--schedule", "interleaved", *SEQUENCE], []),
+        ((2, 1, 2), ["--schedule", "interleaved", *SEQUENCE], []),
         ((2, 1, 1), SEQUENCE, []),  # without tp there is nothing to shard
     ],
     ids=str,

@@ -218,11 +218,9 @@ def load_cuts(folder: str) -> int:
 def test_resharded_load_between_any_shardings_and_numbers_of_ranks(pools, tmp_path):
     """Flat, row-wise and column-wise shards, replicas and full tensors; uneven and empty shards."""
     sizes = [pools(1, group=False), pools(2), pools(3)]
-    for saver in sizes[1:]:
-        saver.run(save_cuts, str(tmp_path / str(saver.size)))
-        for loader in sizes:
-            right = loader.run(load_cuts, str(tmp_path / str(saver.size)))
-            assert right == [len(CUTS) ** 2] * loader.size
+    pools(3).run(save_cuts, str(tmp_path))
+    for loader in sizes:
+        assert loader.run(load_cuts, str(tmp_path)) == [len(CUTS) ** 2] * loader.size
 
 
 def test_shardings_of_this_test_include_uneven_and_empty_ones():
