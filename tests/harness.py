@@ -9,7 +9,7 @@
     with count_collectives() as counted: ...        counted.records, .calls, .payload
     with whole_ledger() as ledger: ...              the ledger of a run, without its resets
     assert_ledger_is_true(ledger, counted), bytes_written()
-    live_bytes(), PeakMemory()
+    live_bytes(), live_storages(), PeakMemory()
 
 A pool's processes live as long as the tests: starting eight takes a second or two, handing them a
 job takes a millisecond. Fixtures for pools, corpus and reference runs are in `conftest.py`.
@@ -562,7 +562,7 @@ def _counts(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.device.type == "cpu"
 
 
-def _live_storages() -> list[torch.UntypedStorage]:
+def live_storages() -> list[torch.UntypedStorage]:
     """Every live storage of floating-point numbers that Python can reach, once."""
     found = {}
     for obj in gc.get_objects():
@@ -578,7 +578,7 @@ def _live_storages() -> list[torch.UntypedStorage]:
 
 def live_bytes() -> int:
     """Bytes of weights, gradients, optimizer state and buffers: each live float storage once."""
-    return sum(storage.nbytes() for storage in _live_storages())
+    return sum(storage.nbytes() for storage in live_storages())
 
 
 class PeakMemory(TorchDispatchMode):
@@ -598,7 +598,7 @@ class PeakMemory(TorchDispatchMode):
     def __enter__(self) -> PeakMemory:
         gc.collect()
         self._known: dict[int, StorageWeakRef] = {}  # a weak reference keeps the address taken
-        for storage in _live_storages():
+        for storage in live_storages():
             self._watch(storage)
         self._before = self.bytes = self._now()
         return super().__enter__()

@@ -1,4 +1,7 @@
-"""The READMEs' section "Copy": a technique and two files, in a folder alone, train an MLP."""
+"""The READMEs' section "Copy": a technique and two files, in a folder alone, train an MLP.
+
+Then every rank saves, loses and loads its state, by the section's second block.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,13 @@ def batches(rank):
     for step in range(5):
         torch.manual_seed(100 * step + rank)
         yield torch.randn(6, 8), torch.randn(6, 8)
+"""
+PATH = """
+path = f"state-{dist.get_rank()}.pt"
+"""
+LOSE = """
+for p in params:
+    p.data.zero_()
 """
 AFTER = """
 with torch.no_grad():
@@ -62,7 +72,7 @@ def plain_output(clip: float, lr: float) -> torch.Tensor:
 def test_a_copied_technique_trains_another_model(tmp_path, stage, file):
     readme = ((REPO / stage_path(stage)).parent / "README.md").read_text()
     section = readme[readme.index("## Copy") :]
-    example = re.search(r"```python\n(.*?)```", section, re.S)[1]
+    example, *saving = re.findall(r"```python\n(.*?)```", section, re.S)
     assert file in section
     (tmp_path / file).write_text(technique_of(stage))
     for name in re.findall(r"`(common/\w+\.py)`", section[: section.index("```")]):
@@ -70,6 +80,9 @@ def test_a_copied_technique_trains_another_model(tmp_path, stage, file):
         shutil.copy(REPO / name, tmp_path / name)
     # the same initial weights on every rank, as the plain model's
     example = example.replace("units = [", "torch.manual_seed(0)\nunits = [")
+    if saving:
+        save, load = saving[0].split("\n\n")
+        example += PATH + save + LOSE + load
     (tmp_path / "run.py").write_text(BEFORE + example + AFTER)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

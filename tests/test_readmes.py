@@ -211,6 +211,17 @@ def test_pictures_are_up_to_date():
         assert (REPO / name).read_text() == str(draw()), f"{name}: make pictures"
 
 
+def test_the_pictures_of_memory_show_the_measured_peaks():
+    """To 0.1 MB: not where each operator lies, which may differ between machines."""
+    import memory
+
+    for name, titles in memory.PICTURES.items():
+        shown = re.findall(r"peak ([\d.]+) MB", (REPO / name).read_text())
+        found = [memory.recorded(*memory.STEPS[title]) for title in titles]
+        peaks = [max(count.total() for _, count in samples) / 1e6 for samples in found]
+        assert [float(peak) for peak in shown] == pytest.approx(peaks, abs=0.1), name
+
+
 def test_the_time_line_shows_what_is_hidden_and_what_is_exposed():
     """A made-up trace: forward 0 to 4 ms, backward 4 to 8, an all-reduce in flight from 6 to 9."""
     import overlap

@@ -102,9 +102,6 @@ def draw_shards(params: dict[str, int], ranks: int, title: str) -> Picture:
 PICTURES = {  # of the READMEs
     "02_ddp/buckets.svg": lambda: draw_buckets(25),
     "03_zero/shards.svg": lambda: draw_shards(PARAMETERS, 3, "A bucket of 03 on 3 ranks"),
-    "04_fsdp/flat_parameter.svg": lambda: draw_shards(
-        PARAMETERS, 3, "A unit's flat parameter of 04 on 3 ranks"
-    ),
 }
 
 

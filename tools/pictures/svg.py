@@ -58,6 +58,11 @@ class Picture:
             f"{shape}><title>{escape(hint)}</title></rect>" if hint else shape + "/>"
         )
 
+    def path(self, path: str, fill: str, hint: str) -> None:
+        """A filled area, in SVG's path language."""
+        title = f"<title>{escape(hint)}</title>"
+        self.shapes.append(f'<path class="{fill}" d="{path}">{title}</path>')
+
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str, dash: str = "") -> None:
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
         self.shapes.append(
