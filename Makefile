@@ -124,9 +124,8 @@ lint: $(READY) ## ruff, and shellcheck where it is installed
 experiments: $(READY) ## run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(BIN)/python tools/experiments.py $(ONLY)
 pictures: $(READY) ## draw the READMEs' flat buffers, memory, schedules and mesh again
-	@$(BIN)/python tools/pictures/flat_buffer.py all && $(BIN)/python tools/pictures/diagrams.py all
-	@$(BIN)/python tools/pictures/timeline.py --schedule all --svg 06_pipeline/schedules.svg
-	@$(BIN)/python tools/pictures/memory.py
+	@$(foreach each,flat_buffer diagrams memory,$(BIN)/python tools/pictures/$(each).py all &&) \
+		$(BIN)/python tools/pictures/timeline.py --schedule all --svg 06_pipeline/schedules.svg
 bench: $(READY) ## compare speed and memory with PyTorch's own classes
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 scale: $(READY) ## strong and weak scaling on this machine
