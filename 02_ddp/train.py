@@ -33,9 +33,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
+from common.collectives import all_reduce, all_reduce_control, broadcast
+
+# isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive, seconds
 from common.checkpoint import training_state
-from common.collectives import all_reduce, all_reduce_control, broadcast
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
 from common.loss import IGNORED

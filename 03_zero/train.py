@@ -51,7 +51,7 @@ from common.collectives import (
     global_norm,
     reduce_scatter_single,
 )
-from common.units import NoGradient, cast_inputs, is_lookup, parameters_by_unit, refuse_copies
+from common.units import NoGradient, cast_inputs, forbid_copies, is_lookup, parameters_by_unit
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive, seconds
@@ -112,7 +112,7 @@ class ZeroRedundancyOptimizer:
         self.next_in_forward = {b: a for a, b in pairwise(self.buckets)}
         self.launched = 0  # how many buckets' reductions this backward has started
         self.in_flight: Bucket | None = None  # whose reduction was started last
-        self.expected: FlatParameter | None = None  # whose unit runs next in this forward
+        self.next_to_run: FlatParameter | None = None  # whose unit runs next in this forward
         self.entered: FlatParameter | None = None  # whose unit this backward has entered last
         self.synchronizes, self.in_backward = True, False
         for param in self.bucket_of:
@@ -186,7 +186,6 @@ class ZeroRedundancyOptimizer:
             bucket.finish_reduction()
             bucket.finish_step()
         self.in_flight = None
-        torch.autograd.graph.increment_version(self.bucket_of)  # graphs of this step are now stale
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -205,6 +204,7 @@ class ZeroRedundancyOptimizer:
         if any(p.requires_grad != (p in self.bucket_of) for p in self.module.parameters()):
             raise RuntimeError("freeze, move or cast parameters before they are sharded")
         self.optimizer.step()  # writes the shards, which the all-gathers below send
+        torch.autograd.graph.increment_version(self.bucket_of)  # older graphs are now stale
         gathers = [bucket.after_step() for bucket in self.buckets]
         for gather in filter(None, gathers):  # stage 3 has none
             gather.wait()
@@ -225,7 +225,7 @@ class ZeroRedundancyOptimizer:
             unit.register_forward_hook(partial(self.after_forward, bucket))
         module.register_forward_hook(self.end_forward)
         for each in (module, *units):
-            refuse_copies(each)
+            forbid_copies(each)
 
     def begin_forward(self, module: nn.Module, args) -> None:
         if self.in_backward:
@@ -235,13 +235,13 @@ class ZeroRedundancyOptimizer:
             )
         for bucket in self.buckets:
             bucket.reshard()  # what is still unsharded may be older than the optimizer's step
-        self.expected = self.buckets[-1]
+        self.next_to_run = self.buckets[-1]
 
     def before_forward(self, bucket: FlatParameter, unit: nn.Module, args, kwargs):
         if bucket is not self.entered:  # else activation checkpointing recomputes it in backward
-            if bucket is not self.expected:
+            if bucket is not self.next_to_run:
                 raise RuntimeError(f"{bucket.name}: a forward runs each unit once, in their order")
-            self.expected = self.next_in_forward.get(bucket)
+            self.next_to_run = self.next_in_forward.get(bucket)
         bucket.unshard()
         bucket.wait()
         return cast_inputs(args, kwargs, self.param_dtype)
@@ -259,16 +259,18 @@ class ZeroRedundancyOptimizer:
         # on the view would remove its hook, but not that of `output`.
         view = output.view_as(output)
         for tensor in (view, output):
-            tensor.register_hook(partial(self.before_backward, bucket))
+            tensor.register_hook(partial(self.before_backward, bucket, bucket.shard._version))
         return view
 
     def end_forward(self, module: nn.Module, args, output) -> None:
-        if self.expected is not None:
-            raise RuntimeError(f"{self.expected.name}: a forward has to run each unit once")
+        if self.next_to_run is not None:
+            raise RuntimeError(f"{self.next_to_run.name}: a forward has to run each unit once")
 
-    def before_backward(self, bucket: FlatParameter, grad: Tensor) -> None:
+    def before_backward(self, bucket: FlatParameter, version: int, grad: Tensor) -> None:
         """The gradient of the unit's output has been computed: the unit's backward is next."""
         self.begin_backward()
+        if bucket.shard._version != version:
+            raise RuntimeError("backward through a graph from before the optimizer's last step")
         self.entered = bucket
         if bucket in self.next_in_forward:  # backward has left the unit that ran after this one
             self.next_in_forward[bucket].reshard()
@@ -306,7 +308,7 @@ class Bucket:
         self.average: Tensor | None = None
         self.waiting_for = set(self.params)
         self.reduction: Work | None = None  # the reduce-scatter in flight
-        self.no_grad = NoGradient(self.shard)  # stands in for an incomplete `shard.grad`
+        self.incomplete = NoGradient(self.shard)  # in place of `shard.grad` until the step ends
         self.expected_grad: NoGradient | None = None  # what `shard.grad` is before a micro-batch
         self.hidden = {p: NoGradient(p) for p in self.params}  # are `param.grad` after a reduction
 
@@ -347,7 +349,7 @@ class Bucket:
         """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `grads`."""
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
-        self.shard.grad = self.expected_grad = self.no_grad
+        self.shard.grad = self.expected_grad = self.incomplete
 
     def finish_reduction(self) -> None:
         if self.reduction is None:
@@ -358,7 +360,7 @@ class Bucket:
     def finish_step(self) -> None:
         """Give the optimizer the average. `param.grad` has parts of it only: nobody may use it."""
         if self.average is not None:
-            self.check_gradient(self.no_grad)
+            self.check_gradient(self.incomplete)
             self.shard.grad, self.average, self.expected_grad = self.average, None, None
             for param, hidden in self.hidden.items():
                 param.grad = hidden

@@ -48,7 +48,7 @@ from common.collectives import (
     global_norm,
     reduce_scatter_single,
 )
-from common.units import NoGradient, cast_inputs, is_lookup, parameters_by_unit, refuse_copies
+from common.units import NoGradient, cast_inputs, forbid_copies, is_lookup, parameters_by_unit
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
@@ -114,13 +114,13 @@ class FullyShardedDataParallel(nn.Module):
         self.next_in_backward = {a: b for a, b in pairwise(self.buckets) if b.unshards_in_backward}
         self.launched = 0  # how many buckets' reductions this backward has started
         self.in_flight: FlatParameter | None = None  # whose reduction was started last
-        self.expected: FlatParameter | None = None  # whose unit runs next in this forward
+        self.next_to_run: FlatParameter | None = None  # whose unit runs next in this forward
         self.entered: FlatParameter | None = None  # whose unit this backward has entered last
         self.synchronizes, self.in_backward = True, False
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(self.mark_ready)
         self.register_hooks(module, units)
-        refuse_copies(self)
+        forbid_copies(self)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -137,72 +137,6 @@ class FullyShardedDataParallel(nn.Module):
             yield
         finally:
             self.synchronizes = True
-
-    def register_hooks(self, module: nn.Module, units: list[nn.Module]) -> None:
-        module.register_forward_pre_hook(self.begin_forward)
-        for unit, bucket in zip(units, self.buckets[::-1], strict=True):
-            unit.register_forward_pre_hook(partial(self.before_forward, bucket), with_kwargs=True)
-            unit.register_forward_hook(partial(self.after_forward, bucket))
-        module.register_forward_hook(self.end_forward)
-        for each in (module, *units):
-            refuse_copies(each)
-
-    def begin_forward(self, module: nn.Module, args) -> None:
-        if self.in_backward:
-            raise RuntimeError(
-                "the last backward failed, or has not reached every parameter: restart the run. "
-                "Or a checkpoint() contains more than one unit"
-            )
-        for bucket in self.buckets:
-            bucket.reshard()  # what is still unsharded may be older than the optimizer's step
-        self.expected = self.buckets[-1]
-
-    def before_forward(self, bucket: FlatParameter, unit: nn.Module, args, kwargs):
-        if bucket is not self.entered:  # else activation checkpointing recomputes it in backward
-            if bucket is not self.expected:
-                raise RuntimeError(f"{bucket.name}: a forward runs each unit once, in their order")
-            self.expected = self.next_in_forward.get(bucket)
-        bucket.unshard()
-        self.prefetch(self.expected)
-        bucket.wait()
-        return cast_inputs(args, kwargs, self.param_dtype)
-
-    def after_forward(self, bucket: FlatParameter, unit: nn.Module, args, output) -> Tensor | None:
-        if not isinstance(output, Tensor):
-            raise TypeError(f"unit {bucket.name} returns {type(output)}, not one tensor")
-        if bucket is self.entered:
-            return None  # recomputed: backward needs the parameters
-        if self.reshard_after_forward or not torch.is_grad_enabled():
-            bucket.reshard()
-        if not torch.is_grad_enabled():
-            return None
-        # Autograd runs last what forward computed first. The view is computed after everything in
-        # the unit, an auxiliary loss included, so backward reaches it first. An operation in place
-        # on the view would remove its hook, but not that of `output`.
-        view = output.view_as(output)
-        for tensor in (view, output):
-            tensor.register_hook(partial(self.before_backward, bucket))
-        return view
-
-    def end_forward(self, module: nn.Module, args, output) -> None:
-        if self.expected is not None:
-            raise RuntimeError(f"{self.expected.name}: a forward has to run each unit once")
-
-    def before_backward(self, bucket: FlatParameter, grad: Tensor) -> None:
-        """The gradient of the unit's output has been computed: the unit's backward is next."""
-        self.begin_backward()
-        self.entered = bucket
-        if bucket in self.next_in_forward:  # backward has left the unit that ran after this one
-            self.next_in_forward[bucket].reshard()
-        if bucket.unshards_in_backward:
-            bucket.unshard()
-            self.prefetch(self.next_in_backward.get(bucket))
-            bucket.wait()
-
-    def prefetch(self, neighbour: FlatParameter | None) -> None:
-        """Start to unshard the next unit: its all-gather overlaps with this unit's computation."""
-        if neighbour is not None:
-            neighbour.unshard()
 
     def mark_ready(self, param: nn.Parameter) -> None:
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
@@ -253,7 +187,6 @@ class FullyShardedDataParallel(nn.Module):
         for bucket in self.buckets:
             bucket.finish_step()
         self.in_flight = None
-        torch.autograd.graph.increment_version(self.bucket_of)  # graphs of this step are now stale
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -265,6 +198,76 @@ class FullyShardedDataParallel(nn.Module):
         for grad in grads:
             grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
+
+    # ---- hooks: unshard a unit's parameters while it computes, and the next unit's ahead ----
+
+    def register_hooks(self, module: nn.Module, units: list[nn.Module]) -> None:
+        module.register_forward_pre_hook(self.begin_forward)
+        for unit, bucket in zip(units, self.buckets[::-1], strict=True):
+            unit.register_forward_pre_hook(partial(self.before_forward, bucket), with_kwargs=True)
+            unit.register_forward_hook(partial(self.after_forward, bucket))
+        module.register_forward_hook(self.end_forward)
+        for each in (module, *units):
+            forbid_copies(each)
+
+    def begin_forward(self, module: nn.Module, args) -> None:
+        if self.in_backward:
+            raise RuntimeError(
+                "the last backward failed, or has not reached every parameter: restart the run. "
+                "Or a checkpoint() contains more than one unit"
+            )
+        for bucket in self.buckets:
+            bucket.reshard()  # what is still unsharded may be older than the optimizer's step
+        self.next_to_run = self.buckets[-1]
+
+    def before_forward(self, bucket: FlatParameter, unit: nn.Module, args, kwargs):
+        if bucket is not self.entered:  # else activation checkpointing recomputes it in backward
+            if bucket is not self.next_to_run:
+                raise RuntimeError(f"{bucket.name}: a forward runs each unit once, in their order")
+            self.next_to_run = self.next_in_forward.get(bucket)
+        bucket.unshard()
+        self.prefetch(self.next_to_run)
+        bucket.wait()
+        return cast_inputs(args, kwargs, self.param_dtype)
+
+    def after_forward(self, bucket: FlatParameter, unit: nn.Module, args, output) -> Tensor | None:
+        if not isinstance(output, Tensor):
+            raise TypeError(f"unit {bucket.name} returns {type(output)}, not one tensor")
+        if bucket is self.entered:
+            return None  # recomputed: backward needs the parameters
+        if self.reshard_after_forward or not torch.is_grad_enabled():
+            bucket.reshard()
+        if not torch.is_grad_enabled():
+            return None
+        # Autograd runs last what forward computed first. The view is computed after everything in
+        # the unit, an auxiliary loss included, so backward reaches it first. An operation in place
+        # on the view would remove its hook, but not that of `output`.
+        view = output.view_as(output)
+        for tensor in (view, output):
+            tensor.register_hook(partial(self.before_backward, bucket, bucket.shard._version))
+        return view
+
+    def end_forward(self, module: nn.Module, args, output) -> None:
+        if self.next_to_run is not None:
+            raise RuntimeError(f"{self.next_to_run.name}: a forward has to run each unit once")
+
+    def before_backward(self, bucket: FlatParameter, version: int, grad: Tensor) -> None:
+        """The gradient of the unit's output has been computed: the unit's backward is next."""
+        self.begin_backward()
+        if bucket.shard._version != version:
+            raise RuntimeError("backward through a graph from before the optimizer's last step")
+        self.entered = bucket
+        if bucket in self.next_in_forward:  # backward has left the unit that ran after this one
+            self.next_in_forward[bucket].reshard()
+        if bucket.unshards_in_backward:
+            bucket.unshard()
+            self.prefetch(self.next_in_backward.get(bucket))
+            bucket.wait()
+
+    def prefetch(self, neighbour: FlatParameter | None) -> None:
+        """Start to unshard the next unit: its all-gather overlaps with this unit's computation."""
+        if neighbour is not None:
+            neighbour.unshard()
 
 
 class FlatParameter:
@@ -295,7 +298,7 @@ class FlatParameter:
         self.waiting_for = set(self.params)
         self.reduction: Work | None = None  # the reduce-scatter in flight
         self.replication: Work | None = None  # the all-reduce in flight
-        self.no_grad = NoGradient(self.shard)  # stands in for an incomplete `shard.grad`
+        self.incomplete = NoGradient(self.shard)  # in place of `shard.grad` until the step ends
         self.expected_grad: NoGradient | None = None  # what `shard.grad` is before a micro-batch
         self.allocate_full(unit, param_dtype, device)
         self.reduce_dtype = reduce_dtype or self.full.dtype
@@ -304,6 +307,13 @@ class FlatParameter:
         sizes = [p.numel() for p in self.params]
         chunks = flat[: sum(sizes)].split(sizes)
         return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
+
+    def point_parameters_to(self, views: dict[nn.Parameter, Tensor]) -> None:
+        if any(param.data_ptr() != view.data_ptr() for param, view in self.views.items()):
+            raise RuntimeError("freeze, move or cast parameters before they are sharded")
+        for param, view in views.items():
+            param.data = view
+        self.views = views
 
     def collect(self, param: nn.Parameter) -> None:
         """Move the gradient of `param` into the buffer."""
@@ -330,7 +340,7 @@ class FlatParameter:
         """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `grads`."""
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
-        self.shard.grad = self.expected_grad = self.no_grad
+        self.shard.grad = self.expected_grad = self.incomplete
 
     def finish_reduction(self) -> None:
         """Add the average to that of earlier micro-batches and free the full gradients."""
@@ -347,7 +357,7 @@ class FlatParameter:
             self.replication.wait()
             self.replication = None
         if self.average is not None:
-            self.check_gradient(self.no_grad)
+            self.check_gradient(self.incomplete)
             self.shard.grad, self.average, self.expected_grad = self.average, None, None
         self.reshard()
 
@@ -395,13 +405,6 @@ class FlatParameter:
             self.wait()
             self.full.untyped_storage().resize_(0)
             self.point_parameters_to(self.freed_views)
-
-    def point_parameters_to(self, views: dict[nn.Parameter, Tensor]) -> None:
-        if any(param.data_ptr() != view.data_ptr() for param, view in self.views.items()):
-            raise RuntimeError("freeze, move or cast parameters before they are sharded")
-        for param, view in views.items():
-            param.data = view
-        self.views = views
 
     # ---- hybrid sharding: all-reduce the shards' gradients over the replicas ----
 

@@ -69,12 +69,12 @@ class NoGradient(Tensor):
         )
 
 
-def refuse_copies(module: nn.Module) -> None:
+def forbid_copies(module: nn.Module) -> None:
     """Saving, loading, copying, casting or moving a module of sharded parameters is an error."""
 
-    def refuse(*_, **__):
+    def fail(*_, **__):
         raise RuntimeError("a rank has shards only: load, copy, cast, move before; save the shards")
 
-    module.register_state_dict_pre_hook(refuse)
-    module.register_load_state_dict_pre_hook(refuse)
-    module._apply = module.__deepcopy__ = refuse
+    module.register_state_dict_pre_hook(fail)
+    module.register_load_state_dict_pre_hook(fail)
+    module._apply = module.__deepcopy__ = fail

@@ -282,6 +282,15 @@ def old_graph(trainer: Trainer) -> None:
     old.backward()
 
 
+def graph_of_before_step(trainer: Trainer) -> None:
+    loss_of(trainer).backward()
+    trainer.sync.finish_gradient_synchronization()
+    old = loss_of(trainer, 5)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad(set_to_none=True)
+    old.backward()
+
+
 def retained_graph(trainer: Trainer) -> None:
     loss = loss_of(trainer)
     loss.backward(retain_graph=True)
@@ -341,8 +350,12 @@ LOOPS = {  # what the loop does, strategies, message
     "failed backward": (failed_backward, UNITS, "restart the run"),
     "gradient of an input only": (gradient_of_an_input, UNITS, "restart the run"),
     "a checkpoint around the model": (whole_model_checkpointed, UNITS, "more than one unit"),
-    "an old graph": (old_graph, ALL, "modified by an inplace operation"),
-    "a retained graph after a step": (retained_graph, ALL, "modified by an inplace operation"),
+    "an old graph": (old_graph, STAGES_1_2, "modified by an inplace operation"),
+    "an old graph, units": (old_graph, UNITS, "before the optimizer's last step"),
+    "a graph of before the step": (graph_of_before_step, STAGES_1_2, "modified by an inplace"),
+    "a graph of before the step, units": (graph_of_before_step, UNITS, "optimizer's last step"),
+    "a retained graph after a step": (retained_graph, STAGES_1_2, "modified by an inplace"),
+    "a retained graph after a step, units": (retained_graph, UNITS, "optimizer's last step"),
     "a loss of a kept tensor alone": (kept_tensor_alone, UNITS, ""),
     "frozen afterwards": (frozen_afterwards, STAGES_1_2, "freeze, move or cast"),
     "frozen afterwards, units": (frozen_afterwards, UNITS, "every parameter"),

@@ -68,7 +68,9 @@ def plain_output(clip: float, lr: float) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "file"), [("03", "zero.py"), ("04", "fsdp.py")])
+@pytest.mark.parametrize(
+    ("stage", "file"), [("02", "ddp.py"), ("03", "zero.py"), ("04", "fsdp.py")]
+)
 def test_a_copied_technique_trains_another_model(tmp_path, stage, file):
     readme = ((REPO / stage_path(stage)).parent / "README.md").read_text()
     section = readme[readme.index("## Copy") :]
