@@ -2,8 +2,7 @@
 
 Each rank has the full model and a part of every sequence. Norms, MLPs and the loss compute every
 token on its own; only attention mixes positions. There the keys and values of all ranks travel
-around a ring: a rank attends to one block of them while it receives the next. An online softmax
-merges the results exactly, so no rank needs all keys and values, or all scores, at once.
+around a ring: a rank attends to one block while the next arrives. An online softmax merges them.
 
 New since stage 02: `context_parallel` replaces the attention of every layer, each rank gets its
 chunks of the inputs and targets, and a mesh (dp, cp) has several such groups. The gradients are
@@ -18,9 +17,8 @@ exchanges sequence shards for heads instead.
     batch, elements sent        same, and their gradients in float32); Ulysses: 4 (N-1)/N^2 A each
     --activation-checkpointing  repeats that of the forward
 
-Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023. Jacobs et
-al., "DeepSpeed Ulysses", 2023. The online softmax: Milakov and Gimelshein, 2018; Dao et al.,
-"FlashAttention", 2022.
+Liu et al., "Ring Attention with Blockwise Transformers", 2023. Jacobs et al., "DeepSpeed Ulysses",
+2023. The online softmax: Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022.
 
 Run it:
 
@@ -49,8 +47,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from common.arguments import base_parser, check_cp, model_config, positive, positive_int, seconds
-from common.checkpoint import training_state
 from common.collectives import (
     all_reduce,
     all_reduce_control,
@@ -59,6 +55,10 @@ from common.collectives import (
     irecv,
     isend,
 )
+
+# isort: split
+from common.arguments import base_parser, check_cp, model_config, positive, positive_int, seconds
+from common.checkpoint import training_state
 from common.counter_rng import CounterDropout, Positions
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, group_along, setup, world_size
@@ -75,8 +75,7 @@ from common.run import Run
 def context_parallel(model: Transformer, group: ProcessGroup, kind: str = "ring") -> Positions:
     """Replace the model's attention, in place, by attention across the ranks of `group`.
 
-    Returns the positions of this rank's chunks of every sequence. From now on the model takes these
-    tokens alone (`local_tokens`), of sequences of the configuration's length.
+    Returns the positions of this rank's chunks; the model then takes `local_tokens` of sequences.
     """
     n, rank, seq_len = group.size(), group.rank(), model.config.seq_len
     if kind == "ring":

@@ -42,6 +42,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.nn.utils import clip_grads_with_norm_
 
+from common.collectives import all_reduce, all_reduce_control, all_to_all_single, broadcast
+
+# isort: split
 from common.arguments import (
     base_parser,
     check_experts,
@@ -52,7 +55,6 @@ from common.arguments import (
     seconds,
 )
 from common.checkpoint import training_state
-from common.collectives import all_reduce, all_reduce_control, all_to_all_single, broadcast
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, group_along, print0, setup, world_size
 from common.loss import IGNORED, in_autocast_dtype

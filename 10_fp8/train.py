@@ -36,9 +36,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.nn.functional import ScalingType
 
+from common.collectives import all_reduce, all_reduce_control, broadcast
+
+# isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive, seconds
 from common.checkpoint import training_state
-from common.collectives import all_reduce, all_reduce_control, broadcast
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, fail, setup, world_size
 from common.loss import IGNORED, in_autocast_dtype
