@@ -157,7 +157,7 @@ def test_only_complete_checkpoints_count_as_kept(pools, corpus_dir, tmp_path):
 @pytest.mark.wall_clock  # the signal must come while Python imports
 def test_signal_while_ranks_import_ends_the_run_as_the_manual_says(corpus_dir, tmp_path):
     manual = " ".join((REPO / "RUNNING.md").read_text().split())
-    assert "Until the first step begins, a signal ends the run without a word" in manual
+    assert "Before the first step, a signal ends the run without a message" in manual
     command = [sys.executable, str(stage_path("01")), *argv_of("01", corpus_dir, tmp_path / "run")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     time.sleep(0.3)
