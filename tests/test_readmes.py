@@ -30,6 +30,7 @@ NOT_OURS = {
     "test.txt",
     "table.md",
     "all.pt",
+    "ddp.py",
     "edited.py",
     "zero.py",
     "fsdp.py",
