@@ -44,7 +44,7 @@ class Routing:
     """The choices of a run. how: "record", "replay" or "compare".
 
     chosen: the experts [seq, k] of a sample in a layer. A sample of training is identified by its
-    dropout key, one of evaluation by the step before it and its tokens. first: the first choice
+    dropout key, one of evaluation by the previous step and its tokens. first: the first choice
     that differs from the recorded one, with its step, layer, token and margin.
     """
 

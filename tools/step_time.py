@@ -246,14 +246,14 @@ def layer_of(job: Job) -> Layer:
     backward = one_pass * (HAND["norms, backward"] / outside + HAND["inner, backward"] / tp)
 
     # attention: 2 matmuls of 2 tokens seq d FLOPs, half of them causal if fused
-    products = 4 * tokens * job.seq * d / tp
+    flops = 4 * tokens * job.seq * d / tp
     if job.fused_attention:
-        core = products / 2 / (job.gpu.matmul * job.gpu.attention)
+        core = flops / 2 / (job.gpu.matmul * job.gpu.attention)
         core_backward = 2.5 * core  # computes the scores again
     else:
         scores = element * tokens * job.seq * job.heads / tp / memory  # one pass
-        core = products / rate + HAND["scores, forward"] * scores
-        core_backward = 2 * products / rate + HAND["scores, backward"] * scores
+        core = flops / rate + HAND["scores, forward"] * scores
+        core_backward = 2 * flops / rate + HAND["scores, backward"] * scores
 
     forward += matmuls + core
     backward += 2 * matmuls + core_backward + HAND["gradients"] * weights / memory
