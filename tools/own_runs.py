@@ -1,6 +1,6 @@
 """Predicts steps of the stages on this machine, and measures them: the table of benchmarks/README.
 
-    python tools/own_runs.py            on an idle machine; about five minutes
+    python tools/own_runs.py            on an idle machine; about ten minutes
 
 The ranks share the machine's cores, so every rate is measured by as many processes at once.
 """
@@ -35,7 +35,7 @@ RUNS = [  # stage, ranks, flags of the stage, fields of the job
     ("07", 4, "--pp 2 --tp 2", {"pp": 2, "tp": 2}),
 ]
 SIZES = [(256, 4, 128), (512, 4, 256), (768, 6, 256)]  # d_model, layers, seq_len
-BATCH, MICRO, STEPS = 8, 2, 6
+BATCH, MICRO, STEPS = 8, 2, 4
 
 
 def measure_here(ranks: int) -> Gpu:
@@ -75,10 +75,10 @@ def rates(out: str) -> None:
     dist.init_process_group("gloo")
     size, edge = dist.get_world_size(), 768
     a, b = torch.randn(edge, edge), torch.randn(edge, edge)
-    buffer = torch.ones(2**22)  # 16 MB
+    buffer, copy = torch.ones(2**22), torch.ones(2**22)  # 16 MB each
     jobs: list[tuple[float, Callable[[], object]]] = [
         (2 * edge**3, lambda: a @ b),
-        (2 * buffer.nbytes, buffer.clone),
+        (2 * buffer.nbytes, lambda: copy.copy_(buffer)),
     ]
     if size > 1:
         jobs.append((2 * (size - 1) / size * buffer.nbytes, lambda: dist.all_reduce(buffer)))
