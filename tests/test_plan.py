@@ -19,11 +19,27 @@ LAYOUTS = [
     ("02", 4, 0, "--activation-checkpointing", {"recompute": "full"}),
     ("03", 8, 0, "--zero-stage 1", {"sharding": "zero1", "gather_bytes": 4}),
     ("03", 8, 0, "--zero-stage 2", {"sharding": "zero2", "gather_bytes": 4}),
-    ("03", 8, 0, "--zero-stage 3", {"sharding": "zero3"}),
+    ("03", 8, 0, "--zero-stage 3", {"sharding": "zero3", "overlaps_gather": False}),
     ("04", 8, 0, "", {"sharding": "fsdp"}),
     ("04", 8, 0, "--shard-size 4", {"sharding": "fsdp", "shard_ranks": 4}),
     ("04", 4, 0, "--no-reshard-after-forward", {"sharding": "fsdp", "reshards": False}),
     ("05", 4, 0, "--sequence-parallel", {"tp": 4, "sequence_parallel": True}),
+    # one micro-batch: gradients appear while activations go
+    (
+        "03",
+        8,
+        0,
+        "--zero-stage 1 --micro-batch-size 8",
+        {"sharding": "zero1", "gather_bytes": 4, "micro_batch": 8},
+    ),
+    (
+        "04",
+        8,
+        0,
+        "--activation-checkpointing --micro-batch-size 8",
+        {"sharding": "fsdp", "recompute": "full", "micro_batch": 8},
+    ),
+    ("05", 4, 0, "--micro-batch-size 64", {"tp": 4, "micro_batch": 64}),
     ("06", 4, 3, "--schedule 1f1b", {"pp": 4}),
     (
         "06",

@@ -189,12 +189,12 @@ def memory_of_rank(job: Job, rows: int, last: bool) -> float:
     layer's backward. See Cost in the stages' READMEs for what a layer keeps."""
     e, d, tokens = 4 if job.dtype == "float32" else 2, job.d_model, job.tokens
     p, shards = own_parameters(job, last), job.shard_ranks or job.dp
-    state = {
-        "zero1": 8 * p + 8 * p / shards,
-        "zero2": 4 * p + 12 * p / shards,
-        "zero3": 16 * p / shards,
-        "fsdp": 16 * p / shards,
-    }.get(job.sharding, 16 * p)
+    state, gradients = {
+        "zero1": (4 * p + 8 * p / shards, 4 * p),
+        "zero2": (4 * p + 8 * p / shards, 4 * p / shards),
+        "zero3": (12 * p / shards, 4 * p / shards),
+        "fsdp": (12 * p / shards, 4 * p / shards),
+    }.get(job.sharding, (12 * p, 4 * p))
     outside = job.tp if job.sequence_parallel else 1
     # a layer keeps: residuals and norms float32, inputs of column-parallel layers, all inside
     kept = tokens * ((16 * d + 8) / outside + 2 * e * d + (12 * e * d + 4 * job.heads) / job.tp)
@@ -202,31 +202,35 @@ def memory_of_rank(job: Job, rows: int, last: bool) -> float:
     boundary = 4 if job.gather_bytes == 4 or job.sharding == "ddp" else e  # FSDP casts what enters
     if job.recompute == "full":
         kept = boundary * tokens * d / outside  # its input
-    layers, in_flight, messages = job.layers, 1.0, 0.0
+    layers, most, in_flight, messages = job.layers, 1.0, 1.0, 0.0
     if job.pp > 1:
         m, v, pp = job.micro_batches, job.virtual, job.pp
         layers = math.ceil(layers / pp) if not last else layers // pp
         held = {"gpipe": m, "interleaved": ((v + 1) * pp - 1) / v, "zero-bubble": pp + 0.7}
-        in_flight = min(m, held.get(job.schedule, pp) if not last or job.schedule == "gpipe" else 1)
-        if (
-            job.schedule == "gpipe" and pp == job.ranks
-        ):  # 06: gradients appear in the first backward
-            in_flight = max(1.0, m - 1)
+        most = held.get(job.schedule, pp) if not last or job.schedule == "gpipe" else 1
+        in_flight = min(m, most)
         messages = 16 * tokens * d / outside
     # a layer's backward: what it keeps, if it is recomputed, gradients of activations, of a weight
     full = job.recompute == "full"
     temporary = 7 / outside + 7 / job.tp if full else 6.5 / outside + 16 / job.tp
     backward = temporary * tokens * d + 24 * d * d / job.tp + (layer - kept) * full
-    if job.sharding in ("fsdp", "zero3"):  # two unsharded units, and one unit's gradients
-        backward += (2 * job.gather_bytes + 4) * 12 * d * d
+    if job.sharding in ("fsdp", "zero3"):  # unsharded units, one unit's gradients, and the head's
+        units = (1 + job.overlaps_gather) * job.reshards
+        ends = 4 * job.vocab * d * (1 - 1 / shards) * full
+        backward += (units * job.gather_bytes + 4) * 12 * d * d + ends
+    peak = backward
     if last:
-        backward = max(backward, head_memory(job, rows, outside))
+        peak = max(peak, head_memory(job, rows, outside))
     elif job.pp > 1:  # the embedding's gradient, when the micro-batch's layers are done
-        lookup = 4 * job.vocab * d / job.tp + 12 * tokens * d - layers / job.virtual * kept
-        backward = max(backward, lookup)
-    if not job.reshards:
-        backward += job.gather_bytes * p
-    return state + in_flight * layers * kept + backward + messages
+        peak = max(peak, 4 * job.vocab * d / job.tp + 12 * tokens * d - layers / job.virtual * kept)
+    messages += 0 if job.reshards else job.gather_bytes * p
+    first = in_flight * layers * kept + peak + messages
+    if job.dp > 1 and job.sharding == "ddp":  # 02's buffers: gradients exist from the first step on
+        return state + gradients + first
+    # elsewhere gradients come with the first backward: full where the second one begins, or ends
+    more = min(most, job.micro_batches - 1)
+    second = more * layers * kept + (peak if more else backward) + messages
+    return state + max(first, gradients + second)
 
 
 def head_memory(job: Job, rows: int, outside: int) -> float:
