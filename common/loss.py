@@ -25,36 +25,35 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
         # x: [tokens, d_model], weight: [vocab, d_model], targets: [tokens]
         dtype = in_autocast_dtype(x[:0]).dtype  # of the matmuls
-        grad_x = grad_weight = None
+        grad_x = grad_weight = grad_part = None
         with torch.autocast(x.device.type, enabled=False):
             w = weight.to(dtype)
             count = (targets != IGNORED).sum().clamp(min=1)
             loss = torch.zeros((), dtype=torch.float32, device=x.device)
-            if ctx.needs_input_grad[0]:
+            if any(ctx.needs_input_grad):
                 grad_x = torch.empty_like(x)
-            if ctx.needs_input_grad[1]:  # a sum over chunks, which bf16 would round after each one
+                # a sum over chunks, which bf16 would round after each one
                 sum_dtype = torch.promote_types(weight.dtype, torch.float32)
                 grad_weight = torch.zeros_like(weight, dtype=sum_dtype)
             for start in range(0, len(x), rows):
                 chunk = slice(start, start + rows)
+                if grad_x is not None:
+                    grad_part = grad_x[chunk]
                 x_part = x[chunk].to(dtype)
-                grad_part = None if grad_x is None else grad_x[chunk]
                 loss += _loss_of_chunk(x_part, w, targets[chunk], count, grad_part, grad_weight)
-        ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.to(weight.dtype))
+        if grad_x is not None:
+            ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype))
         return loss
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         # not in place: a second backward (retain_graph) must find them unchanged
-        scaled = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]
-        return *scaled, None, None
+        grad_x, grad_weight = (g * grad.to(g.dtype) for g in ctx.saved_tensors)
+        return grad_x, grad_weight, None, None
 
 
 def _loss_of_chunk(x, weight, targets, count, grad_x, grad_weight) -> Tensor:
-    """Sum the loss of some rows, divided by `count`; write `grad_x` and add to `grad_weight`.
-
-    Each of the two may be None, and is not computed then.
-    """
+    """Sum the loss of some rows, divided by `count`; write `grad_x`, if any, add to `grad_weight`."""
     logits = (x @ weight.t()).float()  # [rows, vocab]
     index = targets.clamp(min=0)[:, None]
     scale = (targets != IGNORED)[:, None] / count  # [rows, 1], 0 where there is no target
@@ -64,18 +63,16 @@ def _loss_of_chunk(x, weight, targets, count, grad_x, grad_weight) -> Tensor:
     # the largest probability is e^highest / total, which gives log(total) without another pass
     log_total = highest - softmax.amax(-1, keepdim=True).log()
     loss = ((log_total - target_logit) * scale).sum()
-    if grad_x is None and grad_weight is None:
+    if grad_x is None:
         return loss
     # softmax minus one at the target; `scale` multiplies [rows, d_model], not all logits
     grad = softmax.scatter_add_(-1, index, -torch.ones_like(scale)).to(x.dtype)
-    if grad_x is not None:
-        grad_x.copy_(grad @ weight).mul_(scale)
-    if grad_weight is not None:
-        x = (x * scale).to(x.dtype)
-        if grad_weight.dtype == x.dtype:
-            grad_weight.addmm_(grad.t(), x)
-        else:
-            grad_weight += grad.t() @ x
+    grad_x.copy_(grad @ weight).mul_(scale)
+    x = (x * scale).to(x.dtype)
+    if grad_weight.dtype == x.dtype:
+        grad_weight.addmm_(grad.t(), x)
+    else:
+        grad_weight += grad.t() @ x
     return loss
 
 
