@@ -205,9 +205,9 @@ class ZeroRedundancyOptimizer:
             raise RuntimeError("freeze, move or cast parameters before they are sharded")
         self.optimizer.step()  # writes the shards, which the all-gathers below send
         torch.autograd.graph.increment_version(self.bucket_of)  # older graphs are now stale
-        gathers = [bucket.after_step() for bucket in self.buckets]
-        for gather in filter(None, gathers):  # stage 3 has none
-            gather.wait()
+        if self.zero_stage < 3:  # stage 3 gathers in the next forward
+            for gather in [bucket.start_all_gather() for bucket in self.buckets]:
+                gather.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also of a step that is skipped; none is kept as zeros."""
@@ -365,7 +365,7 @@ class Bucket:
             for param, hidden in self.hidden.items():
                 param.grad = hidden
 
-    def after_step(self) -> Work | None:
+    def start_all_gather(self) -> Work:
         """Start to replace the old parameters: all-gather the updated shards into `full`."""
         self.point_parameters_to(self.full_views)  # they are there, if nobody has moved them
         return all_gather_single(self.full, self.shard.detach(), group=self.group, async_op=True)
@@ -449,9 +449,6 @@ class FlatParameter(ShardedGradientBucket):
     def finish_step(self) -> None:
         super().finish_step()
         self.reshard()
-
-    def after_step(self) -> None:
-        """The next forward gathers the updated parameters."""
 
 
 def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:

@@ -411,7 +411,7 @@ def tensor_parallel(
     """Replace the model's matrices, in place, with this rank's shards of them.
 
     The model may be on the meta device: then the shards are as well, and `init_shards` fills
-    them. With sequence_parallel it only takes sequences of the configuration's length.
+    them. With sequence_parallel the model takes only sequences of config.seq_len.
     """
     region = SequenceParallelRegion(group) if sequence_parallel else TensorParallelRegion(group)
     if model.embed is not None:  # in 07, one pipeline stage has it, and one has the output
@@ -423,7 +423,7 @@ def tensor_parallel(
         layer.mlp.w2 = RowParallelLinear(layer.mlp.w2, region)
     if model.output is not None:
         model.output = VocabParallelOutput(model.output, region)
-    if sequence_parallel:  # dropout masks depend on the position: this rank's are these
+    if sequence_parallel:  # dropout masks depend on positions: set this rank's
         length = model.config.seq_len // region.tp
         for dropout in (m for m in model.modules() if isinstance(m, CounterDropout)):
             dropout.positions = (range(region.rank * length, (region.rank + 1) * length),)
@@ -500,7 +500,8 @@ class ReduceFromRegion(torch.autograd.Function):
 
 
 class TensorParallelRegion:
-    """Between f and g, ranks compute different features; outside, each holds full activations.
+    """The region between f and g, where ranks compute different features. Outside of it each holds
+    full activations.
 
     f enters the region and g exits it. Gradients pass the other way: f's backward is an exit, g's
     an enter.
@@ -574,7 +575,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
         highest = logits.amax(dim=-1)
         all_reduce(highest, ReduceOp.MAX, group=group)
-        logits.sub_(highest[:, None])  # in place; mark_dirty is for inputs that are returned
+        logits.sub_(highest[:, None])  # in place. No mark_dirty: the input is not returned
         target_logit = logits.gather(-1, column)[:, 0].masked_fill(~is_local, 0.0)
         all_reduce(target_logit, group=group)
         total = logits.exp_().sum(dim=-1)  # in place: after the target's logit has been read
@@ -628,7 +629,7 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
 
 
 class SequenceParallelRegion(TensorParallelRegion):
-    """Outside of it a rank holds only its part of every sequence: [batch, seq / tp, d].
+    """A region outside of which a rank has only its part of each sequence: [batch, seq / tp, d].
 
     An all-reduce is a reduce-scatter, then an all-gather. g does the first half and the next f the
     second; norms, dropout and residual additions between them work on seq / tp positions."""
