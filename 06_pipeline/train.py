@@ -1,10 +1,9 @@
 """Stage 06: pipeline parallelism: each rank owns some layers, micro-batches pass through the ranks.
 
-Each rank owns one contiguous pipeline stage (interleaved: several). It receives activations from
-the previous rank and sends its own to the next; in backward, their gradients travel the other way.
-The batch is split into micro-batches, so that all ranks compute at the same time. A schedule orders
-their forwards and backwards. It decides how many micro-batches are in flight, and how long ranks
-wait while the pipeline fills and drains: the bubble.
+Each rank owns a pipeline stage (interleaved: several). It receives activations from the previous
+rank and sends its own to the next; in backward, gradients travel the other way. The batch is split
+into micro-batches, so that all ranks compute at the same time. A schedule orders their forwards and
+backwards, and so decides how many are in flight and how long ranks wait: the bubble.
 
 New since 05: no layer is sharded any more. `Pipeline` runs any schedule, `PipelineStage` is this
 rank's part of the model, and the global norm is over all stages. Every rank reads all batches.
