@@ -53,7 +53,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _loss_of_chunk(x, weight, targets, count, grad_x, grad_weight) -> Tensor:
-    """Sum the loss of some rows, divided by `count`; write `grad_x`, if any, add to `grad_weight`."""
+    """Sum the loss of some rows, over `count`; write `grad_x` and add to `grad_weight`, if any."""
     logits = (x @ weight.t()).float()  # [rows, vocab]
     index = targets.clamp(min=0)[:, None]
     scale = (targets != IGNORED)[:, None] / count  # [rows, 1], 0 where there is no target
