@@ -272,6 +272,7 @@ def check_memory(args: Namespace, config: TransformerConfig) -> None:
     hidden = args.dp * args.micro_batch_size * config.seq_len * config.d_model * 2  # in bfloat16
     needed = 16 * config.num_parameters() + hidden
     if needed > memory.item():
-        sizes = "--d-model, --n-layers, --seq-len or --micro-batch-size"
-        has = f"and the ranks together have {memory.item() / 1e9:,.1f} GB"
-        fail(f"this run needs at least {needed / 1e9:,.1f} GB, {has}: pass a smaller {sizes}")
+        names = ("d_model", "n_layers", "seq_len", "micro_batch_size")
+        sizes = " ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names)
+        has = f"and the ranks together have {memory.item() / 1e9:,.1f} GB: pass smaller ones"
+        fail(f"{sizes} needs at least {needed / 1e9:,.1f} GB {has}")
