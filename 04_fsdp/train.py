@@ -161,8 +161,8 @@ class FullyShardedDataParallel(nn.Module):
         while self.launched < len(self.buckets) and not self.buckets[self.launched].waiting_for:
             previous, self.in_flight = self.in_flight, self.buckets[self.launched]
             self.in_flight.start_reduction()
-            if previous is not None:  # after the launch: the network is busy during the wait
-                previous.finish_reduction()
+            if previous is not None:
+                previous.finish_reduction()  # after the launch: the network is busy meanwhile
                 if self.synchronizes and self.launched > 0:  # at 0 it awaits this backward too
                     previous.start_all_reduce()
             self.launched += 1
@@ -439,7 +439,7 @@ def sharded_from_meta(model: Transformer, args, world: World) -> FullyShardedDat
 
 
 def training_state(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> State:
-    """The tensors of a checkpoint, by the plain model's names, as `Shard`s."""
+    """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
     names = {p: name for name, p in model.module.named_parameters()}
     state: State = {}
     for bucket in model.buckets:
