@@ -71,11 +71,12 @@ from common.run import Run
 class ZeroRedundancyOptimizer:
     """Shard an element-wise optimizer across the data-parallel ranks: ZeRO stages 1, 2 and 3.
 
-    The contract, which is checked. All micro-batches of a step but the last are under `no_sync()`.
-    A step is `finish_gradient_synchronization()`, `clip_grad_norm_()`, `step()`, `zero_grad()`.
-    Stage 3: `units` are modules that each forward of `module` runs once, in this order, and each
-    returns one tensor; each parameter is in exactly one unit, trains, and has the common dtype;
-    every backward reaches every parameter.
+    The contract, which is checked. A step is `finish_gradient_synchronization()`,
+    `clip_grad_norm_()`, `step()`, `zero_grad()`; each of the last three includes the first. Stage
+    1: all micro-batches of a step but the last are under `no_sync()`. Stage 3: `units` are modules
+    that each forward of `module` runs once, in this order, and each returns one tensor; each
+    parameter is in exactly one unit, trains, and has the common dtype; every backward reaches
+    every parameter.
 
     module: the same on every rank. optimizer_class: for instance torch.optim.AdamW; defaults: its
     keyword arguments. zero_stage: 1 shards the optimizer state, 2 the gradients as well, 3 the
@@ -150,7 +151,7 @@ class ZeroRedundancyOptimizer:
         self.launch_ready_buckets()
 
     def launch_ready_buckets(self) -> None:
-        """Start to reduce the next buckets that are ready; with the last one backward has ended.
+        """Start to reduce the next buckets that are ready.
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
         collectives are matched by the order of the calls. Each launch finishes the previous
@@ -185,7 +186,6 @@ class ZeroRedundancyOptimizer:
         for bucket in self.buckets:
             bucket.finish_reduction()
             bucket.finish_step()
-        self.in_flight = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -234,7 +234,7 @@ class ZeroRedundancyOptimizer:
                 "Or a checkpoint() contains more than one unit"
             )
         for bucket in self.buckets:
-            bucket.reshard()  # what is still unsharded may be older than the optimizer's step
+            bucket.reshard()  # left by a backward; by a forward without one it may be stale
         self.next_to_run = self.buckets[-1]
 
     def before_forward(self, bucket: FlatParameter, unit: nn.Module, args, kwargs):
@@ -299,7 +299,7 @@ class Bucket:
         self.full_views = self.views_into(self.full)
         for param, view in self.full_views.items():
             view.copy_(param.detach())
-        self.views = {p: p.detach() for p in self.params}  # checked when they change
+        self.views = {p: p.detach() for p in self.params}  # where they are, checked when they move
         self.point_parameters_to(self.full_views)
         broadcast(self.full, group=group, group_src=0)
         self.shard = nn.Parameter(self.full[self.owned])
@@ -310,7 +310,6 @@ class Bucket:
         self.reduction: Work | None = None  # the reduce-scatter in flight
         self.incomplete = NoGradient(self.shard)  # in place of `shard.grad` until the step ends
         self.expected_grad: NoGradient | None = None  # what `shard.grad` is before a micro-batch
-        self.hidden = {p: NoGradient(p) for p in self.params}  # are `param.grad` after a reduction
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
         sizes = [p.numel() for p in self.params]
@@ -334,7 +333,6 @@ class Bucket:
     def copy_gradient(self, param: nn.Parameter) -> None:
         if self.grads is None:
             self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
-            self.grads[len(self.grads) - self.padding :].zero_()  # else garbage enters the norm
             self.grad_views = self.views_into(self.grads)
         self.grad_views[param].copy_(param.grad)
 
@@ -347,6 +345,7 @@ class Bucket:
 
     def start_reduction(self) -> None:
         """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `grads`."""
+        self.grads[len(self.grads) - self.padding :].zero_()  # else garbage enters the norm
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
         self.shard.grad = self.expected_grad = self.incomplete
@@ -362,8 +361,8 @@ class Bucket:
         if self.average is not None:
             self.check_gradient(self.incomplete)
             self.shard.grad, self.average, self.expected_grad = self.average, None, None
-            for param, hidden in self.hidden.items():
-                param.grad = hidden
+            for param in self.params:
+                param.grad = NoGradient(param)
 
     def start_all_gather(self) -> Work:
         """Start to replace the old parameters: all-gather the updated shards into `full`."""
@@ -399,14 +398,12 @@ class FlatParameter(ShardedGradientBucket):
         self.name = name
         self.shard.data = self.shard.data.clone()  # as a view it would keep `full` alive
         self.allocate_full(unit, param_dtype, self.full.device)
-        self.hidden = {p: NoGradient(p) for p in self.params}  # now of `param_dtype`
 
     def allocate_full(self, unit: nn.Module, dtype: torch.dtype | None, device) -> None:
         """Create the buffer of the full parameters, without memory until the first `unshard`."""
-        # the gradient of a lookup does not depend on the weights. A row of it is a sum over many
-        # tokens, most of which bfloat16 would round away
-        self.unshards_in_backward = not is_lookup(unit)
-        dtype = dtype if self.unshards_in_backward else None
+        lookup = is_lookup(unit)
+        self.unshards_in_backward = not lookup  # the gradient of a lookup needs no weights
+        dtype = None if lookup else dtype  # its gradient is a sum over many tokens: not in bfloat16
         numel = dist.get_world_size(self.group) * len(self.shard)
         self.full = torch.empty(numel, dtype=dtype or self.shard.dtype, device=device)
         self.full_views = self.views_into(self.full)
@@ -419,8 +416,7 @@ class FlatParameter(ShardedGradientBucket):
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is there or in flight.
 
-        Tensors saved for backward are views into this buffer, so its storage is resized in place.
-        It is written through `.data`: otherwise autograd would report those tensors as modified.
+        Tensors saved for backward share this storage, so it is resized and filled in place.
         """
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
@@ -428,8 +424,7 @@ class FlatParameter(ShardedGradientBucket):
             self.point_parameters_to(self.full_views)
             # cast before it is sent: in bfloat16 that is half the bytes
             self.sent = self.shard.detach().to(self.full, non_blocking=True)
-            out = self.full.data
-            self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
+            self.gathering = all_gather_single(self.full, self.sent, self.group, async_op=True)
 
     def wait(self) -> None:
         if self.gathering is not None:
@@ -491,7 +486,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument(
         "--zero-stage", type=int, choices=(1, 2, 3), default=1, help="what to shard"
     )
-    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per all-reduce")
+    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     # stage 3 all-gathers in bf16; autocast would keep a bf16 copy of all the weights

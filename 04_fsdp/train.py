@@ -152,7 +152,7 @@ class FullyShardedDataParallel(nn.Module):
         self.launch_ready_buckets()
 
     def launch_ready_buckets(self) -> None:
-        """Start to reduce the next buckets that are ready; with the last one backward has ended.
+        """Start to reduce the next buckets that are ready.
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
         collectives are matched by the order of the calls. Each launch finishes the previous
@@ -186,7 +186,6 @@ class FullyShardedDataParallel(nn.Module):
             bucket.start_all_reduce()
         for bucket in self.buckets:
             bucket.finish_step()
-        self.in_flight = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -217,7 +216,7 @@ class FullyShardedDataParallel(nn.Module):
                 "Or a checkpoint() contains more than one unit"
             )
         for bucket in self.buckets:
-            bucket.reshard()  # what is still unsharded may be older than the optimizer's step
+            bucket.reshard()  # left by a backward; by a forward without one it may be stale
         self.next_to_run = self.buckets[-1]
 
     def before_forward(self, bucket: FlatParameter, unit: nn.Module, args, kwargs):
@@ -292,7 +291,7 @@ class FlatParameter:
         self.padding = n_shards * length - len(flat)
         shard = F.pad(flat, (0, self.padding))[self.owned].to(shard_device, copy=True)
         self.shard = nn.Parameter(shard)
-        self.views = {p: p.detach() for p in self.params}  # checked when they change
+        self.views = {p: p.detach() for p in self.params}  # where they are, checked when they move
         self.grads: Tensor | None = None
         self.average: Tensor | None = None
         self.waiting_for = set(self.params)
@@ -325,7 +324,6 @@ class FlatParameter:
     def copy_gradient(self, param: nn.Parameter) -> None:
         if self.grads is None:
             self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
-            self.grads[len(self.grads) - self.padding :].zero_()  # else garbage enters the norm
             self.grad_views = self.views_into(self.grads)
         self.grad_views[param].copy_(param.grad)
 
@@ -338,6 +336,7 @@ class FlatParameter:
 
     def start_reduction(self) -> None:
         """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `grads`."""
+        self.grads[len(self.grads) - self.padding :].zero_()  # else garbage enters the norm
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
         self.shard.grad = self.expected_grad = self.incomplete
@@ -363,10 +362,9 @@ class FlatParameter:
 
     def allocate_full(self, unit: nn.Module, dtype: torch.dtype | None, device) -> None:
         """Create the buffer of the full parameters, without memory until the first `unshard`."""
-        # the gradient of a lookup does not depend on the weights. A row of it is a sum over many
-        # tokens, most of which bfloat16 would round away
-        self.unshards_in_backward = not is_lookup(unit)
-        dtype = dtype if self.unshards_in_backward else None
+        lookup = is_lookup(unit)
+        self.unshards_in_backward = not lookup  # the gradient of a lookup needs no weights
+        dtype = None if lookup else dtype  # its gradient is a sum over many tokens: not in bfloat16
         numel = dist.get_world_size(self.group) * len(self.shard)
         self.full = torch.empty(numel, dtype=dtype or self.shard.dtype, device=device)
         self.full_views = self.views_into(self.full)
@@ -379,8 +377,7 @@ class FlatParameter:
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is there or in flight.
 
-        Tensors saved for backward are views into this buffer, so its storage is resized in place.
-        It is written through `.data`: otherwise autograd would report those tensors as modified.
+        Tensors saved for backward share this storage, so it is resized and filled in place.
         """
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
@@ -388,8 +385,7 @@ class FlatParameter:
             self.point_parameters_to(self.full_views)
             # cast before it is sent: in bfloat16 that is half the bytes
             self.sent = self.shard.detach().to(self.full, non_blocking=True)
-            out = self.full.data
-            self.gathering = all_gather_single(out, self.sent, group=self.group, async_op=True)
+            self.gathering = all_gather_single(self.full, self.sent, self.group, async_op=True)
 
     def wait(self) -> None:
         if self.gathering is not None:

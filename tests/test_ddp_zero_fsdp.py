@@ -279,6 +279,21 @@ def test_gradient_clipping_uses_the_global_norm(pools, strategy, size):
         assert worst <= 1e-6
 
 
+def norm_after_a_skipped_step(strategy: str) -> float:
+    model = nn.Sequential(nn.Linear(3, 1, bias=False))  # on two ranks with one element of padding
+    trainer = Trainer(strategy, model)
+    for factor in (math.nan, 1.0):
+        trainer.backward([lambda model, c=factor: c * model(torch.ones(1, 3)).sum()])
+        norm = trainer.sync.clip_grad_norm_(1.0)
+        trainer.optimizer.zero_grad(set_to_none=True)
+    return norm.item()
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "ddp"])
+def test_a_skipped_step_with_a_nan_leaves_nothing_behind(pools, strategy):
+    assert pools(2).run(norm_after_a_skipped_step, strategy) == [pytest.approx(3**0.5)] * 2
+
+
 # ---- DistributedDataParallel ----
 
 

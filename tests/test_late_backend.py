@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import Run, assert_reproduces, cases, load_stage, runs_for, stage_file
 from late_backend import Wait, assert_all_waited_for, recorded_calls
 from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agree
-from techniques import Trainer
+from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
 
 from common.collectives import reduce_scatter_single
@@ -148,12 +148,11 @@ def test_mistakes_that_gloo_forgives_are_errors(pools, kind, said):
         pools(2, backend="late").run(seeded_bug, kind)
 
 
-# ---- DDP and ZeRO-1 with a module that is not used in order ----
+# ---- backward's first gradients belong to the bucket that was reduced last ----
 
 
 class OutOfOrder(nn.Module):
-    """Runs its last layer first, and one layer never: backward's first gradients belong to the
-    bucket that was reduced last. ZeRO's stages 2 and 3 and FSDP make this an error."""
+    """Runs its last layer first, and one layer never. ZeRO's stages 2 and 3 and FSDP forbid it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,9 +162,12 @@ class OutOfOrder(nn.Module):
         return self.a(self.c(x).relu())
 
 
-def train_out_of_order(strategy: str) -> dict[str, Tensor]:
+def train_late_bucket(strategy: str) -> dict[str, Tensor]:
+    """In order this happens with a single bucket only: the previous micro-batch's is in flight."""
     torch.manual_seed(0)
-    trainer = Trainer(strategy, OutOfOrder(), torch.optim.SGD, lr=0.1, bucket_mb=1e-4)
+    takes_any_order = strategy in ("ddp", "zero-1")
+    model = OutOfOrder() if takes_any_order else nn.Sequential(nn.Linear(16, 16, bias=False))
+    trainer = Trainer(strategy, model, torch.optim.SGD, lr=0.1, bucket_mb=1e-4)
     torch.manual_seed(dist.get_rank())
     for _ in range(2):
         batches = [torch.randn(4, 16) for _ in range(3)]
@@ -175,10 +177,10 @@ def train_out_of_order(strategy: str) -> dict[str, Tensor]:
     return parameters
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero-1"])
-def test_layers_out_of_order_over_the_late_backend(pools, strategy):
-    late = pools(2, backend="late").run(train_out_of_order, strategy)
-    for ours, theirs in zip(late, pools(2).run(train_out_of_order, strategy), strict=True):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_for_the_bucket_in_flight(pools, strategy):
+    late = pools(2, backend="late").run(train_late_bucket, strategy)
+    for ours, theirs in zip(late, pools(2).run(train_late_bucket, strategy), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
