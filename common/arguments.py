@@ -1,7 +1,5 @@
 """The flags that every stage has, their defaults, and the checks that need no model."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -113,8 +111,7 @@ def check_arguments(
     number of ranks that the matrices are sharded over; `model_config` checks it.
     """
     for name, value in zip(SHAPE, PRESETS[args.preset], strict=True):
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+        setattr(args, name, getattr(args, name) or value)
     width, rest = divmod(args.d_model, args.n_heads)
     if rest:
         fail(f"--d-model {args.d_model} is not a multiple of --n-heads {args.n_heads}")
@@ -126,22 +123,15 @@ def check_arguments(
     if rest:
         small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
         sizes = sorted({*small, *(n // d for d in small)})
-        fail(
-            f"--global-batch-size {n} is not divisible by {data_parallel_size} data-parallel "
-            f"ranks; it is by {', '.join(map(str, sizes))}"
-        )
-    if args.micro_batch_size is None:
-        args.micro_batch_size = share
+        by = f"{data_parallel_size} data-parallel ranks; it is by {', '.join(map(str, sizes))}"
+        fail(f"--global-batch-size {n} is not divisible by {by}")
+    args.micro_batch_size = args.micro_batch_size or share
     if share % args.micro_batch_size:
-        fail(
-            f"--micro-batch-size {args.micro_batch_size} does not divide the {share} samples "
-            f"that --global-batch-size {n} gives each data-parallel rank"
-        )
+        samples = f"{share} samples that --global-batch-size {n} gives each data-parallel rank"
+        fail(f"--micro-batch-size {args.micro_batch_size} does not divide the {samples}")
     args.dp, args.tp = data_parallel_size, tensor_parallel_size
-    if args.grad_clip == 0:
-        args.grad_clip = math.inf
-    if args.dtype is None:
-        args.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    args.grad_clip = args.grad_clip or math.inf
+    args.dtype = args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     args.autocast = args.dtype == "bfloat16"  # a stage that casts weights itself turns it off
     args.batching = Batching(args.seq_len, n, args.micro_batch_size, args.seed)
     return args
@@ -170,10 +160,9 @@ def check_pipeline(args: Namespace, p: int, flag: str, dp: int = 1, tp: int = 1)
         needs = f"a multiple of {p} ({flag}) micro-batches"
         fail(f"--schedule interleaved needs {needs}, not {m}: pass {fix}, for example")
     if args.n_layers < p * v:
-        fail(
-            f"--n-layers {args.n_layers} do not fill {p * v} stages ({flag} {p}, --virtual-stages "
-            f"{v}): pass --n-layers {p * v} or more, or a smaller {flag}"
-        )
+        stages = f"{p * v} stages ({flag} {p}, --virtual-stages {v})"
+        fix = f"--n-layers {p * v} or more, or a smaller {flag}"
+        fail(f"--n-layers {args.n_layers} do not fill {stages}: pass {fix}")
     return args
 
 
@@ -181,10 +170,8 @@ def check_mesh(args: Namespace, n_ranks: int) -> Namespace:
     """Set the data-parallel degree to the ranks over --pp times --tp. Includes `check_pipeline`."""
     dp, rest = divmod(n_ranks, args.pp * args.tp)
     if rest:
-        fail(
-            f"--pp {args.pp} times --tp {args.tp} does not divide the {n_ranks} ranks "
-            "(--nproc-per-node); data parallelism takes what is left over"
-        )
+        ranks = f"{n_ranks} ranks (--nproc-per-node); data parallelism takes what is left over"
+        fail(f"--pp {args.pp} times --tp {args.tp} does not divide the {ranks}")
     return check_pipeline(args, args.pp, "--pp", dp, args.tp)
 
 
@@ -193,10 +180,8 @@ def check_cp(args: Namespace, n_ranks: int) -> Namespace:
     cp = args.cp = args.cp or n_ranks
     dp, rest = divmod(n_ranks, cp)
     if rest:
-        fail(
-            f"--cp {cp} does not divide the {n_ranks} ranks (--nproc-per-node); data parallelism "
-            "takes what is left over"
-        )
+        ranks = f"{n_ranks} ranks (--nproc-per-node); data parallelism takes what is left over"
+        fail(f"--cp {cp} does not divide the {ranks}")
     check_arguments(args, dp)
     if cp > 1 and args.seq_len % (2 * cp):
         longer = -(-args.seq_len // (2 * cp)) * 2 * cp
@@ -219,10 +204,8 @@ def check_experts(args: Namespace, n_ranks: int) -> Namespace:
     args.ep = args.ep or divisor
     if divisor % args.ep:
         fit = ", ".join(str(d) for d in range(1, divisor + 1) if divisor % d == 0)
-        fail(
-            f"--ep {args.ep} does not divide both the {n_ranks} ranks (--nproc-per-node) and "
-            f"--n-experts {args.n_experts}: pass one of {fit}"
-        )
+        both = f"the {n_ranks} ranks (--nproc-per-node) and --n-experts {args.n_experts}"
+        fail(f"--ep {args.ep} does not divide both {both}: pass one of {fit}")
     return args
 
 
@@ -246,10 +229,9 @@ def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) ->
 
 def model_config(args: Namespace, vocab: list[str]) -> TransformerConfig:
     """The model's configuration, from the flags and the vocabulary."""
-    shape = {name: getattr(args, name) for name in SHAPE}
     config = TransformerConfig(
         vocab_size=len(vocab),
-        **shape,
+        **{name: getattr(args, name) for name in SHAPE},
         dropout=args.dropout,
         activation_checkpointing=args.activation_checkpointing,
         n_experts=getattr(args, "n_experts", 0),

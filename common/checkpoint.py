@@ -15,7 +15,6 @@ its vocabulary and corpus, so that resuming with others is an error or is report
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 import warnings
@@ -164,9 +163,7 @@ class Checkpointer:
     `corpus`, saved with each checkpoint and compared with those of the one resumed from.
     """
 
-    def __init__(
-        self, path: str | os.PathLike, timeout: timedelta | None = None, run: dict | None = None
-    ):
+    def __init__(self, path: str | Path, timeout: timedelta | None = None, run: dict | None = None):
         self.path, self.run = Path(path), run
         self.group = None
         if dist.is_initialized():
@@ -230,7 +227,6 @@ class Checkpointer:
             return 0
         if not found:
             fail(f"--resume {resume}: no checkpoint there (a folder step-..., or a run's folder)")
-        corrupt: list[Path] = []
         for path, older in zip(found, [*found[1:], None], strict=True):
             try:
                 step, notes = self._fill(state, path)
@@ -243,12 +239,11 @@ class Checkpointer:
                     left = f"older ones: {', '.join(others)}" if others else "no older one is left"
                     fail(f"--resume {resume}: {path} is corrupt: {error}; {left}")
                 print0(f"{path} is corrupt: {error}; going back to {older.name}")
-                if path.parent == self.path:
-                    corrupt.append(path)
-        for bad in corrupt if rank() == 0 else []:  # they do not count as checkpoints to keep
-            aside = self.path / f"corrupt-{bad.name}"
-            shutil.rmtree(aside, ignore_errors=True)
-            bad.rename(aside)
+        if rank() == 0 and path.parent == self.path:
+            for bad in found[: found.index(path)]:  # they do not count as checkpoints to keep
+                aside = self.path / f"corrupt-{bad.name}"
+                shutil.rmtree(aside, ignore_errors=True)
+                bad.rename(aside)
         for adamw in optimizer.state.values():
             adamw["step"].fill_(step)
         print0("\n".join([*notes, f"resumed from {path}, {step} steps done"]))
@@ -276,17 +271,16 @@ class Checkpointer:
         errors, names = zip(*self._gather((error, set(state))), strict=True)
         if any(errors):
             raise next(filter(None, errors))
-        step = torch.tensor(0)
         try:
             planner = storage.LoadPlanner({"step"}.union(*names))
-            state = {**state, "step": step}
+            state = {**state, "step": torch.tensor(0)}
             dcp.load(state, storage_reader=reader, planner=planner, **self._ranks)
         except dcp.api.CheckpointException as error:
             cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
             if isinstance(cause, storage.CheckpointError):
                 raise cause from None
             raise storage.CorruptCheckpointError(str(cause).strip().split("\n")[0]) from None
-        return int(step.item()), notes
+        return int(state["step"].item()), notes
 
 
 SHAPE = ("d_model", "n_layers", "n_heads")  # of the weights

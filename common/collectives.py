@@ -18,8 +18,6 @@ The tests compare these figures with the calls that PyTorch's dispatcher sees, a
 that processes write to the kernel.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -82,18 +80,14 @@ def _ring(group: Group) -> float:
     return (size - 1) / size
 
 
-def all_reduce(
-    tensor: Tensor, op=ReduceOp.SUM, group: Group = None, async_op: bool = False
-) -> Work | None:
+def all_reduce(tensor: Tensor, op=ReduceOp.SUM, group: Group = None, **kwargs) -> Work | None:
     ledger.record("all_reduce", tensor.nbytes, 2 * _ring(group), group)
-    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+    return dist.all_reduce(tensor, op=op, group=group, **kwargs)
 
 
-def all_gather_single(
-    output: Tensor, input: Tensor, group: Group = None, async_op: bool = False
-) -> Work | None:
+def all_gather_single(output: Tensor, input: Tensor, group: Group = None, **kwargs) -> Work | None:
     ledger.record("all_gather_single", output.nbytes, _ring(group), group)
-    return dist.all_gather_single(output, input, group=group, async_op=async_op)
+    return dist.all_gather_single(output, input, group=group, **kwargs)
 
 
 def reduce_scatter_single(

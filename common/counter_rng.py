@@ -5,8 +5,6 @@ and any resumed run gets the same initial weight, batch and dropout mask. (Count
 Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.)
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

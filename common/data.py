@@ -5,8 +5,6 @@ temporary folder and renames it; processes that start meanwhile wait. Afterwards
 network or tokenizes again, and all ranks of a node share the mapped pages.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib
@@ -98,10 +96,8 @@ def _folder_name(name: str) -> str:
     files = [folder / f"{split}.txt" for split in SPLITS]
     for file in files:
         if not file.is_file():
-            fail(
-                f"--data {name}: no {file.name} there; give a folder with train.txt, valid.txt and "
-                "test.txt, or wikitext2, or sample"
-            )
+            known = "a folder with train.txt, valid.txt and test.txt, or wikitext2, or sample"
+            fail(f"--data {name}: no {file.name} there; give {known}")
     identity = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return f"{folder.name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:12]}"
 
@@ -208,14 +204,9 @@ def _write(words: dict[str, list[str]], folder: Path) -> None:
         numbers = [number.get(word, number.get(UNKNOWN)) for word in words[split]]
         (folder / f"{split}.int32").write_bytes(torch.tensor(numbers, dtype=torch.int32).numpy())
     (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in vocab), encoding="utf-8")
-    (folder / "digest.txt").write_text(_digest(folder))
-
-
-def _digest(folder: Path) -> str:
-    """A hash of a prepared corpus."""
-    files = [folder / name for name in (*(f"{split}.int32" for split in SPLITS), "vocab.txt")]
-    digests = [hashlib.sha256(file.read_bytes()).digest() for file in files]
-    return hashlib.sha256(b"".join(digests)).hexdigest()[:12]
+    files = [*(folder / f"{split}.int32" for split in SPLITS), folder / "vocab.txt"]
+    digests = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
+    (folder / "digest.txt").write_text(hashlib.sha256(digests).hexdigest()[:12])
 
 
 # ---- batches ----

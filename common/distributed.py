@@ -3,8 +3,6 @@
 Everything here works without a process group too: a single process is rank 0 of 1.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -171,10 +169,8 @@ def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> d
     size, stride = shape[axis], prod(shape[axis + 1 :])
     firsts = (rank for rank in range(prod(shape)) if rank // stride % size == 0)
     lines = [[first + i * stride for i in range(size)] for first in firsts]
-    group, _ = dist.new_subgroups_by_enumeration(
-        lines, timeout=timedelta(seconds=timeout), group_desc=name
-    )
-    return group
+    limit = timedelta(seconds=timeout)
+    return dist.new_subgroups_by_enumeration(lines, timeout=limit, group_desc=name)[0]
 
 
 def cleanup() -> None:

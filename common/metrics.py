@@ -3,8 +3,6 @@
 A line goes to the console, to `metrics.jsonl` and to TensorBoard. Rank 0 writes it.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -11,8 +11,6 @@ Vaswani et al., "Attention is all you need", 2017; pre-norm with RMSNorm (Zhang 
 2019), rotary positions (Su et al., 2021), no biases, an untied head.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -147,15 +145,14 @@ class RMSNorm(nn.Module):
     gathered in bfloat16, would move in steps of 1/128. Weight decay pulls the factor towards 1.
     """
 
-    def __init__(self, d_model: int, eps: float = 1e-6):
+    def __init__(self, d_model: int):
         super().__init__()
         self.offset = nn.Parameter(torch.empty(d_model))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:  # [..., d_model] -> the same, in its dtype
         dtype = torch.promote_types(self.offset.dtype, torch.float32)
         factor = 1 + self.offset.to(dtype)
-        return F.rms_norm(x.to(dtype), factor.shape, factor, self.eps).to(x.dtype)
+        return F.rms_norm(x.to(dtype), factor.shape, factor, eps=1e-6).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -289,9 +286,7 @@ def initial_value(full_name: str, full_shape: Sequence[int], seed: int) -> Tenso
     if kind == ("offset", 1):
         return torch.zeros(full_shape)
     if kind != ("weight", 2):
-        raise ValueError(
-            f"{full_name} {list(full_shape)}: no initial value; add a rule for it here"
-        )
+        raise ValueError(f"{full_name} {list(full_shape)}: no initial value; add a rule here")
     std = 0.02
     if full_name.startswith("layers."):
         std = full_shape[1] ** -0.5
@@ -304,8 +299,8 @@ def initial_value(full_name: str, full_shape: Sequence[int], seed: int) -> Tenso
 def init_weights(module: nn.Module, seed: int, prefix: str = "") -> None:
     """Give every parameter of `module` its initial value; `prefix` is the module's full name.
 
-    Each value has a random stream of its own, so neither the order nor other modules matter. The
-    first expert of a mixture begins as the dense model's MLP.
+    Each value has a random stream of its own, so neither the order nor other modules matter. Expert
+    0 of a mixture has those of the dense MLP: with --top-k 1 it begins with the same weights.
     """
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
         name = name.replace(".experts.0.", ".")

@@ -1,7 +1,5 @@
 """What all stages share of the optimizer: AdamW's settings, learning-rate schedule, clipping."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

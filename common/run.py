@@ -1,7 +1,5 @@
 """A run: its folder (see RUNNING.md), its steps, when it saves, and when it stops."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib
@@ -61,10 +59,9 @@ class Run:
         if dist.is_initialized():
             timeout = timedelta(seconds=args.timeout)
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="stop")
+        flags = {k: 0 if v == math.inf else v for k, v in vars(args).items() if k != "batching"}
         saved = {  # with every checkpoint
-            "arguments": {
-                k: 0 if v == math.inf else v for k, v in vars(args).items() if k != "batching"
-            },
+            "arguments": flags,
             "vocabulary": hashlib.sha256("\n".join(corpus.vocab).encode()).hexdigest()[:12],
             "corpus": corpus.digest,
         }
@@ -86,10 +83,9 @@ class Run:
         problem = self._make_folder(description) if rank() == 0 else None
         if self._any_rank(problem is not None):
             fail(str(problem))
-        print0(
-            f"{stage}: {config.num_parameters() / 1e6:.2f} M parameters, {world_size()} x "
-            f"{device.type}, data {corpus.name} (hash {corpus.digest}), run folder {self.folder}"
-        )
+        size = f"{config.num_parameters() / 1e6:.2f} M parameters, {world_size()} x {device.type}"
+        data = f"data {corpus.name} (hash {corpus.digest})"
+        print0(f"{stage}: {size}, {data}, run folder {self.folder}")
         continues = has_restarted() and bool(checkpoints(self.checkpoints.path))
         self.resume = "auto" if self._any_rank(continues) else args.resume
 
@@ -214,11 +210,9 @@ class Run:
         for name, value in (("loss", self._loss), ("gradient norm", self._grad_norm)):
             if not math.isfinite(float(value)):
                 self.checkpoints.wait()  # of an earlier step, and good
-                fail(
-                    f"the {name} of step {step} is {float(value)}: stopped, nothing saved since; "
-                    "try a lower --lr, a lower --grad-clip or more --warmup-steps",
-                    status=1,
-                )
+                what = f"the {name} of step {step} is {float(value)}: stopped, nothing saved since"
+                fix = "try a lower --lr, a lower --grad-clip or more --warmup-steps"
+                fail(f"{what}; {fix}", status=1)
 
 
 def _interrupt(*_) -> None:

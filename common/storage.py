@@ -6,8 +6,6 @@ PyTorch's reader ignores it. The metadata's own follows its pickle, where unpick
 Both are verified before anything is used. A checkpoint without them is an error.
 """
 
-from __future__ import annotations
-
 import copyreg
 import io
 import os
@@ -21,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.futures import Future
 from torch.utils.serialization import config
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -38,16 +37,11 @@ class IncompatibleCheckpointError(CheckpointError):
     """The checkpoint is intact, but belongs to another model or another program."""
 
 
-def _tensor_of(state: dict[str, Any], index: MetadataIndex) -> Tensor:
-    value = state[index.fqn]
-    return value if isinstance(value, Tensor) else value.__get_tensor_shard__(index)
-
-
 class SavePlanner(dcp.DefaultSavePlanner):
     """PyTorch's planner, for tensors and for `common.checkpoint.Shard`."""
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return _tensor_of(self.state_dict, index).contiguous()
+        return find_tensor_shard(self.state_dict[index.fqn], index).contiguous()
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
@@ -70,7 +64,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             raise IncompatibleCheckpointError(str(error)) from None
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return _tensor_of(self.state_dict, index)
+        return find_tensor_shard(self.state_dict[index.fqn], index)
 
 
 class HashingStream:

@@ -1,7 +1,5 @@
 """What stages 03 and 04 check of a model's units, and of what is done with their parameters."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -21,11 +19,10 @@ def parameters_by_unit(
     """
     names = {unit: name for name, unit in module.named_modules()}
     users = Counter(p for unit in units for p in unit.parameters())
-    seen: set[nn.Parameter] = set()
-    for name, p in module.named_parameters(remove_duplicate=False):
-        if users[p] != 1 or p in seen:
+    paths = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+    for name, p in module.named_parameters():
+        if users[p] != 1 or paths[p] != 1:
             raise ValueError(f"{name}: tied, in no unit, or in several")
-        seen.add(p)
         if not p.requires_grad or p.dtype != next(module.parameters()).dtype:
             raise ValueError(f"{name}: frozen, or of another dtype than the others")
     for unit in units:
@@ -38,8 +35,7 @@ def parameters_by_unit(
 
 def is_lookup(unit: nn.Module) -> bool:
     """Whether a unit's parameters are those of embeddings alone."""
-    owners = [m for m in unit.modules() if list(m.parameters(recurse=False))]
-    return all(isinstance(m, nn.Embedding) for m in owners)
+    return all(isinstance(m, nn.Embedding) for m in unit.modules() if list(m.parameters(False)))
 
 
 def cast_inputs(args: tuple, kwargs: dict, dtype: torch.dtype | None) -> tuple[tuple, dict]:
@@ -54,7 +50,6 @@ def cast_inputs(args: tuple, kwargs: dict, dtype: torch.dtype | None) -> tuple[t
 class NoGradient(Tensor):
     """In place of a gradient that is incomplete or sharded: without memory, any use is an error."""
 
-    @staticmethod
     def __new__(cls, param: Tensor):
         like = {"dtype": param.dtype, "device": param.device, "storage_size": 0}
         return Tensor._make_wrapper_subclass(cls, param.shape, **like)
