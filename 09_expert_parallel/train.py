@@ -2,22 +2,21 @@
 
 Each layer's MLP becomes E experts, smaller MLPs of which every token uses k, chosen by a router.
 So the model has E/k times the MLP parameters at the same FLOPs per token. The experts are sharded
-across the ranks: an all-to-all takes every token to the ranks of its experts, a second one brings
+across the ranks: an all-to-all takes every token to the ranks of its experts, another one brings
 the results back. No token is dropped, however many choose the same expert.
 
 New since stage 02, whose data parallelism trains everything else: `expert_parallel`, the division
 of the experts' gradients by the number of ranks, a global norm that counts each expert once, and a
 bias per expert that keeps the load balanced.
 
-    N ranks, --ep of which share one set of experts; D dense parameters, X in all experts; per layer
-    T tokens of a rank's micro-batch; S, R rows of d_model that it sends to, receives from others
+    N ranks, --ep of which share one set of experts; D dense parameters, X in all experts; T tokens
+    of a rank's micro-batch, for which a layer sends S rows of d_model and receives R of other ranks
 
-    memory per rank           16 (D + X / ep) bytes; kept by a mixture for backward, if balanced:
-                              T d_model (9 + 2 k) elements
-    communication per step    02's all-reduce of D; per layer and micro-batch 4 all-to-alls of
-                              2 (S + R) rows in total, and one of E (1 - 1/ep) counts; an all-reduce
-                              of the counts; with ep < N an all-reduce of X / ep
-    --activation-checkpointing  6 all-to-alls of 3 (S + R) rows, and the counts twice
+    memory per rank           16 (D + X / ep) bytes; kept by a layer's mixture for backward, if
+                              balanced: T d_model (9 + 2 k) elements
+    communication per step    02's all-reduce of D, one of all loads, with ep < N one of X / ep
+    per layer, micro-batch    4 all-to-alls of 2 (S + R) rows in total, one of E (1 - 1/ep) counts;
+                              --activation-checkpointing: 6 of 3 (S + R), and the counts twice
 
 Lepikhin et al., "GShard", 2020, section 3.2. Gale et al., "MegaBlocks", 2022 (no dropping). Wang
 et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
@@ -98,7 +97,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
         tokens = x.flatten(0, -2)  # [T, d]
         weights, chosen = self.route(tokens)
-        by_expert = chosen.flatten()  # [T k], the expert of each row
+        by_expert = chosen.flatten()  # [T k], entry i is an expert of token i // k
         counts = torch.zeros_like(self.bias, dtype=torch.int64)
         counts.scatter_add_(0, by_expert, torch.ones_like(by_expert))
         if self.training:  # recomputation counts again, which changes no ratio
@@ -106,10 +105,11 @@ class MixtureOfExperts(nn.Module):
         order = by_expert.argsort(stable=True)  # so the rows for one rank are contiguous
         rows = in_autocast_dtype(tokens)[order // self.top_k]  # [T k, d]
 
-        sent, received = exchange_counts(counts, self.group)
-        send, receive = [sum(rows) for rows in sent], [sum(rows) for rows in received]
+        counts_out, counts_in = exchange_counts(counts, self.group)
+        send = [sum(of_rank) for of_rank in counts_out]
+        receive = [sum(of_rank) for of_rank in counts_in]
         rows = AllToAll.apply(rows, send, receive, self.group)
-        rows = self.run_experts(rows, received)
+        rows = self.run_experts(rows, counts_in)
         rows = AllToAll.apply(rows, receive, send, self.group)
 
         results = torch.empty_like(rows)
@@ -123,16 +123,16 @@ class MixtureOfExperts(nn.Module):
             scores = self.router(tokens).softmax(dim=-1)  # [T, E]
         chosen = self.choose(scores.detach())
         weights = scores.gather(-1, chosen)
-        if self.top_k > 1:  # a single weight would always be 1, and the router get no gradient
+        if self.top_k > 1:  # for k = 1: always 1, and the router's gradient mere rounding
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, chosen
 
     def choose(self, scores: Tensor) -> Tensor:
         return (scores + self.bias).topk(self.top_k, dim=-1).indices
 
-    def run_experts(self, rows: Tensor, received: list[list[int]]) -> Tensor:
+    def run_experts(self, rows: Tensor, counts_in: list[list[int]]) -> Tensor:
         """Apply each local expert to its rows. They lie by source rank, then by expert."""
-        parts = list(rows.split([n for counts in received for n in counts]))
+        parts = list(rows.split([n for of_rank in counts_in for n in of_rank]))
         n_local = len(self.experts)
         for i, expert in enumerate(self.experts.values()):
             # also without rows: then its gradient is zero, and every rank has the same graph
@@ -211,7 +211,7 @@ def average_expert_gradients(
 
 @torch.no_grad()
 def balance_load(model: nn.Module, rate: float) -> Tensor:
-    """Move each expert's bias by `rate`: down if it had more tokens than the mean, else up.
+    """Move each expert's bias by `rate`: down if it had more tokens than the mean, up if fewer.
 
     Returns the load of the busiest expert, relative to the mean, averaged over the layers.
     """
@@ -247,11 +247,11 @@ def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--n-experts", type=positive_int, default=8, help="experts per layer")
     parser.add_argument("--top-k", type=positive_int, default=2, help="experts per token")
-    degree = "ranks that share one set of experts (default: as many as possible)"
+    degree = "ranks that share one set of experts (default: gcd of ranks and experts)"
     parser.add_argument("--ep", type=positive_int, help=degree)
     balance = "how fast the experts' biases move; 0: no balancing"
     parser.add_argument("--balance-rate", type=non_negative, default=0.01, help=balance)
-    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per all-reduce")
+    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     return check_experts(parser.parse_args(argv), world_size())
 

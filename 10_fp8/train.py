@@ -1,12 +1,12 @@
 """Stage 10: float8 matmuls with dynamic scaling.
 
-A float8 number has 8 bits, and a GPU multiplies float8 matrices twice as fast as bfloat16 ones. Its
+A float8 number has 8 bits, and tensor cores multiply float8 up to twice as fast as bfloat16. Its
 range is too small for the tensors of a training step, so each tensor, or each of its rows, is first
 divided by a scale that makes its largest element fit. Here the linear layers of attention and MLP
 compute in float8; weights, optimizer, embedding, head, norms and attention stay as they are.
 
-New since stage 02: `float8`, which replaces these layers, and --recipe. Rowwise gives each token
-and each output feature a scale of its own, tensorwise has one per tensor.
+New since stage 02: `float8`, which replaces these layers, and --recipe. Rowwise gives each row of a
+matrix a scale of its own, tensorwise has one per tensor.
 
     memory          16 P bytes per rank for P parameters, as in 02. For backward, a linear layer
                     saves its input in 1 byte per element, and 4 per scale
@@ -55,8 +55,8 @@ from common.run import Run
 #                             sums over    rowwise                       tensorwise
 #   forward    Y  = X W^T     in           X, W in e4m3                  X, W in e4m3
 #   backward   dX = dY W      out          dY in e5m2, W in e4m3         dY in e5m2, W in e4m3
-#              dW = dY^T X    tokens       dY, and X as it was saved,    dY in e5m2, X in e4m3
-#                                          in the dtype of autocast
+#              dW = dY^T X    tokens       dY and X dequantized, in      dY in e5m2, X in e4m3
+#                                          the dtype of autocast
 
 E4M3 = torch.float8_e4m3fn  # 4 bits of exponent and 3 of mantissa, largest 448: for X and W
 E5M2 = torch.float8_e5m2  # a wider range and one bit less, largest 57,344: for gradients
@@ -179,7 +179,7 @@ def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
     parser.add_argument("--recipe", choices=RECIPES, default="rowwise", help="what shares a scale")
-    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per all-reduce")
+    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
