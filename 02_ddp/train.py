@@ -53,9 +53,9 @@ from common.run import Run
 class DistributedDataParallel(nn.Module):
     """Keep the replicas of a module identical: same initial weights, same averaged gradients.
 
-    module: has the same parameters on every rank. process_group: the ranks whose gradients are
-    averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, and 1 in the first, so
-    that communication starts early. A step ends with `finish_gradient_synchronization`.
+    module: the same contiguous parameters on every rank, frozen or not for good. process_group: the
+    ranks whose gradients are averaged; None for all. bucket_cap_mb: the most MB in one all-reduce,
+    1 in the first, which thus starts early. A step ends with `finish_gradient_synchronization`.
     """
 
     def __init__(
@@ -68,9 +68,8 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.detach(), group=process_group, group_src=0)
-        # `parameters()` yields a tied parameter once; a frozen one has no gradient to reduce. In
-        # reverse order: backward finishes the last layer first
-        params = [p for p in module.parameters() if p.requires_grad][::-1]
+        self.trains = {p: p.requires_grad for p in module.parameters()}  # once where it is tied
+        params = [p for p, trains in self.trains.items() if trains][::-1]  # as backward: last first
         self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
@@ -116,6 +115,8 @@ class DistributedDataParallel(nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """Reduce what remains, and wait until every gradient is the average over the ranks."""
+        if any(p.requires_grad != trains for p, trains in self.trains.items()):
+            raise RuntimeError("freeze or unfreeze parameters before they are wrapped")
         self.launch_ready_buckets(backward_has_ended=True)
         for bucket in self.buckets:
             bucket.finish_reduction()
@@ -144,9 +145,8 @@ class Bucket:
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
         """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
 
-        After `zero_grad(set_to_none=True)` backward allocates a new gradient outside the buffer;
-        later micro-batches then add to the view in place. A missing gradient counts as zero.
-        Dividing here, before the sum, makes the sum the average, in the same pass over the memory.
+        After `zero_grad` backward allocates a new gradient outside the buffer; later micro-batches
+        add to the view. A missing gradient is zero. Dividing before the sum makes it the average.
         """
         view = self.grad_views[param]
         if param.grad is None:

@@ -204,8 +204,8 @@ class ZeroRedundancyOptimizer:
         if any(p.requires_grad != (p in self.bucket_of) for p in self.module.parameters()):
             raise RuntimeError("freeze, move or cast parameters before they are sharded")
         self.optimizer.step()  # writes the shards, which the all-gathers below send
-        torch.autograd.graph.increment_version(self.bucket_of)  # older graphs are now stale
         if self.zero_stage < 3:  # stage 3 gathers in the next forward
+            torch.autograd.graph.increment_version(self.bucket_of)  # older graphs are now stale
             for gather in [bucket.start_all_gather() for bucket in self.buckets]:
                 gather.wait()
 
@@ -247,8 +247,9 @@ class ZeroRedundancyOptimizer:
         return cast_inputs(args, kwargs, self.param_dtype)
 
     def after_forward(self, bucket: FlatParameter, unit: nn.Module, args, output) -> Tensor | None:
-        if not isinstance(output, Tensor):
-            raise TypeError(f"unit {bucket.name} returns {type(output)}, not one tensor")
+        own = bucket.full.untyped_storage()
+        if not isinstance(output, Tensor) or output.untyped_storage() is own:
+            raise TypeError(f"unit {bucket.name} returns {type(output)}, not one tensor of its own")
         if bucket is self.entered:
             return None  # recomputed: backward needs the parameters
         bucket.reshard()
@@ -410,6 +411,7 @@ class FlatParameter(ShardedGradientBucket):
         nan = torch.full((), torch.nan, dtype=self.full.dtype, device=device)
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
         self.gathering: Work | None = None  # the all-gather in flight
+        self.versions = {p: p._version for p in self.params}  # counts changes in place
         self.point_parameters_to(self.freed_views)
         self.full.untyped_storage().resize_(0)
 
@@ -420,6 +422,8 @@ class FlatParameter(ShardedGradientBucket):
         """
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
+            if any(p._version != version for p, version in self.versions.items()):
+                raise RuntimeError("a parameter has been changed in place: only shards may change")
             storage.resize_(self.full.numel() * self.full.element_size())
             self.point_parameters_to(self.full_views)
             # cast before it is sent: in bfloat16 that is half the bytes

@@ -70,9 +70,9 @@ class FullyShardedDataParallel(nn.Module):
 
     The contract, which is checked. `units` are modules that each forward of `module` runs once, in
     this order, and each returns one tensor. Each parameter is in exactly one unit, trains, and has
-    the common dtype. Every backward reaches every parameter. All micro-batches of a step but the
-    last are under `no_sync()`. A step is `finish_gradient_synchronization()`, `clip_grad_norm_()`,
-    `optimizer.step()`, `optimizer.zero_grad(set_to_none=True)`.
+    the common dtype. Every backward reaches every parameter. With replicas, all micro-batches of a
+    step but the last are under `no_sync()`. A step is `finish_gradient_synchronization()`,
+    `clip_grad_norm_()`, `optimizer.step()`, `optimizer.zero_grad(set_to_none=True)`.
 
     module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
     one unit's parameters memory and values. shard_group: the N ranks that shard each unit.
@@ -96,6 +96,8 @@ class FullyShardedDataParallel(nn.Module):
         device: torch.device | None = None,
         cpu_offload: bool = False,
     ):
+        if replicate_group is not None and shard_group is None:
+            raise ValueError("replicate_group needs a shard_group: by default all ranks shard")
         super().__init__()
         object.__setattr__(self, "module", module)  # unregistered: its parameters are not ours
         self.group, self.param_dtype = shard_group, param_dtype
@@ -230,8 +232,9 @@ class FullyShardedDataParallel(nn.Module):
         return cast_inputs(args, kwargs, self.param_dtype)
 
     def after_forward(self, bucket: FlatParameter, unit: nn.Module, args, output) -> Tensor | None:
-        if not isinstance(output, Tensor):
-            raise TypeError(f"unit {bucket.name} returns {type(output)}, not one tensor")
+        own = bucket.full.untyped_storage()
+        if not isinstance(output, Tensor) or output.untyped_storage() is own:
+            raise TypeError(f"unit {bucket.name} returns {type(output)}, not one tensor of its own")
         if bucket is self.entered:
             return None  # recomputed: backward needs the parameters
         if self.reshard_after_forward or not torch.is_grad_enabled():
@@ -371,6 +374,7 @@ class FlatParameter:
         nan = torch.full((), torch.nan, dtype=self.full.dtype, device=device)
         self.freed_views = {p: nan.expand(p.shape) for p in self.params}
         self.gathering: Work | None = None  # the all-gather in flight
+        self.versions = {p: p._version for p in self.params}  # counts changes in place
         self.point_parameters_to(self.freed_views)
         self.full.untyped_storage().resize_(0)
 
@@ -381,6 +385,8 @@ class FlatParameter:
         """
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
+            if any(p._version != version for p, version in self.versions.items()):
+                raise RuntimeError("a parameter has been changed in place: only shards may change")
             storage.resize_(self.full.numel() * self.full.element_size())
             self.point_parameters_to(self.full_views)
             # cast before it is sent: in bfloat16 that is half the bytes

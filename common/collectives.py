@@ -138,6 +138,8 @@ def all_to_all_single(
 
 
 def broadcast(tensor: Tensor, src: int | None = None, group: Group = None, **kwargs) -> Work | None:
+    if not tensor.is_contiguous():
+        raise ValueError("broadcast takes contiguous tensors; Gloo would send other elements")
     ledger.record("broadcast", tensor.nbytes, _ring(group), group)
     return dist.broadcast(tensor, src, group=group, **kwargs)
 

@@ -28,13 +28,14 @@ def parameters_by_unit(
     for unit in units:
         if materialize is not None:
             materialize(unit, names[unit])
-        if any(p.is_meta for p in unit.parameters()):
-            raise ValueError(f"{names[unit]}: on the meta device, without values")
-        yield names[unit], unit, list(unit.parameters())
+        params = list(unit.parameters())
+        if not params or any(p.is_meta for p in params):
+            raise ValueError(f"{names[unit]}: no parameters, or without values on the meta device")
+        yield names[unit], unit, params
 
 
 def is_lookup(unit: nn.Module) -> bool:
-    """Whether a unit's parameters are those of embeddings alone."""
+    """Whether all parameters are those of `nn.Embedding`s, which look rows up and do no more."""
     return all(isinstance(m, nn.Embedding) for m in unit.modules() if list(m.parameters(False)))
 
 
@@ -58,10 +59,9 @@ class NoGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise RuntimeError(
-            "this gradient is incomplete or sharded: call finish_gradient_synchronization(), and "
-            f"clip_grad_norm_() and zero_grad() of the class that shards ({function})"
-        )
+        others = f"clip_grad_norm_() and zero_grad() of the class that shards ({function})"
+        fix = f"call finish_gradient_synchronization(), and {others}"
+        raise RuntimeError(f"this gradient is incomplete or sharded: {fix}")
 
 
 def forbid_copies(module: nn.Module) -> None:

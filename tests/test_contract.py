@@ -1,4 +1,4 @@
-"""The contract of stages 03 and 04: every misuse is an error, and what is allowed is exact."""
+"""The contracts of stages 02 to 04: every misuse is an error, and what is allowed is exact."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from techniques import Trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +34,8 @@ class Unit(nn.Module):
             return y
         if self.how == "unused parameter":
             return y
+        if self.how == "view of a parameter":
+            return self.linear.weight[: len(x)]
         y = self.other(y)
         if self.how == "detached weight":  # read in backward after all gradients have arrived
             y = y + nn.functional.linear(x.sin(), self.other.weight.detach()).tanh()
@@ -113,6 +116,14 @@ def meta(model: Chain) -> None:
     model.to("meta")
 
 
+def strided(model: Chain) -> None:
+    model.units[1].linear.weight.data = torch.randn(6, 12)[:, ::2]
+
+
+def without_parameters(model: Chain) -> None:
+    model.units.append(nn.Tanh())
+
+
 MODELS = {  # how the model is changed, strategies, message
     "tied": (tied, UNITS, "tied"),
     "tied within a unit": (tied_within, UNITS, "tied"),
@@ -125,6 +136,9 @@ MODELS = {  # how the model is changed, strategies, message
     "skipped unit": (chain("skipped"), UNITS, "a forward runs each unit once"),
     "last unit skipped": (chain("last skipped"), UNITS, "a forward has to run each unit once"),
     "tuple output": (chain("", "tuple"), UNITS, "not one tensor"),
+    "view of a parameter": (chain("", "view of a parameter"), UNITS, "not one tensor"),
+    "unit without parameters": (without_parameters, UNITS, "no parameters"),
+    "parameter with strides": (strided, ["ddp"], "contiguous"),
     "unused parameter": (chain("", "unused parameter"), UNITS, "every parameter of unit"),
 }
 
@@ -313,6 +327,20 @@ def frozen_afterwards(trainer: Trainer) -> None:
     train(trainer)
 
 
+def frozen_after_wrapping(trainer: Trainer) -> None:
+    trainer.plain.units[1].requires_grad_(False)
+    synchronized(trainer)
+
+
+def changed_in_place(trainer: Trainer) -> None:
+    nn.init.zeros_(trainer.plain.units[1].linear.bias)
+    train(trainer)
+
+
+def replicas_without_shards(trainer: Trainer) -> None:
+    Trainer("fsdp", chain(), groups={"replicate_group": dist.group.WORLD})
+
+
 def moved_data(trainer: Trainer) -> None:
     bias = trainer.plain.units[1].linear.bias
     bias.data = bias.data.clone()
@@ -359,6 +387,9 @@ LOOPS = {  # what the loop does, strategies, message
     "a loss of a kept tensor alone": (kept_tensor_alone, UNITS, ""),
     "frozen afterwards": (frozen_afterwards, STAGES_1_2, "freeze, move or cast"),
     "frozen afterwards, units": (frozen_afterwards, UNITS, "every parameter"),
+    "frozen afterwards, replicas": (frozen_after_wrapping, ["ddp"], "freeze or unfreeze"),
+    "a parameter changed in place": (changed_in_place, UNITS, "changed in place"),
+    "replicas without shards": (replicas_without_shards, ["fsdp"], "needs a shard_group"),
     "another tensor as data": (moved_data, ZERO, "freeze, move or cast"),
     "double afterwards": (doubled, ALL, ""),
     "half": (of_module("half"), UNITS, "shards only"),
