@@ -112,16 +112,8 @@ def mixed(model: Chain) -> None:
     model.units[1].linear.double()
 
 
-def meta(model: Chain) -> None:
-    model.to("meta")
-
-
 def strided(model: Chain) -> None:
     model.units[1].linear.weight.data = torch.randn(6, 12)[:, ::2]
-
-
-def without_parameters(model: Chain) -> None:
-    model.units.append(nn.Tanh())
 
 
 MODELS = {  # how the model is changed, strategies, message
@@ -130,14 +122,14 @@ MODELS = {  # how the model is changed, strategies, message
     "outside of all units": (outside, UNITS, "in no unit"),
     "frozen": (frozen, UNITS, "frozen"),
     "mixed dtypes": (mixed, UNITS, "dtype"),
-    "meta device": (meta, UNITS, "meta device"),
+    "meta device": (lambda model: model.to("meta"), UNITS, "meta device"),
     "other order": (chain("other order"), UNITS, "a forward runs each unit once"),
     "a unit twice": (chain("twice"), UNITS, "a forward runs each unit once"),
     "skipped unit": (chain("skipped"), UNITS, "a forward runs each unit once"),
     "last unit skipped": (chain("last skipped"), UNITS, "a forward has to run each unit once"),
     "tuple output": (chain("", "tuple"), UNITS, "not one tensor"),
     "view of a parameter": (chain("", "view of a parameter"), UNITS, "not one tensor"),
-    "unit without parameters": (without_parameters, UNITS, "no parameters"),
+    "unit without parameters": (lambda model: model.units.append(nn.Tanh()), UNITS, "no param"),
     "parameter with strides": (strided, ["ddp"], "contiguous"),
     "unused parameter": (chain("", "unused parameter"), UNITS, "every parameter of unit"),
 }
@@ -337,10 +329,6 @@ def changed_in_place(trainer: Trainer) -> None:
     train(trainer)
 
 
-def replicas_without_shards(trainer: Trainer) -> None:
-    Trainer("fsdp", chain(), groups={"replicate_group": dist.group.WORLD})
-
-
 def moved_data(trainer: Trainer) -> None:
     bias = trainer.plain.units[1].linear.bias
     bias.data = bias.data.clone()
@@ -350,6 +338,10 @@ def moved_data(trainer: Trainer) -> None:
 def doubled(trainer: Trainer) -> None:
     trainer.model.double()
     train(trainer)
+
+
+def replicas_alone(_: Trainer) -> None:
+    Trainer("fsdp", chain(), groups={"replicate_group": dist.group.WORLD})
 
 
 def of_module(name: str, *args) -> Callable[[Trainer], object]:
@@ -389,7 +381,7 @@ LOOPS = {  # what the loop does, strategies, message
     "frozen afterwards, units": (frozen_afterwards, UNITS, "every parameter"),
     "frozen afterwards, replicas": (frozen_after_wrapping, ["ddp"], "freeze or unfreeze"),
     "a parameter changed in place": (changed_in_place, UNITS, "changed in place"),
-    "replicas without shards": (replicas_without_shards, ["fsdp"], "needs a shard_group"),
+    "replicas without shards": (replicas_alone, ["fsdp"], "needs a shard_group"),
     "another tensor as data": (moved_data, ZERO, "freeze, move or cast"),
     "double afterwards": (doubled, ALL, ""),
     "half": (of_module("half"), UNITS, "shards only"),

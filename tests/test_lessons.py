@@ -322,11 +322,6 @@ MARKDOWN = {
         "<li>c</li> </ol> <p>End.</p> </details> <p>x</p>",
     ),
     "details without an end": ("<details>\n\nx", "&lt;details&gt; <p>x</p>"),
-    "code in a fence": (
-        "```sh\nfor x in <a>; do\n```",
-        '<pre><code><i class="k">for</i> x <i class="k">in</i> &lt;a&gt;; '
-        '<i class="k">do</i></code></pre>',
-    ),
     "a comment": ("a\n\n<!-- check\n<b> => 1\n-->\n\nb", "<p>a</p> <p>b</p>"),
     "small tags": (
         "x<sub>1 `<b>`</sub> </sub><sub> *z*",
