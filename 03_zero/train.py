@@ -72,7 +72,7 @@ class ZeroRedundancyOptimizer:
     """Shard an element-wise optimizer across the data-parallel ranks: ZeRO stages 1, 2 and 3.
 
     The contract, which is checked. A step is `finish_gradient_synchronization()`,
-    `clip_grad_norm_()`, `step()`, `zero_grad()`; each of the last three includes the first. Stage
+    `clip_grad_norm_()`, `step()`, `zero_grad()`; each of the last three calls the first. Stage
     1: all micro-batches of a step but the last are under `no_sync()`. Stage 3: `units` are modules
     that each forward of `module` runs once, in this order, and each returns one tensor; each
     parameter is in exactly one unit, trains, and has the common dtype; every backward reaches
@@ -491,7 +491,7 @@ def parse_args(argv: list[str] | None = None):
         "--zero-stage", type=int, choices=(1, 2, 3), default=1, help="what to shard"
     )
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
-    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     # stage 3 all-gathers in bf16; autocast would keep a bf16 copy of all the weights
     args.autocast = args.autocast and args.zero_stage < 3

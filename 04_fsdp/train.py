@@ -459,7 +459,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--no-reshard-after-forward", action="store_true", help="until backward")
     parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
-    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     if world_size() % args.shard_size:
         fail(f"--shard-size {args.shard_size} does not divide the {world_size()} ranks")

@@ -359,7 +359,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> T
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--sequence-parallel", action="store_true", help="shard the sequence too")
-    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_arguments(parser.parse_args(argv), tensor_parallel_size=world_size())
 
 

@@ -429,10 +429,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
-    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="order of the work")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="pipeline schedule")
     stages = "stages per rank (default: 2 if interleaved, else 1)"
     parser.add_argument("--virtual-stages", type=positive_int, help=stages)
-    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_pipeline(parser.parse_args(argv), world_size(), "--nproc-per-node")
 
 

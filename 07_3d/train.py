@@ -185,10 +185,10 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel degree")
     parser.add_argument("--sequence-parallel", action="store_true", help="shard the sequence too")
     schedules = ["1f1b", "interleaved"]
-    parser.add_argument("--schedule", choices=schedules, default="1f1b", help="order of the work")
+    parser.add_argument("--schedule", choices=schedules, default="1f1b", help="pipeline schedule")
     stages = "stages per rank (default: 2 if interleaved, else 1)"
     parser.add_argument("--virtual-stages", type=positive_int, help=stages)
-    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_mesh(parser.parse_args(argv), world_size())
 
 

@@ -342,7 +342,7 @@ def parse_args(argv: list[str] | None = None):
     kind = "how attention crosses the ranks of a sequence"
     parser.add_argument("--context-parallel-kind", choices=KINDS, default="ring", help=kind)
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
-    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_cp(parser.parse_args(argv), world_size())
 
 

@@ -10,7 +10,7 @@ of the experts' gradients by the number of ranks, a global norm that counts each
 bias per expert that keeps the load balanced.
 
     N ranks, --ep of which share one set of experts; D dense parameters, X in all experts; T tokens
-    of a rank's micro-batch, for which a layer sends S rows of d_model and receives R of other ranks
+    of a rank's micro-batch, for which a layer sends S rows of d_model and receives R from others
 
     memory per rank           16 (D + X / ep) bytes; kept by a layer's mixture for backward, if
                               balanced: T d_model (9 + 2 k) elements
@@ -80,7 +80,7 @@ def expert_parallel(model: Transformer, group: ProcessGroup) -> Transformer:
 class MixtureOfExperts(nn.Module):
     """E experts, of which each token uses the k that its router scores highest.
 
-    experts: those of this rank, by their number among all. bias: [E], added to the scores to choose
+    experts: those of this rank, by global index. bias: [E], added to the scores to choose
     experts, not to weight them. load: [E], tokens of this rank per expert since `balance_load`.
     """
 
@@ -123,7 +123,7 @@ class MixtureOfExperts(nn.Module):
             scores = self.router(tokens).softmax(dim=-1)  # [T, E]
         chosen = self.choose(scores.detach())
         weights = scores.gather(-1, chosen)
-        if self.top_k > 1:  # for k = 1: always 1, and the router's gradient mere rounding
+        if self.top_k > 1:  # k = 1: weights would be 1, the router's gradient noise
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, chosen
 
@@ -131,7 +131,7 @@ class MixtureOfExperts(nn.Module):
         return (scores + self.bias).topk(self.top_k, dim=-1).indices
 
     def run_experts(self, rows: Tensor, counts_in: list[list[int]]) -> Tensor:
-        """Apply each local expert to its rows. They lie by source rank, then by expert."""
+        """Apply each local expert to its rows. Rows are ordered by source rank, then expert."""
         parts = list(rows.split([n for of_rank in counts_in for n in of_rank]))
         n_local = len(self.experts)
         for i, expert in enumerate(self.experts.values()):
@@ -252,7 +252,7 @@ def parse_args(argv: list[str] | None = None):
     balance = "how fast the experts' biases move; 0: no balancing"
     parser.add_argument("--balance-rate", type=non_negative, default=0.01, help=balance)
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
-    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_experts(parser.parse_args(argv), world_size())
 
 

@@ -44,7 +44,7 @@ def unscaled(x: Tensor, dtype: torch.dtype, rowwise: bool) -> Float8:
 
 
 def exactly_scaled(x: Tensor, dtype: torch.dtype, rowwise: bool) -> Float8:
-    """`to_float8` with amax / largest as the scale, which is no power of two."""
+    """`to_float8` with amax / largest as the scale, not a power of two."""
     amax = x.abs().amax(1 if rowwise else (0, 1), keepdim=True).float().clamp(min=1e-24)
     scale = amax / torch.finfo(dtype).max
     return Float8((x / scale).to(dtype), scale)
@@ -139,7 +139,7 @@ def outlier_errors(kind: str, sharing: str, of: str) -> list[float]:
 
 
 def changed_by_an_outlier(size: float) -> float:
-    """Which share of one rank's elements rounds to another value with the scale of a second rank,
+    """The share of one rank's elements that rounds differently with the scale of a second rank,
     which has an outlier, than with its own: one scale per tensor."""
     torch.manual_seed(0)
     x = torch.randn(512, 512)

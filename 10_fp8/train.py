@@ -180,7 +180,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
     parser.add_argument("--recipe", choices=RECIPES, default="rowwise", help="what shares a scale")
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
-    parser.add_argument("--timeout", type=seconds, default=600, help="seconds until a hang ends")
+    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
 

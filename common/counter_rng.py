@@ -76,7 +76,7 @@ class CounterDropout(nn.Module):
             return x
         return x * self.keep(x, keys) / (1.0 - self.p)
 
-    @torch.compiler.disable  # 2.13 compiles the integers of a whole layer wrongly for AVX-512
+    @torch.compiler.disable  # PyTorch 2.13 miscompiles a full layer's integers for AVX-512
     def keep(self, x: Tensor, keys: Tensor) -> Tensor:
         """True for the elements of x to keep: bool [batch, seq, features]."""
         seq, features = x.shape[-2:]

@@ -171,7 +171,7 @@ def _wikitext2_lines() -> dict[str, list[str]]:
 
 
 def _sample_words() -> dict[str, list[str]]:
-    """The Python language reference that every CPython carries (`help("if")`), split by topic.
+    """The Python language reference that ships with CPython (`help("if")`), split by topic.
 
     Of six topics one goes to `valid` and one to `test`, without the lines that `train` has too:
     topics quote one another. A token is a word or a punctuation mark. Words that occur once in

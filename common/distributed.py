@@ -247,13 +247,13 @@ def save0(obj: Any, path: str | os.PathLike) -> None:
 def fail(message: str, status: int = 2) -> NoReturn:
     """Print one line on stderr, once for the whole job, and exit with `status` (2: wrong usage).
 
-    Every rank must come to the same failure. The others wait for rank 0, which may start last: a
+    Every rank must fail the same way. The others wait for rank 0, which may start last: a
     launcher that sees one process exit terminates the rest, rank 0 before it has printed.
     """
     if rank() == 0:
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
         if dist.is_initialized() and world_size() > 1:
-            time.sleep(GRACE)  # after `setup` all ranks are close, and exit by themselves
+            time.sleep(GRACE)  # after `setup` all ranks arrive soon, and exit by themselves
     elif world_size() > 1:
         with contextlib.suppress(ValueError):  # not in the main thread
             # a launcher that terminates this rank while it waits gets the same status

@@ -56,7 +56,7 @@ def readable(line: dict) -> str:
     shown = dict(line)
     if "seconds_left" in line:
         shown["seconds_left"] = timedelta(seconds=round(line["seconds_left"]))
-    if not torch.cuda.is_available():  # then it is the process's, most of which is PyTorch itself
+    if not torch.cuda.is_available():  # then `memory_mb` is the process's: mostly PyTorch itself
         shown.pop("memory_mb", None)
     return "  ".join(COLUMNS[key][1].format(shown[key]) for key in COLUMNS if key in shown)
 

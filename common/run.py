@@ -216,7 +216,7 @@ class Run:
 
 
 def _interrupt(*_) -> None:
-    """Ctrl-C is no failure: one line in place of a traceback."""
+    """Ctrl-C is not a failure: one line, no traceback."""
     print0("\ninterrupted", file=sys.stderr)
     os._exit(130)  # without waiting for the other ranks
 

@@ -52,7 +52,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self.names = names
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: dcp.Metadata, *_) -> None:
-        self.state_dict, self.metadata = state_dict, metadata  # PyTorch's would copy each `Shard`
+        self.state_dict, self.metadata = state_dict, metadata  # PyTorch's version copies `Shard`s
 
     def create_local_plan(self) -> dcp.LoadPlan:
         unknown = sorted(self.metadata.state_dict_metadata.keys() - self.names)
@@ -124,7 +124,7 @@ class AtomicWriter(dcp.FileSystemWriter):
         return copy
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        return plan  # PyTorch's would create the folder, on every rank
+        return plan  # PyTorch's version creates the folder on every rank
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """Create the folder. Runs on rank 0, before any rank writes."""
@@ -138,7 +138,7 @@ class AtomicWriter(dcp.FileSystemWriter):
         try:  # without the zip archive's own checksum, which PyTorch never verifies
             with config.patch("save.compute_crc32", False):
                 written = super().write_data(plan, planner)
-        except RuntimeError as error:  # on a full disk the zip writer's, which hides the OSError
+        except RuntimeError as error:  # on a full disk the zip writer's error hides the OSError
             raise error.__context__ or error from None
         for result in written.value():
             result.storage_data.xxh3_64 = self.transforms.hashes[result.index].intdigest()

@@ -68,7 +68,7 @@ def forbid_copies(module: nn.Module) -> None:
     """Saving, loading, copying, casting or moving a module of sharded parameters is an error."""
 
     def fail(*_, **__):
-        raise RuntimeError("a rank has shards only: load, copy, cast, move before; save the shards")
+        raise RuntimeError("a rank has shards only: load, copy, cast, move first; save the shards")
 
     module.register_state_dict_pre_hook(fail)
     module.register_load_state_dict_pre_hook(fail)

@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# srun runs this once on each node (see launch.sh): it adds the node's own settings to the launcher.
+# srun runs this once on each node (see launch.sh): it adds the node's own settings to the launcher,
+# and passes signals on to the processes that train.
 set -euo pipefail
 
 # the signal that asks to save and stop would kill torchrun, or a Python that is still importing
 trap "" USR1
+ulimit -n "$(ulimit -Hn)" || true # Gloo connects every rank with every other, in several groups
 
 if [[ $1 == torchrun ]]; then
   # torchrun compares addresses to find out whether a node hosts the rendezvous, which fails when
-  # HOST_SUFFIX names another network
+  # HOST_SUFFIX names another network. Nodes may start minutes after one another.
   is_host=$((SLURM_NODEID == 0))
   shift
-  set -- --rdzv-conf "is_host=$is_host" "$@"
+  set -- --rdzv-conf "is_host=$is_host,read_timeout=600" "$@"
   if [[ ${HOST_SUFFIX-} ]]; then set -- --local-addr "$SLURMD_NODENAME$HOST_SUFFIX" "$@"; fi
   set -- torchrun "$@"
   # restarts (torchrun's own variable turns them on) need a store for each attempt, see RUNNING.md
@@ -27,7 +29,21 @@ if [[ ${STAGE_DATA-} ]]; then # read the corpora from this node's memory
     echo "STAGE_DATA: nothing to copy, there is no ${DATA_ROOT:-data} (DATA_ROOT); make data fills it" >&2
     mkdir "$copy"
   fi
-  DATA_ROOT=$copy "$@"
-else
-  exec "$@"
+  export DATA_ROOT=$copy
 fi
+
+"$@" &
+child=$!
+# With cgroups (proctrack/cgroup) Slurm signals only the process that it has started, this one.
+# torchrun's children are the ranks; it would give them 30 seconds, too few to save a large model.
+# shellcheck disable=SC2317 # the traps call it
+pass_on() {
+  if [[ $1 == torchrun ]]; then pkill "-$2" -P "$child"; else kill "-$2" "$child"; fi || true
+}
+# shellcheck disable=SC2064 # $1 is the launcher, now
+for signal in USR1 TERM; do trap "pass_on $1 $signal" "$signal"; done
+while true; do
+  wait "$child" && status=0 || status=$? # a trap interrupts a wait
+  kill -0 "$child" 2>/dev/null || break
+done
+exit "$status"

@@ -420,7 +420,7 @@ def is_rewritten(rows: list[Row]) -> bool:
 
 
 class LeftOut(NamedTuple):
-    """Rows in a row that a reader can do without, all equal or all removed."""
+    """Consecutive rows that a reader can do without, all equal or all removed."""
 
     rows: list[Row]
 

@@ -165,7 +165,7 @@ def empty_batches(_, batching, device, first_step: int, rank: int = 0, size: int
 
 
 def balanced_counts(rows: int, counts: Tensor, group: dist.ProcessGroup) -> list:
-    """In place of 09's `exchange_counts`: each of the ranks has `rows`, as many for each expert."""
+    """In place of 09's `exchange_counts`: every rank has `rows`, evenly over the experts."""
     all_to_all_single(torch.empty_like(counts), counts, group=group)  # for the ledger
     (each, rest), n = divmod(rows, len(counts)), len(counts) // group.size()
     every = [each + (i < rest) for i in range(len(counts))]

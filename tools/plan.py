@@ -12,7 +12,7 @@
     ARGS=             the model's flags, as in every stage, and --global-batch-size
 
 Step times come from `step_time`. Bytes and memory are formulas, because a dry run takes seconds per
-layout; a test holds them to the dry run.
+layout; tests compare them with the dry run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MOST_MICRO_BATCH = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to run the model. memory: peak bytes of the rank that has most."""
+    """One way to run the model. memory: peak bytes on the fullest rank."""
 
     stage: str
     flags: str
@@ -178,7 +178,7 @@ def data_parallel_bytes(job: Job, last: bool) -> float:
 
 
 def peak_memory(job: Job, rows: int = 2048) -> float:
-    """Bytes at the peak, of the rank that has most. rows: of a chunk of logits (common/loss.py)."""
+    """Peak bytes of the rank that has the most. rows: of a chunk of logits (common/loss.py)."""
     return max(
         memory_of_rank(job, rows, last) for last in ((False, True) if job.pp > 1 else (True,))
     )
@@ -327,7 +327,7 @@ def show(found: list[tuple[float, Layout]], model: Job, command: str, explain: b
             row = f"{'latency-bound, not predicted':26}{layout.memory / 1e9:6.1f}GB"
         print(f"{number:2} {row}\n     {command.format(stage=layout.stage, flags=layout.flags)}")
         for reason in reasons:
-            print(f"     outside of what the model was held to: {reason}")
+            print(f"     outside of what the model was validated on: {reason}")
     if tied > 1:
         print(f"\nThe first {tied} are within {TIE - 1:.0%} of each other, a tie: measure these.")
     if explain:

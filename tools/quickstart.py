@@ -1,6 +1,6 @@
 """Train every stage for a few steps on the embedded sample and compare their losses.
 
-`make quickstart` runs it; the rows come from the stages' files. They differ by technique alone, so
+`make quickstart` runs it; the rows come from the stages' files. They differ in technique alone, so
 their losses must agree: a difference of more than 1e-5 from stage 01 at any step is a failure. A
 stage that changes what is computed is compared with its own run in one process, within the
 tolerance of its file. Stage 01 saves a checkpoint halfway, from which the last row resumes.

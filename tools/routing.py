@@ -1,8 +1,8 @@
 """The routing of stage 09, recorded and compared: which experts each token chose, in every step.
 
 Routing is discrete. Two runs that differ in the order of a sum agree to seven digits until two
-experts of a token are nearly tied: then one run takes the one and the other the other, and the runs
-part for good. So they are compared up to that token, or with the routing of one replayed in both.
+experts of a token are nearly tied: then each run may take a different one, and the runs diverge for
+good. So they are compared up to that token, or with the routing of one replayed in both.
 
     python tools/routing.py record FOLDER [flags of train.py]           writes all choices
     torchrun ... tools/routing.py compare FOLDER [flags of train.py]    finds the first other one

@@ -1,4 +1,4 @@
-"""Holds `step_time` to published runs: which of them it can predict, and how well.
+"""Validates `step_time` on published runs: which it can predict, and how well.
 
     python tools/step_time.py benchmarks/published_runs.csv
     python tools/step_errors.py fit

@@ -1,4 +1,4 @@
-"""How long a training step takes: an analytical model, held to published measurements.
+"""How long a training step takes: an analytical model, validated on published runs.
 
     python tools/step_time.py benchmarks/published_runs.csv
 
@@ -164,10 +164,10 @@ def group_bandwidth(ranks: int, per_node: int, nvlink: float, card: float) -> fl
     ranks: members of the group; per_node: those of them that share a node; nvlink, card: bytes/s of
     one GPU inside its node, and of its network card, in one direction.
 
-    NCCL builds as many rings as a group has network cards, each of which leaves the node by another
-    card. So a ring over full nodes of eight has the bandwidth of eight cards, at most NVLink's, and
-    a group with one member per node that of one card. The other groups of a node use the other
-    cards: no two of them share one. If they did, at the same time, each would get its part.
+    NCCL builds as many rings as a group has network cards, each leaving the node by its own card.
+    So a ring over full nodes of eight has the bandwidth of eight cards, at most NVLink's, and a
+    group with one member per node that of one card. The other groups of a node use the other cards:
+    no two of them share one. If they did, at the same time, each would get its part.
 
     Measured: 192 GB/s on DGX A100s with eight cards of 25 GB/s (NVIDIA/nccl#812, quoted in #1576).
     One card's 12.5 GB/s per GPU would make FSDP of a 70B model on 96 H100s with 100 GB/s per node

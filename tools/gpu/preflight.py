@@ -221,7 +221,7 @@ class Ranks:
             if is_first:
                 self.leave(f"not finished after {self.args.limit:.0f} s; {self.stragglers()}")
             host = socket.gethostname()
-            self.leave(f"{host}: rank 0 has not ended this, stopped in {self.phase_name!r}")
+            self.leave(f"{host}: rank 0 did not respond; stopped in {self.phase_name!r}")
 
         timer = threading.Timer(left if is_first else left + 5, end)
         timer.daemon = True

@@ -314,7 +314,7 @@ def content_hash(text: str) -> str:
 
 
 def write(pages: dict[str, str], out: Path) -> None:
-    """Write the pages, and remove those of an earlier build that are none any more."""
+    """Write the pages, and remove those of an earlier build that no longer exist."""
     out.mkdir(parents=True, exist_ok=True)
     for path in out.glob("*.html"):
         if path.name not in pages:

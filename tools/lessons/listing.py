@@ -61,7 +61,7 @@ def outline(blocks: Iterable[Block]) -> list[Entry]:
 
 @dataclass
 class Group:
-    """Lines in a row. known: the definition that they repeat; then they are folded."""
+    """Consecutive lines. known: the definition that they repeat; then they are folded."""
 
     lines: list[Markup]
     kind: str = ""

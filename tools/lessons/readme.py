@@ -40,7 +40,7 @@ class Document:
 
 @dataclass
 class Resolver:
-    """Where a README's references lead; None where nothing of the pages answers.
+    """Where a README's references lead; None where they lead to no page.
 
     link: of a relative address. picture: of an image's address, as data. name: of a code span.
     """
