@@ -24,7 +24,7 @@ help: ## this list
 # NPROC=4     processes of run-02 and later; by default one per GPU, or two without a GPU
 # ARGS="..."  flags for the script: make run-01 ARGS="--data sample --steps 100"
 # EDIT="..."  an expression for sed: run-NN trains with this change to the script, and prints it
-# NODES= GPUS= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 TIME=02:00:00
+# NODES= GPUS= CPUS= MEM= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 MEM=0
 # FROM=01     the stage that diff-NN compares with; by default the one that its stage.toml names
 # FULL=1 RAW=1    diff-NN shows the whole new file, its changed lines marked, or git's diff
 # GPU=h100    of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN= SVG=: see tools/plan.py
@@ -60,7 +60,7 @@ endif
 ifneq ($(wildcard slurm/cluster/slurm.conf),)
 export SLURM_CONF := $(CURDIR)/slurm/cluster/slurm.conf
 endif
-export NODES GPUS PARTITION ACCOUNT TIME EDIT
+export NODES GPUS CPUS MEM PARTITION ACCOUNT TIME EDIT
 
 submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
 	@slurm/jobs.sh submit $(folder) $(ARGS)

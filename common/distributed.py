@@ -5,6 +5,7 @@ Everything here works without a process group too: a single process is rank 0 of
 
 import contextlib
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -82,7 +83,7 @@ def _read_environment() -> Launch:
         ranks = env["RANK"], *local, env["WORLD_SIZE"]
     elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         launcher, host = "srun", ""
-        port = 20000 + (7 * int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", 0))) % 20000
+        port = 20000 + (7 * int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", 0))) % 12000
         size = int(env["SLURM_STEP_NUM_TASKS"])
         local = env["SLURM_LOCALID"], size // int(env.get("SLURM_STEP_NUM_NODES", 1))
         ranks = env["SLURM_PROCID"], *local, size
@@ -209,7 +210,8 @@ def _report(error: BaseException) -> None:
         *_, frame = [f for f in frames if Path(f.filename).is_relative_to(repo)] or frames
         place = f"{frame.name} ({frame.filename}:{frame.lineno})"
         text = f"another rank is gone, as seen in {place}: {error}"
-    print(f"[rank {rank()} of {world_size()}] {text}", file=sys.stderr, flush=True)
+    where = f"rank {rank()} of {world_size()}, {platform.node()}"
+    print(f"[{where}] {text}", file=sys.stderr, flush=True)
     if lost:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(GRACE)

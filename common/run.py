@@ -78,7 +78,7 @@ class Run:
             "launcher": launch_environment().launcher,
             "device": self.metrics.device_name or platform.processor() or platform.machine(),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "git_commit": git_commit(),
+            "git_commit": git_commit() if rank() == 0 else None,
         }
         problem = self._make_folder(description) if rank() == 0 else None
         if self._any_rank(problem is not None):

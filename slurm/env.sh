@@ -29,6 +29,8 @@ export TRITON_CACHE_DIR=${TRITON_CACHE_DIR-$cache/triton}
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR-$cache/inductor}
 # compute nodes have no internet: fail at once, without a download, if `make data` was not run
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE-1} HF_DATASETS_OFFLINE=${HF_DATASETS_OFFLINE-1}
+# after `sbatch --export=NONE`, too, srun passes the environment on
+export SLURM_EXPORT_ENV=ALL
 # srun (22.05 and later) does not inherit --cpus-per-task from sbatch
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 
@@ -41,7 +43,7 @@ else
   MASTER_ADDR=$(scontrol --oneliner show node "$MASTER_ADDR" | sed 's/.*NodeAddr=\([^ ]*\).*/\1/')
 fi
 # a port per job, because jobs may share a node
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000)) # below the ports that Linux gives to connections
 export MASTER_ADDR MASTER_PORT
 
 if [[ -n ${VENV=.venv} ]]; then

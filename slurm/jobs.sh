@@ -104,6 +104,8 @@ submit() {
     if [[ ${PARTITION-} ]]; then flags+=(--partition="$PARTITION"); fi
     if [[ ${ACCOUNT-} ]]; then flags+=(--account="$ACCOUNT"); fi
     if [[ ${TIME-} ]]; then flags+=(--time="$TIME"); fi
+    if [[ ${CPUS-} ]]; then flags+=(--cpus-per-task="$CPUS"); fi
+    if [[ ${MEM-} ]]; then flags+=(--mem="$MEM"); fi
     # without --kill-on-invalid-dep a job whose predecessor failed would stay pending forever
     if [[ $before ]]; then flags+=(--dependency="afterok:$before" --kill-on-invalid-dep=yes); fi
     flags+=("$stage/train.sbatch" "$@")

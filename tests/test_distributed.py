@@ -295,9 +295,9 @@ def test_first_failure_ends_the_job_within_seconds_and_other_ranks_print_at_most
     ours, _, of_torchrun = done.stderr.partition("ChildFailedError")
     assert told in of_torchrun.split("Root Cause")[1], done.stderr
     if "ValueError" in failure:
-        assert "[rank 1 of 3] Traceback" in ours and told in ours
+        assert "[rank 1 of 3, " in ours and "] Traceback" in ours and told in ours
     for other in (0, 2):  # torchrun may terminate them before they notice
-        said = [line for line in ours.splitlines() if f"[rank {other} of 3]" in line]
+        said = [line for line in ours.splitlines() if f"[rank {other} of 3, " in line]
         assert len(said) <= 1 and all("another rank is gone, as seen in" in x for x in said)
     assert ours.count("Traceback") == (2 if "ValueError" in failure else 1)  # one is torchrun's own
     assert done.stderr.count("\n") < 80, done.stderr

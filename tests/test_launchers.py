@@ -320,6 +320,32 @@ def test_staging_copies_existing_data_or_warns(tmp_path, exists):
         assert str(tmp_path / "corpora") in done.stderr
 
 
+RANKS = """#!/usr/bin/env python3
+import pathlib, subprocess, sys
+rank = "import pathlib, signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0)); "
+rank += "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); "
+rank += "pathlib.Path(sys.argv[1]).touch(); signal.sigtimedwait([], 20); sys.exit(3)"
+folder = pathlib.Path(__file__).parent
+command = lambda i: [sys.executable, "-c", rank, folder / f"rank{i}"]
+ranks = [subprocess.Popen(command(i), start_new_session=True) for i in range(2)]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_the_process_that_slurm_started_reaches_the_ranks(tmp_path, number):
+    """Under cgroups Slurm signals no other. torchrun starts each rank in a session of its own."""
+    (tmp_path / "torchrun").write_text(RANKS)
+    (tmp_path / "torchrun").chmod(0o755)
+    environment = dict(os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_NODEID="0")
+    node = subprocess.Popen(["bash", REPO / "slurm/node.sh", "torchrun"], env=environment)
+    while not all((tmp_path / f"rank{i}").exists() for i in range(2)):
+        assert node.poll() is None
+        time.sleep(0.05)
+    node.send_signal(number)
+    assert node.wait(10) == 0
+
+
 def test_make_cluster_names_missing_packages(tmp_path):
     done = make(tmp_path, "cluster")
     assert done.returncode != 0 and not (tmp_path / "copy/slurm/cluster").exists()

@@ -178,7 +178,7 @@ def test_hanging_rank_ends_the_job_after_the_timeout(corpus_dir, tmp_path):
     processes[1].kill()
     processes[1].communicate()
     assert processes[0].returncode == 1 and 3 < seconds < 20
-    assert "[rank 0 of 2]" in said
+    assert "[rank 0 of 2, " in said
     assert "\nNo answer within --timeout" in said, said[-3000:]
 
 
