@@ -19,7 +19,7 @@ sys.path.insert(0, str(REPO / "tools"))
 
 import compare
 import diff
-from compare import Comparison, Definition, Row
+from compare import Comparison, Definition
 from stages import pairs as stage_pairs
 
 pairs = pytest.mark.parametrize("old, new", stage_pairs())
@@ -309,28 +309,6 @@ def test_lines_far_from_a_change_are_folded_except_the_line_of_def():
     ]
     shorter = "def f(x):\n" + "".join(lines[:3] + lines[8:])
     assert "-     ... 5 lines" in text_of(compared(before, shorter))
-
-
-# ---- lines and words ----
-
-
-def rows(before: str, after: str) -> list[Row]:
-    old, new = (compare.split_stage("stage", f"def f():\n{x}").blocks[0] for x in (before, after))
-    return compare.align(old, new)[1:]
-
-
-def test_words_that_differ_are_marked_and_indentation_is_not():
-    (row,) = rows("    return f(a, b)\n", "    return f(a, g(b))\n")
-    pieces = [(old, new) for old, new in row.words if old != new]
-    assert pieces == [("", "g("), ("", ")")]
-    assert "".join(old for old, _ in row.words) == row.old.text
-    assert "".join(new for _, new in row.words) == row.new.text
-    (row,) = rows("    call(f(a))\n", "    call(f(a), size=f(b))\n")
-    assert [pair for pair in row.words if pair[0] != pair[1]] == [("", ", size=f(b)")]
-    wrapped = rows("    call(f(a))\n", "    with g():\n        call(f(a))\n")
-    assert [row.kind for row in wrapped] == ["added", "changed"]
-    assert wrapped[1].words[0] == ("    ", "        ")
-    assert all(old == new for old, new in wrapped[1].words[1:])
 
 
 # ---- the command ----
