@@ -211,7 +211,7 @@ def test_torchrun_restart_of_a_killed_rank_resumes_the_last_checkpoint(pools, co
 
 
 def test_torchrun_with_restarts_and_a_store_that_outlives_them_is_an_error(tmp_path):
-    arguments = "--standalone --nproc-per-node 2 --max-restarts 1"
+    arguments = "--standalone --nproc-per-node 1 --max-restarts 1"
     job = torchrun(arguments, "02", "--data sample --steps 1".split(), tmp_path)
     _, said = job.communicate(timeout=300)
     lines = [line for line in said.splitlines() if line.startswith("train.py: ")]
