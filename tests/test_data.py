@@ -77,6 +77,13 @@ def test_a_batch_may_be_larger_than_an_epoch():
         assert sorted(found[10 * epoch : 10 * epoch + 10]) == list(range(10))
 
 
+def test_data_order_depends_on_the_seed():
+    orders = [
+        windows_of(steps_of(numbered(500), batching(seed=seed), limit=3)) for seed in (1, 2, 1)
+    ]
+    assert orders[0] == orders[2] != orders[1]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
 def test_micro_batches_of_all_ranks_concatenate_to_the_global_batch(size):
     tokens = numbered(50 * SEQ + 1)

@@ -188,6 +188,11 @@ def test_submission_names_the_gpus_that_it_does_not_take(tmp_path):
     assert done.returncode == 0 and "job 7, log 04_fsdp-7.log" in done.stdout
 
 
+def test_submission_takes_the_cpus_and_the_memory_of_a_node(tmp_path):
+    done = make(tmp_path, "submit-04", "NODES=1", "CPUS=96", "MEM=0", **SLURM)
+    assert "--cpus-per-task=96 --mem=0 04_fsdp/train.sbatch" in done.stdout, done.stderr
+
+
 def test_submission_passes_its_time_in_the_environment_of_the_job(tmp_path):
     done = make(tmp_path, "submit-01", **SLURM | {"sbatch": 'echo "7;$SUBMITTED" >&2; echo 7'})
     assert re.search(r"^7;\d{8}-\d{6}$", done.stderr, re.MULTILINE)

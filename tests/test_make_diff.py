@@ -19,7 +19,7 @@ sys.path.insert(0, str(REPO / "tools"))
 
 import compare
 import diff
-from compare import Comparison, Definition
+from compare import Comparison, Definition, Row
 from stages import pairs as stage_pairs
 
 pairs = pytest.mark.parametrize("old, new", stage_pairs())
@@ -311,6 +311,34 @@ def test_lines_far_from_a_change_are_folded_except_the_line_of_def():
     assert "-     ... 5 lines" in text_of(compared(before, shorter))
 
 
+# ---- lines and words ----
+
+
+def rows(before: str, after: str) -> list[Row]:
+    old, new = (compare.split_stage("stage", f"def f():\n{x}").blocks[0] for x in (before, after))
+    return compare.align(old, new)[1:]
+
+
+def test_words_that_differ_are_marked_and_indentation_is_not():
+    (row,) = rows("    return f(a, b)\n", "    return f(a, g(b))\n")
+    pieces = [(old, new) for old, new in row.words if old != new]
+    assert pieces == [("", "g("), ("", ")")]
+    assert "".join(old for old, _ in row.words) == row.old.text
+    assert "".join(new for _, new in row.words) == row.new.text
+    (row,) = rows("    call(f(a))\n", "    call(f(a), size=f(b))\n")
+    assert [pair for pair in row.words if pair[0] != pair[1]] == [("", ", size=f(b)")]
+    wrapped = rows("    call(f(a))\n", "    with g():\n        call(f(a))\n")
+    assert [row.kind for row in wrapped] == ["added", "changed"]
+    assert wrapped[1].words[0] == ("    ", "        ")
+    assert all(old == new for old, new in wrapped[1].words[1:])
+
+
+def test_lines_are_aligned_with_those_that_they_resemble_most():
+    before = "    first = compute(a)\n    return first\n"
+    after = "    zero = nothing()\n    first = compute(b)\n\n    return first\n"
+    assert [row.kind for row in rows(before, after)] == ["added", "changed", "added", "equal"]
+
+
 # ---- the command ----
 
 
@@ -354,6 +382,14 @@ def test_a_pipe_gets_plain_text_and_a_terminal_colours():
     assert at_a_terminal(NO_COLOR="1") == plain
     assert tool("02", FORCE_COLOR="1").stdout == shown
     assert "\033" not in tool("02", FORCE_COLOR="1", NO_COLOR="1").stdout
+
+
+def test_each_line_ends_its_own_colours():
+    """`less -R` starts each line without colours."""
+    for line in tool("04", FORCE_COLOR="1").stdout.splitlines():
+        codes = re.findall(r"\033\[([\d;]*)m", line)
+        assert not codes or codes[-1] == "0"
+    assert "{+" in tool("02").stdout and "{+" not in tool("02", FORCE_COLOR="1").stdout
 
 
 def test_full_raw_and_count():
