@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import gzip
 import io
 import json
 import multiprocessing
@@ -321,10 +320,8 @@ def command(words: list[str], environment: dict[str, str], seconds: float) -> tu
 
 
 def read_trace(folder: Path) -> list[dict]:
-    (path,) = folder.glob("rank0.*pt.trace.json*")
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else open(path)
-    with opened as file:
-        return json.load(file)["traceEvents"]
+    (path,) = folder.glob("rank0.*pt.trace.json")
+    return json.loads(path.read_text())["traceEvents"]
 
 
 def hidden_share(events: list[dict]) -> float:

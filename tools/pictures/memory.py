@@ -1,6 +1,6 @@
 """Draw a rank's memory over one training step, from measured steps of stages 02, 03 and 04.
 
-    python tools/pictures/memory.py all      # the READMEs' pictures: make pictures
+    python tools/pictures/memory.py      # the READMEs' pictures: make pictures
 
 Each panel trains the tiny model for two steps with the stage's own class, as rank 0 of two ranks.
 PyTorch's fake process group answers for the other rank, so Gloo's buffers are not counted. After

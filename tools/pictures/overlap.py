@@ -15,7 +15,6 @@ reads traces of CPU runs (Gloo); open a GPU's in https://ui.perfetto.dev.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import re
 from bisect import bisect_right
@@ -50,12 +49,11 @@ class Span(NamedTuple):
 
 def load_trace(folder: Path, rank: int) -> list[dict]:
     """The events of a rank's trace that have a duration, in the order of their start."""
-    paths = sorted(folder.glob(f"profile/rank{rank}.*pt.trace.json*"))
+    paths = sorted(folder.glob(f"profile/rank{rank}.*pt.trace.json"))
     if not paths:
         raise SystemExit(f"overlap.py: no trace of rank {rank} in {folder}/profile: use --profile")
-    opened = gzip.open(paths[-1], "rt") if paths[-1].suffix == ".gz" else open(paths[-1])
-    with opened as file:
-        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    trace = json.loads(paths[-1].read_text())
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     if any(e.get("cat") == "kernel" for e in events):
         raise SystemExit("overlap.py: this is a GPU's trace; open it in https://ui.perfetto.dev")
     return sorted(events, key=lambda e: (e["ts"], -e["dur"]))
@@ -238,19 +236,11 @@ def picture(
                 labeled = x + w / 2 + 5.5 * len(label)
             count[span.label] += 1
         y += heights[name] + 12
-    draw_axis(art, left, bottom + 6, scale, length)
+    art.axis(left, bottom + 6, scale, length, "ms")
     meanings = {span.fill: span.label for spans in lanes.values() for span in spans}
     phases = {fill: name for fill, name in PHASES.items() if fill in {s.fill for s in compute}}
     art.legend(left, bottom + 48, phases | ({} if len(lanes) > 1 else meanings))
     return art
-
-
-def draw_axis(art: Picture, left: float, y: float, scale: float, length: float) -> None:
-    tick = next(t for t in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**6) if length / t <= 12)
-    for i in range(int(length / tick) + 1):
-        x = left + i * tick * scale
-        art.line(x, y - 2, x, y + 3, "faint")
-        art.text(x, y + 15, f"{i * tick} ms" if i else "0", size=11, fill="faint", anchor="middle")
 
 
 def main() -> None:

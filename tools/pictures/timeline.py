@@ -12,7 +12,6 @@ step of median length, from the traces that torch.profiler has written to the ru
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import shutil
@@ -54,10 +53,10 @@ def drawn_kind(kind: str, kinds: set[str]) -> str:
     return "I" if kind == "B" and "W" in kinds else kind
 
 
-def simulate(stage, schedule, p: int, m: int, costs=COSTS) -> list[list[Span]]:
+def simulate(stage, schedule, p: int, m: int, message: float = 0.0) -> list[list[Span]]:
     """Simulate the ranks: each action starts as soon as its rank is free and its message is there.
 
-    Raises RuntimeError if the ranks deadlock.
+    message: the time that a message takes. Raises RuntimeError if the ranks deadlock.
     """
     rows = [schedule(rank, p, m) for rank in range(p)]
     n_stages = 1 + max(action.stage for row in rows for action in row)
@@ -76,11 +75,11 @@ def simulate(stage, schedule, p: int, m: int, costs=COSTS) -> list[list[Span]]:
                 free = spans[rank][-1].end if spans[rank] else 0.0
                 start = max(free, arrived[action] if waits else 0.0)
                 kind = drawn_kind(action.kind, kinds)
-                end = start + costs[kind] * p / n_stages  # a v-th of it with v stages per rank
+                end = start + COSTS[kind] * p / n_stages  # a v-th of it with v stages per rank
                 spans[rank].append(Span(kind, action.micro, action.stage // p, start, end))
                 destination = stage.destination_of(action, n_stages)
                 if destination is not None:
-                    arrived[action._replace(stage=destination)] = end
+                    arrived[action._replace(stage=destination)] = end + message
                 progress = True
     for rank, row in enumerate(rows):
         if len(spans[rank]) < len(row):
@@ -98,14 +97,11 @@ def bubble_fraction(spans: list[list[Span]]) -> float:
 def measured(folder: Path) -> list[list[list[Span]]]:
     """The traced steps of a run, each a list of spans per rank, in ms since the step began."""
     ranks = []
-    paths = sorted(folder.glob("profile/rank*.pt.trace.json*"), key=_rank_of)
+    paths = sorted(folder.glob("profile/rank*.pt.trace.json"), key=_rank_of)
     if not paths:
         raise SystemExit(f"timeline.py: no traces in {folder}/profile: run with --profile")
     for path in paths:
-        opened = gzip.open(path, "rt") if path.suffix == ".gz" else open(path)
-        with opened as file:
-            trace = json.load(file)
-        ranks.append(_steps_of(trace))
+        ranks.append(_steps_of(json.loads(path.read_text())))
     steps = list(zip(*ranks, strict=True))
     return [_from_zero([_as_drawn(row) for row in step]) for step in steps]
 
@@ -228,7 +224,7 @@ def picture(title: str, panels: list[Panel]) -> Picture:
                 art.bar(x, y, w - 1, height, fill, str(span.micro), opacity(span))
             y += height + gap
         y += 8
-    draw_axis(art, left, bottom, scale, longest, panels[0].unit)
+    art.axis(left, bottom, scale, longest, panels[0].unit)
     spans = [span for panel in panels for row in panel.spans for span in row]
     used = {span.kind for span in spans}
     meanings: dict[str, str] = {}
@@ -239,16 +235,6 @@ def picture(title: str, panels: list[Panel]) -> Picture:
     if any(span.chunk for span in spans):
         art.text(x, bottom + 50, "paler: every second virtual stage", fill="faint")
     return art
-
-
-def draw_axis(art: Picture, left: float, y: float, scale: float, length: float, unit: str) -> None:
-    steps = (m * 10**e for e in range(-3, 9) for m in (1, 2, 5))
-    tick = next(step for step in steps if length / step <= 12)
-    for i in range(int(length / tick) + 1):
-        x = left + i * tick * scale
-        art.line(x, y - 2, x, y + 3, "faint")
-        text = f"{i * tick:g} {unit}" if i else "0"
-        art.text(x, y + 15, text, size=11, fill="faint", anchor="middle")
 
 
 # ---- what to draw ----
