@@ -81,35 +81,61 @@ def test_sbatch_accepts_every_header_with_and_without_gpus(cluster):
 
 
 @pytest.fixture(scope="module")
-def row(cluster, corpus_dir) -> dict[str, Job]:
-    """The jobs of `make submit-all` on two nodes, one process per node."""
-    flags = f"{SMALL} --data {corpus_dir} --steps 6 --log-every 1"
-    jobs = cluster.submit("submit-all", "NODES=2", "GPUS=1", f"ARGS={flags}")
-    assert len(jobs) == len(stages())
-    return dict(zip(stages(), jobs, strict=True))
+def flags(corpus_dir) -> list[str]:
+    return [*SMALL.split(), "--data", str(corpus_dir), "--steps", "6", "--log-every", "1"]
+
+
+@pytest.fixture(scope="module")
+def row(cluster, flags) -> dict[str, Job]:
+    """The jobs of `make submit-all` on two nodes, one process per node, with three stages only."""
+    chosen = ("01", "02", "07")
+    folders = f"folders={' '.join(map(folder_of, chosen))}"
+    jobs = cluster.submit("submit-all", folders, "NODES=2", "GPUS=1", f"ARGS={' '.join(flags)}")
+    return dict(zip(chosen, jobs, strict=True))
 
 
 def test_submit_all_runs_the_stages_in_order(row):
     before = ""
-    for job in row.values():
+    for stage, job in row.items():
         info = job.ends()
         assert info["StartTime"] >= before, f"job {job.number} did not wait"
         before = info["EndTime"]
+        assert info["NodeList"] == ("node1" if stage == "01" else "node[1-2]")
+        config = json.loads((job.run_folder / "config.json").read_text())
+        assert config["stage"] == folder_of(stage)
+        assert config["world_size"] == (1 if stage == "01" else 2)
+        assert_same_curve(job.metrics(), row["01"].metrics())
 
 
-@pytest.mark.parametrize("stage", stages())
-def test_parity_of_a_stage_on_two_nodes(row, reference, corpus_dir, stage):
-    row[stage].ends()
-    config = json.loads((row[stage].run_folder / "config.json").read_text())
-    assert config["stage"] == folder_of(stage)
-    assert config["world_size"] == (1 if stage == "01" else 2)
-    assert row[stage].info()["NodeList"] == ("node1" if stage == "01" else "node[1-2]")
-    expected = row["01"].metrics()
-    if stage_file(stage).reference != "01":
-        argv = [*SMALL.split(), "--data", str(corpus_dir), *"--steps 6 --log-every 1".split()]
-        expected = reference(argv, stage_file(stage).reference)
+ALL_STAGES = """\
+import os, sys
+sys.path[:0] = [os.getcwd(), "tools"]
+from common.distributed import cleanup, setup
+from stages import load_stage, stages
+setup(60)
+for stage in stages()[1:]:
+    load_stage(stage).main([*sys.argv[1:], "--run-dir", f"runs/two-nodes/{stage}"])
+cleanup()
+"""
+
+
+@pytest.fixture(scope="module")
+def two_nodes(cluster, flags) -> Path:
+    """The folder of runs of all stages, one after another in a job of one process on each node."""
+    (cluster.folder / "all_stages.py").write_text(ALL_STAGES)
+    command = "srun --ntasks-per-node=1 python all_stages.py " + " ".join(flags)
+    script = f"source slurm/env.sh\nexport OMP_NUM_THREADS=1\n{command}"
+    cluster.batch("--nodes=2", "--ntasks-per-node=1", script=script).ends()
+    return cluster.folder / "runs/two-nodes"
+
+
+@pytest.mark.parametrize("stage", stages()[1:])
+def test_parity_of_a_stage_on_two_nodes(two_nodes, reference, flags, stage):
+    assert json.loads((two_nodes / stage / "config.json").read_text())["world_size"] == 2
+    lines = (two_nodes / stage / "metrics.jsonl").read_text().splitlines()
     tolerance = {k: v for k, v in stage_file(stage).tolerance.items() if k != "steps"}
-    assert_same_curve(row[stage].metrics(), expected, **tolerance)
+    expected = reference(flags, stage_file(stage).reference)
+    assert_same_curve([json.loads(x) for x in lines], expected, **tolerance)
 
 
 def test_wrong_partition_is_an_error_at_once(cluster):
@@ -149,14 +175,14 @@ TORCHRUN = (
 
 
 @pytest.fixture(scope="module")
-def launched(cluster, corpus_dir) -> Job:
+def launched(cluster, flags) -> Job:
     """A stage under srun, mpirun and torchrun each, by the READMEs' commands."""
-    flags = f"{SMALL} --data {corpus_dir} --steps 6 --log-every 1 --run-dir runs"
 
     def line(command: str, stage: str, before: str = "") -> str:
         assert f"    {command}" in READMES, command
         script = command.replace("04_fsdp", folder_of(stage))
-        return f"{before}{script} {flags}/{command.split()[0]}/{stage}"
+        where = f"--run-dir runs/{command.split()[0]}/{stage}"
+        return " ".join([f"{before}{script}", *flags, where])
 
     lines = ["source slurm/env.sh", "export OMP_NUM_THREADS=1"]
     lines += [line(SRUN, "04")]
@@ -169,7 +195,7 @@ def launched(cluster, corpus_dir) -> Job:
 
 @pytest.mark.parametrize("launcher, stage", [("srun", "04"), ("mpirun", "02"), ("torchrun", "03")])
 def test_readme_command_of_each_launcher_starts_a_stage_on_two_nodes(
-    row, launched, launcher, stage
+    reference, flags, launched, launcher, stage
 ):
     if launcher == "mpirun":
         need("mpirun", packages="openmpi-bin")
@@ -178,8 +204,7 @@ def test_readme_command_of_each_launcher_starts_a_stage_on_two_nodes(
     config = json.loads((folder / "config.json").read_text())
     assert (config["launcher"], config["world_size"]) == (launcher, 2)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    row["01"].ends()
-    assert_same_curve([json.loads(x) for x in lines], row["01"].metrics())
+    assert_same_curve([json.loads(x) for x in lines], reference(flags))
 
 
 # ---- the environment of a job ----
