@@ -3,8 +3,9 @@
 `compare(read_stage("03"), read_stage("04"))` returns a `Comparison`: the definitions of the newer
 stage in its own order, each new, changed, rewritten, or known, that is, identical to the definition
 of that name in an earlier stage. A definition holds its lines, aligned with those of the older
-version, and a changed line knows which of its words have changed. Nothing here prints: `diff.py`
-renders a comparison at the terminal.
+version, and a changed line knows which of its words have changed. `condensed` folds the lines that
+a reader can do without. Nothing here prints: `diff.py` renders a comparison at the terminal, and
+`lessons/` as web pages.
 
 These are compared as one definition each:
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -88,8 +90,10 @@ def split_stage(name: str, text: str) -> Stage:
     return Stage(name, lines, blocks, by_name)
 
 
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
+RULE = r" *# ?-{20,}\n"
+BANNER = rf" *# -{{4,}} .* -{{4,}}\n|{RULE}.*\n{RULE}"
+COMMENTS = re.compile(rf"(?P<banner>{BANNER})|(?P<comment>((?!{BANNER}).*\S.*\n)+)")
 
 
 class Splitter:
@@ -99,57 +103,37 @@ class Splitter:
         self.lines = lines
 
     def module(self, tree: ast.Module) -> list[Block]:
-        blocks, body, end = [], tree.body, 0
-        if ast.get_docstring(tree) is not None:
-            blocks += self.comments(1, body[0].lineno - 1)
-            end = body[0].end_lineno
-            blocks.append(self.block("docstring", "module docstring", body[0].lineno, end))
-            body = body[1:]
-        imports = leading_imports(body)
-        if imports:
-            comments, first = self.above(imports[0], end)
-            end = imports[-1].end_lineno
-            blocks += [*comments, self.block("imports", "imports", first, end)]
-        return blocks + self.body(body[len(imports) :], "", end + 1, len(self.lines))
+        docstring = tree.body[:1] if ast.get_docstring(tree) is not None else []
+        imports = leading_imports(tree.body[len(docstring) :])
+        blocks, end = [], 0
+        for name, nodes in (("module docstring", docstring), ("imports", imports)):
+            if nodes:
+                comments, first = self.above(nodes[0], end)
+                end = nodes[-1].end_lineno
+                blocks += [*comments, self.block(name.split()[-1], name, first, end)]
+        others = tree.body[len(docstring) + len(imports) :]
+        return blocks + self.body(others, "", end + 1, len(self.lines))
 
     def body(self, nodes: list[ast.stmt], owner: str, first: int, last: int) -> list[Block]:
         """The blocks in lines `first` to `last`: the statements of a module or of a class."""
         blocks, end = [], first - 1
         for node in nodes:
             comments, start = self.above(node, end)
-            end = self.end_of(node)
+            end = node.end_lineno
             blocks += [*comments, self.statement(node, owner, start, end)]
         return blocks + self.comments(end + 1, last)
 
     def statement(self, node: ast.stmt, owner: str, first: int, last: int) -> Block:
         name = owner + name_of(node, self.lines)
         if not isinstance(node, ast.ClassDef):
-            kind = "function" if isinstance(node, FUNCTIONS) else "statement"
+            kind = "function" if isinstance(node, ast.FunctionDef) else "statement"
             return self.block(kind, name, first, last, node.lineno)
         fields = list(takewhile(lambda n: not isinstance(n, DEFINITIONS), node.body))
-        end = self.end_of(fields[-1]) if fields else self.end_of_header(node)
+        end = fields[-1].end_lineno if fields else node.lineno
         block = self.block("class", name, first, last, node.lineno)
         head = self.block("head", f"{name}.(head)", first, end, node.lineno)
         block.parts = [head, *self.body(node.body[len(fields) :], f"{name}.", end + 1, last)]
         return block
-
-    def end_of(self, node: ast.stmt) -> int:
-        """The last line of a statement, or of the comments below it that are indented deeper."""
-        end = node.end_lineno
-        for at in range(end, len(self.lines)):
-            text = self.lines[at].lstrip()
-            if text.startswith("#") and len(self.lines[at]) - len(text) > node.col_offset:
-                end = at + 1
-            elif text:
-                break
-        return end
-
-    def end_of_header(self, node: ast.ClassDef) -> int:
-        end = max([node.lineno, *(base.end_lineno for base in node.bases)])
-        end = max([end, *(keyword.value.end_lineno for keyword in node.keywords)])
-        while not self.lines[end - 1].split("#")[0].rstrip().endswith(":"):
-            end += 1
-        return end
 
     def above(self, node: ast.stmt, end: int) -> tuple[list[Block], int]:
         """The comments between line `end` and a statement that stand alone, and the line where the
@@ -162,28 +146,13 @@ class Splitter:
 
     def comments(self, first: int, last: int) -> list[Block]:
         """Groups of comment lines; a blank line ends a group, and a banner is one by itself."""
-        blocks, at = [], first
-        while at <= last:
-            end = self.end_of_banner(at)
-            kind = "banner" if end else "comment"
-            end = end or at
-            while kind == "comment" and end < last and self.continues_comment(end + 1):
-                end += 1
-            if self.lines[at - 1].strip():
-                blocks.append(self.block(kind, "\n".join(self.lines[at - 1 : end]), at, end))
-            at = end + 1
+        text = "".join(f"{line}\n" for line in self.lines[first - 1 : last])
+        blocks = []
+        for group in COMMENTS.finditer(text):
+            start, end = (first + text.count("\n", 0, at) for at in group.span())
+            kind = "banner" if group["banner"] else "comment"
+            blocks.append(self.block(kind, group[0].rstrip("\n"), start, end - 1))
         return blocks
-
-    def continues_comment(self, at: int) -> bool:
-        text, text_above = self.lines[at - 1].strip(), self.lines[at - 2].strip()
-        return bool(text and text_above) and not self.end_of_banner(at)
-
-    def end_of_banner(self, at: int) -> int:
-        """The last line of the banner that begins here, of one line or of three; else 0."""
-        if re.fullmatch(r"\s*# -{4,} .* -{4,}", self.lines[at - 1]):
-            return at
-        ruled = [bool(re.fullmatch(r"\s*# ?-{20,}", line)) for line in self.lines[at - 1 : at + 2]]
-        return at + 2 if ruled == [True, False, True] else 0
 
     def block(self, kind: str, name: str, first: int, last: int, header: int = 0) -> Block:
         return Block(kind, name, first, last, header or first, self.lines[first - 1 : last])
@@ -416,37 +385,89 @@ def is_rewritten(rows: list[Row]) -> bool:
     return kinds["equal"] + kinds["changed"] / 2 < shorter / 2
 
 
-# ---- what to leave out ----
+# ---- what to leave out, and what to say instead ----
+
+CONTEXT, MOST_REMOVED = 2, 3  # equal lines around a change, and removed lines in a row
 
 
-class LeftOut(NamedTuple):
+class Fold(NamedTuple):
     """Consecutive rows that a reader can do without, all equal or all removed."""
 
     rows: list[Row]
+    summary: str
 
 
-def condensed(
-    definition: Definition, context: int = 2, most_removed: int = 3
-) -> list[Row | LeftOut]:
+def condensed(definition: Definition) -> list[Row | Fold]:
     """The rows of a definition without equal lines far from a change, but with the line of `def`,
-    and without many removed lines in a row."""
-    rows = definition.rows
-    shown = near_changes(rows, context)
-    for i, row in enumerate(rows):
-        shown[i] |= row.new is not None and row.new.number == definition.block.header
-    found: list[Row | LeftOut] = []
-    kinds = ["removed" if row.new is None else shown[i] for i, row in enumerate(rows)]
-    least = {"removed": most_removed + 1, True: len(rows) + 1, False: 2}
+    and without many removed lines in a row. A known definition is folded as a whole, and of a
+    docstring or imports it says only how much has changed."""
+    block, rows = definition.block, definition.rows
+    if definition.status == "known" and block.kind != "head" and len(rows) > 1:
+        return [Fold(rows, f"{headline(block)}: {where(definition)} ({count(rows)})")]
+    if definition.base and block.kind in ("docstring", "imports"):
+        changed = sum(row.kind in ("added", "changed") for row in rows)
+        return [Fold(rows, f"{title(block)} ({count(block.lines)}, {changed} changed)")]
+    kinds = [
+        "removed" if row.new is None else is_near or row.new.number == block.header
+        for row, is_near in zip(rows, near_changes(rows), strict=True)
+    ]
+    least = {"removed": MOST_REMOVED + 1, True: len(rows) + 1, False: 2}
+    found: list[Row | Fold] = []
     for kind, group in groupby(zip(kinds, rows, strict=True), key=lambda pair: pair[0]):
         stretch = [row for _, row in group]
-        found += [LeftOut(stretch)] if len(stretch) >= least[kind] else stretch
+        found += [left_out(stretch)] if len(stretch) >= least[kind] else stretch
     return found
 
 
-def near_changes(rows: list[Row], context: int) -> list[bool]:
-    """Which rows are at most `context` rows away from a change, blank ones at the ends left out."""
+def near_changes(rows: list[Row]) -> list[bool]:
+    """Which rows are near a change, blank ones at the ends left out."""
     changed = [row.kind != "equal" for row in rows]
-    near = [any(changed[max(0, i - context) : i + context + 1]) for i in range(len(rows))]
+    near = [any(changed[max(0, i - CONTEXT) : i + CONTEXT + 1]) for i in range(len(rows))]
     inside = [all(near[max(0, i - 1) : i + 2]) for i in range(len(rows))]
     is_blank = [row.kind == "equal" and not row.new.text.strip() for row in rows]
     return [inside[i] if is_blank[i] else near[i] for i in range(len(rows))]
+
+
+def left_out(rows: list[Row]) -> Fold:
+    texts = [(row.new or row.old).text for row in rows]
+    return Fold(rows, f"{indentation(next(filter(str.strip, texts), ''))}... {count(rows)}")
+
+
+def where(definition: Definition) -> str:
+    """Where a known definition is."""
+    base = definition.base
+    renamed = "" if base.name == definition.block.name else f"{base.name} "
+    return f"as {renamed}in {definition.base_stage}"
+
+
+def note(definition: Definition, expected: str) -> str:
+    """What a definition is compared with, where one does not expect that."""
+    block, base, stage = definition.block, definition.base, definition.base_stage
+    is_renamed = base is not None and base.name != block.name
+    if definition.status == "rewritten":
+        name = f"of {base.name} " if is_renamed else ""
+        return f"rewritten ({count(base.lines)} {name}in {stage})"
+    is_unexpected = base and stage != expected or (block.kind == "class" and is_renamed)
+    if definition.status == "changed" and is_unexpected:
+        return f"compared with {base.name} in {stage}"
+    return ""
+
+
+def headline(block: Block) -> str:
+    return indentation(block.lines[0]) + title(block)
+
+
+def title(block: Block) -> str:
+    if block.kind in ("banner", "comment"):
+        first, *more = [line.strip("# -") for line in block.lines if line.strip("# -")]
+        return textwrap.shorten(f"# {first}{' ...' if more else ''}", 60, placeholder=" ...")
+    prefix = {"class": "class ", "function": "def "}.get(block.kind, "")
+    return prefix + block.name.rpartition(".")[2] if prefix else block.name
+
+
+def indentation(text: str) -> str:
+    return text[: len(text) - len(text.lstrip())]
+
+
+def count(lines: list) -> str:
+    return f"{len(lines)} line{'s' if len(lines) > 1 else ''}"

@@ -17,21 +17,21 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from difflib import unified_diff
 from itertools import groupby
-from pathlib import Path
 
 from compare import (
     Block,
     Comparison,
     Definition,
-    LeftOut,
+    Fold,
     NoSuchStage,
     Row,
     compare_stages,
     condensed,
+    headline,
+    note,
 )
-from stages import REPO, stage_file, stage_paths, stages
+from stages import stage_file, stages
 
 WIDTH = 100
 COLOURS = {"+": "32", "-": "31", "~": "33", "=": "36", "*": "1", " ": ""}
@@ -68,52 +68,20 @@ class Renderer:
 
     def definition(self, definition: Definition, expected: str) -> Iterator[list[str]]:
         """The paragraphs of a definition, which one expects to be compared with that stage."""
-        block = definition.block
-        if block.kind == "banner":
+        if definition.block.kind == "banner":
             yield []
-        if definition.status == "known" and block.kind != "head":
-            yield [self.known(definition)]
-        elif definition.base and block.kind in ("docstring", "imports"):
-            yield [self.counted(definition)]
-        elif definition.parts:
-            head, *others = definition.parts
-            yield [*self.note(definition, expected), *self.rows(condensed(head))]
-            for other in others:
-                yield from self.definition(other, definition.base_stage)
-            if definition.gone:
-                yield self.gone(definition.base_stage, definition.gone, "    ")
+        said = note(definition, expected)
+        notes = [self.line("*", f"{headline(definition.block)}: {said}")] if said else []
+        first, *others = definition.leaves
+        yield [*notes, *self.rows(condensed(first))]
+        for other in others:
+            yield from self.definition(other, definition.base_stage)
+        if definition.gone:
+            yield self.gone(definition.base_stage, definition.gone, "    ")
+        if definition.parts:
             yield []
-        else:
-            yield [*self.note(definition, expected), *self.rows(condensed(definition))]
 
-    def known(self, definition: Definition) -> str:
-        block, base = definition.block, definition.base
-        if len(block.lines) == 1:
-            return self.line(" ", block.lines[0])
-        where = "as in" if base.name == block.name else f"as {base.name} in"
-        text = f"{indentation(block.lines[0])}{title(block)}: {where} {definition.base_stage}"
-        return self.line("=", f"{text} ({count(block.lines)})")
-
-    def counted(self, definition: Definition) -> str:
-        """A docstring or imports: only how much has changed."""
-        changed = sum(row.kind in ("added", "changed") for row in definition.rows)
-        lines = count(definition.block.lines)
-        return self.line("=", f"{title(definition.block)} ({lines}, {changed} changed)")
-
-    def note(self, definition: Definition, expected: str) -> list[str]:
-        """Say what a definition is compared with, where the comparison itself does not show it."""
-        block, base, stage = definition.block, definition.base, definition.base_stage
-        if base is None:
-            return []
-        text = f"{indentation(block.lines[0])}{title(block)}"
-        if definition.status == "rewritten":
-            name = "" if base.name == block.name else f"of {base.name} "
-            return [self.line("*", f"{text}: rewritten ({count(base.lines)} {name}in {stage})")]
-        if stage != expected or (block.kind == "class" and base.name != block.name):
-            return [self.line("*", f"{text}: compared with {base.name} in {stage}")]
-        return []
-
-    def rows(self, items: list[Row | LeftOut]) -> list[str]:
+    def rows(self, items: list[Row | Fold]) -> list[str]:
         """Rows as lines. Where old and new lines alternate, the old ones come first."""
         lines = []
         for is_split, group in groupby(items, key=is_split_in_two):
@@ -124,18 +92,18 @@ class Renderer:
                 lines += [self.one_line(item) for item in group]
         return lines
 
-    def one_line(self, item: Row | LeftOut) -> str:
-        if isinstance(item, LeftOut):
-            return self.line("=", left_out([row.new.text for row in item.rows]))
+    def one_line(self, item: Row | Fold) -> str:
+        if isinstance(item, Fold):
+            return self.line("=", item.summary)
         if item.kind == "equal":
             return self.line(" ", item.new.text)
         (_, indent), *words = item.words
         return self.line("~", indent + "".join(self.both(old, new) for old, new in words))
 
-    def old_and_new(self, item: Row | LeftOut) -> tuple[str, str]:
+    def old_and_new(self, item: Row | Fold) -> tuple[str, str]:
         """The old line and the new one; an empty text where there is none."""
-        if isinstance(item, LeftOut):
-            return self.line("-", left_out([row.old.text for row in item.rows])), ""
+        if isinstance(item, Fold):
+            return self.line("-", item.summary), ""
         old = self.line("-", self.side(item, 0)) if item.old else ""
         new = self.line("+", self.side(item, 1)) if item.new else ""
         return old, new
@@ -177,10 +145,10 @@ class Renderer:
         return f"\033[{colour}m{text}\033[0m"
 
 
-def is_split_in_two(item: Row | LeftOut) -> bool:
+def is_split_in_two(item: Row | Fold) -> bool:
     """Whether an item is shown as an old and a new line; one of them may be missing."""
-    if isinstance(item, LeftOut):
-        return item.rows[0].kind == "removed"
+    if isinstance(item, Fold):
+        return all(row.kind == "removed" for row in item.rows)
     return item.kind != "equal" and not (item.kind == "changed" and reads_in_place(item))
 
 
@@ -192,14 +160,6 @@ def reads_in_place(row: Row) -> bool:
     longest = max(sum(len(old) for old, _ in changed), sum(len(new) for _, new in changed))
     shown = sum(len(old) + len(new) for old, new in changed) + kept + len(row.words[0][1])
     return len(changed) <= 2 and longest <= kept and shown <= WIDTH
-
-
-def left_out(lines: list[str]) -> str:
-    return f"{indentation(next(filter(str.strip, lines), ''))}... {count(lines)}"
-
-
-def count(lines: list[str]) -> str:
-    return f"{len(lines)} line{'s' if len(lines) > 1 else ''}"
 
 
 def spaced(paragraphs: list[list[str]]) -> list[str]:
@@ -214,32 +174,11 @@ def spaced(paragraphs: list[list[str]]) -> list[str]:
     return lines
 
 
-def title(block: Block) -> str:
-    if block.kind in ("banner", "comment"):
-        first, *more = [line.strip("# -") for line in block.lines if line.strip("# -")]
-        return textwrap.shorten(f"# {first}{' ...' if more else ''}", 60, placeholder=" ...")
-    prefix = {"class": "class ", "function": "def "}.get(block.kind, "")
-    return prefix + block.name.rpartition(".")[2] if prefix else block.name
-
-
-def indentation(text: str) -> str:
-    return text[: len(text) - len(text.lstrip())]
+def lines_to_read(comparison: Comparison) -> int:
+    return sum(bool(line.strip()) for line in Renderer(colour=False).diff(comparison))
 
 
 # ---- the command ----
-
-
-def raw(old: Path, new: Path, colour: bool) -> list[str]:
-    """git's diff of two files, from the folder of the repository; without git, a plain diff."""
-    if not shutil.which("git"):
-        texts = [(REPO / path).read_text(encoding="utf-8").splitlines() for path in (old, new)]
-        return list(unified_diff(*texts, str(old), str(new), lineterm=""))
-    command = ["git", "-c", f"core.attributesFile={REPO}/.gitattributes", "diff", "--no-index"]
-    command += ["--no-prefix", "--histogram", f"--color={'always' if colour else 'never'}"]
-    done = subprocess.run([*command, old, new], cwd=REPO, capture_output=True, encoding="utf-8")
-    if done.returncode > 1:  # 1: the files differ
-        sys.exit(done.stderr.strip())
-    return done.stdout.splitlines()
 
 
 def show(lines: list[str]) -> None:
@@ -263,41 +202,22 @@ def is_coloured() -> bool:
     return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
 
 
-def parse_args() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("new", help="the stage to show, such as 04")
     parser.add_argument("--from", dest="old", help="the stage to compare with")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--full", action="store_true", help="the whole file, changed lines marked")
-    form.add_argument("--raw", action="store_true", help="git's diff of the files")
-    form.add_argument("--count", action="store_true", help="only the number of lines to read")
+    parser.add_argument("--full", action="store_true", help="the whole file, changed lines marked")
     args = parser.parse_args()
-    if args.old is None:
-        args.old = stage_file(args.new).compare if args.new in stages() else args.new
-    return args
-
-
-def main() -> None:
-    args = parse_args()
-    colour = is_coloured()
+    default = stage_file(args.new).compare if args.new in stages() else args.new
+    if not (args.old or default):
+        advice = "read its train.py, or pass FROM= another one"
+        parser.exit(2, f"diff.py: {args.new} is the first stage: {advice}\n")
     try:
-        if not args.old:
-            raise NoSuchStage(
-                f"{args.new} is the first stage: read its train.py, or pass FROM= another one"
-            )
-        comparison = compare_stages(args.old, args.new)
+        comparison = compare_stages(args.old or default, args.new)
     except NoSuchStage as error:
-        print(f"diff.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    if args.raw:
-        paths = [stage_paths()[number].relative_to(REPO) for number in (args.old, args.new)]
-        show(raw(*paths, colour))
-    elif args.full:
-        show(Renderer(colour).whole_file(comparison))
-    elif args.count:
-        print(sum(bool(line.strip()) for line in Renderer(False).diff(comparison)))
-    else:
-        show(Renderer(colour).diff(comparison))
+        parser.exit(2, f"diff.py: {error}\n")
+    renderer = Renderer(is_coloured())
+    show(renderer.whole_file(comparison) if args.full else renderer.diff(comparison))
 
 
 if __name__ == "__main__":
