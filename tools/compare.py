@@ -22,7 +22,6 @@ import ast
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cache
@@ -68,111 +67,100 @@ class Stage:
     by_name: dict[str, Block]
 
 
-class NoSuchStage(Exception):
-    """The stage does not exist; the message names those that do."""
-
-
 def read_stage(number: str, repo: Path = REPO) -> Stage:
-    paths = stage_paths(repo)
-    if number not in paths:
-        raise NoSuchStage(f"stage {number} does not exist; the stages are {' '.join(paths)}")
-    return split_stage(paths[number].parent.name, paths[number].read_text(encoding="utf-8"))
+    path = stage_paths(repo)[number]
+    return split_stage(path.parent.name, path.read_text(encoding="utf-8"))
 
 
 def split_stage(name: str, text: str) -> Stage:
-    lines = text.splitlines()
-    blocks = Splitter(lines).module(ast.parse(text))
+    lines, body = text.splitlines(), ast.parse(text).body
+    merge_imports(body)
+    blocks = Splitter(lines).blocks(body, "", 1, len(lines))
     by_name: dict[str, Block] = {}
     for block in (each for top in blocks for each in (top, *top.parts)):
-        while block.name in by_name:  # such as the setter of a property
+        while block.name in by_name:  # such as a variable that is assigned twice
             block.name += "'"
         by_name[block.name] = block
     return Stage(name, lines, blocks, by_name)
 
 
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
+IMPORTS = (ast.Import, ast.ImportFrom)
 RULE = r" *# ?-{20,}\n"
 BANNER = rf" *# -{{4,}} .* -{{4,}}\n|{RULE}.*\n{RULE}"
 COMMENTS = re.compile(rf"(?P<banner>{BANNER})|(?P<comment>((?!{BANNER}).*\S.*\n)+)")
 
 
+def merge_imports(body: list[ast.stmt]) -> None:
+    """Make one statement of the leading imports and the calls between them (`sys.path.insert`)."""
+    leading = takewhile(lambda node: isinstance(node, (*IMPORTS, ast.Expr)), body)
+    imports = [i for i, node in enumerate(leading) if isinstance(node, IMPORTS)]
+    if imports:
+        body[imports[0]].end_lineno = body[imports[-1]].end_lineno
+        del body[imports[0] + 1 : imports[-1] + 1]
+
+
+@dataclass
 class Splitter:
     """Splits a script into blocks. Only blank lines between two blocks belong to none."""
 
-    def __init__(self, lines: list[str]):
-        self.lines = lines
+    lines: list[str]
 
-    def module(self, tree: ast.Module) -> list[Block]:
-        docstring = tree.body[:1] if ast.get_docstring(tree) is not None else []
-        imports = leading_imports(tree.body[len(docstring) :])
-        blocks, end = [], 0
-        for name, nodes in (("module docstring", docstring), ("imports", imports)):
-            if nodes:
-                comments, first = self.above(nodes[0], end)
-                end = nodes[-1].end_lineno
-                blocks += [*comments, self.block(name.split()[-1], name, first, end)]
-        others = tree.body[len(docstring) + len(imports) :]
-        return blocks + self.body(others, "", end + 1, len(self.lines))
-
-    def body(self, nodes: list[ast.stmt], owner: str, first: int, last: int) -> list[Block]:
-        """The blocks in lines `first` to `last`: the statements of a module or of a class."""
-        blocks, end = [], first - 1
+    def blocks(self, nodes: list[ast.stmt], owner: str, first: int, last: int) -> list[Block]:
+        """The blocks in lines `first` to `last`: the statements of a module or of a class, each
+        with its decorators and the comments directly above it, and the comments that stand alone.
+        """
+        found, end = [], first - 1
         for node in nodes:
-            comments, start = self.above(node, end)
+            start = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
+            found += self.comments(end + 1, start - 1)
+            if found and found[-1].kind == "comment" and found[-1].last == start - 1:
+                start = found.pop().first
             end = node.end_lineno
-            blocks += [*comments, self.statement(node, owner, start, end)]
-        return blocks + self.comments(end + 1, last)
+            found.append(self.statement(node, owner, start))
+        return found + self.comments(end + 1, last)
 
-    def statement(self, node: ast.stmt, owner: str, first: int, last: int) -> Block:
-        name = owner + name_of(node, self.lines)
-        if not isinstance(node, ast.ClassDef):
-            kind = "function" if isinstance(node, ast.FunctionDef) else "statement"
-            return self.block(kind, name, first, last, node.lineno)
-        fields = list(takewhile(lambda n: not isinstance(n, DEFINITIONS), node.body))
-        end = fields[-1].end_lineno if fields else node.lineno
-        block = self.block("class", name, first, last, node.lineno)
-        head = self.block("head", f"{name}.(head)", first, end, node.lineno)
-        block.parts = [head, *self.body(node.body[len(fields) :], f"{name}.", end + 1, last)]
+    def statement(self, node: ast.stmt, owner: str, first: int) -> Block:
+        kind, name = kind_and_name(node, self.lines[node.lineno - 1])
+        block = self.block(kind, owner + name, first, node.end_lineno, node.lineno)
+        if kind == "class":
+            fields = list(takewhile(lambda n: not isinstance(n, DEFINITIONS), node.body))
+            end = fields[-1].end_lineno if fields else node.lineno
+            head = self.block("head", f"{block.name}.(head)", first, end, node.lineno)
+            others = node.body[len(fields) :]
+            block.parts = [head, *self.blocks(others, f"{block.name}.", end + 1, block.last)]
         return block
-
-    def above(self, node: ast.stmt, end: int) -> tuple[list[Block], int]:
-        """The comments between line `end` and a statement that stand alone, and the line where the
-        statement begins with its decorators and with the comments directly above it."""
-        first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
-        comments = self.comments(end + 1, first - 1)
-        if comments and comments[-1].kind == "comment" and comments[-1].last == first - 1:
-            first = comments.pop().first
-        return comments, first
 
     def comments(self, first: int, last: int) -> list[Block]:
         """Groups of comment lines; a blank line ends a group, and a banner is one by itself."""
         text = "".join(f"{line}\n" for line in self.lines[first - 1 : last])
-        blocks = []
+        found = []
         for group in COMMENTS.finditer(text):
             start, end = (first + text.count("\n", 0, at) for at in group.span())
             kind = "banner" if group["banner"] else "comment"
-            blocks.append(self.block(kind, group[0].rstrip("\n"), start, end - 1))
-        return blocks
+            found.append(self.block(kind, group[0].rstrip("\n"), start, end - 1, start))
+        return found
 
-    def block(self, kind: str, name: str, first: int, last: int, header: int = 0) -> Block:
-        return Block(kind, name, first, last, header or first, self.lines[first - 1 : last])
-
-
-def name_of(node: ast.stmt, lines: list[str]) -> str:
-    if isinstance(node, DEFINITIONS):
-        return node.name
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    if all(isinstance(target, ast.Name) for target in targets):
-        return ", ".join(target.id for target in targets)
-    return lines[node.lineno - 1].strip().rstrip(":")
+    def block(self, kind: str, name: str, first: int, last: int, header: int) -> Block:
+        return Block(kind, name, first, last, header, self.lines[first - 1 : last])
 
 
-def leading_imports(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The imports at the top of a module, with the calls between them (`sys.path.insert`)."""
-    found = list(takewhile(lambda n: isinstance(n, (ast.Import, ast.ImportFrom, ast.Expr)), body))
-    while found and isinstance(found[-1], ast.Expr):
-        found.pop()
-    return found
+def kind_and_name(node: ast.stmt, line: str) -> tuple[str, str]:
+    """line: the first one of the statement, which names it where nothing else does."""
+    match node:
+        case ast.FunctionDef(name=name):
+            return "function", name
+        case ast.ClassDef(name=name):
+            return "class", name
+        case ast.Import() | ast.ImportFrom():
+            return "imports", "imports"
+        case ast.Expr(value=ast.Constant()):
+            return "docstring", "module docstring"
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return "statement", name
+        case ast.AnnAssign(target=ast.Name(id=name)) | ast.AugAssign(target=ast.Name(id=name)):
+            return "statement", name
+    return "statement", line.strip(" :")
 
 
 # ---- aligned lines, changed words ----
@@ -198,7 +186,17 @@ class Row(NamedTuple):
     @property
     def words(self) -> list[tuple[str, str]]:
         """A changed line in pieces, each as it was and as it is. The first is the indentation."""
-        return changed_words(self.old.text, self.new.text)
+        a, b = (re.findall(r"^\s*|\w+|\s+|[^\w\s]", line.text) for line in self)
+        # Equal ends come first: matched anywhere, a bracket could find the partner of another one.
+        head = 1 + common(a[1:], b[1:])
+        tail = common(a[: head - 1 : -1], b[: head - 1 : -1])
+        a_end, b_end = len(a) - tail, len(b) - tail
+        middle = SequenceMatcher(None, a[head:a_end], b[head:b_end], autojunk=False)
+        spans = [(0, 1, 0, 1), (1, head, 1, head)]
+        for _, i, i_end, j, j_end in middle.get_opcodes():
+            spans.append((head + i, head + i_end, head + j, head + j_end))
+        spans.append((a_end, len(a), b_end, len(b)))
+        return [("".join(a[i:i_end]), "".join(b[j:j_end])) for i, i_end, j, j_end in spans]
 
 
 def align(old: Block | None, new: Block) -> list[Row]:
@@ -260,19 +258,6 @@ def words_in(line: str) -> Counter[str]:
     return Counter(re.findall(r"\w+", line))
 
 
-def changed_words(old: str, new: str) -> list[tuple[str, str]]:
-    a, b = (re.findall(r"^\s*|\w+|\s+|[^\w\s]", line) for line in (old, new))
-    # Equal ends come first: matched anywhere, a bracket could find the partner of another one.
-    head = 1 + common(a[1:], b[1:])
-    tail = common(a[: head - 1 : -1], b[: head - 1 : -1])
-    a_end, b_end = len(a) - tail, len(b) - tail
-    middle = SequenceMatcher(None, a[head:a_end], b[head:b_end], autojunk=False).get_opcodes()
-    spans = [(0, 1, 0, 1), (1, head, 1, head)]
-    spans += [(head + i, head + i_end, head + j, head + j_end) for _, i, i_end, j, j_end in middle]
-    spans += [(a_end, len(a), b_end, len(b))]
-    return [("".join(a[i:i_end]), "".join(b[j:j_end])) for i, i_end, j, j_end in spans]
-
-
 def common(a: list[str], b: list[str]) -> int:
     """How many elements are equal at the start of both."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
@@ -315,7 +300,7 @@ class Comparison:
     gone: list[Block]
 
 
-def compare(old: Stage, new: Stage, earlier: Iterable[Stage] = ()) -> Comparison:
+def compare(old: Stage, new: Stage, *earlier: Stage) -> Comparison:
     """Compare two stages. earlier: the other stages that a reader of the newer one knows."""
     history = History(new, [old, *(stage for stage in earlier if stage.name != old.name)])
     definitions = [history.compare(block) for block in new.blocks]
@@ -326,14 +311,15 @@ def compare_stages(old: str, new: str, repo: Path = REPO) -> Comparison:
     """Compare two stages by number; every stage before the newer one counts as known."""
     newer = read_stage(new, repo)
     earlier = [read_stage(number, repo) for number in stage_paths(repo) if number < new]
-    return compare(read_stage(old, repo), newer, earlier)
+    return compare(read_stage(old, repo), newer, *earlier)
 
 
+@dataclass
 class History:
     """The older versions of a stage's definitions. known: first the stage to compare with."""
 
-    def __init__(self, new: Stage, known: list[Stage]):
-        self.new, self.known = new, known
+    new: Stage
+    known: list[Stage]
 
     def compare(self, block: Block) -> Definition:
         versions = self.versions(block)
@@ -401,10 +387,11 @@ def condensed(definition: Definition) -> list[Row | Fold]:
     """The rows of a definition without equal lines far from a change, but with the line of `def`,
     and without many removed lines in a row. A known definition is folded as a whole, and of a
     docstring or imports it says only how much has changed."""
-    block, rows = definition.block, definition.rows
+    block, base, rows = definition.block, definition.base, definition.rows
     if definition.status == "known" and block.kind != "head" and len(rows) > 1:
-        return [Fold(rows, f"{headline(block)}: {where(definition)} ({count(rows)})")]
-    if definition.base and block.kind in ("docstring", "imports"):
+        where = "as in" if base.name == block.name else f"as {base.name} in"
+        return [Fold(rows, f"{headline(block)}: {where} {definition.base_stage} ({count(rows)})")]
+    if base and block.kind in ("docstring", "imports"):
         changed = sum(row.kind in ("added", "changed") for row in rows)
         return [Fold(rows, f"{title(block)} ({count(block.lines)}, {changed} changed)")]
     kinds = [
@@ -415,7 +402,11 @@ def condensed(definition: Definition) -> list[Row | Fold]:
     found: list[Row | Fold] = []
     for kind, group in groupby(zip(kinds, rows, strict=True), key=lambda pair: pair[0]):
         stretch = [row for _, row in group]
-        found += [left_out(stretch)] if len(stretch) >= least[kind] else stretch
+        if len(stretch) >= least[kind]:
+            texts = [(row.new or row.old).text for row in stretch]
+            first = next(filter(str.strip, texts), "")
+            stretch = [Fold(stretch, f"{indentation(first)}... {count(stretch)}")]
+        found += stretch
     return found
 
 
@@ -428,28 +419,16 @@ def near_changes(rows: list[Row]) -> list[bool]:
     return [inside[i] if is_blank[i] else near[i] for i in range(len(rows))]
 
 
-def left_out(rows: list[Row]) -> Fold:
-    texts = [(row.new or row.old).text for row in rows]
-    return Fold(rows, f"{indentation(next(filter(str.strip, texts), ''))}... {count(rows)}")
-
-
-def where(definition: Definition) -> str:
-    """Where a known definition is."""
-    base = definition.base
-    renamed = "" if base.name == definition.block.name else f"{base.name} "
-    return f"as {renamed}in {definition.base_stage}"
-
-
 def note(definition: Definition, expected: str) -> str:
     """What a definition is compared with, where one does not expect that."""
     block, base, stage = definition.block, definition.base, definition.base_stage
     is_renamed = base is not None and base.name != block.name
     if definition.status == "rewritten":
         name = f"of {base.name} " if is_renamed else ""
-        return f"rewritten ({count(base.lines)} {name}in {stage})"
-    is_unexpected = base and stage != expected or (block.kind == "class" and is_renamed)
+        return f"{headline(block)}: rewritten ({count(base.lines)} {name}in {stage})"
+    is_unexpected = stage != expected or (block.kind == "class" and is_renamed)
     if definition.status == "changed" and is_unexpected:
-        return f"compared with {base.name} in {stage}"
+        return f"{headline(block)}: compared with {base.name} in {stage}"
     return ""
 
 

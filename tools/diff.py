@@ -19,18 +19,7 @@ import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 
-from compare import (
-    Block,
-    Comparison,
-    Definition,
-    Fold,
-    NoSuchStage,
-    Row,
-    compare_stages,
-    condensed,
-    headline,
-    note,
-)
+from compare import Block, Comparison, Definition, Fold, Row, compare_stages, condensed, note
 from stages import stage_file, stages
 
 WIDTH = 100
@@ -50,7 +39,8 @@ class Renderer:
 
     def diff(self, comparison: Comparison) -> list[str]:
         old, new = comparison.old.name, comparison.new.name
-        legend = f"+ new   - gone   ~ words changed: {self.both('gone', 'new')}   = folded"
+        words = self.word("gone", 0, True) + self.word("new", 1, True)
+        legend = f"+ new   - gone   ~ words changed: {words}   = folded"
         paragraphs = [[self.line("*", f"{old} -> {new}"), self.line("*", legend)]]
         for definition in comparison.definitions:
             paragraphs += self.definition(definition, old)
@@ -71,7 +61,7 @@ class Renderer:
         if definition.block.kind == "banner":
             yield []
         said = note(definition, expected)
-        notes = [self.line("*", f"{headline(definition.block)}: {said}")] if said else []
+        notes = [self.line("*", said)] if said else []
         first, *others = definition.leaves
         yield [*notes, *self.rows(condensed(first))]
         for other in others:
@@ -83,51 +73,40 @@ class Renderer:
 
     def rows(self, items: list[Row | Fold]) -> list[str]:
         """Rows as lines. Where old and new lines alternate, the old ones come first."""
-        lines = []
-        for is_split, group in groupby(items, key=is_split_in_two):
-            if is_split:
-                pairs = [self.old_and_new(item) for item in group]
-                lines += [line for side in zip(*pairs, strict=True) for line in side if line]
-            else:
-                lines += [self.one_line(item) for item in group]
+        lines, marked = [], [each for item in items for each in self.marked(item)]
+        for _, group in groupby(marked, key=lambda each: each[0] in "-+"):
+            in_order = sorted(group, key=lambda each: each[0] == "+")
+            lines += [self.line(mark, text) for mark, text in in_order]
         return lines
 
-    def one_line(self, item: Row | Fold) -> str:
+    def marked(self, item: Row | Fold) -> list[tuple[str, str]]:
+        """An item as one line or as the old and the new one, each with its mark."""
         if isinstance(item, Fold):
-            return self.line("=", item.summary)
+            return [("=" if any(row.new for row in item.rows) else "-", item.summary)]
         if item.kind == "equal":
-            return self.line(" ", item.new.text)
-        (_, indent), *words = item.words
-        return self.line("~", indent + "".join(self.both(old, new) for old, new in words))
+            return [(" ", item.new.text)]
+        if item.kind == "changed" and reads_in_place(item):
+            return [("~", self.text(item, 0, 1))]
+        return [(mark, self.text(item, side)) for side, mark in enumerate("-+") if item[side]]
 
-    def old_and_new(self, item: Row | Fold) -> tuple[str, str]:
-        """The old line and the new one; an empty text where there is none."""
-        if isinstance(item, Fold):
-            return self.line("-", item.summary), ""
-        old = self.line("-", self.side(item, 0)) if item.old else ""
-        new = self.line("+", self.side(item, 1)) if item.new else ""
-        return old, new
-
-    def side(self, row: Row, side: int) -> str:
-        """The old or the new text of a row; in colour, its changed words are marked."""
-        if row.kind != "changed" or not self.colour:
-            return row[side].text
+    def text(self, row: Row, *sides: int) -> str:
+        """The old (0) or the new (1) text of a row, or both in one; changed words are marked."""
+        if row.kind != "changed":
+            return row[sides[0]].text
         indent, *words = row.words
-        text = indent[side]
+        text = indent[sides[-1]]
         for word in words:
-            is_marked = word[0] != word[1] and word[side]
-            text += f"\033[7m{word[side]}\033[27m" if is_marked else word[side]
+            if word[0] == word[1]:
+                text += word[0]
+            else:
+                text += "".join(self.word(word[i], i, len(sides) == 2) for i in sides if word[i])
         return text
 
-    def both(self, old: str, new: str) -> str:
-        """A piece of a line that changed in place: the old words, then the new ones."""
-        if old == new:
-            return new
+    def word(self, word: str, side: int, in_place: bool) -> str:
+        """A changed word. in_place: the old ones and the new ones are in the same line."""
         if self.colour:
-            gone, added = f"\033[31;7m{old}\033[0m", f"\033[32;7m{new}\033[0m"
-        else:
-            gone, added = f"[-{old}-]", f"{{+{new}+}}"
-        return (gone if old else "") + (added if new else "")
+            return f"\033[3{side + 1};7m{word}\033[0m" if in_place else f"\033[7m{word}\033[27m"
+        return ("[-{}-]", "{{+{}+}}")[side].format(word) if in_place else word
 
     def gone(self, stage: str, blocks: list[Block], indent: str) -> list[str]:
         names = ", ".join(block.name.rpartition(".")[2] for block in blocks)
@@ -143,13 +122,6 @@ class Renderer:
         if mark == "~":  # the words have colours of their own
             return f"\033[{colour}m~\033[0m{text[1:]}"
         return f"\033[{colour}m{text}\033[0m"
-
-
-def is_split_in_two(item: Row | Fold) -> bool:
-    """Whether an item is shown as an old and a new line; one of them may be missing."""
-    if isinstance(item, Fold):
-        return all(row.kind == "removed" for row in item.rows)
-    return item.kind != "equal" and not (item.kind == "changed" and reads_in_place(item))
 
 
 def reads_in_place(row: Row) -> bool:
@@ -208,14 +180,15 @@ def main() -> None:
     parser.add_argument("--from", dest="old", help="the stage to compare with")
     parser.add_argument("--full", action="store_true", help="the whole file, changed lines marked")
     args = parser.parse_args()
-    default = stage_file(args.new).compare if args.new in stages() else args.new
-    if not (args.old or default):
+    for number in (args.new, args.old or args.new):
+        if number not in stages():
+            known = " ".join(stages())
+            parser.exit(2, f"diff.py: stage {number} does not exist; the stages are {known}\n")
+    old = args.old or stage_file(args.new).compare
+    if not old:
         advice = "read its train.py, or pass FROM= another one"
         parser.exit(2, f"diff.py: {args.new} is the first stage: {advice}\n")
-    try:
-        comparison = compare_stages(args.old or default, args.new)
-    except NoSuchStage as error:
-        parser.exit(2, f"diff.py: {error}\n")
+    comparison = compare_stages(old, args.new)
     renderer = Renderer(is_coloured())
     show(renderer.whole_file(comparison) if args.full else renderer.diff(comparison))
 
