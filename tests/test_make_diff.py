@@ -31,7 +31,7 @@ def compared(old: str, new: str, *earlier: str) -> Comparison:
     """Compare two stages given by their texts; earlier ones are called 0_old, 1_old, ..."""
     known = [compare.split_stage(f"{i}_old", text) for i, text in enumerate(earlier)]
     return compare.compare(
-        compare.split_stage("8_before", old), compare.split_stage("9_after", new), known
+        compare.split_stage("8_before", old), compare.split_stage("9_after", new), *known
     )
 
 
@@ -97,8 +97,8 @@ def test_folded_definitions_are_identical_in_the_stage_that_is_named(new):
 @pytest.mark.parametrize("new", stages()[1:])
 def test_the_diff_is_short_enough_to_be_read(new):
     """`make diff-NN` is the lesson of a stage."""
-    text = text_of(compare_stages(stage_file(new).compare, new))
-    count, most = sum(bool(x.strip()) for x in text), stage_file(new).diff_lines
+    count = diff.lines_to_read(compare_stages(stage_file(new).compare, new))
+    most = stage_file(new).diff_lines
     assert count <= most, f"diff_lines in the stage's file allows {most} lines"
 
 
@@ -219,7 +219,7 @@ def test_decorators_and_the_comments_above_belong_to_a_definition():
     assert found["A.f"].block.first == 4
 
 
-def test_banners_comments_below_and_statements_are_definitions_too():
+def test_banners_comments_and_statements_are_definitions_too():
     text = """# ----------------------------------
 # A title
 # ----------------------------------
@@ -230,25 +230,21 @@ y: int = 2
 
 def f():
     pass
-    # the end of f
-
-    # and of its module's indentation
 
 # the end
 
 
 if __name__ == "__main__":
     f()
-    # after f
 """
     blocks = compare.split_stage("stage", text).blocks
     assert [(b.kind, b.first, b.last) for b in blocks] == [
         ("banner", 1, 3),
         ("statement", 4, 5),
         ("statement", 6, 6),
-        ("function", 9, 13),
-        ("comment", 15, 15),
-        ("statement", 18, 20),
+        ("function", 9, 10),
+        ("comment", 12, 12),
+        ("statement", 15, 16),
     ]
     assert [b.name for b in blocks][1:3] == ["x", "y"]
     found = by_name(compared(text, text.replace("    f()\n", "    f()\n    f()\n")))
@@ -392,26 +388,11 @@ def test_each_line_ends_its_own_colours():
     assert "{+" in tool("02").stdout and "{+" not in tool("02", FORCE_COLOR="1").stdout
 
 
-def test_full_raw_and_count():
+def test_the_whole_file_and_the_lines_to_read():
     full = tool("02", "--full").stdout.splitlines()
-    lines = stage_path("02").read_text().splitlines()
-    assert len([line for line in full if line[0] != "-"]) == len(lines)
-    paths = [str(stage_path(n).relative_to(REPO)) for n in ("01", "02")]
-    raw = tool("02", "--raw").stdout.splitlines()
-    added = [x[1:] for x in raw if x.startswith("+") and not x.startswith("+++")]
-    assert f"--- {paths[0]}" in raw and f"+++ {paths[1]}" in raw
-    assert "class DistributedDataParallel(nn.Module):" in added
+    assert len([line for line in full if line[0] != "-"]) == len(stage_path("02").open().readlines())
     count = sum(bool(line.strip()) for line in tool("02").stdout.splitlines())
-    assert tool("02", "--count").stdout == f"{count}\n"
-    assert "\033[" in tool("02", "--raw", FORCE_COLOR="1").stdout
-
-
-def test_raw_diff_works_without_git(tmp_path):
-    (tmp_path / "python").symlink_to(sys.executable)
-    raw = tool("02", "--raw", PATH=str(tmp_path)).stdout.splitlines()
-    paths = [str(stage_path(n).relative_to(REPO)) for n in ("01", "02")]
-    assert raw[:2] == [f"--- {paths[0]}", f"+++ {paths[1]}"]
-    assert "+class DistributedDataParallel(nn.Module):" in raw
+    assert diff.lines_to_read(compare_stages("01", "02")) == count
 
 
 @pytest.mark.parametrize("words", [["42"], ["02", "--from", "42"], ["x"], ["01"]])
@@ -424,14 +405,13 @@ def test_a_stage_that_does_not_exist_is_named_in_one_line(words):
     assert re.match("diff.py: " + (first if words == ["01"] else missing), line)
 
 
-def test_make_diff_takes_from_full_and_raw():
+def test_make_diff_takes_from_and_full():
     def make(*words: str) -> subprocess.CompletedProcess:
         return run("make", "-s", *words)
 
     assert make("diff-03").stdout == tool("03").stdout
     assert make("diff-03", "FROM=01").stdout == tool("03", "--from", "01").stdout
     assert make("diff-03", "FULL=1").stdout == tool("03", "--full").stdout
-    assert make("diff-03", "RAW=1").stdout == tool("03", "--raw").stdout
     for words in (["diff-42"], ["run-42"], ["submit-42"], ["diff-03", "FROM=42"]):
         done = make(*words)
         said, *rest = done.stderr.splitlines()

@@ -199,6 +199,11 @@ class Row(NamedTuple):
         return [("".join(a[i:i_end]), "".join(b[j:j_end])) for i, i_end, j, j_end in spans]
 
 
+def common(a: list[str], b: list[str]) -> int:
+    """How many elements are equal at the start of both."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
 def align(old: Block | None, new: Block) -> list[Row]:
     """All lines of two versions, in order. Without an older version, all lines are added."""
     before, after = numbered(old) if old else [], numbered(new)
@@ -248,19 +253,9 @@ def similarity(a: str, b: str) -> float:
     """
     if a == b:
         return min(1.0, 0.05 + len(a.strip()) / 20)
-    left, right = words_in(a), words_in(b)
+    left, right = (Counter(re.findall(r"\w+", line)) for line in (a, b))
     share = 2 * (left & right).total() / max(1, left.total() + right.total())
     return share**2 / 2 if share > 0.5 else 0.0
-
-
-@cache
-def words_in(line: str) -> Counter[str]:
-    return Counter(re.findall(r"\w+", line))
-
-
-def common(a: list[str], b: list[str]) -> int:
-    """How many elements are equal at the start of both."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 # ---- definitions, compared ----
@@ -414,9 +409,8 @@ def near_changes(rows: list[Row]) -> list[bool]:
     """Which rows are near a change, blank ones at the ends left out."""
     changed = [row.kind != "equal" for row in rows]
     near = [any(changed[max(0, i - CONTEXT) : i + CONTEXT + 1]) for i in range(len(rows))]
-    inside = [all(near[max(0, i - 1) : i + 2]) for i in range(len(rows))]
     is_blank = [row.kind == "equal" and not row.new.text.strip() for row in rows]
-    return [inside[i] if is_blank[i] else near[i] for i in range(len(rows))]
+    return [all(near[max(0, i - 1) : i + 2]) if is_blank[i] else near[i] for i in range(len(rows))]
 
 
 def note(definition: Definition, expected: str) -> str:
