@@ -390,7 +390,8 @@ def test_each_line_ends_its_own_colours():
 
 def test_the_whole_file_and_the_lines_to_read():
     full = tool("02", "--full").stdout.splitlines()
-    assert len([line for line in full if line[0] != "-"]) == len(stage_path("02").open().readlines())
+    lines = stage_path("02").read_text().splitlines()
+    assert len([line for line in full if line[0] != "-"]) == len(lines)
     count = sum(bool(line.strip()) for line in tool("02").stdout.splitlines())
     assert diff.lines_to_read(compare_stages("01", "02")) == count
 
