@@ -15,8 +15,7 @@ import base64
 import os
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
@@ -27,12 +26,12 @@ from markupsafe import Markup
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pictures"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from compare import Stage, compare, read_stage, split_stage
-from diff import Renderer
-from lessons.figures import pictures, read_runs
-from lessons.highlight import Token, highlight, links, to_html
-from lessons.listing import ComparisonView, Entry, anchor, code_groups, outline
-from lessons.readme import Document, Resolver, convert, section
+from compare import Comparison, Stage, compare, split_stage
+from diff import lines_to_read
+from lessons.figures import curves, read_runs
+from lessons.highlight import highlight, links
+from lessons.listing import ComparisonView, Entry, anchor, code_items, code_page, outline
+from lessons.readme import Resolver, convert
 from stages import REPO, stage_file, stage_paths
 
 TEMPLATES = Path(__file__).parent
@@ -40,19 +39,6 @@ TEMPLATES = Path(__file__).parent
 SOURCES = {".py", ".sh", ".sbatch", ".toml", ".txt", ".example", ".md"}
 NO_SOURCES = {"runs", "data", "lessons", "cluster", "__pycache__"}
 TYPES = {".svg": "image/svg+xml", ".png": "image/png", ".jpg": "image/jpeg", ".gif": "image/gif"}
-LARGEST_PICTURE = 300_000  # bytes
-
-
-@dataclass
-class Page:
-    """What a template shows. view: lesson, code or comparison, of a stage."""
-
-    template: str
-    title: str
-    stage: str = ""
-    view: str = ""
-    toc: list[Entry] = field(default_factory=list)
-    content: dict[str, object] = field(default_factory=dict)
 
 
 class Site:
@@ -61,161 +47,139 @@ class Site:
     def __init__(self, repo: Path = REPO, runs: Path | None = None):
         self.repo, self.runs = repo.resolve(), runs or repo / "runs"
         self.folders = {number: path.parent.name for number, path in stage_paths(repo).items()}
-        self.numbers = list(self.folders)
-        self.text = cache(lambda path: (self.repo / path).read_text(encoding="utf-8"))
-        self.document = cache(self._document)
-        self.tokens = cache(self._tokens)
-        self.html = cache(lambda path: [to_html(tokens) for tokens in self.tokens(path)])
-        self.stage = cache(lambda number: read_stage(number, self.repo))
-        self.split = cache(lambda path: split_stage(path, self.text(path)))
-        self.imported = cache(self._imported)
-        self.to_read: dict[tuple[str, str], int] = {}  # lines of `make diff`, by old and new
+        self.pages_of_stages = {f"{x}/README.md": f"{n}.html" for n, x in self.folders.items()}
+        self.pages_of_stages |= {f"{x}/train.py": code_page(n) for n, x in self.folders.items()}
         self.wanted: dict[str, None] = {}  # linked files, in order
-        settings = dict(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        loader = jinja2.FileSystemLoader(TEMPLATES)
-        environment = jinja2.Environment(
-            loader=loader, undefined=jinja2.StrictUndefined, **settings
+        self.document = cache(lambda path: convert(self.text(path), self.resolver(path)))
+        self.tokens = cache(lambda path: highlight(self.text(path), filename=path))
+        self.split = cache(
+            lambda path: split_stage(PurePosixPath(path).parent.name, self.text(path))
         )
-        self.template = environment.get_template
-        self.style, self.script = (
-            Markup((TEMPLATES / name).read_text(encoding="utf-8"))
-            for name in ("style.css", "script.js")
+        self.compared = cache(self.compare)
+        self.templates = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(TEMPLATES),
+            undefined=jinja2.StrictUndefined,
+            autoescape=True,
+            trim_blocks=True,
+            lstrip_blocks=True,
         )
+        style, script = ((TEMPLATES / name).read_text() for name in ("style.css", "script.js"))
+        # by which a page's policy allows its one script
+        script_hash = base64.b64encode(sha256(script.encode()).digest()).decode()
+        texts = {"style": Markup(style), "script": Markup(script), "script_hash": script_hash}
+        self.templates.globals.update(site=self, **texts)
 
     def build(self) -> dict[str, str]:
         pages = {}
-        for number in self.numbers:
-            pages[lesson_page(number)] = self.render(self.lesson(number))
-            pages[code_page(number)] = self.render(self.code(number))
-            for old in self.numbers:
+        for number, folder in self.folders.items():
+            pages[f"{number}.html"] = self.readme(f"{folder}/README.md", number)
+            pages[code_page(number)] = self.code(f"{folder}/train.py", number)
+            for old in self.folders:
                 if old != number:
-                    pages[comparison_page(number, old)] = self.render(self.comparison(number, old))
-        pages["index.html"] = self.render(self.index())
+                    pages[comparison_page(number, old)] = self.comparison(number, old)
+        pages["index.html"] = self.index()
         done: set[str] = set()
         while todo := [path for path in self.wanted if path not in done]:
             for path in todo:
-                pages[self.page_of(path)] = self.render(self.file(path))
+                render = self.readme if path.endswith(".md") else self.code
+                pages[self.page_of(path)] = render(path)
                 done.add(path)
         return pages
 
-    def render(self, page: Page) -> str:
-        numbers = self.numbers
-        at = numbers.index(page.stage) if page.stage else -1
-        return self.template(page.template).render(
-            page=page,
-            site=self,
-            previous=numbers[at - 1] if at > 0 else "",
-            next=numbers[at + 1] if 0 <= at < len(numbers) - 1 else "",
-            script_hash=content_hash(self.script),
-            **page.content,
-        )
-
     # ---- pages ----
 
-    def index(self) -> Page:
-        readme = self.text("README.md")
-        shown = {"how_to_read": "How to read it", "cost": "Which technique when"}
-        parts = {name: self.part("README.md", readme, shown[name]) for name in shown}
-        title = self.document("README.md").title
-        which, runs = read_runs(self.runs)
-        drawn = [(caption, Markup(picture)) for caption, picture in pictures(runs)]
-        toc = [Entry(1, "stages", "The stages"), Entry(1, "how-to-read", "How to read them")]
-        toc += [Entry(1, "figures", "Figures of your runs")] if drawn else []
-        toc += [Entry(1, "cost", "Which technique when")]
-        content = {"lead": self.lead("README.md"), "runs": which, "pictures": drawn, **parts}
-        return Page("index.html", title, toc=toc, content=content)
-
-    def lesson(self, number: str) -> Page:
-        path = f"{self.folders[number]}/README.md"
-        document = self.document(path)
-        return self.readme(document.title, document, number, "lesson")
-
-    def readme(self, title: str, document: Document, *view: str) -> Page:
-        content = {"html": Markup(document.html)}
-        toc = [Entry(x.level - 1, x.id, x.text) for x in document.headings if x.level in (2, 3)]
-        return Page("lesson.html", title, *view, toc=toc, content=content)
-
-    def code(self, number: str) -> Page:
-        folder = self.folders[number]
-        path = f"{folder}/train.py"
-        stage = self.stage(number)
-        earlier = [self.stage(each) for each in self.numbers if each < number]
-        definitions = compare(Stage("", [], [], {}), stage, earlier).definitions
-        groups = code_groups(self.tokens(path), self.links(path, stage), stage.blocks, definitions)
-        beside = [p.name for p in sorted((self.repo / folder).iterdir()) if p.suffix in SOURCES]
-        others = {name: self.link(path, name) for name in beside if name != "train.py"}
-        del others["README.md"]
-        content = {"path": path, "groups": groups, "others": others}
-        heading, toc = f"Code of {self.title(number)}", outline(stage.blocks)
-        return Page("code.html", heading, number, "code", toc, content)
-
-    def comparison(self, number: str, old: str) -> Page:
-        earlier = [self.stage(each) for each in self.numbers if each < number]
-        compared = compare(self.stage(old), self.stage(number), earlier)
-        lines = sum(bool(line.strip()) for line in Renderer(colour=False).diff(compared))
-        self.to_read[old, number] = lines
-        view = ComparisonView(
-            compared,
-            lambda folder: self.tokens(f"{folder}/train.py"),
-            lambda folder: self.html(f"{folder}/train.py"),
-            lambda folder: code_page(folder[:2]),
+    def render(
+        self,
+        template: str,
+        title: str,
+        toc: Sequence[Entry],
+        stage: str = "",
+        view: str = "lesson",
+        **content: object,
+    ) -> str:
+        """view: lesson, code or comparison, of a stage."""
+        return self.templates.get_template(template).render(
+            kind=template.removesuffix(".html"),
+            title=title,
+            toc=toc,
+            stage=stage,
+            view=view,
+            previous=max((n for n in self.folders if n < stage), default=""),
+            next=min((n for n in self.folders if stage and n > stage), default=""),
+            **content,
         )
-        content = {"view": view, "old": old, "lines": lines}
-        title = f"{self.folders[old]} → {self.folders[number]}"
-        return Page("comparison.html", title, number, "comparison", view.outline, content)
 
-    def file(self, path: str) -> Page:
-        """A file that no stage's pages show: another README, or a source."""
-        if path.endswith(".md"):
-            return self.readme(self.document(path).title or path, self.document(path))
-        found, blocks = {}, []
-        if path.endswith(".py"):
-            stage = self.split(path)
-            found, blocks = self.links(path, stage), stage.blocks
-        groups = code_groups(self.tokens(path), found, blocks)
-        content = {"path": path, "groups": groups, "others": {}}
-        return Page("code.html", path, toc=outline(blocks), content=content)
+    def index(self) -> str:
+        readme, runs = self.document("README.md"), read_runs(self.runs)
+        toc = [Entry(2, "stages", "The stages"), Entry(2, "how-to-read", "How to read them")]
+        toc += [Entry(2, "figures", "Figures of your runs")] if runs else []
+        toc += [Entry(2, "cost", "Which technique when")]
+        picture = Markup(curves(runs)) if runs else ""
+        return self.render(
+            "index.html", readme.title, toc, readme=readme, runs=runs, picture=picture
+        )
+
+    def readme(self, path: str, number: str = "") -> str:
+        document = self.document(path)
+        toc = [entry for entry in document.headings if entry.level in (2, 3)]
+        return self.render("lesson.html", document.title or path, toc, number, html=document.html)
+
+    def code(self, path: str, number: str = "") -> str:
+        """A stage's script, or another file that is no README."""
+        script = self.split(path) if path.endswith(".py") else Stage(path, [], [], {})
+        definitions, beside = [], {}
+        if number:
+            nothing = Stage("", [], [], {})
+            definitions = compare(nothing, script, *self.earlier(number)).definitions
+            names = sorted(x.name for x in (self.repo / path).parent.iterdir())
+            beside = {name: self.link(path, name) for name in names}
+            del beside["README.md"], beside["train.py"]
+        items = code_items(self.tokens(path), self.links(path, script), script.blocks, definitions)
+        title = f"Code of {self.title(number)}" if number else path
+        content = {"path": path, "items": items, "beside": beside}
+        return self.render("code.html", title, outline(script.blocks), number, "code", **content)
+
+    def comparison(self, number: str, old: str) -> str:
+        compared = self.compared(old, number)
+        view = ComparisonView(compared, lambda folder: self.tokens(f"{folder}/train.py"))
+        title = f"{self.folders[old]} → {self.folders[number]}"
+        content = {"compared": compared, "shown": view, "old": old}
+        toc = view.outline()
+        return self.render("comparison.html", title, toc, number, "comparison", **content)
 
     # ---- their parts ----
 
-    def default_old(self, number: str) -> str:
-        """The stage to compare with at first; for the first stage, which has none, the next."""
-        return stage_file(number, self.repo).compare or self.numbers[min(1, len(self.numbers) - 1)]
+    def text(self, path: str) -> str:
+        return (self.repo / path).read_text(encoding="utf-8")
 
     def title(self, number: str) -> str:
         return self.document(f"{self.folders[number]}/README.md").title
 
-    def lead(self, path: str) -> Markup:
-        """The first paragraph below a README's title."""
-        blocks = re.split(r"\n\s*\n", self.text(path))
-        return self.converted(path, next(x for x in blocks if x.strip() and x[0] != "#"))
+    def stage(self, number: str) -> Stage:
+        return self.split(f"{self.folders[number]}/train.py")
 
-    def part(self, path: str, text: str, heading: str) -> Markup:
-        try:
-            return self.converted(path, section(text, heading))
-        except LookupError as error:
-            sys.exit(f"lessons.py: {path} has {error}, which the index shows")
+    def earlier(self, number: str) -> list[Stage]:
+        return [self.stage(each) for each in self.folders if each < number]
 
-    def converted(self, path: str, text: str) -> Markup:
-        html = convert(text, self.resolver(path)).html
-        return Markup(re.sub(r'(<h\d) id="[^"]*"', r"\1", html))  # they are in another page too
+    def compare(self, old: str, new: str) -> Comparison:
+        return compare(self.stage(old), self.stage(new), *self.earlier(new))
 
-    def _document(self, path: str) -> Document:
-        return convert(self.text(path), self.resolver(path))
+    def lines_to_read(self, old: str, new: str) -> int:
+        return lines_to_read(self.compared(old, new))
 
-    def _tokens(self, path: str) -> list[list[Token]]:
-        return highlight(self.text(path), filename=PurePosixPath(path).name)
+    def default_old(self, number: str) -> str:
+        """The stage to compare with at first; for the first stage, which has none, the next."""
+        return stage_file(number, self.repo).compare or [*self.folders, number][1]
 
-    def links(self, path: str, stage: Stage) -> dict:
+    def links(self, path: str, script: Stage) -> dict:
         """Where the names in a script lead: its own definitions, and what it imports from here."""
-        hrefs = {
-            name: f"#{anchor(block)}"
-            for name, block in stage.by_name.items()
-            if block.kind in ("class", "function", "statement") and re.fullmatch(r"[\w.]+", name)
-        }
-        return links(self.text(path), {**self.imported(path), **hrefs})
+        hrefs = self.imported(path)
+        for name, block in script.by_name.items():
+            if block.kind in ("class", "function", "statement") and re.fullmatch(r"[\w.]+", name):
+                hrefs[name] = f"#{anchor(block)}"
+        return links(self.text(path), hrefs) if script.blocks else {}
 
-    def _imported(self, path: str) -> dict[str, str]:
+    def imported(self, path: str) -> dict[str, str]:
         """The names that a script imports from modules of the repository, and their definitions."""
         found = {}
         imports = r"^from (common(?:\.\w+)+) import (?:\(([^)]*)\)|([^\n(]*))"
@@ -247,16 +211,18 @@ class Site:
 
     def page_of(self, path: str | None) -> str | None:
         """The page of a file of the repository, which will be built; None if none shows it."""
-        if path is None or not (self.repo / path).is_file():
-            return None
+        if path is None or path in self.pages_of_stages or not (self.repo / path).is_file():
+            return self.pages_of_stages.get(path)
         parts = PurePosixPath(path)
-        if parts.parent.name == self.folders.get(path[:2]) == str(parts.parent):
-            if parts.name in ("README.md", "train.py"):
-                return (lesson_page if parts.name == "README.md" else code_page)(path[:2])
         if parts.suffix not in SOURCES or NO_SOURCES & set(parts.parts) or "/." in f"/{path}":
             return None
         self.wanted.setdefault(path)
         return path.replace("-", "--").replace("/", "-") + ".html"
+
+    def stage_page(self, number: str, view: str) -> str:
+        """A stage's lesson, code, or its comparison with the stage that it is built on."""
+        pages = {"lesson": f"{number}.html", "code": code_page(number)}
+        return pages.get(view) or comparison_page(number, self.default_old(number))
 
     def picture(self, path: str, target: str) -> str | None:
         """A picture as data, in which no script can run and no other host is asked."""
@@ -264,10 +230,8 @@ class Site:
         kind = TYPES.get(PurePosixPath(name or "").suffix)
         if kind is None or not (self.repo / name).is_file():
             return None
-        data = (self.repo / name).read_bytes()
-        if len(data) > LARGEST_PICTURE:
-            sys.exit(f"lessons.py: {name} has {len(data):,} bytes; pages hold their pictures")
-        return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        data = base64.b64encode((self.repo / name).read_bytes()).decode()
+        return f"data:{kind};base64,{data}"
 
     def normal(self, path: str, target: str) -> str | None:
         """A relative address in a file as a path of the repository; None if it leads outside."""
@@ -279,35 +243,21 @@ class Site:
 
     def name_resolver(self, path: str) -> Callable[[str], str | None]:
         """In a stage's README, the definition that a code span names."""
-        script = f"{PurePosixPath(path).parent}/train.py"
-        number = script[:2]
-        if script != f"{self.folders.get(number)}/train.py":
+        script = path.replace("README.md", "train.py")
+        if script == path or script not in self.pages_of_stages:
             return lambda name: None
         names: dict[str, str | None] = dict(self.imported(script))
-        for name, block in self.stage(number).by_name.items():
+        for name, block in self.split(script).by_name.items():
             short = name.rpartition(".")[2]
             if block.kind in ("class", "function") and not short.startswith("__"):
-                href = f"{code_page(number)}#{anchor(block)}"
+                href = f"{self.pages_of_stages[script]}#{anchor(block)}"
                 names[short] = None if short in names and short != name else href  # not unique
                 names[name] = href
         return names.get
 
 
-def lesson_page(number: str) -> str:
-    return f"{number}.html"
-
-
-def code_page(number: str) -> str:
-    return f"{number}-code.html"
-
-
 def comparison_page(number: str, old: str) -> str:
     return f"{number}-from-{old}.html"
-
-
-def content_hash(text: str) -> str:
-    """By which a page's policy allows its one script."""
-    return "sha256-" + base64.b64encode(sha256(text.encode()).digest()).decode()
 
 
 # ---- the command ----

@@ -9,26 +9,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
-from compare import Block, Comparison, Definition, LeftOut, Line, Row, condensed, numbered
-from diff import count, indentation, title
+from compare import (
+    Block,
+    Comparison,
+    Definition,
+    Fold,
+    Row,
+    condensed,
+    count,
+    indentation,
+    note,
+    numbered,
+    title,
+)
 from lessons.highlight import Span, Token, changed_spans, to_html
+from lessons.readme import Entry
 from markupsafe import Markup
 
 SHORTEST_FOLD = 3  # lines
 ANCHORED = ("banner", "class", "function", "statement")  # kinds of blocks
+UNMARKED = ("banner", "comment", "docstring", "imports")
 
 
-@dataclass
-class Entry:
-    """A line of a page's table of contents. mark: how the definition relates to the older stage."""
+class Item(NamedTuple):
+    """Lines that are shown, or folded under a summary."""
 
-    level: int
-    id: str
-    text: str
-    mark: str = ""
+    lines: list[Markup]
+    css: str = ""
+    summary: str = ""
+
+
+def code_page(stage: str) -> str:
+    return f"{stage[:2]}-code.html"
 
 
 def anchor(block: Block) -> str:
@@ -43,65 +58,27 @@ def banner_text(block: Block) -> str:
     return " ".join(text for line in block.lines if (text := line.strip("# -")))
 
 
-def outline(blocks: Iterable[Block]) -> list[Entry]:
-    """The sections and definitions of a file."""
+def outline(blocks: Iterable[Block], status: dict[str, str] | None = None) -> list[Entry]:
+    """The sections and definitions of a file. status: by name; then known methods are left out."""
     entries = []
-    for block in blocks:
+    for block in (each for top in blocks for each in (top, *top.parts)):
+        mark = (status or {}).get(block.name, "known").replace("known", "")
+        is_method = "." in block.name
         if block.kind == "banner":
-            entries.append(Entry(1, anchor(block), banner_text(block)))
-        elif block.kind in ("class", "function"):
-            entries.append(Entry(2, anchor(block), block.name))
-        parts = (part for part in block.parts if part.kind in ("class", "function"))
-        entries += [Entry(3, anchor(part), part.name.rpartition(".")[2]) for part in parts]
+            entries.append(Entry(2, anchor(block), banner_text(block)))
+        elif block.kind in ("class", "function") and (mark or status is None or not is_method):
+            name = block.name.rpartition(".")[2]
+            entries.append(Entry(3 + is_method, anchor(block), name, mark))
     return entries
 
 
-# ---- a page of code ----
-
-
-@dataclass
-class Group:
-    """Consecutive lines. known: the definition that they repeat; then they are folded."""
-
-    lines: list[Markup]
-    kind: str = ""
-    known: Definition | None = None
-    summary: str = ""
-
-
-def code_groups(
-    lines: list[list[Token]],
-    links: dict[int, list[Span]],
-    blocks: Iterable[Block] = (),
-    definitions: Iterable[Definition] = (),
-) -> list[Group]:
-    """All lines of a file. blocks: a script's. definitions: compared with earlier stages."""
-    every = (block for top in blocks for block in (top, *top.parts))
-    ids = {block.first: anchor(block) for block in every if block.kind in ANCHORED}
-    numbers = range(1, len(lines) + 1)
-    html = [code_line(i, lines[i - 1], links.get(i, ()), ids.get(i, "")) for i in numbers]
-    groups, at = [], 1
-    for leaf in (leaf for each in definitions for leaf in each.leaves):
-        block = leaf.block
-        if at < block.first:
-            groups.append(Group(html[at - 1 : block.first - 1]))
-        group = Group(html[block.first - 1 : block.last], kind=block.kind)
-        is_definition = block.kind in ("class", "function", "statement")
-        if leaf.status == "known" and is_definition and len(block.lines) >= SHORTEST_FOLD:
-            group.known = leaf
-            group.summary = indentation(block.lines[0]) + title(block)
-        groups.append(group)
-        at = block.last + 1
-    return [*groups, Group(html[at - 1 :])]
-
-
-def code_line(number: int, tokens: list[Token], spans: Iterable[Span], id: str) -> Markup:
-    """A line with its number. id: of the definition that begins there."""
-    anchor = Markup(' id="{}"').format(id) if id else ""
-    return Markup(
-        f'<div class="line" id="L{number}">{number_link(number, f"#L{number}")}'
-        f"<code{anchor}>{to_html(tokens, spans)}</code></div>"
-    )
+def linked(summary: str, definition: Definition) -> str:
+    """The summary of a known definition, which names a stage, with a link to its line there."""
+    before, stage, after = summary.rpartition(definition.base_stage)
+    if not stage:
+        return summary
+    href = f"{code_page(stage)}#L{definition.base.first}"
+    return Markup('{}<a href="{}">{}</a>{}').format(before, href, stage, after)
 
 
 def number_link(number: int, href: str) -> str:
@@ -109,184 +86,143 @@ def number_link(number: int, href: str) -> str:
     return f'<a class="no" href="{href}" data-n="{number}" tabindex="-1" aria-hidden="true"></a>'
 
 
+# ---- a page of code ----
+
+
+def code_items(
+    lines: list[tuple[Token, ...]],
+    links: dict[int, list[Span]],
+    blocks: Iterable[Block] = (),
+    definitions: Iterable[Definition] = (),
+) -> list[Item]:
+    """All lines of a file. blocks: a script's. definitions: compared with earlier stages."""
+    every = (block for top in blocks for block in (top, *top.parts))
+    ids = {block.first: anchor(block) for block in every if block.kind in ANCHORED}
+    html = [
+        code_line(i, to_html(tokens, tuple(links.get(i, ()))), ids.get(i, ""))
+        for i, tokens in enumerate(lines, start=1)
+    ]
+    items, at = [], 1
+    for leaf in (leaf for each in definitions for leaf in each.leaves):
+        block, summary = leaf.block, ""
+        is_definition = block.kind in ("class", "function", "statement")
+        if leaf.status == "known" and is_definition and len(block.lines) >= SHORTEST_FOLD:
+            summary = linked(condensed(leaf)[0].summary, leaf)
+        items.append(Item(html[at - 1 : block.first - 1]))
+        items.append(Item(html[block.first - 1 : block.last], block.kind, summary))
+        at = block.last + 1
+    return [*items, Item(html[at - 1 :])]
+
+
+def code_line(number: int, html: str, id: str) -> Markup:
+    """A line with its number. id: of the definition that begins there."""
+    anchor = Markup(' id="{}"').format(id) if id else ""
+    number_and_link = number_link(number, f"#L{number}")
+    return Markup(
+        f'<div class="line" id="L{number}">{number_and_link}<code{anchor}>{html}</code></div>'
+    )
+
+
 # ---- a comparison ----
 
 
-@dataclass
-class Item:
-    """Rows that are shown, or folded under a summary."""
-
-    rows: list[Markup]
-    summary: str | Markup = ""
-    runs_on: bool = False  # changed lines: on a phone the old ones stand before the new ones
-
-
-@dataclass
-class Compared:
-    """A definition of a comparison. items: its rows. parts: of a class, its definitions.
-
-    note: what it is compared with, where one does not expect it.
-    """
-
-    id: str
-    status: str
-    note: str = ""
-    items: list[Item] = field(default_factory=list)
-    parts: list[Compared] = field(default_factory=list)
-
-    @property
-    def is_marked(self) -> bool:
-        """Whether a label says how the definition relates to the older stage."""
-        return self.status in ("new", "changed", "rewritten") and not self.parts
-
-
 class ComparisonView:
-    """The definitions of a comparison, and the lines that only the older stage has.
+    """The parts of a comparison, which its template asks for from the top of the page to its end.
 
-    tokens, html, code_page: of a stage's script, by the name of its folder. gone: the blocks that
-    the newer stage does not have. others: of the older stage, what stands nowhere else on the page,
-    such as a definition whose newer version is identical to a third stage's.
+    tokens: of a stage's script, by the name of its folder.
     """
 
-    def __init__(
-        self,
-        comparison: Comparison,
-        tokens: Callable[[str], list[list[Token]]],
-        html: Callable[[str], list[str]],
-        code_page: Callable[[str], str],
-    ):
-        self.comparison = comparison
+    def __init__(self, comparison: Comparison, tokens: Callable[[str], list[tuple[Token, ...]]]):
+        self.comparison, self.tokens = comparison, tokens
         self.old, self.new = comparison.old, comparison.new
-        self.tokens, self.html, self.code_page = tokens, html, code_page
-        self.shown: set[tuple[str, int]] = set()  # the lines of older stages on the page
-        self.definitions = [self.compared(each, self.old.name) for each in comparison.definitions]
-        self.gone = [self.folded(block, self.old.name) for block in comparison.gone]
-        self.others = [self.folded(block, self.old.name) for block in self.not_shown()]
+        self.shown: set[tuple[str, int]] = set()  # the lines of all stages on the page
 
-    @property
     def outline(self) -> list[Entry]:
-        entries = []
-        for definition in self.comparison.definitions:
-            for entry in outline([definition.block])[:1]:
-                entry.mark = "" if definition.block.kind == "banner" else definition.status
-                entries.append(entry)
-            for part in definition.parts:
-                if part.block.kind in ("class", "function") and part.status != "known":
-                    name = part.block.name.rpartition(".")[2]
-                    entries.append(Entry(3, anchor(part.block), name, part.status))
-        return entries
+        every = (x for each in self.comparison.definitions for x in (each, *each.parts))
+        return outline(self.new.blocks, {each.block.name: each.status for each in every})
 
-    def compared(self, definition: Definition, expected: str) -> Compared:
-        """A definition, which one expects to be compared with that stage."""
-        block, base, stage = definition.block, definition.base, definition.base_stage
-        # a head has the name of its class
-        id = "" if block.kind in ("head", "comment") else anchor(block)
-        shown = Compared(id, definition.status)
-        if block.kind in ("banner", "comment", "docstring", "imports"):
-            shown.status = block.kind
-        if definition.status == "known":
-            shown.items = [self.known(definition)]
-        elif base and block.kind in ("docstring", "imports"):
-            changed = sum(row.kind in ("added", "changed") for row in definition.rows)
-            text = f"{title(block)} ({count(block.lines)}, {changed} changed)"
-            shown.items = [self.fold(text, definition.rows, stage)]
-        elif definition.parts:
-            if stage != expected or base.name != block.name:
-                shown.note = f"compared with {base.name} in {stage}"
-            shown.parts = [self.compared(part, stage) for part in definition.parts]
-            gone = f"gone since {stage}: "
-            shown.items = [self.folded(part, stage, gone) for part in definition.gone]
-        else:
-            if definition.status == "rewritten":
-                name = "" if base.name == block.name else f"of {base.name} "
-                text = f"the older version: {count(base.lines)} {name}in {stage}"
-                shown.items = [self.fold(text, removed(base), stage)]
-            elif base and stage != expected:
-                shown.note = f"compared with {base.name} in {stage}"
-            shown.items += self.items(condensed(definition), stage)
-        return shown
+    def id(self, block: Block) -> str:
+        return "" if block.kind in ("head", "comment") else anchor(block)
 
-    def known(self, definition: Definition) -> Item:
-        block, base, stage = definition.block, definition.base, definition.base_stage
-        rows = [self.same(row, stage) for row in definition.rows]
-        if len(block.lines) == 1 or block.kind in ("banner", "head"):
-            return Item(rows)
-        where = "as in" if base.name == block.name else f"as {base.name} in"
-        summary = Markup('{}{}: {} <a href="{}#L{}">{}</a> ({})').format(
-            *(indentation(block.lines[0]), title(block), where),
-            *(self.code_page(stage), base.first, stage, count(block.lines)),
-        )
-        return Item(rows, summary)
+    def status(self, definition: Definition) -> str:
+        kind = definition.block.kind
+        return kind if kind in UNMARKED else definition.status
 
-    def items(self, rows: list[Row | LeftOut], stage: str) -> list[Item]:
-        """Rows in items: equal ones, changed ones, and those that are left out."""
+    def note(self, definition: Definition, expected: str) -> str:
+        return note(definition, expected) if definition.status == "changed" else ""
+
+    def items(self, definition: Definition) -> list[Item]:
+        """A definition's rows, equal ones, changed ones and folds; of a class, what is gone."""
+        stage = definition.base_stage
+        if definition.parts:
+            return self.gone(definition.gone, stage, f"gone since {stage}: ")
         items = []
+        if definition.status == "rewritten":
+            items = [
+                Item(self.rows(removed_rows(definition.base), stage), "", note(definition, ""))
+            ]
+        is_banner = definition.block.kind == "banner"
+        rows = definition.rows if is_banner else condensed(definition)
         for kind, group in groupby(rows, key=kind_of):
-            if kind == "left out":
-                items += [self.fold(f"… {count(each.rows)}", each.rows, stage) for each in group]
+            if kind == "fold":
+                folds = [(self.rows(fold.rows, stage), fold.summary) for fold in group]
+                items += [Item(html, "", linked(text, definition)) for html, text in folds]
             else:
-                html = [self.row(row, stage) for row in group]
-                items.append(Item(html, runs_on=kind == "changed"))
+                items.append(Item(self.rows(group, stage), kind))
         return items
 
-    def fold(self, summary: str, rows: list[Row], stage: str) -> Item:
-        return Item([self.row(row, stage) for row in rows], summary)
+    def gone(self, blocks: list[Block], stage: str, before: str = "") -> list[Item]:
+        return [
+            Item(
+                self.rows(removed_rows(block), stage),
+                summary=f"{before}{title(block)} ({count(block.lines)})",
+            )
+            for block in blocks
+        ]
 
-    def folded(self, block: Block, stage: str, before: str = "") -> Item:
-        text = f"{before}{title(block)} ({count(block.lines)})"
-        return self.fold(text, removed(block), stage)
-
-    def not_shown(self) -> list[Block]:
-        """The older stage's definitions of which a line is not on the page yet."""
-        shown = {number for stage, number in self.shown if stage == self.old.name}
+    def others(self) -> list[Item]:
+        """The older stage's definitions of which a line is not on the page yet, such as one whose
+        newer version is identical to a third stage's."""
+        stage = self.old.name
         leaves = [leaf for block in self.old.blocks for leaf in block.parts or [block]]
-        lines = {id(leaf): [x.number for x in numbered(leaf) if x.text.strip()] for leaf in leaves}
-        return [leaf for leaf in leaves if not shown.issuperset(lines[id(leaf)])]
+        missing = [
+            leaf
+            for leaf in leaves
+            if any(x.text.strip() and (stage, x.number) not in self.shown for x in numbered(leaf))
+        ]
+        return self.gone(missing, stage)
 
-    # ---- rows ----
+    def rows(self, rows: Iterable[Row], stage: str) -> list[Markup]:
+        """Old lines beside the new ones. stage: of the old lines."""
+        html = []
+        for row in rows:
+            cells = self.cell(row, 0, stage) + self.cell(row, 1, self.new.name)
+            html.append(Markup(f'<div class="row {row.kind}">{cells}</div>'))
+        return html
 
-    def row(self, row: Row, stage: str) -> Markup:
-        """An old line beside the new one. stage: of the old line."""
-        cells = ""
-        for side, name in enumerate((stage, self.new.name)):
-            if row[side]:
-                spans = changed_spans(row, side) if row.kind == "changed" else ()
-                css = ("old", "new")[side]
-                number, code = self.number(row[side], name), self.code(row[side], name, spans)
-                cells += f'<div{self.id(row[side], name)} class="{css}">{number}{code}</div>'
-        return Markup(f'<div class="row {row.kind}">{cells}</div>')
-
-    def same(self, row: Row, stage: str) -> Markup:
-        """A line that both have, once, with both numbers."""
-        old = f"<span{self.id(row.old, stage)}>{self.number(row.old, stage)}</span>"
-        new = f"{self.number(row.new, self.new.name)}{self.code(row.new, self.new.name, ())}"
-        return Markup(f'<div{self.id(row.new, self.new.name)} class="row same">{old}{new}</div>')
-
-    def id(self, line: Line, stage: str) -> str:
-        """The id of a line where it is shown first: a definition can be compared with twice."""
-        if (stage, line.number) in self.shown:
+    def cell(self, row: Row, side: int, stage: str) -> str:
+        if row[side] is None:
             return ""
-        self.shown.add((stage, line.number))
-        prefix = "" if stage == self.new.name else f"{stage[:2]}-"
-        return f' id="{prefix}L{line.number}"'
-
-    def number(self, line: Line, stage: str) -> str:
-        page = "" if stage == self.new.name else self.code_page(stage)
-        return number_link(line.number, f"{page}#L{line.number}")
-
-    def code(self, line: Line, stage: str, spans: Iterable[Span]) -> str:
-        html = self.html(stage)[line.number - 1]
-        if spans:
-            html = to_html(self.tokens(stage)[line.number - 1], spans)
-        depth = min(6, len(indentation(line.text)) // 4)
-        return f'<code class="in{depth}">{html}</code>'
+        number, text = row[side]
+        page, prefix = (code_page(stage), f"{stage[:2]}-") if side == 0 else ("", "")
+        # a line that two definitions are compared with has its id where it is shown first
+        id = "" if (stage, number) in self.shown else f' id="{prefix}L{number}"'
+        self.shown.add((stage, number))
+        spans = tuple(changed_spans(row, side)) if row.kind == "changed" else ()
+        html = to_html(self.tokens(stage)[number - 1], spans)
+        depth = min(6, len(indentation(text)) // 4)
+        return (
+            f'<div{id} class="{("old", "new")[side]}">{number_link(number, f"{page}#L{number}")}'
+            f'<code class="in{depth}">{html}</code></div>'
+        )
 
 
-def removed(block: Block) -> list[Row]:
+def removed_rows(block: Block) -> list[Row]:
     return [Row(line, None) for line in numbered(block)]
 
 
-def kind_of(item: Row | LeftOut) -> str:
-    if isinstance(item, LeftOut):
-        return "left out"
-    return "equal" if item.kind == "equal" else "changed"
+def kind_of(item: Row | Fold) -> str:
+    """Of changed lines, the old ones are before the new ones on a phone."""
+    if isinstance(item, Fold):
+        return "fold"
+    return "" if item.kind == "equal" else "run"

@@ -8,34 +8,50 @@ nothing in a README can add other markup to a page.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
+from typing import NamedTuple
 
 from lessons.highlight import highlight, to_html
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from markupsafe import Markup
 
 TAGS = {"block": "details|summary|sub", "inline": "sub"}
 
 
-@dataclass
-class Heading:
+class Entry(NamedTuple):
+    """A heading, or another line of a table of contents. mark: what a definition is, say, new."""
+
     level: int
     id: str
     text: str
+    mark: str = ""
 
 
 @dataclass
 class Document:
-    """A converted README. headings: all of them, the title included."""
+    """A converted README."""
 
-    html: str = ""
-    headings: list[Heading] = field(default_factory=list)
+    html: Markup = Markup()
+    headings: list[Entry] = field(default_factory=list)
 
     @property
     def title(self) -> str:
         return next((each.text for each in self.headings if each.level == 1), "")
+
+    @property
+    def lead(self) -> Markup:
+        """The first paragraph."""
+        found = re.search(r"<p>.*?</p>", self.html, re.S)
+        return Markup(found[0] if found else "")
+
+    def section(self, id: str) -> Markup:
+        """What is below a heading, down to the next one of its level or a higher one."""
+        level = {each.id: each.level for each in self.headings}[id]
+        _, below = self.html.split(f'<h{level} id="{id}">')
+        return Markup(re.split(rf"<h[1-{level}] ", below.partition(f"</h{level}>")[2])[0])
 
 
 @dataclass
@@ -51,46 +67,21 @@ class Resolver:
 
 
 def convert(text: str, resolver: Resolver) -> Document:
-    markdown = MarkdownIt("commonmark").enable(["table", "strikethrough"])
-    tokens = balanced(markdown.parse(text), "block")
-    document, finished = Document(), []
+    markdown = MarkdownIt("commonmark", {"highlight": code_block})
+    tokens = balanced(markdown.enable(["table", "strikethrough"]).parse(text), "block")
+    document = Document()
     for i, token in enumerate(tokens):
         if token.type == "heading_open":
             token.attrSet("id", new_heading(document.headings, int(token.tag[1]), tokens[i + 1]))
         if token.type == "inline":
             token.children = inline(balanced(token.children, "inline"), resolver)
-        if token.type in ("fence", "code_block"):
-            token = raw(code_block(token.content, token.info))
-        frame = {"table_open": '<div class="wide table">', "table_close": "</div>"}
-        around = [raw(frame[token.type])] if token.type in frame else []
-        finished += [*around, token] if token.nesting > 0 else [token, *around]
-    document.html = markdown.renderer.render(finished, markdown.options, {})
+    document.html = Markup(markdown.renderer.render(tokens, markdown.options, {}))
     return document
 
 
-def section(text: str, heading: str) -> str:
-    """The Markdown below a heading, down to the next heading of its level or a higher one."""
-    found = re.search(
-        rf"^(#+) {re.escape(heading)}\n(.*?)(?=^(?!\1#)#+ |\Z)", without_code(text), re.M | re.S
-    )
-    if found is None:
-        raise LookupError(f"no section {heading!r}")
-    return text[found.start(2) : found.end(2)]
-
-
-def without_code(text: str) -> str:
-    """The text with fenced code blanked out, every character in its place."""
-    return re.sub(r"^```.*?^```", lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.M | re.S)
-
-
-def raw(html: str) -> Token:
-    return Token("html_inline", "", 0, content=html)
-
-
-def code_block(code: str, info: str) -> str:
-    lines = highlight(code.rstrip("\n"), (info.split() or ["text"])[0])
-    html = "\n".join(map(to_html, lines))
-    return f"<pre><code>{html}</code></pre>\n"
+def code_block(code: str, language: str, attributes: str) -> str:
+    html = "\n".join(map(to_html, highlight(code.rstrip("\n"), language or "text")))
+    return f"<pre><code>{html}</code></pre>"
 
 
 # ---- raw HTML ----
@@ -99,71 +90,64 @@ def code_block(code: str, info: str) -> str:
 def balanced(tokens: Iterable[Token], kind: str) -> list[Token]:
     """The tokens with raw HTML as text, except for comments and for allowed tags in pairs."""
     found: list[Token] = []
-    containers: list[list[int]] = [[]]  # of each open element: where its open raw tags are
+    opened: list[Token] = []  # elements of Markdown, and raw tags
     for token in tokens:
-        if token.nesting < 0:
-            containers.pop()
-        elif token.nesting > 0:
-            containers.append([])
         is_html = token.type in ("html_block", "html_inline")
         for piece in pieces(token.content, kind) if is_html else [token]:
-            if piece.type == "html_inline":
-                pair_up(piece, found, containers[-1])
             found.append(piece)
-    for token in found:
-        if token.type == "html_inline" and not token.meta:
-            token.type = "text"
+            if piece.nesting > 0:
+                opened.append(piece)
+            elif piece.nesting < 0 and piece.type != "html_inline":
+                while opened[-1].type == "html_inline":  # it is not closed in this element
+                    opened.pop().type = "text"
+                opened.pop()
+            elif piece.nesting < 0:
+                if opened and (opened[-1].type, opened[-1].tag) == (piece.type, piece.tag):
+                    opened.pop()
+                else:
+                    piece.type = "text"
+    for token in opened:
+        token.type = "text"
     return found
 
 
-def pieces(html: str, kind: str) -> list[Token]:
+def pieces(html: str, kind: str) -> Iterator[Token]:
     """Raw HTML as tokens: each allowed tag by itself, the rest as text, comments left out."""
     html = re.sub(r"<!--.*?-->", "", html, flags=re.S)
-    parts = re.split(rf"(</?(?:{TAGS[kind]})>|<details open>)", html)
-    return [
-        raw(part) if i % 2 else Token("text", "", 0, content=part)
-        for i, part in enumerate(parts)
-        if part
-    ]
-
-
-def pair_up(tag: Token, before: list[Token], opened: list[int]) -> None:
-    """Mark a closing tag and its partner, if the last open tag of the same element is that."""
-    if not tag.content.startswith("</"):
-        opened.append(len(before))
-    elif opened and before[opened[-1]].content[1:].split()[0].rstrip(">") == tag.content[2:-1]:
-        tag.meta = before[opened.pop()].meta = {"paired": True}
+    for found in re.finditer(rf"<(/?)({TAGS[kind]})>|[^<]+|<", html):
+        nesting = {None: 0, "": 1, "/": -1}[found[1]]
+        kind_of_token = "html_inline" if nesting else "text"
+        yield Token(kind_of_token, found[2] or "", nesting, content=found[0])
 
 
 # ---- headings, links, pictures, names ----
 
 
-def new_heading(headings: list[Heading], level: int, content: Token) -> str:
+def new_heading(headings: list[Entry], level: int, content: Token) -> str:
     """Add a heading; returns its id, which is GitHub's."""
     text = "".join(child.content for child in content.children if child.type != "html_inline")
     slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
     ids = {each.id for each in headings}
     numbered = (f"{slug}-{i}" for i in range(1, len(ids) + 2))
-    headings.append(Heading(level, next(id for id in (slug, *numbered) if id not in ids), text))
+    headings.append(Entry(level, next(id for id in (slug, *numbered) if id not in ids), text))
     return headings[-1].id
 
 
 def inline(tokens: list[Token], resolver: Resolver) -> list[Token]:
     """The tokens of a paragraph, with the addresses of links, pictures and names resolved."""
-    found, links = [], []  # links: the open one
+    found, link = [], None  # the open link
     for token in tokens:
         if token.type == "link_open":
             address = str(token.attrs.get("href", ""))
-            external = re.match(r"https?://", address)
-            target = address if external else resolver.link(address)
+            target = address if re.match(r"https?://", address) else resolver.link(address)
             token.attrs = {"href": target} if target else {}
             token.tag = "a" if target else "span"
-            links.append(token)
+            link = token
         elif token.type == "link_close":
-            token.tag = links.pop().tag
+            token.tag, link = link.tag, None
         elif token.type == "image":
             token = picture(token, resolver)
-        elif token.type == "code_inline" and not links:
+        elif token.type == "code_inline" and link is None:
             href = resolver.name(token.content.removesuffix("()"))
             code = f"<code>{escape(token.content)}</code>"
             token = raw(f'<a class="name" href="{escape(href)}">{code}</a>') if href else token
@@ -177,3 +161,7 @@ def picture(token: Token, resolver: Resolver) -> Token:
     if data is None:
         return raw(f"<span>[picture: {alt}]</span>")
     return raw(f'<span class="wide img"><img alt="{alt}" src="{escape(data)}"></span>')
+
+
+def raw(html: str) -> Token:
+    return Token("html_inline", "", 0, content=html)

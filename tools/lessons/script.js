@@ -1,31 +1,24 @@
 "use strict";
+const scrolling = "main :is(.wide, .code, .rows, pre, table)";
+
 // The arrow keys lead to the previous and the next stage.
 addEventListener("keydown", (event) => {
   if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
   // In a frame that scrolls sideways, the arrows scroll.
-  const frame = event.target.closest?.(".wide, .code, .rows, pre");
+  const frame = event.target.closest?.(scrolling);
   if (frame && frame.scrollWidth > frame.clientWidth) return;
   const rel = { ArrowLeft: "prev", ArrowRight: "next" }[event.key];
-  const link = rel && document.querySelector(`link[rel=${rel}]`);
+  const link = rel && document.querySelector(`a[rel=${rel}]`);
   if (link) location.href = link.href;
 });
 
 // A frame that scrolls sideways can be reached by the keyboard.
-const frames = document.querySelectorAll(".wide, .code, .rows, main pre");
-const makeReachable = () => {
-  for (const each of frames) {
-    if (each.scrollWidth > each.clientWidth) each.tabIndex = 0;
-    else each.removeAttribute("tabindex");
+const frames = new ResizeObserver((changed) => {
+  for (const { target } of changed) {
+    target.tabIndex = target.scrollWidth > target.clientWidth ? 0 : -1;
   }
-};
-let due = 0;
-const soon = () => {
-  cancelAnimationFrame(due);
-  due = requestAnimationFrame(makeReachable);
-};
-addEventListener("resize", soon);
-addEventListener("toggle", soon, true);
-soon();
+});
+for (const each of document.querySelectorAll(scrolling)) frames.observe(each);
 
 // An anchor may stand in a folded definition.
 const unfold = () => {
