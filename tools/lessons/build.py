@@ -15,7 +15,7 @@ import base64
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
@@ -49,7 +49,7 @@ class Site:
         self.folders = {number: path.parent.name for number, path in stage_paths(repo).items()}
         self.pages_of_stages = {f"{x}/README.md": f"{n}.html" for n, x in self.folders.items()}
         self.pages_of_stages |= {f"{x}/train.py": code_page(n) for n, x in self.folders.items()}
-        self.wanted: dict[str, None] = {}  # linked files, in order
+        self.wanted: list[str] = []  # linked files
         self.document = cache(lambda path: convert(self.text(path), self.resolver(path)))
         self.tokens = cache(lambda path: highlight(self.text(path), filename=path))
         self.split = cache(
@@ -63,11 +63,10 @@ class Site:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        style, script = ((TEMPLATES / name).read_text() for name in ("style.css", "script.js"))
+        script = (TEMPLATES / "script.js").read_text()
         # by which a page's policy allows its one script
-        script_hash = base64.b64encode(sha256(script.encode()).digest()).decode()
-        texts = {"style": Markup(style), "script": Markup(script), "script_hash": script_hash}
-        self.templates.globals.update(site=self, **texts)
+        digest = base64.b64encode(sha256(script.encode()).digest()).decode()
+        self.templates.globals.update(site=self, script=Markup(script), script_hash=digest)
 
     def build(self) -> dict[str, str]:
         pages = {}
@@ -78,28 +77,18 @@ class Site:
                 if old != number:
                     pages[comparison_page(number, old)] = self.comparison(number, old)
         pages["index.html"] = self.index()
-        done: set[str] = set()
-        while todo := [path for path in self.wanted if path not in done]:
-            for path in todo:
-                render = self.readme if path.endswith(".md") else self.code
-                pages[self.page_of(path)] = render(path)
-                done.add(path)
+        for path in self.wanted:  # which grows meanwhile
+            render = self.readme if path.endswith(".md") else self.code
+            pages[self.page_of(path)] = render(path)
         return pages
 
     # ---- pages ----
 
     def render(
-        self,
-        template: str,
-        title: str,
-        toc: Sequence[Entry],
-        stage: str = "",
-        view: str = "lesson",
-        **content: object,
+        self, view: str, title: str, toc: list[Entry], stage: str = "", **content: object
     ) -> str:
-        """view: lesson, code or comparison, of a stage."""
-        return self.templates.get_template(template).render(
-            kind=template.removesuffix(".html"),
+        """view: index, lesson, code or comparison, each of which has a template."""
+        return self.templates.get_template(f"{view}.html").render(
             title=title,
             toc=toc,
             stage=stage,
@@ -115,14 +104,13 @@ class Site:
         toc += [Entry(2, "figures", "Figures of your runs")] if runs else []
         toc += [Entry(2, "cost", "Which technique when")]
         picture = Markup(curves(runs)) if runs else ""
-        return self.render(
-            "index.html", readme.title, toc, readme=readme, runs=runs, picture=picture
-        )
+        content = {"readme": readme, "runs": runs, "picture": picture}
+        return self.render("index", readme.title, toc, **content)
 
     def readme(self, path: str, number: str = "") -> str:
         document = self.document(path)
         toc = [entry for entry in document.headings if entry.level in (2, 3)]
-        return self.render("lesson.html", document.title or path, toc, number, html=document.html)
+        return self.render("lesson", document.title or path, toc, number, html=document.html)
 
     def code(self, path: str, number: str = "") -> str:
         """A stage's script, or another file that is no README."""
@@ -137,15 +125,14 @@ class Site:
         items = code_items(self.tokens(path), self.links(path, script), script.blocks, definitions)
         title = f"Code of {self.title(number)}" if number else path
         content = {"path": path, "items": items, "beside": beside}
-        return self.render("code.html", title, outline(script.blocks), number, "code", **content)
+        return self.render("code", title, outline(script.blocks), number, **content)
 
     def comparison(self, number: str, old: str) -> str:
         compared = self.compared(old, number)
         view = ComparisonView(compared, lambda folder: self.tokens(f"{folder}/train.py"))
         title = f"{self.folders[old]} → {self.folders[number]}"
         content = {"compared": compared, "shown": view, "old": old}
-        toc = view.outline()
-        return self.render("comparison.html", title, toc, number, "comparison", **content)
+        return self.render("comparison", title, view.outline(), number, **content)
 
     # ---- their parts ----
 
@@ -216,13 +203,14 @@ class Site:
         parts = PurePosixPath(path)
         if parts.suffix not in SOURCES or NO_SOURCES & set(parts.parts) or "/." in f"/{path}":
             return None
-        self.wanted.setdefault(path)
+        if path not in self.wanted:
+            self.wanted.append(path)
         return path.replace("-", "--").replace("/", "-") + ".html"
 
     def stage_page(self, number: str, view: str) -> str:
-        """A stage's lesson, code, or its comparison with the stage that it is built on."""
-        pages = {"lesson": f"{number}.html", "code": code_page(number)}
-        return pages.get(view) or comparison_page(number, self.default_old(number))
+        """A stage's code, its comparison with the stage that it is built on, or its lesson."""
+        compared = comparison_page(number, self.default_old(number))
+        return {"code": code_page(number), "comparison": compared}.get(view, f"{number}.html")
 
     def picture(self, path: str, target: str) -> str | None:
         """A picture as data, in which no script can run and no other host is asked."""

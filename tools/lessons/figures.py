@@ -15,10 +15,10 @@ WIDTH, LEFT, TOP, BOTTOM = 720, 56, 44, 330
 
 
 class Run(NamedTuple):
-    """A run's figures. name: of its folder. lines: those that have a step and a loss."""
+    """A run's figures. name: of its folder. lines: those that have a loss."""
 
     name: str
-    ranks: object
+    ranks: int
     lines: list[dict]
 
     def median(self, key: str) -> float:
@@ -31,33 +31,21 @@ def is_figure(value: object) -> bool:
 
 def read_runs(folder: Path) -> list[Run]:
     found = []
-    for path in sorted(folder.glob("quickstart/[0-9][0-9]_*/")):
-        lines = [parsed(line) for line in text_of(path / "metrics.jsonl").splitlines()]
-        lines = [x for x in lines if is_figure(x.get("step")) and is_figure(x.get("loss"))]
-        ranks = parsed(text_of(path / "config.json")).get("world_size")
-        found += [Run(path.name, ranks, lines)] if lines else []
+    for path in sorted(folder.glob("quickstart/[0-9][0-9]_*/metrics.jsonl")):
+        written = path.read_text().split("\n")[:-1]  # the last line may be incomplete
+        lines = [line for line in map(json.loads, written) if is_figure(line.get("loss"))]
+        if lines:
+            ranks = json.loads(path.with_name("config.json").read_text())["world_size"]
+            found.append(Run(path.parent.name, ranks, lines))
     return found
 
 
-def text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-
-
-def parsed(text: str) -> dict:
-    """An object of JSON; of a line that is being written, an empty one."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def curves(runs: list[Run]) -> Picture:
-    """A square for each loss. Equal ones hide one another, so each run's are smaller."""
+    """One curve per run. Equal ones hide one another, so each is narrower than the one below."""
     losses = [line["loss"] for run in runs for line in run.lines]
     last = max(line["step"] for run in runs for line in run.lines)
     low, high = math.floor(min(losses)), math.ceil(max(losses) + 1e-9)
-    picture = Picture(WIDTH, BOTTOM + 74, "Loss")
+    picture = Picture(WIDTH, BOTTOM + 54 + 20 * (len(runs) // 4), "Loss")
 
     def y_of(value: float) -> float:
         return BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP)
@@ -68,9 +56,11 @@ def curves(runs: list[Run]) -> Picture:
     picture.text(LEFT, BOTTOM + 18, "step 0", fill="faint")
     picture.text(WIDTH - 20, BOTTOM + 18, f"step {last:g}", fill="faint", anchor="end")
     for i, run in enumerate(runs):
-        colour, size = COLOURS[i % len(COLOURS)], 3 + 9 * (len(runs) - i) / len(runs)
-        for line in run.lines:
-            x = LEFT + line["step"] * (WIDTH - 20 - LEFT) / max(last, 1)
-            picture.rect(x - size / 2, y_of(line["loss"]) - size / 2, size, size, colour, run.name)
-        picture.legend(LEFT + i % 5 * 130, BOTTOM + 44 + i // 5 * 20, {colour: run.name})
+        colour, width = COLOURS[i % len(COLOURS)], 12 * (len(runs) - i) / len(runs)
+        right = (WIDTH - 20 - LEFT) / max(last, 1)
+        points = [(LEFT + line["step"] * right, y_of(line["loss"])) for line in run.lines]
+        edges = [(x, y - width / 2) for x, y in points]
+        edges += [(x, y + width / 2) for x, y in reversed(points)]
+        picture.path("M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in edges), colour, run.name)
+        picture.legend(LEFT + i % 4 * 165, BOTTOM + 44 + i // 4 * 20, {colour: run.name})
     return picture

@@ -20,7 +20,6 @@ from compare import (
     Row,
     condensed,
     count,
-    indentation,
     note,
     numbered,
     title,
@@ -64,7 +63,7 @@ def outline(blocks: Iterable[Block], status: dict[str, str] | None = None) -> li
     for block in (each for top in blocks for each in (top, *top.parts)):
         mark = (status or {}).get(block.name, "known").replace("known", "")
         is_method = "." in block.name
-        if block.kind == "banner":
+        if block.kind == "banner" and block in blocks:
             entries.append(Entry(2, anchor(block), banner_text(block)))
         elif block.kind in ("class", "function") and (mark or status is None or not is_method):
             name = block.name.rpartition(".")[2]
@@ -172,13 +171,11 @@ class ComparisonView:
         return items
 
     def gone(self, blocks: list[Block], stage: str, before: str = "") -> list[Item]:
-        return [
-            Item(
-                self.rows(removed_rows(block), stage),
-                summary=f"{before}{title(block)} ({count(block.lines)})",
-            )
-            for block in blocks
-        ]
+        items = []
+        for block in blocks:
+            summary = f"{before}{title(block)} ({count(block.lines)})"
+            items.append(Item(self.rows(removed_rows(block), stage), summary=summary))
+        return items
 
     def others(self) -> list[Item]:
         """The older stage's definitions of which a line is not on the page yet, such as one whose
@@ -203,17 +200,16 @@ class ComparisonView:
     def cell(self, row: Row, side: int, stage: str) -> str:
         if row[side] is None:
             return ""
-        number, text = row[side]
+        number = row[side].number
         page, prefix = (code_page(stage), f"{stage[:2]}-") if side == 0 else ("", "")
         # a line that two definitions are compared with has its id where it is shown first
         id = "" if (stage, number) in self.shown else f' id="{prefix}L{number}"'
         self.shown.add((stage, number))
         spans = tuple(changed_spans(row, side)) if row.kind == "changed" else ()
         html = to_html(self.tokens(stage)[number - 1], spans)
-        depth = min(6, len(indentation(text)) // 4)
         return (
             f'<div{id} class="{("old", "new")[side]}">{number_link(number, f"{page}#L{number}")}'
-            f'<code class="in{depth}">{html}</code></div>'
+            f"<code>{html}</code></div>"
         )
 
 

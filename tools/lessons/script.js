@@ -23,23 +23,21 @@ for (const each of document.querySelectorAll(scrolling)) frames.observe(each);
 // An anchor may stand in a folded definition.
 const unfold = () => {
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-  if (!target) return;
-  for (let node = target; node; node = node.parentElement) {
-    if (node.localName === "details") node.open = true;
-  }
-  target.scrollIntoView();
+  let fold;
+  while ((fold = target?.closest("details:not([open])"))) fold.open = true;
+  target?.scrollIntoView();
 };
 addEventListener("hashchange", unfold);
 addEventListener("DOMContentLoaded", unfold);
 
-const folds = document.querySelectorAll("main details");
-for (const button of document.querySelectorAll("[data-unfold]")) {
-  button.addEventListener("click", () => {
-    const open = [...folds].some((each) => !each.open);
-    for (const each of folds) each.open = open;
-    button.textContent = open ? "fold them again" : "unfold all";
-  });
-}
+const button = document.querySelector("[data-unfold]");
+button?.addEventListener("click", () => {
+  const folds = [...document.querySelectorAll("main details")];
+  const open = folds.some((each) => !each.open);
+  for (const each of folds) each.open = open;
+  button.textContent = open ? "fold them again" : "unfold all";
+});
+
 // The table of contents is folded where it stands above the text.
 const toc = document.querySelector(".toc details");
 if (toc) {
