@@ -38,7 +38,7 @@ class Parsed(HTMLParser):
         self.code: dict[str, str] = {}  # by the id of the line
         self.scripts = self.styles = self.text = ""
         self.errors: list[str] = []
-        self.open: list[tuple[str, list[str]]] = []  # tags, and the ids of lines that begin there
+        self.open: list[tuple[str, str]] = []  # tags, and the id of the line that begins there
         self.svg = 0
         self.feed(html)
         self.close()
@@ -56,10 +56,7 @@ class Parsed(HTMLParser):
         if tag in VOID:
             return
         is_line = re.fullmatch(r"(\d\d-)?L\d+", id or "")
-        if is_line and tag == "span" and self.open:  # the number of a line that two stages share
-            self.open[-1][1].append(id)
-            is_line = None
-        self.open.append((tag, [id] if is_line else []))
+        self.open.append((tag, id if is_line else ""))
 
     def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.handle_starttag(tag, attributes)
@@ -81,7 +78,7 @@ class Parsed(HTMLParser):
         else:
             self.text += data
         if "code" in tags:
-            for id in (id for _, ids in self.open for id in ids):
+            for id in filter(None, (id for _, id in self.open)):
                 self.code[id] = self.code.get(id, "") + data
 
 

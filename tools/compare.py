@@ -88,7 +88,7 @@ DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 IMPORTS = (ast.Import, ast.ImportFrom)
 RULE = r" *# ?-{20,}\n"
 BANNER = rf" *# -{{4,}} .* -{{4,}}\n|{RULE}.*\n{RULE}"
-COMMENTS = re.compile(rf"(?P<banner>{BANNER})|(?P<comment>((?!{BANNER}).*\S.*\n)+)")
+COMMENTS = re.compile(rf"(?P<banner>{BANNER})|((?!{BANNER}).*\S.*\n)+")
 
 
 def merge_imports(body: list[ast.stmt]) -> None:
@@ -108,8 +108,7 @@ class Splitter:
 
     def blocks(self, nodes: list[ast.stmt], owner: str, first: int, last: int) -> list[Block]:
         """The blocks in lines `first` to `last`: the statements of a module or of a class, each
-        with its decorators and the comments directly above it, and the comments that stand alone.
-        """
+        with its decorators and the comments directly above it, and all other comments."""
         found, end = [], first - 1
         for node in nodes:
             start = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
@@ -372,7 +371,7 @@ CONTEXT, MOST_REMOVED = 2, 3  # equal lines around a change, and removed lines i
 
 
 class Fold(NamedTuple):
-    """Consecutive rows that a reader can do without, all equal or all removed."""
+    """Consecutive rows that a reader can do without, and what is said in their place."""
 
     rows: list[Row]
     summary: str
@@ -416,14 +415,13 @@ def near_changes(rows: list[Row]) -> list[bool]:
 def note(definition: Definition, expected: str) -> str:
     """What a definition is compared with, where one does not expect that."""
     block, base, stage = definition.block, definition.base, definition.base_stage
-    is_renamed = base is not None and base.name != block.name
+    if definition.status in ("new", "known"):
+        return ""
     if definition.status == "rewritten":
-        name = f"of {base.name} " if is_renamed else ""
+        name = "" if base.name == block.name else f"of {base.name} "
         return f"{headline(block)}: rewritten ({count(base.lines)} {name}in {stage})"
-    is_unexpected = stage != expected or (block.kind == "class" and is_renamed)
-    if definition.status == "changed" and is_unexpected:
-        return f"{headline(block)}: compared with {base.name} in {stage}"
-    return ""
+    is_unexpected = stage != expected or (block.kind == "class" and base.name != block.name)
+    return f"{headline(block)}: compared with {base.name} in {stage}" if is_unexpected else ""
 
 
 def headline(block: Block) -> str:

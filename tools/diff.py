@@ -17,6 +17,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 
 from compare import Block, Comparison, Definition, Fold, Row, compare_stages, condensed, note
@@ -28,14 +29,14 @@ COLOURS = {"+": "32", "-": "31", "~": "33", "=": "36", "*": "1", " ": ""}
 # ---- rendering ----
 
 
+@dataclass
 class Renderer:
     """Renders a comparison as lines of text, each with a mark in its first column.
 
     Every line ends its own colours, because a pager starts each line without any.
     """
 
-    def __init__(self, colour: bool):
-        self.colour = colour
+    colour: bool
 
     def diff(self, comparison: Comparison) -> list[str]:
         old, new = comparison.old.name, comparison.new.name
@@ -126,18 +127,17 @@ class Renderer:
 
 def reads_in_place(row: Row) -> bool:
     """Whether old and new words are readable within one line: few, and less than what stays."""
-    _, *words = row.words
+    (_, indent), *words = row.words
     changed = [(old, new) for old, new in words if old != new]
     kept = sum(len(old) for old, new in words if old == new)
     longest = max(sum(len(old) for old, _ in changed), sum(len(new) for _, new in changed))
-    shown = sum(len(old) + len(new) for old, new in changed) + kept + len(row.words[0][1])
+    shown = sum(len(old) + len(new) for old, new in changed) + kept + len(indent)
     return len(changed) <= 2 and longest <= kept and shown <= WIDTH
 
 
 def spaced(paragraphs: list[list[str]]) -> list[str]:
     """Paragraphs as lines. All that are not single lines have blank ones around them."""
-    lines: list[str] = []
-    apart = False
+    lines, apart = [], False
     for paragraph in paragraphs:
         if lines and lines[-1] and (apart or len(paragraph) != 1):
             lines.append("")
@@ -169,9 +169,8 @@ def show(lines: list[str]) -> None:
 
 
 def is_coloured() -> bool:
-    if os.environ.get("NO_COLOR"):
-        return False
-    return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
+    is_wanted = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
+    return is_wanted and not os.environ.get("NO_COLOR")
 
 
 def main() -> None:
