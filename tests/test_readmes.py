@@ -35,11 +35,12 @@ NOT_OURS = {
     "zero.py",
     "fsdp.py",
 }
-# flags of torchrun, srun, sbatch, mpirun, pip and nvidia-smi
+# flags of torchrun, srun, sbatch, mpirun, pip, git and nvidia-smi
 OTHERS_FLAGS = set(
     "--standalone --nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id"
     " --rdzv-endpoint --ntasks-per-node --allow-run-as-root --oversubscribe --sync-tensorboard"
-    " --nodes --gpus-per-node --requeue --signal --help --logdir --format --no-reload".split()
+    " --nodes --gpus-per-node --requeue --signal --help --logdir --format --no-reload"
+    " --no-index".split()
 )
 
 
