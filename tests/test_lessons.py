@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from browser import TIMEOUT, Browser, find_chromium
-from harness import REPO, stages
+from harness import REPO, stage_path, stages
 from slurm_cluster import skip_or_fail
 
 sys.path.insert(0, str(REPO / "tools"))
@@ -176,8 +176,7 @@ def test_the_same_pages_twice_and_within_ten_seconds(pages, runs, tmp_path):
 
 
 def lines_of(stage: str) -> list[str]:
-    (path,) = REPO.glob(f"{stage}_*/train.py")
-    return path.read_text().splitlines()
+    return stage_path(stage).read_text().splitlines()
 
 
 @pytest.mark.parametrize("stage", stages())
