@@ -22,7 +22,7 @@ from pygments.util import ClassNotFound
 CLASSES = {
     **{Comment: "c", Literal.String: "s", Literal.Number: "m", Keyword: "k", Operator.Word: "k"},
     **{Name.Function: "f", Name.Class: "f", Name.Decorator: "f"},
-    **{Name.Builtin.Pseudo: "", Name.Builtin: "b"},  # pseudo: self
+    **{Name.Builtin.Pseudo: "", Name.Builtin: "f"},  # pseudo: self
 }
 
 
