@@ -206,7 +206,7 @@ class VocabParallelEmbedding(TensorParallelModule):
 
 
 class VocabParallelOutput(nn.Module):
-    """The last unit: norm, LM head and loss. No rank ever holds all logits of a token."""
+    """Norm, LM head and loss. No rank ever holds all logits of a token."""
 
     def __init__(self, output: Output, region: TensorParallelRegion):
         super().__init__()
@@ -226,7 +226,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Process
     """Mean cross-entropy, a float32 scalar, the same on every rank of the group.
 
     logits: [tokens, vocab / tp], this rank's columns. The function overwrites them if they are
-    float32. targets: [tokens], words of the full vocabulary; IGNORED ones do not count, and if all
+    float32. targets: [tokens], ids in the full vocabulary; IGNORED ones do not count, and if all
     are, the loss is 0."""
     return VocabParallelCrossEntropy.apply(logits, targets, group)
 

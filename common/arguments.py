@@ -123,7 +123,7 @@ def check_arguments(
     if rest:
         small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
         sizes = sorted({*small, *(n // d for d in small)})
-        by = f"{data_parallel_size} data-parallel ranks; it is by {', '.join(map(str, sizes))}"
+        by = f"{data_parallel_size} data-parallel ranks; possible: {', '.join(map(str, sizes))}"
         fail(f"--global-batch-size {n} is not divisible by {by}")
     args.micro_batch_size = args.micro_batch_size or share
     if share % args.micro_batch_size:
@@ -223,7 +223,7 @@ def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) ->
     for name, size in sizes.items():
         if size % tp:
             fit = [str(n) for n in range(1, tp) if not any(s % n for s in sizes.values())]
-            by = f"{tp} tensor-parallel ranks; it is by {', '.join(fit)}"
+            by = f"{tp} tensor-parallel ranks; possible: {', '.join(fit)}"
             fail(f"{name} is not divisible by {by}")
 
 

@@ -172,7 +172,11 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
         r"two nodes it takes ([\d.]+) times as long",
         [communication_over_computation(4096, 16)],
     ),
-    "05, hidden": ("05_tensor_parallel", r"from a width of ([\d,]+) on", [4 / 7 * 7 * F / INSIDE]),
+    "05, hidden": (
+        "05_tensor_parallel",
+        r"from a width of ([\d,]+) on for `wqkv` and ([\d,]+) for `w1`",
+        [2 / 3 * 7 * F / INSIDE, 1 / 2 * 7 * F / INSIDE],
+    ),
     "06, computation": (
         "06_pipeline",
         r"which take ([\d.]+) s to compute on these 64 GPUs",
