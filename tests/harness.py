@@ -8,7 +8,8 @@
     assert_reproduces(run, metrics, reference)      within the tolerance of the stage's file
     with count_collectives() as counted: ...        counted.records, .calls, .payload
     with whole_ledger() as ledger: ...              the ledger of a run, without its resets
-    assert_ledger_is_true(ledger, counted), bytes_written()
+    with true_ledger() as (ledger, counted): ...    both, which must agree at the end
+    bytes_written()
     live_bytes(), live_storages(), PeakMemory()
 
 A pool's processes live as long as the tests: starting eight takes a second or two, handing them a
@@ -523,8 +524,11 @@ def whole_ledger() -> Iterator[Any]:
             setattr(total, name, Counter(getattr(ledger, name)))
 
 
-def assert_ledger_is_true(ledger, counted: Counted, control_bytes: int = 64) -> None:
-    """Ledger and dispatcher agree call for call and byte for byte; control calls are small."""
+@contextlib.contextmanager
+def true_ledger() -> Iterator[tuple[Any, Counted]]:
+    """The ledger and the dispatcher's count, which must agree call for call and to the byte."""
+    with whole_ledger() as ledger, count_collectives() as counted:
+        yield ledger, counted
     sent = [r for r in counted.records if r.op != "irecv"]  # the sender counts
     assert Counter((r.op, r.group) for r in sent) == ledger.calls + ledger.control
     payload, ring = Counter(), Counter()
@@ -532,7 +536,7 @@ def assert_ledger_is_true(ledger, counted: Counted, control_bytes: int = 64) -> 
         records = sorted((r for r in sent if (r.op, r.group) == key), key=lambda r: r.nbytes)
         control, technique = records[: ledger.control[key]], records[ledger.control[key] :]
         for r in control:
-            assert r.nbytes <= control_bytes, f"{key}: a control call of {r.nbytes} bytes"
+            assert r.nbytes <= 64, f"{key}: a control call of {r.nbytes} bytes"
         payload[key] = sum(r.nbytes for r in technique)
         ring[key] = sum(r.nbytes * _ring_factor(r) for r in technique)
     assert +payload == +ledger.payload

@@ -24,10 +24,7 @@ import torch.distributed as dist
 from harness import REPO
 from slurm_cluster import skip_or_fail
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    MetadataIndex,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import checkpoint, storage
@@ -367,9 +364,7 @@ def test_resume_from_nothing_is_an_error(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"d_model": 64}, {"n_layers": 3}, {"n_layers": 1}, {"vocab_size": 200}],
-    ids=str,
+    "change", [{"d_model": 64}, {"n_layers": 3}, {"n_layers": 1}, {"vocab_size": 200}], ids=str
 )
 def test_incompatible_checkpoint_of_another_model_is_an_error(tmp_path, capsys, change):
     saved(tmp_path)

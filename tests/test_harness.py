@@ -18,11 +18,9 @@ from harness import (
     Pool,
     WorkerError,
     WorkerExit,
-    assert_ledger_is_true,
     assert_same_curve,
-    count_collectives,
     live_bytes,
-    whole_ledger,
+    true_ledger,
 )
 from mutants import read_table
 
@@ -128,7 +126,7 @@ def every_collective() -> None:
     group = dist.new_group(group_desc="mesh_dp")
     x, half = torch.ones(6, 2), torch.ones(3, 2, dtype=torch.bfloat16)
     whole = torch.empty(6, 2, dtype=torch.bfloat16)
-    with whole_ledger() as ledger, count_collectives() as counted:
+    with true_ledger() as (ledger, counted):
         collectives.all_reduce(x)
         collectives.all_reduce(x, group=group, async_op=True).wait()
         collectives.all_gather_single(whole, half, group=group)
@@ -147,16 +145,13 @@ def every_collective() -> None:
     assert counted.payload["broadcast", "world"] == 48
     assert counted.payload["isend" if dist.get_rank() == 0 else "irecv", "dp"] == 48
     assert len(counted.of("all_reduce", "world", least=8)) == 1
-    assert_ledger_is_true(ledger, counted)
     dist.all_reduce(x)  # not through the ledger
     with pytest.raises(AssertionError):
-        with whole_ledger() as ledger, count_collectives() as counted:
+        with true_ledger() as (ledger, counted):
             dist.all_reduce(x)
-        assert_ledger_is_true(ledger, counted)
     with pytest.raises(AssertionError):
-        with whole_ledger() as ledger, count_collectives() as counted:
+        with true_ledger() as (ledger, counted):
             collectives.all_reduce_control(torch.ones(1000))  # too large for a control call
-        assert_ledger_is_true(ledger, counted)
     dist.destroy_process_group(group)
 
 

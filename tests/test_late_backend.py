@@ -205,8 +205,7 @@ def train(stage: str, argv: list[str]) -> tuple[list[dict], list]:
     return metrics, events
 
 
-@pytest.mark.parametrize("run", cases("late"))
-def test_parity_over_the_late_backend(reproduce, run):
+def assert_parity_over_the_late_backend(reproduce, run) -> None:
     every, expected = reproduce(run, train, "late")
     metrics, records = zip(*every, strict=True)
     for lines in metrics:
@@ -217,29 +216,25 @@ def test_parity_over_the_late_backend(reproduce, run):
     assert_connects_early(records)
 
 
+@pytest.mark.parametrize("run", cases("late"))
+def test_parity_over_the_late_backend(reproduce, run):
+    assert_parity_over_the_late_backend(reproduce, run)
+
+
+@pytest.mark.parametrize("run", cases("late-bf16"))
+def test_parity_over_the_late_backend_in_bfloat16(reproduce, run):
+    assert_parity_over_the_late_backend(reproduce, run)
+
+
 def test_parity_in_a_mixed_configuration(reproduce):
     """As on GPUs, where a group has a backend for each device."""
-    run = Run(
-        "04",
-        "late",
-        2,
-        ("--shard-size", "1", "--micro-batch-size", "6"),
-        own_flags=("--shard-size",),
-    )
+    flags = ("--shard-size", "1", "--micro-batch-size", "6")
+    run = Run("04", "late", 2, flags, own_flags=("--shard-size",))
     every, expected = reproduce(run, train, "cpu:late,meta:gloo")
     for lines, record in every:
         assert_reproduces(run, lines, expected)
         calls = {(e.op, e.desc) for e in record if not isinstance(e, Wait)}
         assert {("reduce_scatter", "shard"), ("all_reduce", "replicate")} <= calls
-
-
-@pytest.mark.parametrize("run", cases("late-bf16"))
-def test_parity_over_the_late_backend_in_bfloat16(reproduce, run):
-    every, expected = reproduce(run, train, "late")
-    metrics, records = zip(*every, strict=True)
-    for lines in metrics:
-        assert_reproduces(run, lines, expected)
-    assert_ranks_agree(records)
 
 
 @pytest.mark.parametrize("run", cases("resume"))

@@ -157,7 +157,7 @@ def test_norm_computes_in_float32_or_float64_and_returns_the_dtype_of_its_input(
 def test_number_of_parameters_and_flops():
     d, layers, seq = 32, 3, 16
     assert [TransformerConfig(n).padded_vocab for n in (1, 128, 129, 33278)] == [
-        *(128, 128, 256, 33280),
+        *(128, 128, 256, 33280)
     ]
     matrices = layers * (3 * d * d + d * d + 4 * d * d + 4 * d * d) + 128 * d
     norms = (2 * layers + 1) * d

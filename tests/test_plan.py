@@ -41,13 +41,7 @@ LAYOUTS = [
     ),
     ("05", 4, 0, "--micro-batch-size 64", {"tp": 4, "micro_batch": 64}),
     ("06", 4, 3, "--schedule 1f1b", {"pp": 4}),
-    (
-        "06",
-        4,
-        0,
-        "--schedule interleaved",
-        {"pp": 4, "schedule": "interleaved", "virtual": 2},
-    ),
+    ("06", 4, 0, "--schedule interleaved", {"pp": 4, "schedule": "interleaved", "virtual": 2}),
     (
         "07",
         8,

@@ -23,18 +23,8 @@ READMES = sorted(
 )
 LESSONS = [path for path in READMES if re.match(r"\d\d_", str(path))]
 # files of a corpus, a run or a site: not in the repository
-NOT_OURS = {
-    "gpu-check.md",
-    "train.txt",
-    "valid.txt",
-    "test.txt",
-    "table.md",
-    "all.pt",
-    "ddp.py",
-    "edited.py",
-    "zero.py",
-    "fsdp.py",
-}
+NOT_OURS = "gpu-check.md train.txt valid.txt test.txt table.md all.pt ddp.py edited.py zero.py"
+NOT_OURS = {*NOT_OURS.split(), "fsdp.py"}
 # flags of torchrun, srun, sbatch, mpirun, pip, git and nvidia-smi
 OTHERS_FLAGS = set(
     "--standalone --nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id"
@@ -227,33 +217,29 @@ def test_the_pictures_of_memory_show_the_measured_peaks():
         assert [float(peak) for peak in shown] == pytest.approx(peaks, abs=0.1), name
 
 
+def event(name: str, start: float, end: float, tid: int = 1, number: int | None = None) -> dict:
+    """An event of a trace; times in ms. number: autograd's sequence number."""
+    args = {"Sequence number": number}
+    return {"name": name, "ts": 1e3 * start, "dur": 1e3 * (end - start), "tid": tid, "args": args}
+
+
 def test_the_time_line_shows_what_is_hidden_and_what_is_exposed():
     """A made-up trace: forward 0 to 4 ms, backward 4 to 8, an all-reduce in flight from 6 to 9."""
     import overlap
 
-    def event(name: str, start: float, end: float, tid: int = 1, **args) -> dict:
-        return {
-            "name": name,
-            "ts": 1e3 * start,
-            "dur": 1e3 * (end - start),
-            "tid": tid,
-            "args": args,
-        }
-
-    number = "Sequence number"
     node = "autograd::engine::evaluate_function: MmBackward0"
     events = [
         step := event("ProfilerStep#3", -0.1, 10),
-        event("aten::embedding", 0, 1, **{number: 1}),
-        event("aten::rms_norm", 1, 2, **{number: 2}),
-        event("aten::rms_norm", 2, 3, **{number: 3}),
-        event("aten::rms_norm", 3, 4, **{number: 4}),
-        event(node, 4, 7.5, **{number: 4}),
-        event("aten::mm", 4, 6, **{number: 9}),
+        event("aten::embedding", 0, 1, number=1),
+        event("aten::rms_norm", 1, 2, number=2),
+        event("aten::rms_norm", 2, 3, number=3),
+        event("aten::rms_norm", 3, 4, number=4),
+        event(node, 4, 7.5, number=4),
+        event("aten::mm", 4, 6, number=9),
         event("c10d::allreduce_", 6, 6.1),
         event("gloo:all_reduce", 6.1, 9, tid=2),
-        event(node, 7.5, 8, **{number: 2}),
-        event("aten::mm", 7.5, 8, **{number: 9}),
+        event(node, 7.5, 8, number=2),
+        event("aten::mm", 7.5, 8, number=9),
     ]
     compute = overlap.computation(events, step, n_layers=1)
     units = [(span.fill, span.label) for span in compute]
@@ -267,9 +253,6 @@ def test_the_time_line_shows_what_is_hidden_and_what_is_exposed():
 def test_the_time_line_of_a_mesh_has_a_lane_for_each_axis():
     """One action in which tp all-reduces, a receive around it, then dp's hook and the norm."""
     import overlap
-
-    def event(name: str, start: float, end: float, tid: int = 1) -> dict:
-        return {"name": name, "ts": 1e3 * start, "dur": 1e3 * (end - start), "tid": tid, "args": {}}
 
     events = [
         step := event("ProfilerStep#3", 0, 20),

@@ -127,11 +127,7 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
     ),
     "03, optimizer": ("03_zero", r"^\| AdamW on .*? \| − ([\d.]+) ms", [AROUND * ADAMW]),
     "03, computation": ("03_zero", r"02's .*? compute for (\d+) ms", [compute(3072)]),
-    "04, forward": (
-        "04_fsdp",
-        r"400 TFLOP/s, takes ([\d.]+) ms",
-        [LAYER_FORWARD],
-    ),
+    "04, forward": ("04_fsdp", r"400 TFLOP/s, takes ([\d.]+) ms", [LAYER_FORWARD]),
     "04, computation": (
         "04_fsdp",
         r"forward: computes ([\d.]+) ms \| backward: computes ([\d.]+) ms",
@@ -182,11 +178,7 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
         r"which take ([\d.]+) s to compute on these 64 GPUs",
         [6 * GIANT * 131_072 / (64 * F)],
     ),
-    "06, pipeline": (
-        "06_pipeline",
-        r"= 2\.7 GB, or ([\d.]+) s",
-        [131_072 * 5120 * 4 / SLOW_NODES],
-    ),
+    "06, pipeline": ("06_pipeline", r"= 2\.7 GB, or ([\d.]+) s", [131_072 * 5120 * 4 / SLOW_NODES]),
     "06, FSDP": ("06_pipeline", r"That takes ([\d.]+) s, and more", [8 * GIANT / SLOW_NODES]),
     "07, a stage": ("07_3d", r"= (\d+) ms on one stage", [1e3 * TURN]),
     "07, forward": ("07_3d", r"while the next forward takes (\d+) ms", [1e3 * TURN / 3]),

@@ -10,14 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import (
-    PeakMemory,
-    assert_ledger_is_true,
-    count_collectives,
-    live_bytes,
-    load_stage,
-    whole_ledger,
-)
+from harness import PeakMemory, live_bytes, load_stage, true_ledger
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
@@ -224,13 +217,12 @@ def communication(sequence_parallel: bool, changes: dict, dtype: str = "float32"
     """The collectives of one micro-batch by kind, and the ledger's bytes."""
     inputs, targets, keys = batch()
     model = parallel_model(config(**changes), sequence_parallel)
-    with whole_ledger() as ledger, count_collectives() as counted:
+    with true_ledger() as (ledger, counted):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             loss = model(inputs, targets, keys)
         loss.backward()
         if sequence_parallel:
             load_stage("05").all_reduce_replicated_gradients(model, dist.group.WORLD)
-    assert_ledger_is_true(ledger, counted)
     elements = [(r.op, r.nbytes // r.dtype.itemsize) for r in counted.records]
     return {
         "large": sum(n == TOKENS * 64 for op, n in elements if op == "all_reduce"),

@@ -271,7 +271,7 @@ def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path,
     groups = {tag.split("/")[0] for tag in board.Tags()["scalars"]}
     assert groups == {"loss", "perplexity", "optimizer", "speed", "memory", "comm"}
     assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == [
-        *("step-00000002", "step-00000004"),
+        *("step-00000002", "step-00000004")
     ]
 
 
