@@ -63,9 +63,11 @@ asked_to_stop() {
 trap asked_to_stop USR1
 status=0
 while true; do
-  wait "$step" && status=0 || status=$? # the trap interrupts a wait
+  wait "$step" && status=0 || status=$? # the trap interrupts a wait, with a status above 128
   kill -0 "$step" 2>/dev/null || break
 done
+# the step may have ended while the trap was busy: ask for its own status
+if ((status > 128)); then wait "$step" && status=0 || status=$?; fi
 
 # Slurm takes minutes to notice a lost node (SlurmdTimeout), but the processes on the other nodes may
 # fail within a second. A lost node shows earlier: a step starts on this node, but not on all nodes.

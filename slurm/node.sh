@@ -43,7 +43,8 @@ pass_on() {
 # shellcheck disable=SC2064 # $1 is the launcher, now
 for signal in USR1 TERM; do trap "pass_on $1 $signal" "$signal"; done
 while true; do
-  wait "$child" && status=0 || status=$? # a trap interrupts a wait
+  wait "$child" && status=0 || status=$? # a trap interrupts a wait, with a status above 128
   kill -0 "$child" 2>/dev/null || break
 done
+if ((status > 128)); then wait "$child" && status=0 || status=$?; fi # it may have ended meanwhile
 exit "$status"
