@@ -13,9 +13,6 @@ a ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for cluster
 | broadcast                 | the tensor          | (N-1)/N payload     |
 | all_to_all_single         | the full input      | rows to other ranks |
 | isend                     | the tensor          | payload             |
-
-The tests compare these figures with the calls that PyTorch's dispatcher sees, and with the bytes
-that processes write to the kernel.
 """
 
 from collections import Counter

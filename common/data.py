@@ -11,16 +11,12 @@ import hashlib
 import io
 import os
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-
-if __name__ == "__main__":  # a script's path begins with its own folder; `common` is in the parent
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import Tensor

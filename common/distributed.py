@@ -119,8 +119,7 @@ def setup(timeout: float = 600.0) -> World:
 
     timeout: seconds after which a collective that hangs is an error.
     """
-    # NCCL would connect each algorithm at its first use, in the middle of a step, which allocates
-    # device memory: that can wait for a receive in flight
+    # else NCCL allocates at the first use of each algorithm, which can wait for a receive in flight
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     launch, limit = launch_environment(), timedelta(seconds=timeout)
     device, backend = _device_and_backend(launch)

@@ -81,10 +81,9 @@ def linear_cross_entropy(
     x: [tokens, d_model], weight: [vocab, d_model], targets: int64 [tokens]. The mean is over the
     targets that are not IGNORED; if all are, the loss is 0.
     """
-    # On a CPU a chunk's logits should stay in the cache. On a GPU, r rows take 6 r d V FLOPs,
-    # and adding to the float32 gradient moves 12 d V bytes (read, write, and a bf16 summand).
-    # At 400 TFLOP/s and 3.35 TB/s (H100) that takes as long as the matmuls for r = 240, and
-    # 12 % of them for r = 2,048, whose logits are 0.27 GB with WikiText-2's vocabulary.
+    # On a CPU a chunk's logits should stay in the cache. On a GPU, r rows take 6 r d V FLOPs, and
+    # adding to the float32 gradient moves 12 d V bytes. At 400 TFLOP/s and 3.35 TB/s (H100) that is
+    # 12 % of the matmuls' time for r = 2,048, whose logits are 0.27 GB on WikiText-2.
     rows = rows or (2048 if x.is_cuda else 256)
     if not torch.is_grad_enabled():  # the function computes gradients for inputs that require one
         x, weight = x.detach(), weight.detach()

@@ -21,10 +21,10 @@ from common.distributed import print0, rank, world_size
 
 # fmt: off
 PEAK_FLOPS = {  # dense bf16, in FLOP/s, by a part of the device's name; the longer name first
-    "GB200": 2500e12, "B200": 2250e12, "H200": 989e12,
-    "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12,
-    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "V100": 125e12,
-    "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250": 362e12,
+    "GB200": 2500e12, "B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12,
+    "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "A800": 312e12,
+    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "V100": 125e12,
+    "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250": 181e12,  # MI250: one die
 }  # from NVIDIA's and AMD's data sheets
 # fmt: on
 
@@ -153,7 +153,6 @@ class Metrics:
         if self._peak_flops:
             self._line["mfu"] = self._flops / seconds / (self._peak_flops * world_size())
         self._seconds, self._steps_timed = 0.0, 0
-        ledger.reset()
 
     def add(self, values: dict[str, float]) -> None:
         """Add to the step's line. The keys are those of COLUMNS."""
@@ -165,6 +164,7 @@ class Metrics:
         if len(line) < 2:
             return
         self.lines.append(line)
+        ledger.reset()  # what an evaluation has sent belongs to no step
         if rank() != 0:
             return
         self._file.write(json.dumps(line) + "\n")

@@ -38,10 +38,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients to at most this global norm; returns the norm before clipping.
-
-    Like `torch.nn.utils.clip_grad_norm_`, but with `global_norm`.
-    """
+    """`torch.nn.utils.clip_grad_norm_` with `global_norm`. Returns the norm before clipping."""
     parameters = [p for p in parameters if p.grad is not None]
     norm = global_norm(p.grad for p in parameters)
     clip_grads_with_norm_(parameters, max_norm, norm)

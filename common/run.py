@@ -79,21 +79,23 @@ class Run:
             "device": self.metrics.device_name or platform.processor() or platform.machine(),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "git_commit": git_commit() if rank() == 0 else None,
+            "launch": launch_ids(),
         }
-        problem = self._make_folder(description) if rank() == 0 else None
+        restarted = self._any_rank(has_restarted(self.folder))  # all ranks have read the folder
+        problem = self._make_folder(description, restarted) if rank() == 0 else None
         if self._any_rank(problem is not None):
             fail(str(problem))
         size = f"{config.num_parameters() / 1e6:.2f} M parameters, {world_size()} x {device.type}"
         data = f"data {corpus.name} (hash {corpus.digest})"
         print0(f"{stage}: {size}, {data}, run folder {self.folder}")
-        continues = has_restarted() and bool(checkpoints(self.checkpoints.path))
+        continues = restarted and bool(checkpoints(self.checkpoints.path))
         self.resume = "auto" if self._any_rank(continues) else args.resume
 
-    def _make_folder(self, description: dict) -> str | None:
+    def _make_folder(self, description: dict, restarted: bool) -> str | None:
         """Make the folder; return what went wrong. `--resume never` moves old checkpoints aside."""
         folder = self.checkpoints.path
         try:
-            if self.args.resume == "never" and not has_restarted() and checkpoints(folder):
+            if self.args.resume == "never" and not restarted and checkpoints(folder):
                 earlier = new_folder(self.folder, "checkpoints-earlier")
                 folder.rename(earlier)
                 print0(f"--resume never: the checkpoints of the earlier run are now in {earlier}")
@@ -178,6 +180,8 @@ class Run:
         """
         self._loss, self._grad_norm = loss, grad_norm
         is_logged = step == 0 or self._is_due(step, self.args.log_every) or self.evaluates(step)
+        if self._is_due(step, self.args.checkpoint_every):
+            loss.item()  # a save waits for the GPU anyway; here the wait counts as the step's time
         self.metrics.end_step(step, loss, grad_norm, lr, is_logged, **others)
         if is_logged:
             self._check_finite(step)
@@ -229,7 +233,8 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD of malloc.h
+        if not libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD of malloc.h
+            libc.mallopt(-3, 2**25)  # the most before glibc 2.35
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
@@ -262,10 +267,23 @@ def new_folder(parent: Path, name: str) -> Path:
         return folder
 
 
-def has_restarted() -> bool:
-    """Whether Slurm has requeued this job, or torchrun has restarted its processes."""
-    counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    return any(int(os.environ.get(count, 0)) > 0 for count in counts)
+def launch_ids() -> dict[str, str]:
+    """Slurm's job, torchrun's run and torchrun's process, which a restart has in common."""
+    env = os.environ
+    process = env.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")[0]
+    job = f"{env['SLURM_JOB_ID']}-{env.get('SUBMITTED')}" if "SLURM_JOB_ID" in env else ""
+    return {"job": job, "run": env.get("TORCHELASTIC_RUN_ID", ""), "process": process}
+
+
+def has_restarted(folder: Path) -> bool:
+    """Whether Slurm has requeued the job, or torchrun has restarted the ranks, of this run."""
+    # when a node joins, torchrun restarts all ranks and does not count it: it is the same process
+    counts = {"job": "SLURM_RESTART_COUNT", "run": "TORCHELASTIC_RESTART_COUNT", "process": ""}
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        earlier = json.loads((folder / "config.json").read_text())["launch"]
+        same = [name for name, id in launch_ids().items() if id and id == earlier[name]]
+        return any(int(os.environ.get(counts[name], 1)) > 0 for name in same)
+    return False
 
 
 def annotate(name: str) -> contextlib.AbstractContextManager:

@@ -3,7 +3,7 @@
 The files are those of `torch.distributed.checkpoint` (DCP), so PyTorch's own tools read them. A
 64-bit XXH3 checksum of each stored item is beside the item's offset in the metadata, where
 PyTorch's reader ignores it. The metadata's own follows its pickle, where unpickling has stopped.
-Both are verified before anything is used. A checkpoint without them is an error.
+Both must be there, and are verified before anything is used.
 """
 
 import copyreg
@@ -130,7 +130,7 @@ class AtomicWriter(dcp.FileSystemWriter):
         """Create the folder. Runs on rank 0, before any rank writes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for stale in (*self.folder.glob("writing-*"), *self.folder.glob("deleting-*")):
-            shutil.rmtree(stale)  # of a run that was killed during a save
+            shutil.rmtree(stale, ignore_errors=True)  # of a save or deletion that did not end
         self.path.mkdir()
         return super().prepare_global_plan(plans)
 
@@ -179,7 +179,7 @@ def _delete(path: Path) -> None:
     """Rename, then delete: a folder that is called `step-...` stays complete."""
     aside = path.with_name(f"deleting-{path.name}")
     path.rename(aside)
-    shutil.rmtree(aside)
+    shutil.rmtree(aside, ignore_errors=True)  # a file may be in use: the next save tries again
 
 
 def _sync_folder(folder: Path) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import signal
@@ -28,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from harness import Pool, Run, runs_for
+from harness import Pool, Run, metrics_of, runs_for
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -102,8 +101,7 @@ def run_and_kill(pool: Pool, stage: str, argv: list[str], kill: Kill, folder: Pa
 
 
 def lines_of(run_dir: Path) -> list[dict]:
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [{k: line[k] for k in EXACT if k in line} for line in lines]
+    return [{k: line[k] for k in EXACT if k in line} for line in metrics_of(run_dir)]
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Tensor]:

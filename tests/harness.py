@@ -23,6 +23,7 @@ import faulthandler
 import gc
 import importlib
 import io
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -342,6 +343,10 @@ def _context():
 
 def train(stage: str, argv: list[str]) -> list[dict]:
     return load_stage(stage).main(argv)
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def with_run_dir(argv: list[str]) -> list[str]:

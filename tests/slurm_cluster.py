@@ -7,7 +7,6 @@ they were submitted from, and the tests need a `slurm/site.env` of their own.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import REPO
+from harness import REPO, metrics_of
 
 # variables that an outer `make test ARGS=...` or a user's shell would pass on
 STRAY = re.compile(
@@ -154,8 +153,7 @@ class Job:
         return folder
 
     def metrics(self) -> list[dict]:
-        text = (self.run_folder / "metrics.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines()]
+        return metrics_of(self.run_folder)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from collections import Counter
 from itertools import product
 from math import prod
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -327,6 +328,14 @@ def test_keep_checkpoints_limits_how_many_are_kept(tmp_path):
         steps = [int(p.name[5:]) for p in checkpoints(tmp_path)]
         assert steps == list(range(10 * keep + 5 - keep, 10 * keep + 5))
         assert len(list(tmp_path.iterdir())) == keep
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch):
+    """For example one that another process reads, on NFS."""
+    monkeypatch.setattr(os, "rmdir", Mock(side_effect=OSError("not empty")))
+    for step in (1, 2, 3):
+        saved(tmp_path, step, steps=0, keep=1)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003"]
 
 
 def test_resume_from_an_older_checkpoint_removes_newer_ones(tmp_path):

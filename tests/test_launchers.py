@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import REPO, assert_same_curve, stage_path, stages
+from harness import REPO, assert_same_curve, metrics_of, stage_path, stages
 from slurm_cluster import STRAY, copy_of_repository, need
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def run(command: list[str], folder: Path) -> list[dict]:
         command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(folder)
 
 
 COMMANDS = {
@@ -222,6 +222,7 @@ def test_status_names_only_logs_that_exist(tmp_path):
 # ---- launch.sh, with fake Slurm commands ----
 
 SCONTROL = """\
+sleep "${SLOW-0}"
 case "$*" in
 *"show job"*) echo "JobId=7 Comment=$COMMENT StartTime=$START EndTime=$END Command=x" ;;
 *) echo "scontrol $*" ;;
@@ -300,6 +301,13 @@ def test_job_that_hits_its_time_limit_twice_before_its_first_step_is_not_requeue
     assert ("hit its time limit twice" in done.stderr) == (not requeued)
     noted = requeued and status != "0" and left == 200
     assert (f"Comment=.no-step-in-life-{restarts}" in done.stdout) == noted
+
+
+@pytest.mark.wall_clock
+def test_job_that_saves_before_scontrol_answers_is_requeued_with_its_own_status(tmp_path):
+    variables = {"SLOW": "1", "SLURM_RESTART_COUNT": "1", "COMMENT": "no-step-in-life-0"}
+    done = launch(tmp_path, 3600, 200, signal_it=True, **variables)
+    assert done.returncode == 0 and "scontrol requeue 7" in done.stdout, done
 
 
 def test_every_header_has_the_warning_that_launch_sh_assumes():

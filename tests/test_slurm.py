@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from harness import REPO, assert_same_curve, stage_file, stage_path, stages
+from harness import REPO, assert_same_curve, metrics_of, stage_file, stage_path, stages
 from slurm_cluster import (
     Cluster,
     Job,
@@ -132,10 +132,9 @@ def two_nodes(cluster, flags) -> Path:
 @pytest.mark.parametrize("stage", stages()[1:])
 def test_parity_of_a_stage_on_two_nodes(two_nodes, reference, flags, stage):
     assert json.loads((two_nodes / stage / "config.json").read_text())["world_size"] == 2
-    lines = (two_nodes / stage / "metrics.jsonl").read_text().splitlines()
     tolerance = {k: v for k, v in stage_file(stage).tolerance.items() if k != "steps"}
     expected = reference(flags, stage_file(stage).reference)
-    assert_same_curve([json.loads(x) for x in lines], expected, **tolerance)
+    assert_same_curve(metrics_of(two_nodes / stage), expected, **tolerance)
 
 
 def test_wrong_partition_is_an_error_at_once(cluster):
@@ -203,8 +202,7 @@ def test_readme_command_of_each_launcher_starts_a_stage_on_two_nodes(
     folder = launched.cluster.folder / "runs" / launcher / stage
     config = json.loads((folder / "config.json").read_text())
     assert (config["launcher"], config["world_size"]) == (launcher, 2)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    assert_same_curve([json.loads(x) for x in lines], reference(flags))
+    assert_same_curve(metrics_of(folder), reference(flags))
 
 
 # ---- the environment of a job ----

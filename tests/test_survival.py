@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import chaos
 import pytest
-from harness import REPO, assert_same_curve, load_stage, runs_for, stage_path
+from harness import REPO, assert_same_curve, load_stage, metrics_of, runs_for, stage_path
 from jobs import free_port, start, torchrun, workers_of
 
 from common import checkpoint, storage
@@ -26,10 +25,6 @@ pytestmark = pytest.mark.slow
 def argv_of(stage: str, corpus_dir: Path, run_dir: Path, *flags) -> list[str]:
     folders = ["--data", str(corpus_dir), "--run-dir", str(run_dir)]
     return [*chaos.run_of(stage).argv, *folders, *map(str, flags)]
-
-
-def lines_of(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 # ---- kill -9 ----
@@ -120,7 +115,7 @@ def test_signal_to_one_process_ends_the_job_with_status_0(corpus_dir, tmp_path):
     said = [p.communicate(timeout=60) for p in processes]
     assert [p.returncode for p in processes] == [0, 0], said
     assert said[0][0].count("asked to stop") == 1 and said[0][1] == said[1][1] == ""
-    steps = lines_of(tmp_path)[-1]["step"] + 1
+    steps = metrics_of(tmp_path)[-1]["step"] + 1
     assert checkpoints(tmp_path / "checkpoints")[-1].name == f"step-{steps:08d}"
 
 
@@ -243,4 +238,4 @@ def test_elastic_resume_after_a_lost_node_keeps_the_global_batch(reference, corp
     said = out + second.communicate()[0]
     assert first.returncode == 0, err
     assert "2 x cpu" in said and "1 x cpu" in said and "resumed from" in said
-    assert_same_curve(lines_of(tmp_path / "run"), reference(curve))
+    assert_same_curve(metrics_of(tmp_path / "run"), reference(curve))

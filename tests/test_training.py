@@ -9,14 +9,15 @@ import os
 import pickle
 import shutil
 import signal
+from argparse import Namespace
 from itertools import islice
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import REPO, assert_same_curve, load_stage, stage_path
+from harness import REPO, assert_same_curve, load_stage, metrics_of, stage_path
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -24,9 +25,10 @@ from common import storage
 from common.arguments import PRESETS
 from common.checkpoint import checkpoints
 from common.data import load_corpus, train_batches
-from common.metrics import peak_flops
+from common.metrics import peak_flops, readable
 from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import learning_rate
+from common.run import Run
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 TIMINGS = {"tokens_per_s", "step_ms", "save_ms", "seconds_left", "memory_mb", "mfu"}
@@ -47,10 +49,6 @@ def train(pools, corpus_dir):
 def numbers(metrics: list[dict]) -> list[dict]:
     """The metrics without times and memory."""
     return [{k: v for k, v in line.items() if k not in TIMINGS} for line in metrics]
-
-
-def lines_of(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
@@ -227,10 +225,35 @@ def test_learning_rate_warmup_and_cosine_decay():
     assert learning_rate(4, 5, peak=1e-3, warmup=5, min_ratio=0.1) == 1e-3
 
 
+LINE = {"step": 7, "loss": 5.25, "grad_norm": 1.5, "lr": 1e-3, "tokens_per_s": 1234.5}
+LINE |= {"step_ms": 60.04, "memory_mb": 404.1, "model_state_mb": 15.69, "comm_mb": 3.926}
+LINE |= {"seconds_left": 3723.4, "val_loss": 5.1, "val_ppl": 164.02}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_console_line_shows_the_model_state_and_on_a_gpu_the_peak(monkeypatch, on_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    speed = "step     7  loss 5.2500  norm 1.500  lr 1.00e-03  1,234 tok/s  60.0 ms"
+    memory = "state 15.69 MB  peak 404 MB" if on_gpu else "state 15.69 MB"
+    end = "ETA 1:02:03  val loss 5.1  val ppl 164"
+    assert readable(LINE) == f"{speed}  {memory}  sent 3.93 MB  {end}"
+    busy = readable(LINE | {"save_ms": 12.34, "mfu": 0.4})
+    assert "sent 3.93 MB  save 12.3 ms  MFU 40.0%  ETA" in busy
+
+
+def test_the_wait_for_the_gpu_before_a_save_counts_as_the_steps_time():
+    run, seen = object.__new__(Run), []
+    run.args = Namespace(steps=10, log_every=100, eval_every=0, checkpoint_every=2)
+    run.metrics = Namespace(end_step=lambda step, loss, *_: seen.append(loss.item.called))
+    for step in range(1, 5):
+        run.log(step, Mock(), 1.0, 1e-3)
+    assert seen == [True, False, True, False]
+
+
 def test_peak_flops_of_known_and_unknown_devices():
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA L4") == 121e12 != peak_flops("NVIDIA L40S")
+    assert [peak_flops(f"NVIDIA {x}") for x in ("L4", "L40", "L40S")] == [121e12, 181e12, 362e12]
     assert peak_flops("NVIDIA GeForce GTX 1080") is None
     assert peak_flops("") is None
 
@@ -241,13 +264,14 @@ def test_peak_flops_of_known_and_unknown_devices():
 def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path, corpus_dir):
     flags = "--steps 4 --log-every 2 --eval-every 2 --checkpoint-every 2 --grad-clip 0".split()
     metrics = train(*flags, "--run-dir", tmp_path)
-    assert lines_of(tmp_path) == metrics
+    assert metrics_of(tmp_path) == metrics
     fields = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "memory_mb", "comm_mb"}
     for line in metrics:
         assert fields <= set(line)
         assert line["comm_mb"] == 0.0 and line["memory_mb"] > 50 and line["step_ms"] > 0
         assert line["tokens_per_s"] == pytest.approx(12 * 16 / line["step_ms"] * 1e3)
         assert "mfu" not in line  # a CPU has no known peak
+    assert [line["seconds_left"] > 0 for line in metrics] == [True] * (len(metrics) - 1) + [False]
     for name in ("val", "test"):
         assert metrics[-1][f"{name}_ppl"] == pytest.approx(math.exp(metrics[-1][f"{name}_loss"]))
 
@@ -331,7 +355,7 @@ def test_resume_drops_metrics_after_the_checkpoint_and_a_truncated_line(train, t
         file.write('{"step": 7, "lo')
     rest = train("--steps", 6, *flags)
     assert [x["step"] for x in rest] == [3, 4, 5]
-    assert numbers(lines_of(tmp_path)) == numbers(whole)
+    assert numbers(metrics_of(tmp_path)) == numbers(whole)
 
 
 def test_resume_logs_the_metrics_of_an_uninterrupted_run(train, tmp_path):
@@ -340,28 +364,36 @@ def test_resume_logs_the_metrics_of_an_uninterrupted_run(train, tmp_path):
     train(*flags, "--run-dir", tmp_path / "cut")
     (checkpoints(tmp_path / "cut" / "checkpoints")[-1] / ".metadata").unlink()
     train(*flags, "--run-dir", tmp_path / "cut")
-    assert numbers(lines_of(tmp_path / "cut")) == numbers(whole)
+    assert numbers(metrics_of(tmp_path / "cut")) == numbers(whole)
 
 
-def restarted(variable: str, argv: list[str]) -> list[dict]:
-    with patch.dict(os.environ, {variable: "1"}):
+def restarted(variables: dict[str, str], argv: list[str]) -> list[dict]:
+    with patch.dict(os.environ, variables):
         return load_stage("01").main(argv)
 
 
-@pytest.mark.quick_cases("never-SLURM_RESTART_COUNT")
-@pytest.mark.parametrize("variable", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
+RESTARTS = {  # what the processes see
+    "requeue": {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"},
+    "restart": {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "run1"},
+    "new node": {"TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_1/run1_2/attempt_0/0/error.json"},
+}
+
+
+@pytest.mark.quick_cases("never-requeue")
+@pytest.mark.parametrize("kind", RESTARTS)
 @pytest.mark.parametrize("how", ["never", "path"])
 def test_resume_flag_applies_to_the_first_start_only_not_to_a_requeue_or_restart(
-    pools, train, corpus_dir, tmp_path, variable, how
+    pools, train, corpus_dir, tmp_path, kind, how
 ):
     flags = ["--log-every", 1, "--checkpoint-every", 2]
     train(*flags, "--steps", 2, "--run-dir", tmp_path / "other")
+    train(*flags, "--steps", 2, "--run-dir", tmp_path / "run")  # by another job
     resume = how if how == "never" else tmp_path / "other"
     flags += ["--run-dir", tmp_path / "run", "--resume", resume]
     argv = [*SMALL, "--data", str(corpus_dir), *map(str, flags)]
 
     def steps_of_restart(steps: str) -> list[int]:
-        (lines,) = pools(1, group=False).run(restarted, variable, [*argv, "--steps", steps])
+        (lines,) = pools(1, group=False).run(restarted, RESTARTS[kind], [*argv, "--steps", steps])
         return [line["step"] for line in lines]
 
     first = 0 if how == "never" else 2
@@ -404,10 +436,12 @@ def test_resume_never_keeps_an_earlier_runs_checkpoints_apart(pools, train, corp
         assert [p.name[-1] for p in checkpoints(tmp_path / "checkpoints")] == ["2", "4"]
     assert [p.name[-1] for p in checkpoints(tmp_path / "checkpoints-earlier")] == ["4", "6"]
     # a restart continues from the run's own checkpoint, and moves nothing
-    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "6", *map(str, place)]
-    job = (restarted, "SLURM_RESTART_COUNT", [*argv, "--resume", "never"])
-    assert pools(1, group=False).run(*job)[0][0]["step"] >= 4
-    assert len(list(tmp_path.glob("checkpoints-*"))) == 2
+    flags = [*map(str, place), *"--resume never --log-every 1".split()]
+    argv = [*SMALL, "--data", str(corpus_dir), *flags]
+    for steps, first in (("4", 0), ("6", 4)):
+        job = restarted, RESTARTS["requeue"], [*argv, "--steps", steps]
+        assert pools(1, group=False).run(*job)[0][0]["step"] == first
+        assert len(list(tmp_path.glob("checkpoints-*"))) == 3
 
 
 def notes_of_resuming(pools, argv: list, run_dir: Path) -> list[str]:
@@ -506,7 +540,6 @@ def test_checkpoint_of_another_version_is_one_clear_line(pools, saved_run, tmp_p
 
 def train_and_signal(argv: list[str], number: int, step: int) -> tuple[list[dict], bool]:
     """Train with a signal while a step is logged; returns whether the handlers were restored."""
-    from common.run import Run
 
     before = signal.getsignal(number)
     log = Run.log
@@ -537,7 +570,7 @@ def test_signal_saves_a_checkpoint_after_the_step_and_stops(
     assert [x["step"] for x in metrics] == [0, 1, 2, 3]
     assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
     train(*flags, "--run-dir", tmp_path)
-    assert numbers(lines_of(tmp_path)) == numbers(train(*flags))
+    assert numbers(metrics_of(tmp_path)) == numbers(train(*flags))
 
 
 # ---- NaN ----
@@ -555,7 +588,7 @@ def test_nan_loss_stops_the_run_with_a_clear_error(pools, tmp_path, corpus_dir, 
     argv += ["--lr", "1e30", "--warmup-steps", "0", "--log-every", str(log_every)]
     assert_stops(pools, [*argv, "--checkpoint-every", "4"], f" of step {step} is nan")
     assert not checkpoints(tmp_path / "checkpoints")  # nothing was saved
-    assert all(math.isfinite(x["loss"]) for x in lines_of(tmp_path))
+    assert all(math.isfinite(x["loss"]) for x in metrics_of(tmp_path))
 
 
 def poisoned(argv: list[str], step: int, what: str) -> None:
