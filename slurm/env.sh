@@ -13,8 +13,11 @@ fi
 # from 1 again. make submit-NN passes the time; after a plain sbatch the first start notes it as the
 # job's comment. The job's environment and comment outlive a requeue (its SubmitTime does not).
 if [[ -z ${SUBMITTED-} ]]; then
-  SUBMITTED=$(scontrol --oneliner show job "$SLURM_JOB_ID" |
-    sed -n 's/.* Comment=\([0-9]\{8\}-[0-9]\{6\}\).*/\1/p')
+  for pause in 1 10 60 0; do # without an answer a requeued job would begin a new run
+    if job=$(scontrol --oneliner show job "$SLURM_JOB_ID"); then break; fi
+    sleep "$pause"
+  done
+  SUBMITTED=$(sed -n 's/.* Comment=\([0-9]\{8\}-[0-9]\{6\}\).*/\1/p' <<<"$job")
   if [[ -z $SUBMITTED ]]; then
     SUBMITTED=$(date +%Y%m%d-%H%M%S)
     scontrol update JobId="$SLURM_JOB_ID" Comment="$SUBMITTED" || true
