@@ -279,6 +279,8 @@ class Checkpointer:
             cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
             if isinstance(cause, storage.CheckpointError):
                 raise cause from None
+            if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+                fail(f"{path} cannot be read: {cause}", status=1)  # it may be intact
             raise storage.CorruptCheckpointError(str(cause).strip().split("\n")[0]) from None
         return int(state["step"].item()), notes
 

@@ -104,7 +104,9 @@ def _prepare(name: str, prepared: Path, download: bool) -> None:
         fail(f"--data {name} is not prepared: run `make data` where there is internet, or {other}")
     try:
         prepared.parent.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(prepared.with_suffix(".lock")):
+        with open(prepared.with_suffix(".lock"), "w") as lock:
+            with contextlib.suppress(OSError):  # without locks the atomic rename alone protects us
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if (prepared / "digest.txt").exists():
                 return  # another process prepared it while this one waited
             words = _read_words(name)
@@ -124,15 +126,6 @@ def _prepare(name: str, prepared: Path, download: bool) -> None:
         fail(f"--data {name}: cannot prepare it in {prepared.parent}: {error}; set DATA_ROOT")
     except ValueError as error:  # here, where the lock is free again: the other ranks wait for it
         fail(f"--data {name} {error}")
-
-
-@contextlib.contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold a lock file. On a file system without locks, the atomic rename alone protects us."""
-    with open(path, "w") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _read_words(name: str) -> dict[str, list[str]]:

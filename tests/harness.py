@@ -345,6 +345,11 @@ def train(stage: str, argv: list[str]) -> list[dict]:
     return load_stage(stage).main(argv)
 
 
+@lru_cache
+def lines_of(stage: str) -> list[str]:
+    return stage_path(stage).read_text().splitlines()
+
+
 def metrics_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 

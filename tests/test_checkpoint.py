@@ -430,6 +430,17 @@ def test_resume_falls_back_from_a_corrupt_checkpoint_and_names_both(tmp_path, ca
         assert name in line or "__0_0.distcp" in line  # a foreign .metadata fits no data file
 
 
+def test_a_read_error_makes_no_checkpoint_corrupt(tmp_path, monkeypatch, capsys):
+    for step in (2, 4):
+        saved(tmp_path, step)
+    failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    monkeypatch.setattr(storage.VerifiedItems, "read", failing)
+    with pytest.raises(SystemExit):
+        loaded(tmp_path)
+    assert "step-00000004 cannot be read: [Errno 5]" in capsys.readouterr().err
+    assert len(checkpoints(tmp_path)) == 2
+
+
 def test_corrupt_checkpoint_is_set_aside_and_does_not_count_as_kept(tmp_path):
     for step in (2, 4):
         saved(tmp_path, step)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -261,20 +262,15 @@ def load_together(name: str, root: str) -> tuple[list[int], list[str]]:
 
 def load_together_without_locks(name: str, root: str):
     """Without file locks and with the worst timing: all ranks write, then all rename."""
-    import contextlib
-
     write = data._write
 
     def write_then_wait(*args):
         write(*args)
         dist.barrier()
 
-    lock, data._one_at_a_time = data._one_at_a_time, lambda path: contextlib.nullcontext()
-    data._write = write_then_wait
-    try:
+    no_locks = patch.object(data.fcntl, "flock", Mock(side_effect=OSError))
+    with no_locks, patch.object(data, "_write", write_then_wait):
         return load_together(name, root)
-    finally:
-        data._write, data._one_at_a_time = write, lock
 
 
 @pytest.mark.slow

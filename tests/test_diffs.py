@@ -7,10 +7,10 @@ import re
 import sys
 import tokenize
 from collections import Counter
-from functools import cache, lru_cache
+from functools import cache
 
 import pytest
-from harness import REPO, stage_file, stage_path, stages
+from harness import REPO, lines_of, stage_file, stage_path, stages
 
 sys.path.insert(0, str(REPO / "tools"))
 
@@ -85,11 +85,6 @@ def noise(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
 
 BANNER = "# The training loop"
 COPIES = "to the letter from"  # in the title of the third banner, if there is one
-
-
-@lru_cache
-def lines_of(stage: str) -> list[str]:
-    return stage_path(stage).read_text().splitlines()
 
 
 def without_technique(stage: str) -> list[str]:

@@ -47,24 +47,16 @@ def hang() -> None:
     time.sleep(60)
 
 
-def die() -> None:
-    os._exit(7)
-
-
 def leave(status: int) -> None:
     print(f"leaving {dist.get_rank()}", file=sys.stderr)
     sys.exit(status)
-
-
-def process_id() -> int:
-    return os.getpid()
 
 
 def test_pool_runs_a_function_on_every_rank_and_reuses_its_processes(pools):
     pool = pools(2)
     assert pool.run(who, offset=10) == [(10, 2, "1"), (11, 2, "1")]
     assert pool.run(total_of_ranks) == [1.0, 1.0]
-    assert pool.run(process_id) == pool.run(process_id)
+    assert pool.run(os.getpid) == pool.run(os.getpid)
 
 
 @pytest.mark.wall_clock
@@ -83,25 +75,25 @@ def test_hanging_job_is_ended_at_the_timeout_and_shows_its_stack():
         with pytest.raises(WorkerError, match=r"did not finish in time(.|\n)*in hang"):
             pool.run(hang)
         assert pool.run(total_of_ranks) == [0.0]
-        old = pool.run(process_id)
+        old = pool.run(os.getpid)
         with pytest.raises(WorkerError, match="the worker died, exit code 7"):
-            pool.run(die)
-        assert pool.run(process_id) != old
+            pool.run(os._exit, 7)
+        assert pool.run(os.getpid) != old
     finally:
         pool.close()
 
 
 def test_exit_status_and_stderr_are_reported_without_a_restart(pools):
-    before = pools(2).run(process_id)
+    before = pools(2).run(os.getpid)
     with pytest.raises(WorkerExit, match="leaving 1") as error:
         pools(2).run(leave, 2)
     assert error.value.statuses == [2, 2]
-    assert pools(2).run(process_id) == before
+    assert pools(2).run(os.getpid) == before
 
 
 def test_closed_pool_leaves_no_process():
     pool = Pool(2)
-    ids = pool.run(process_id)
+    ids = pool.run(os.getpid)
     pool.close()
     for pid in ids:
         with pytest.raises(ProcessLookupError):

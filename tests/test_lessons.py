@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from browser import TIMEOUT, Browser, find_chromium
-from harness import REPO, stage_path, stages
+from harness import REPO, lines_of, stages
 from slurm_cluster import skip_or_fail
 
 sys.path.insert(0, str(REPO / "tools"))
@@ -173,10 +173,6 @@ def test_the_same_pages_twice_and_within_ten_seconds(pages, runs, tmp_path):
 
 
 # ---- code and comparisons ----
-
-
-def lines_of(stage: str) -> list[str]:
-    return stage_path(stage).read_text().splitlines()
 
 
 @pytest.mark.parametrize("stage", stages())
