@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
 OMP_NUM_THREADS ?= 1
-gpus = $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
+gpus = $(shell echo "$${CUDA_VISIBLE_DEVICES-$$(nvidia-smi -L 2>/dev/null | grep GPU)}" | tr , '\n' | grep -c .)
 NPROC ?= $(or $(filter-out 0,$(gpus)),2)
 
 folders := $(patsubst %/train.py,%,$(sort $(wildcard [0-9][0-9]_*/train.py)))

@@ -124,7 +124,7 @@ def describe(device: torch.device, run_folder: Path) -> dict:
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         fields = "driver_version,clocks.sm,clocks.max.sm,temperature.gpu"
         command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-        command += ["-i", str(torch.cuda.get_device_properties(device).uuid)]
+        command += ["-i", f"GPU-{torch.cuda.get_device_properties(device).uuid}"]
         try:
             found = subprocess.run(command, capture_output=True, text=True, timeout=20)
             versions["driver"], now, most, heat = (x.strip() for x in found.stdout.split(","))
