@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import math
+import multiprocessing
 import os
 import re
 import subprocess
@@ -103,6 +104,16 @@ def test_micro_batches_of_all_ranks_concatenate_to_the_global_batch(size):
 def test_dropout_keys_depend_on_step_and_position_in_the_global_batch():
     for step, ((_, _, keys),) in enumerate(steps_of(numbered(500), batching(), limit=4)):
         assert torch.equal(keys, sample_keys(1, step, torch.arange(12)))
+
+
+def test_the_loaders_worker_has_a_process_group_of_its_own(monkeypatch):
+    """There is one on GPUs only. torchrun sends SIGTERM to the process group of each rank."""
+    loader = data.DataLoader
+    monkeypatch.setattr(data, "DataLoader", lambda *a, **k: loader(*a, **k | {"num_workers": 1}))
+    steps = train_batches(numbered(100), batching(), CPU)
+    next(steps)
+    (worker,) = multiprocessing.active_children()
+    assert os.getpgid(worker.pid) == worker.pid
 
 
 def test_resume_continues_with_the_next_batch():
