@@ -106,7 +106,7 @@ def test_every_matmul_equals_an_emulation(case, recipe):
         expected = emulated_matmuls(x, weight, grad, recipe == "rowwise")
         exact = matmuls(x, weight, grad, recipe == "rowwise")
     for name, ours, theirs in zip(("Y", "dX", "dW"), exact, expected, strict=True):
-        # the product of a vector and a matrix may sum in another order, as oneDNN may
+        # a matrix-vector multiplication may sum in another order, as oneDNN may
         assert case == "one-token" or torch.equal(ours, theirs), name
         assert case == "all-zero" or theirs.norm() > 0
     for ours, theirs in zip(matmuls(x, weight, grad, recipe == "rowwise"), expected, strict=True):

@@ -155,7 +155,7 @@ def test_the_same_pages_twice_and_within_ten_seconds(pages, runs, tmp_path):
     out = tmp_path / "lessons"
     out.mkdir()
     (out / "08.html").write_text("of a stage that is no more")
-    (out / "notes.txt").write_text("mine")
+    (out / "notes.txt").write_text("kept")
     command = [sys.executable, REPO / "tools/lessons/build.py", "--out", out, "--runs", runs]
     before = os.times()
     done = subprocess.run(

@@ -371,7 +371,7 @@ CONTEXT, MOST_REMOVED = 2, 3  # equal lines around a change, and removed lines i
 
 
 class Fold(NamedTuple):
-    """Consecutive rows that a reader can do without, and what is said in their place."""
+    """Consecutive rows that a reader can do without, and their summary."""
 
     rows: list[Row]
     summary: str
