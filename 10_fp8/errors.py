@@ -1,35 +1,23 @@
 """What rounding does to the tensors of a training step: errors that the loss does not show.
 
-    python 10_fp8/errors.py gradients      the error of every layer's gradients, per recipe
-    python 10_fp8/errors.py outliers       what one large element costs the others, per format
-    python 10_fp8/errors.py float16        which gradients float16 flushes to zero
-    python 10_fp8/errors.py memory         the bytes that a layer saves for backward
-    python 10_fp8/errors.py curves FOLDER  the losses of the runs in a folder
+    python 10_fp8/errors.py gradients    the error of every layer's gradients, per recipe
+    python 10_fp8/errors.py outliers     what one large element costs the others, per format
+    python 10_fp8/errors.py float16      which gradients float16 flushes to zero
 
 The model is the tiny preset with its initial weights, the batch the beginning of the sample.
---svg FILE draws the outliers or the curves.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import hypot
-from pathlib import Path
-from statistics import mean
 from unittest.mock import patch
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools/pictures"), str(ROOT)]
 
 import torch
 import train
-from svg import Picture
 from torch import Tensor
-from train import E4M3, E5M2, Float8, Float8Linear, to_float8
+from torch.nn.functional import ScalingType
+from train import E4M3, E5M2, RECIPES, Float8, Float8Linear, to_float8
 
 from common.data import load_corpus
 from common.model import Transformer, TransformerConfig, init_weights
@@ -37,17 +25,21 @@ from common.model import Transformer, TransformerConfig, init_weights
 # ---- the error of the gradients ----
 
 
-def unscaled(x: Tensor, dtype: torch.dtype, rowwise: bool) -> Float8:
+ROWWISE, TENSORWISE = RECIPES.values()
+
+
+def unscaled(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
     """`to_float8` without scales: all are 1."""
-    scale = torch.ones(len(x) if rowwise else 1, 1)
-    return Float8(x.to(dtype), scale)
+    scale = torch.ones(len(x) if scaling == ROWWISE else 1, 1)
+    return Float8(x.to(dtype), scale, scaling)
 
 
-def exactly_scaled(x: Tensor, dtype: torch.dtype, rowwise: bool) -> Float8:
+def exactly_scaled(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
     """`to_float8` with amax / largest as the scale, not a power of two."""
-    amax = x.abs().amax(1 if rowwise else (0, 1), keepdim=True).float().clamp(min=1e-24)
+    dims = 1 if scaling == ROWWISE else (0, 1)
+    amax = x.abs().amax(dims, keepdim=True).float().clamp(min=1e-24)
     scale = amax / torch.finfo(dtype).max
-    return Float8((x / scale).to(dtype), scale)
+    return Float8((x / scale).to(dtype), scale, scaling)
 
 
 VARIANTS = {  # recipe, and what replaces names of train.py
@@ -118,7 +110,8 @@ def rounded(x: Tensor, kind: str, sharing: str) -> Tensor:
     shape = x.shape
     x = x.reshape(-1, BLOCK) if sharing == "block" else x
     if kind == "e4m3":
-        return to_float8(x, E4M3, sharing != "tensor").dequantize(x.dtype).view(shape)
+        scaling = TENSORWISE if sharing == "tensor" else ROWWISE
+        return to_float8(x, E4M3, scaling).dequantize(x.dtype).view(shape)
     scale = x.abs().amax(None if sharing == "tensor" else 1, keepdim=True) / 127
     return ((x / scale).round() * scale).view(shape)
 
@@ -144,21 +137,19 @@ def changed_by_an_outlier(size: float) -> float:
     torch.manual_seed(0)
     x = torch.randn(512, 512)
     joined = torch.cat([x, torch.full((1, 512), size)])
-    both = to_float8(joined, E4M3, rowwise=False).dequantize(x.dtype)[:-1]
+    both = to_float8(joined, E4M3, TENSORWISE).dequantize(x.dtype)[:-1]
     return (both != rounded(x, "e4m3", "tensor")).float().mean().item()
 
 
 FORMATS = [(kind, sharing) for kind in ("e4m3", "int8") for sharing in ("tensor", "row", "block")]
 
 
-def show_outliers(svg: str | None) -> None:
-    charts = {}
+def show_outliers() -> None:
     for of in ("feature", "token"):
         print(f"\nOne {of} k times as large: error of the others, in percent")
         print(f"{'scale per':16}" + "".join(f"{f'k = {size:,}':>14}" for size in SIZES))
-        charts[f"one {of} k times as large"] = curves = {}
         for kind, sharing in FORMATS:
-            errors = curves[f"{kind}, {sharing}"] = outlier_errors(kind, sharing, of)
+            errors = outlier_errors(kind, sharing, of)
             print(f"{kind + ', ' + sharing:16}" + "".join(f"{100 * e:14.2f}" for e in errors))
     print(
         "\nElements that round differently where the other rank's outlier sets the scale, percent"
@@ -166,12 +157,6 @@ def show_outliers(svg: str | None) -> None:
     print(
         f"{'e4m3, tensor':16}" + "".join(f"{100 * changed_by_an_outlier(k):14.2f}" for k in SIZES)
     )
-    if svg:
-        points = {
-            title: {name: list(zip(SIZES, errors, strict=True)) for name, errors in curves.items()}
-            for title, curves in charts.items()
-        }
-        draw(svg, "Relative error of the other elements", points, log=True)
 
 
 # ---- float16 ----
@@ -195,8 +180,8 @@ def show_float16() -> None:
         "float16, loss times 65,536": lambda g: (g * 2**16).half(),
         "bfloat16": lambda g: g.bfloat16(),
         "e5m2, scales of 1": lambda g: g.to(E5M2),
-        "e5m2, tensorwise": lambda g: to_float8(g, E5M2, False).numbers,
-        "e5m2, rowwise": lambda g: to_float8(g, E5M2, True).numbers,
+        "e5m2, tensorwise": lambda g: to_float8(g, E5M2, TENSORWISE).numbers,
+        "e5m2, rowwise": lambda g: to_float8(g, E5M2, ROWWISE).numbers,
     }
     count = sum((grad != 0).sum().item() for grad in seen)
     print(f"{count:,} gradients of activations, largest {max(g.abs().max() for g in seen):.2g}\n")
@@ -212,127 +197,11 @@ def show_float16() -> None:
         print(f"{name:28}{shares[0]:24.1f}{shares[1]:8.1f}{shares[2]:10.1f}")
 
 
-# ---- memory ----
-
-
-@contextmanager
-def saved_storages() -> Iterator[dict[int, Tensor]]:
-    """The tensors that autograd saves, one per storage."""
-    saved: dict[int, Tensor] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        saved[x.untyped_storage().data_ptr()] = x
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        yield saved
-
-
-def saved_bytes(recipe: str | None, autocast: bool) -> float:
-    """What one layer saves for backward without its parameters, per token and feature."""
-    config, inputs, _ = first_step()
-    layer = Transformer(config, units=[1])
-    init_weights(layer, 1337)
-    if recipe is not None:
-        train.float8(layer, recipe)
-    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    x = torch.randn(*inputs.shape, config.d_model, requires_grad=True)
-    layer(x)  # fills the cached table of rotary positions
-    with saved_storages() as saved, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        layer(x)
-    kept = [t.untyped_storage().nbytes() for key, t in saved.items() if key not in own]
-    return sum(kept) / x.numel()
-
-
-def show_memory() -> None:
-    print("Bytes that a layer saves for backward, per token and feature of the model\n")
-    print(f"{'':12}{'linear layers':>14}{'rowwise':>10}{'tensorwise':>12}")
-    for dtype, autocast in (("float32", False), ("bfloat16", True)):
-        plain, *float8 = (saved_bytes(r, autocast) for r in (None, "rowwise", "tensorwise"))
-        print(f"{dtype:12}{plain:14.1f}{float8[0]:10.1f}{float8[1]:12.1f}")
-
-
-# ---- curves ----
-
-
-def show_curves(folder: Path, svg: str | None) -> None:
-    """Final losses of the runs FOLDER/NAME-SEED, and a picture of their training losses."""
-    runs: dict[str, dict[str, list[dict]]] = {}
-    for file in sorted(folder.glob("*-*/metrics.jsonl")):
-        name, _, seed = file.parent.name.rpartition("-")
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        runs.setdefault(seed, {})[name] = lines
-    print(f"{'':12}" + "".join(f"{head:>14}" for head in ("last 5 lines", "validation", "test")))
-    for seed, of_seed in runs.items():
-        for name, lines in of_seed.items():
-            last = mean(line["loss"] for line in lines[-5:])
-            figures = last, lines[-1]["val_loss"], lines[-1]["test_loss"]
-            print(f"{name:12}" + "".join(f"{x:14.4f}" for x in figures) + f"   seed {seed}")
-    if svg:
-        points = {
-            f"seed {seed}": {
-                name: [(line["step"], line["loss"]) for line in lines]
-                for name, lines in of_seed.items()
-            }
-            for seed, of_seed in runs.items()
-        }
-        draw(svg, "Training loss on WikiText-2, by step", points)
-
-
-COLORS = ("#3b82f6", "#e8893a", "#2fa36b", "#8b5cf6", "#d9538f", "#7c8794")
-
-
-def draw(file: str, title: str, charts: dict[str, dict[str, list]], log: bool = False) -> None:
-    """Charts side by side: {title: {name: [(x, y), ...]}}; with log both axes are logarithmic."""
-    scale = (lambda v: torch.tensor(float(v)).log10().item()) if log else float
-    points = [p for curves in charts.values() for curve in curves.values() for p in curve]
-    (left, right), (low, high) = (
-        (min(values), max(values))
-        for values in zip(*((scale(x), scale(y)) for x, y in points), strict=True)
-    )
-    art = Picture(900, 330, title)
-    for i, (name, curves) in enumerate(charts.items()):
-        x0, y0, w, h = 70 + 430 * i, 80, 370, 200
-
-        def place(x: float, y: float) -> tuple[float, float]:
-            across, up = (scale(x) - left) / (right - left), (scale(y) - low) / (high - low)
-            return x0 + w * across, y0 + h * (1 - up)  # noqa: B023  called in this turn only
-
-        art.text(x0, y0 - 12, name, weight="bold")
-        art.line(x0, y0 + h, x0 + w, y0 + h, "faint")
-        art.line(x0, y0, x0, y0 + h, "faint")
-        for tick in range(5):
-            x, y = left + tick * (right - left) / 4, low + tick * (high - low) / 4
-            texts = (f"{10**x:,.0f}", f"{10**y:.2g}") if log else (f"{x:.0f}", f"{y:.1f}")
-            art.text(x0 + w * tick / 4, y0 + h + 18, texts[0], 11, "faint", "middle")
-            art.text(x0 - 6, y0 + h * (1 - tick / 4) + 4, texts[1], 11, "faint", "end")
-        for color, curve in zip(COLORS, curves.values(), strict=False):
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
-            art.shapes.append(
-                f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>'
-            )
-    for k, (color, name) in enumerate(zip(COLORS, next(iter(charts.values())), strict=False)):
-        art.shapes.append(
-            f'<rect x="{70 + 130 * k}" y="306" width="12" height="12" fill="{color}"/>'
-        )
-        art.text(87 + 130 * k, 316, name)
-    Path(file).write_text(str(art))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("subject", choices="gradients outliers float16 memory curves".split())
-    parser.add_argument("folder", nargs="?", type=Path, help="of the runs, for curves")
-    parser.add_argument("--svg", help="file of the picture")
-    args = parser.parse_args()
-    show = {
-        "gradients": show_gradients,
-        "outliers": lambda: show_outliers(args.svg),
-        "float16": show_float16,
-        "memory": show_memory,
-        "curves": lambda: show_curves(args.folder, args.svg),
-    }
-    show[args.subject]()
+    shows = {"gradients": show_gradients, "outliers": show_outliers, "float16": show_float16}
+    parser.add_argument("subject", choices=shows)
+    shows[parser.parse_args().subject]()
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ divided by a scale that makes its largest element fit. Here the linear layers of
 compute in float8; weights, optimizer, embedding, head, norms and attention stay as they are.
 
 New since stage 02: `float8`, which replaces these layers, and --recipe. Rowwise gives each row of a
-matrix a scale of its own, tensorwise has one per tensor.
+matrix a scale of its own, tensorwise has one per tensor. On a GPU, --compile fuses the casts.
 
     memory          16 P bytes per rank for P parameters, as in 02. For backward, a linear layer
-                    saves its input in 1 byte per element, and 4 per scale
+                    saves its input in 1 byte per element, 4 per scale, and no copy of W
     communication   02's: all-reduces of P elements in total per step. Scales are never reduced
 
 Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
@@ -21,6 +21,7 @@ Run it:
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -52,15 +53,17 @@ from common.run import Run
 # The technique: scale, round to float8, multiply
 # ------------------------------------------------------------------------------------------------
 #
-#                             sums over    rowwise                       tensorwise
-#   forward    Y  = X W^T     in           X, W in e4m3                  X, W in e4m3
-#   backward   dX = dY W      out          dY in e5m2, W in e4m3         dY in e5m2, W in e4m3
-#              dW = dY^T X    tokens       dY and X dequantized, in      dY in e5m2, X in e4m3
-#                                          the dtype of autocast
+#              sums over   [m, k] x [k, n] -> [m, n]                       operands
+#   Y  = X W^T    in       [tokens, in]  x [in, out]    -> [tokens, out]   X, W in e4m3
+#   dX = dY W     out      [tokens, out] x [out, in]    -> [tokens, in]    dY in e5m2, W in e4m3
+#   dW = dY^T X   tokens   [out, tokens] x [tokens, in] -> [out, in]       dY in e5m2, X in e4m3
+#
+# Rowwise, dW is not in float8: dY and the dequantized X have the dtype of autocast. On a GPU, k and
+# n of a float8 matmul must be multiples of 16: `in` and `out`, and tensorwise the tokens, for dW.
 
 E4M3 = torch.float8_e4m3fn  # 4 bits of exponent and 3 of mantissa, largest 448: for X and W
 E5M2 = torch.float8_e5m2  # a wider range and one bit less, largest 57,344: for gradients
-RECIPES = ("rowwise", "tensorwise")
+RECIPES = {"rowwise": ScalingType.RowWise, "tensorwise": ScalingType.TensorWise}
 
 
 def float8(model: Transformer, recipe: str) -> Transformer:
@@ -83,11 +86,11 @@ class Float8Linear(nn.Module):
     def __init__(self, plain: nn.Module, recipe: str):
         super().__init__()
         (self.weight,) = plain.parameters()  # a bias is an error: this model has none
-        self.rowwise = recipe == "rowwise"
+        self.scaling = RECIPES[recipe]
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
         x = in_autocast_dtype(x)
-        y = Float8Matmuls.apply(x.flatten(0, -2), self.weight, self.rowwise)
+        y = Float8Matmuls.apply(x.flatten(0, -2), self.weight, self.scaling)
         return y.unflatten(0, x.shape[:-1])
 
 
@@ -95,24 +98,29 @@ class Float8Matmuls(torch.autograd.Function):
     """The three matmuls of a linear layer. x: [tokens, in], weight: [out, in] -> [tokens, out]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, rowwise: bool) -> Tensor:
-        x8, weight8 = to_float8(x, E4M3, rowwise), to_float8(weight, E4M3, rowwise)
-        ctx.save_for_backward(*x8, weight)  # the parameter itself: no copy of W is kept
-        ctx.rowwise = rowwise
-        return scaled_matmul(x8, weight8, x.dtype)
+    def forward(ctx, x: Tensor, weight: Tensor, scaling: ScalingType) -> Tensor:
+        x8, weight8 = to_float8(x, E4M3, scaling), to_float8(weight, E4M3, scaling)
+        # the parameter itself: no copy of W is kept, and backward rounds it again
+        ctx.save_for_backward(x8.numbers, x8.scale, weight)
+        ctx.scaling = scaling
+        return scaled_matmul(x8, weight8, x.dtype, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # [tokens, out]
         numbers, scale, weight = ctx.saved_tensors
-        x8, grad8 = Float8(numbers, scale), to_float8(grad, E5M2, ctx.rowwise)
-        # dX sums over `out`: W needs scales that are constant along it, one per column
-        weight8 = to_float8(weight.t(), E4M3, ctx.rowwise)
-        grad_x = scaled_matmul(grad8, weight8, grad.dtype)
-        if ctx.rowwise:  # dW sums over the tokens, along which the scales of x8 vary
-            grad_weight = grad.t() @ x8.dequantize(grad.dtype)
-        else:
-            grad_weight = scaled_matmul(grad8.t(), x8.t(), weight.dtype)
-        return grad_x, grad_weight.to(weight.dtype), None
+        x8, grad8 = Float8(numbers, scale, ctx.scaling), to_float8(grad, E5M2, ctx.scaling)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            # dX sums over `out`: W needs one scale per column. Tensorwise it is forward's weight8
+            weight8 = to_float8(weight.t(), E4M3, ctx.scaling)
+            grad_x = scaled_matmul(grad8, weight8, grad.dtype, use_fast_accum=False)
+        if ctx.needs_input_grad[1]:
+            if ctx.scaling == ScalingType.RowWise:  # the scales of x8 vary along the tokens
+                grad_weight = grad.t() @ x8.dequantize(grad.dtype)
+            else:
+                grad_weight = scaled_matmul(grad8.t(), x8.t(), weight.dtype, use_fast_accum=False)
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_x, grad_weight, None
 
 
 class Float8(NamedTuple):
@@ -120,42 +128,62 @@ class Float8(NamedTuple):
 
     numbers: Tensor
     scale: Tensor
+    scaling: ScalingType
 
     def t(self) -> Float8:
-        return Float8(self.numbers.t(), self.scale.t())
+        return Float8(self.numbers.t(), self.scale.t(), self.scaling)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Exact in bfloat16, too: the product has the bits of the number and another exponent."""
         return self.numbers.to(dtype) * self.scale.to(dtype)
 
 
-def to_float8(x: Tensor, dtype: torch.dtype, rowwise: bool) -> Float8:
+def to_float8(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
     """Round x [rows, columns] to float8, each row, or all of x, with the scale that it needs.
 
     A scale is the least power of two that brings the largest element into the range of `dtype`, so
     no cast overflows. A power of two only moves exponents: how an element is rounded does not
     depend on the scale, nor on the elements that share it, above the range of subnormal numbers.
     """
-    amax = x.abs().amax(1 if rowwise else (0, 1), keepdim=True).float()
-    amax = amax.clamp(min=1e-24)  # zeros
+    dims = 1 if scaling == ScalingType.RowWise else (0, 1)
+    amax = x.abs().amax(dims, keepdim=True).float()
+    # both are mantissa * 2^exponent, with mantissas from 0.5 to 1
+    mantissa, exponent = torch.frexp(amax.clamp(min=1e-24))  # zeros
+    top_mantissa, top_exponent = math.frexp(torch.finfo(dtype).max)
+    exponent = exponent - top_exponent + (mantissa > top_mantissa)
+    power = (exponent + 127 << 23).view(torch.float32)  # 2^exponent by its bits: exp2 may round
     # an infinity gets an infinite scale and becomes NaN; a cast alone would turn it into 448
-    scale = torch.exp2(torch.log2(amax / torch.finfo(dtype).max).ceil())
-    return Float8((x / scale).to(dtype), scale)
+    scale = torch.where(amax.isfinite(), power, torch.inf)
+    return Float8((x / scale).to(dtype), scale, scaling)
 
 
-def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
-    """a b^T in `dtype`, summed in float32. a: [m, k], b: [n, k] -> [m, n].
+def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+    """a b^T in `dtype`. a: [m, k], b: [n, k] -> [m, n].
 
     No scale may vary along k, over which the matmul sums: it is a factor in front of each sum.
+    use_fast_accum: on Hopper, leave the sums in the tensor cores, which keep fewer bits of them
+    than float32 has; without it they are added up in float32 at intervals, which is slower.
     """
-    rowwise = a.scale.numel() > 1 or b.scale.numel() > 1
-    kind = ScalingType.RowWise if rowwise else ScalingType.TensorWise
-    # float8 tensor cores read both operands along k, so a transposed operand has to be copied
-    numbers = a.numbers.contiguous(), b.numbers.contiguous().t()
-    scales = a.scale, kind, b.scale.t(), kind
-    # with scales per row, a GPU's kernels write bfloat16; few of them float32
-    out = torch.bfloat16 if rowwise and a.numbers.is_cuda else dtype
-    return F.scaled_mm(*numbers, *scales, output_dtype=out).to(dtype)
+    wide = a.scaling == ScalingType.TensorWise or rowwise_writes_float32(a.numbers.device)
+    return F.scaled_mm(
+        # float8 tensor cores read both operands along k, so a transposed operand has to be copied
+        a.numbers.contiguous(),
+        b.numbers.contiguous().t(),
+        scale_a=a.scale,
+        scale_recipe_a=a.scaling,
+        scale_b=b.scale.t(),
+        scale_recipe_b=b.scaling,
+        output_dtype=dtype if wide else torch.bfloat16,
+        use_fast_accum=use_fast_accum,
+    ).to(dtype)
+
+
+def rowwise_writes_float32(device: torch.device) -> bool:
+    """On GPUs only Hopper's kernels do in PyTorch 2.13, with cuBLAS 12.9; others write bfloat16."""
+    if device.type != "cuda":
+        return True
+    cuda = [int(number) for number in (torch.version.cuda or "0").split(".")]
+    return torch.cuda.get_device_properties(device).major == 9 and cuda >= [12, 9]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from common.model import Transformer, TransformerConfig, init_weights
 sys.path.insert(0, str(REPO / "10_fp8"))
 stage, errors = load_stage("10"), importlib.import_module("errors")
 E4M3, E5M2 = stage.E4M3, stage.E5M2
+ROWWISE, TENSORWISE = stage.RECIPES.values()
 recipes = pytest.mark.parametrize("recipe", stage.RECIPES)
 
 
@@ -68,7 +69,7 @@ def matmuls(
     x: Tensor, weight: Tensor, grad: Tensor, rowwise: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    y = stage.Float8Matmuls.apply(x, weight, rowwise)
+    y = stage.Float8Matmuls.apply(x, weight, ROWWISE if rowwise else TENSORWISE)
     return y.detach(), *torch.autograd.grad(y, (x, weight), grad)
 
 
@@ -135,7 +136,7 @@ def test_scales_are_powers_of_two_and_nothing_overflows(dtype):
     amax = torch.cat([EVERY_EXPONENT, EVERY_EXPONENT * largest, torch.rand(1000)])
     amax = torch.cat([amax, amax.nextafter(torch.tensor(0.0)), amax.nextafter(amax * 2)])[:, None]
     x = torch.cat([amax, -amax, amax / 3], dim=1)
-    x8 = stage.to_float8(x, dtype, rowwise=True)
+    x8 = stage.to_float8(x, dtype, ROWWISE)
     assert (torch.frexp(x8.scale).mantissa == 0.5).all()
     assert x8.numbers.float().isfinite().all()
     off = (x8.dequantize(torch.float32) - x).abs() / x.abs()
@@ -146,10 +147,10 @@ def test_scales_are_powers_of_two_and_nothing_overflows(dtype):
 
 def test_rounding_does_not_depend_on_the_scale_above_the_subnormal_range():
     x = torch.randn(64, 64)
-    alone = stage.to_float8(x, E4M3, rowwise=True).dequantize(torch.float32)
+    alone = stage.to_float8(x, E4M3, ROWWISE).dequantize(torch.float32)
     for factor in (4.0, 100.0, 1000.0):  # a larger element in the tensor, and so another scale
         joined = torch.cat([x, torch.full((1, 64), factor)])
-        shared = stage.to_float8(joined, E4M3, rowwise=False)
+        shared = stage.to_float8(joined, E4M3, TENSORWISE)
         normal = shared.numbers.float()[:-1].abs() > 2.0**-6
         together = shared.dequantize(torch.float32)[:-1]
         assert normal.float().mean() > 0.9
@@ -160,7 +161,7 @@ def test_rounding_does_not_depend_on_the_scale_above_the_subnormal_range():
 
 
 def test_bfloat16_holds_every_scaled_number_exactly():
-    x8 = stage.to_float8(torch.randn(64, 64) * torch.logspace(-6, 6, 64)[:, None], E4M3, True)
+    x8 = stage.to_float8(torch.randn(64, 64) * torch.logspace(-6, 6, 64)[:, None], E4M3, ROWWISE)
     assert torch.equal(x8.dequantize(torch.bfloat16).float(), x8.dequantize(torch.float32))
 
 
