@@ -54,10 +54,14 @@ def test_rows_cover_every_stage_with_a_default_for_any_number_of_gpus():
     for n in (1, 2, 4, 8):
         rows = list(Check(n, on_cpu=True).rows())
         sections = [r.section for r in rows]
-        order = ["preflight", "defaults", "speed", "checkpoint", "bench", "other runs"]
+        order = ["preflight", "float8", "defaults", "speed", "checkpoint", "bench", "other runs"]
         assert list(dict.fromkeys(sections)) == order[: len(set(sections))]
         defaults = {r.name[:2] for r in rows if r.section == "defaults"}
         assert defaults == set(stages())
+        compiled = [r.name for r in rows if r.section != "speed" and "--compile" in r.name]
+        assert [name[:2] for name in compiled] == ["10", "10"]
+        speeds = {r.name.split()[0] for r in rows if "--compile" in r.name}
+        assert speeds == {"01", "10"}
 
 
 def test_a_loss_may_be_off_by_a_thousandth_but_for_float8_and_routing():
@@ -111,6 +115,14 @@ def test_without_a_gpu_it_says_so():
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert done.returncode == 2
     assert done.stderr == "gpu-check: PyTorch sees no GPU on this machine\n"
+
+
+def test_float8_matmuls_are_judged_by_their_error(monkeypatch):
+    monkeypatch.chdir(REPO)
+    outcome = Check(1, on_cpu=True).float8(100)
+    assert not outcome.is_failure, outcome.text
+    first = next(line for line in outcome.text.splitlines() if "float32 " in line)
+    assert first.startswith("dX, e5m2 x e4m3, rowwise")
 
 
 @pytest.mark.slow

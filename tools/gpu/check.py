@@ -198,15 +198,21 @@ class Check:
 
     def rows(self) -> Iterator[Row]:
         yield Row("preflight", "this machine", self.preflight)
+        yield Row("float8", "10's matmuls, dX rowwise first", self.float8)
         for stage, size, flags in self.defaults():
             for dtype in ("float32", "bfloat16"):
                 how = f"{CURVE} --dtype {dtype}"
                 name = f"{stage} on {size}{self.shared(size)}, {dtype}"
                 yield Row("defaults", name, partial(self.curve, stage, size, flags, how, how))
+                if stage == "10":
+                    run = partial(self.curve, stage, size, f"{flags} --compile", how, how)
+                    yield Row("defaults", f"{name}, --compile", run)
         for preset in ("small", "gpt2") if not self.on_cpu else ("tiny",):
             for more in ("", " --compile"):
-                run = partial(self.speed, f"--data sample --steps 20 --preset {preset}{more}")
-                yield Row("speed", f"01 {preset}{more}", run)
+                for stage, size in (("01", 0), ("10", 1)):
+                    flags = f"--data sample --steps 20 --preset {preset}{more}"
+                    run = partial(self.speed, stage, size, flags)
+                    yield Row("speed", f"{stage} {preset}{more}", run)
         if self.n > 1 and not self.on_cpu:
             for stage in ("02", "04", "05", "06"):
                 yield Row("overlap", f"{stage} on {self.n}", partial(self.overlap, stage))
@@ -251,6 +257,7 @@ class Check:
         return Outcome(text, not off <= allowed(stage, flags))
 
     def memory(self, stage: str, size: int, flags: str, peaks: list[int]) -> str:
+        flags = flags.replace("--compile", "")  # the dry run counts operators as written
         command = [sys.executable, "tools/dry_run.py", stage, "--ranks", str(size), *flags.split()]
         command += ["--vocabulary", str(len(load_corpus("sample").vocab))]
         done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=60)
@@ -267,13 +274,19 @@ class Check:
         code, text = command(["tools/gpu/preflight.py", *flags], self.environment, seconds)
         return Outcome(f"status {code}\n\n{text}", code != 0)
 
-    def speed(self, flags: str, seconds: float) -> Outcome:
-        lines = self.train(0, "01", f"{flags} --log-every 1", seconds)[0][0][5:]  # warm
+    def float8(self, seconds: float) -> Outcome:
+        code, text = command(["10_fp8/cost.py", "matmuls"], self.environment, seconds)
+        return Outcome(f"status {code}\n\n{text}", code != 0)
+
+    def speed(self, stage: str, size: int, flags: str, seconds: float) -> Outcome:
+        lines = self.train(size, stage, f"{flags} --log-every 1", seconds)[0][0][5:]  # warm
         rate = median(line["tokens_per_s"] for line in lines)
         mfu = [line["mfu"] for line in lines if "mfu" in line]
         text = f"{rate:,.0f} tokens/s" + (f", MFU {median(mfu):.1%}" if mfu else "")
         measured = median(line["step_ms"] for line in lines)
-        text += f"; step {measured:.0f} ms{predicted_step(flags, self.device_name)}"
+        text += f"; step {measured:.0f} ms"
+        if stage == "01":
+            text += predicted_step(flags, self.device_name)
         return Outcome(f"{text}; peak {lines[-1]['memory_mb']:.0f} MB")
 
     def overlap(self, stage: str, seconds: float) -> Outcome:
