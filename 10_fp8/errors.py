@@ -2,7 +2,7 @@
 
     python 10_fp8/errors.py gradients    the error of every layer's gradients, per recipe
     python 10_fp8/errors.py outliers     what one large element costs the others, per format
-    python 10_fp8/errors.py float16      which gradients float16 flushes to zero
+    python 10_fp8/errors.py underflow    which gradients each format flushes to zero
 
 The model is the tiny preset with its initial weights, the batch the beginning of the sample.
 """
@@ -159,10 +159,10 @@ def show_outliers() -> None:
     )
 
 
-# ---- float16 ----
+# ---- underflow ----
 
 
-def show_float16() -> None:
+def show_underflow() -> None:
     """How much of the gradients that reach the linear layers has left the range of a format."""
     seen: list[Tensor] = []
     forward = Float8Linear.forward
@@ -199,7 +199,7 @@ def show_float16() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    shows = {"gradients": show_gradients, "outliers": show_outliers, "float16": show_float16}
+    shows = {"gradients": show_gradients, "outliers": show_outliers, "underflow": show_underflow}
     parser.add_argument("subject", choices=shows)
     shows[parser.parse_args().subject]()
 

@@ -7,6 +7,7 @@ python tools/pictures/float8.py curves FOLDER    10_fp8/wikitext2.svg, from FOLD
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from math import log10
@@ -23,12 +24,13 @@ COLORS = ("#3b82f6", "#e8893a", "#2fa36b", "#8b5cf6", "#d9538f", "#7c8794")
 
 def outliers() -> Picture:
     """The errors of the other elements, per format, by the size of one feature or token."""
-    from errors import FORMATS, SIZES, outlier_errors
-
+    errors = importlib.import_module("errors")  # of 10_fp8, with PyTorch
     charts = {
         f"one {of} k times as large": {
-            f"{kind}, {sharing}": list(zip(SIZES, outlier_errors(kind, sharing, of), strict=True))
-            for kind, sharing in FORMATS
+            f"{kind}, {sharing}": list(
+                zip(errors.SIZES, errors.outlier_errors(kind, sharing, of), strict=True)
+            )
+            for kind, sharing in errors.FORMATS
         }
         for of in ("feature", "token")
     }
