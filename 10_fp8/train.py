@@ -146,9 +146,9 @@ def to_float8(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
     depend on the scale, nor on the elements that share it, above the range of subnormal numbers.
     """
     dims = 1 if scaling == ScalingType.RowWise else (0, 1)
-    amax = x.abs().amax(dims, keepdim=True).float()
+    amax = x.abs().amax(dims, keepdim=True).float().clamp(min=1e-24)  # zeros
     # both are mantissa * 2^exponent, with mantissas from 0.5 to 1
-    mantissa, exponent = torch.frexp(amax.clamp(min=1e-24))  # zeros
+    mantissa, exponent = torch.frexp(amax)
     top_mantissa, top_exponent = math.frexp(torch.finfo(dtype).max)
     exponent = exponent - top_exponent + (mantissa > top_mantissa)
     power = (exponent + 127 << 23).view(torch.float32)  # 2^exponent by its bits: exp2 may round

@@ -419,6 +419,17 @@ def test_a_compiled_run_follows_the_one_that_is_not(pools, corpus_dir, monkeypat
         assert_same_step(ours, theirs, loss=1e-3, norm=1e-2)
 
 
+def test_what_an_outlier_costs_is_what_the_readme_says():
+    k = errors.SIZES.index(100)
+    int8 = [errors.outlier_errors("int8", sharing, "feature")[k] for sharing in ("row", "tensor")]
+    e4m3 = errors.outlier_errors("e4m3", "row", "feature")[: k + 2]
+    lost = [f"{100 * x:.0f} %" for x in int8]
+    assert f"int8 loses {lost[0]} rowwise and {lost[1]} tensorwise" in README
+    assert {f"{x:.1%}" for x in e4m3} == {"2.7%"} and "stays the same, 2.7 %" in README
+    changed = [f"{100 * errors.changed_by_an_outlier(size):.2g} %" for size in (1000, 10_000)]
+    assert f"{changed[0]} of the latter" in README and f"with 10,000, {changed[1]}." in README
+
+
 def test_the_gradient_error_tells_a_broken_recipe_from_a_working_one():
     loss, exact = errors.gradient_errors("bfloat16")
     assert max(exact.values()) < 0.02
