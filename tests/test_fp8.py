@@ -402,23 +402,6 @@ def test_compiled_layers_keep_no_rounded_weight(recipe, monkeypatch):
     assert sum(t.nbytes for t in kept) <= sum(t.nbytes for t in plain)
 
 
-@pytest.mark.slow
-@compiler
-def test_a_compiled_run_follows_the_one_that_is_not(pools, corpus_dir, monkeypatch):
-    """The compiler adds in another order, so from the second step on numbers may round otherwise.
-
-    The first step is equal up to float32's last bits: the emulation's scales and numbers are the
-    same. After three, a compiled run on one rank has moved its loss by 2e-6.
-    """
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    flags = ["--data", str(corpus_dir), "--steps", "3", "--n-layers", "1"]
-    plain = curve(pools, "rowwise", 1, *flags)
-    compiled = curve(pools, "rowwise", 1, *flags, "--compile")
-    assert_same_step(compiled[0], plain[0], loss=1e-5, norm=1e-4)
-    for ours, theirs in zip(compiled, plain, strict=True):
-        assert_same_step(ours, theirs, loss=1e-3, norm=1e-2)
-
-
 def test_what_an_outlier_costs_is_what_the_readme_says():
     k = errors.SIZES.index(100)
     int8 = [errors.outlier_errors("int8", sharing, "feature")[k] for sharing in ("row", "tensor")]
@@ -445,9 +428,8 @@ def test_the_gradient_error_tells_a_broken_recipe_from_a_working_one():
 # ---- runs ----
 
 
-def curve(pools, recipe: str, ranks: int, *flags: str, stage: str = "10") -> list[dict]:
-    own = ["--recipe", recipe] if stage == "10" else []
-    return pools(ranks).train(stage, [*BASE, *own, *flags])[0]
+def curve(pools, recipe: str, ranks: int, *flags: str, timeout: float | None = None) -> list[dict]:
+    return pools(ranks).train("10", [*BASE, "--recipe", recipe, *flags], timeout=timeout)[0]
 
 
 def assert_same_step(ours: dict, theirs: dict, loss: float, norm: float) -> None:
@@ -489,6 +471,23 @@ def test_fifty_steps_follow_stage_01(pools, reference, corpus_dir, recipe, dtype
     lines = curve(pools, recipe, 1, *flags)  # more ranks: the runs of stage.toml
     for ours, plain in zip(lines, reference([*BASE, *flags]), strict=True):
         assert abs(ours["loss"] - plain["loss"]) <= 0.01 * plain["loss"]
+
+
+@pytest.mark.slow
+@compiler
+def test_a_compiled_run_follows_the_one_that_is_not(pools, corpus_dir):
+    """Float32. The compiler adds in another order: the first step is off by float32's last bits.
+
+    After it a number may round otherwise, which moves a norm of this small model by 1e-3.
+    """
+    flags = ["--data", str(corpus_dir), "--steps", "3", "--n-layers", "1"]
+    plain = curve(pools, "rowwise", 1, *flags)
+    compiled = curve(pools, "rowwise", 1, *flags, "--compile", timeout=900)
+    for ours, theirs in zip(compiled, plain, strict=True):
+        print(ours["step"], ours["loss"] - theirs["loss"], ours["grad_norm"] / theirs["grad_norm"])
+    assert_same_step(compiled[0], plain[0], loss=1e-5, norm=1e-4)
+    for ours, theirs in zip(compiled, plain, strict=True):
+        assert_same_step(ours, theirs, loss=1e-3, norm=1e-2)
 
 
 @pytest.mark.slow
