@@ -476,15 +476,13 @@ def test_fifty_steps_follow_stage_01(pools, reference, corpus_dir, recipe, dtype
 @pytest.mark.slow
 @compiler
 def test_a_compiled_run_follows_the_one_that_is_not(pools, corpus_dir):
-    """Float32. The compiler adds in another order: the first step is off by float32's last bits.
+    """Float32. The compiler adds in another order, which moves these losses by 5e-7.
 
-    After it a number may round otherwise, which moves a norm of this small model by 1e-3.
+    The first step has no flips to fear. Later ones may, on another processor: a wider tolerance.
     """
     flags = ["--data", str(corpus_dir), "--steps", "3", "--n-layers", "1"]
     plain = curve(pools, "rowwise", 1, *flags)
     compiled = curve(pools, "rowwise", 1, *flags, "--compile", timeout=900)
-    for ours, theirs in zip(compiled, plain, strict=True):
-        print(ours["step"], ours["loss"] - theirs["loss"], ours["grad_norm"] / theirs["grad_norm"])
     assert_same_step(compiled[0], plain[0], loss=1e-5, norm=1e-4)
     for ours, theirs in zip(compiled, plain, strict=True):
         assert_same_step(ours, theirs, loss=1e-3, norm=1e-2)

@@ -1,7 +1,9 @@
 """Draw stage 10's curves, and print the final losses of its runs.
 
-python tools/pictures/float8.py outliers         10_fp8/outliers.svg
-python tools/pictures/float8.py curves FOLDER    10_fp8/wikitext2.svg, from FOLDER/NAME-SEED
+    python tools/pictures/float8.py outliers         10_fp8/outliers.svg
+    python tools/pictures/float8.py curves FOLDER    10_fp8/wikitext2.svg
+
+A run's folder is FOLDER/NAME-SEED.
 """
 
 from __future__ import annotations
