@@ -74,9 +74,9 @@ class ZeroRedundancyOptimizer:
 
     The contract. A step is `finish_gradient_synchronization()`, `clip_grad_norm_()`, `step()`,
     `zero_grad()`; each of the last three calls the first. Stage 1: all micro-batches of a step but
-    the last are under `no_sync()`. Stage 3: each parameter is in exactly one of the `units`, trains,
-    has the common dtype, and is used in the forward of its unit only, which returns one tensor; all
-    ranks run the same units in the same order.
+    the last are under `no_sync()`. Stage 3: each parameter is in exactly one unit, trains, has the
+    common dtype, and is used in the forward of its unit only, which returns one tensor. All ranks
+    run the same units in the same order.
 
     module: the same on every rank. optimizer_class: for instance torch.optim.AdamW; defaults: its
     keyword arguments. zero_stage: 1 shards the optimizer state, 2 the gradients as well, 3 the
@@ -175,7 +175,10 @@ class ZeroRedundancyOptimizer:
     def finish_gradient_synchronization(self) -> None:
         """After the last backward of a step: wait until each shard has its average gradient."""
         if self.zero_stage == 3:
-            self.check_that_backward_reached_every_unit()
+            fewest = min(bucket.awaited for bucket in self.buckets)
+            missing = [bucket.name for bucket in self.buckets if bucket.awaited > fewest]
+            if missing:
+                raise RuntimeError(f"backward has not reached every forward of unit {missing}")
         if self.in_backward:  # a parameter is unused, or every backward was under no_sync()
             for param in [p for bucket in self.buckets for p in bucket.waiting_for]:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
@@ -200,10 +203,11 @@ class ZeroRedundancyOptimizer:
     def step(self) -> None:
         """Update this rank's shards, then all-gather the updated parameters (stages 1 and 2)."""
         self.finish_gradient_synchronization()
+        params = self.module.parameters() if self.zero_stage < 3 else ()
+        if any(p.requires_grad != (p in self.bucket_of) for p in params):
+            raise RuntimeError("freeze, move or cast parameters before they are sharded")
         self.optimizer.step()  # writes the shards, which the all-gathers below send
         if self.zero_stage < 3:  # stage 3 gathers in the next forward
-            if any(p.requires_grad != (p in self.bucket_of) for p in self.module.parameters()):
-                raise RuntimeError("freeze, move or cast parameters before they are sharded")
             torch.autograd.graph.increment_version(self.bucket_of)  # older graphs are now stale
             for gather in [bucket.start_all_gather() for bucket in self.buckets]:
                 gather.wait()
@@ -222,8 +226,8 @@ class ZeroRedundancyOptimizer:
         recomputes = bucket is self.entered  # activation checkpointing runs it again in backward
         if self.entered is not None and not recomputes:
             raise RuntimeError(
-                f"backward has not left unit {self.entered.name}: it failed, or needed no gradient "
-                "of its parameters; restart the run. Or a checkpoint() contains more than one unit"
+                f"the last backward did not leave unit {self.entered.name}: restart the run; or a "
+                "checkpoint() contains more than one unit"
             )
         bucket.unshard()
         bucket.wait()
@@ -258,32 +262,6 @@ class ZeroRedundancyOptimizer:
         previous, self.in_flight = self.in_flight, bucket
         if previous not in (None, bucket):  # at most two units have full gradients
             previous.finish_reduction()  # after the launch: the network is busy meanwhile
-
-    def check_that_backward_reached_every_unit(self) -> None:
-        fewest = min(bucket.awaited for bucket in self.buckets)
-        missing = [bucket.name for bucket in self.buckets if bucket.awaited > fewest]
-        if missing:
-            raise RuntimeError(f"backward has not reached every forward of unit {missing}")
-
-
-class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard. Its adjoint is a reduce-scatter.
-
-    forward: shard [length] -> [N * length], which an all-gather has written to `full` before.
-    backward: gives the gradient of it, [N * length], to `leave`, which starts the reduce-scatter.
-    """
-
-    @staticmethod
-    def forward(ctx, shard: Tensor, full: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
-        ctx.leave = leave
-        # `.data`: the same memory with its own version counter. Backward gathers into `full` again,
-        # and what forward has saved would otherwise count as changed
-        return full.data
-
-    @staticmethod
-    def backward(ctx, grads: Tensor):
-        ctx.leave(grads)
-        return None, None, None  # `shard.grad` gets the average when the reduction has finished
 
 
 class Bucket:
@@ -391,6 +369,26 @@ class ShardedGradientBucket(Bucket):
         self.reduction = self.grads = self.grad_views = None
 
 
+class Gather(torch.autograd.Function):
+    """A unit's parameters as a function of its shard. Its adjoint is a reduce-scatter.
+
+    forward: shard [length] -> [N * length], which an all-gather has written to `full` before.
+    backward: gives the gradient of it, [N * length], to `leave`, which starts the reduce-scatter.
+    """
+
+    @staticmethod
+    def forward(ctx, shard: Tensor, full: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
+        ctx.leave = leave
+        # `.data`: the same memory with its own version counter. Backward gathers into `full` again,
+        # and what forward has saved would otherwise count as changed
+        return full.data
+
+    @staticmethod
+    def backward(ctx, grads: Tensor):
+        ctx.leave(grads)
+        return None, None, None  # `shard.grad` gets the average when the reduction has finished
+
+
 class FlatParameter(ShardedGradientBucket):
     """Stage 3: a bucket of one unit's parameters, which are full only while the unit computes."""
 
@@ -442,10 +440,10 @@ class FlatParameter(ShardedGradientBucket):
     def parameters(self, leave: Callable[[FlatParameter, Tensor], None]) -> Iterator[None]:
         """Give the unit its parameters: views of the output of `Gather`."""
         flat = Gather.apply(self.shard, self.full, partial(leave, self))
-        *chunks, _ = flat.split([*map(prod, self.shapes.values()), self.padding])
-        views = [c.view(shape) for c, shape in zip(chunks, self.shapes.values(), strict=True)]
-        for (owner, name), view in zip(self.owners, views, strict=True):
-            setattr(owner, name, view)
+        shapes = self.shapes.values()
+        *chunks, _ = flat.split([*map(prod, shapes), self.padding])
+        for (owner, name), chunk, shape in zip(self.owners, chunks, shapes, strict=True):
+            setattr(owner, name, chunk.view(shape))
         try:
             yield
         finally:
@@ -453,15 +451,14 @@ class FlatParameter(ShardedGradientBucket):
                 delattr(owner, name)
 
     def await_backward(self, output: Tensor, enter: Callable) -> Tensor:
-        """Call `enter` when backward reaches the unit; returns the output to compute with.
+        """Have backward call `enter` before anything else of the unit; returns the unit's output.
 
-        Autograd runs last what forward computed first. The view is computed after everything else
-        in the unit, so backward reaches it first. An operation in place on the view would remove
-        its hook, but not that of `output`. A tensor that the unit keeps, such as an auxiliary loss,
-        may be reached without any output.
+        Autograd runs last what forward computed first, so backward reaches the view first. An
+        operation in place on the view would remove its hook, but not that of `output`. A tensor
+        that the unit keeps, such as an auxiliary loss, may be reached without any output.
         """
         self.awaited += 1
-        view = output.view_as(output)
+        view = output.view_as(output)  # computed after everything else in the unit
         attributes = [value for m in self.unit.modules() for value in vars(m).values()]
         kept = [t for t in attributes if isinstance(t, Tensor) and t.grad_fn is not None]
         for tensor in (view, output, *kept):
@@ -478,8 +475,7 @@ class FlatParameter(ShardedGradientBucket):
     def finish_step(self) -> None:
         """Give the optimizer the average, zeros if no rank has run the unit."""
         self.check_gradient()
-        unused = self.average is None
-        self.shard.grad = torch.zeros_like(self.shard) if unused else self.average
+        self.shard.grad = torch.zeros_like(self.shard) if self.average is None else self.average
         self.average, self.awaited = None, 0
 
 
@@ -508,18 +504,13 @@ def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: 
 
 def training_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> State:
     """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
-    names = {p: name for name, p in model.named_parameters()} if optimizer.zero_stage < 3 else {}
+    full = dict(model.named_parameters()) if optimizer.zero_stage < 3 else {}
+    names = {p: name for name, p in full.items()}
     state: State = {}
     for bucket in optimizer.buckets:
-        shapes = (
-            bucket.shapes
-            if optimizer.zero_stage == 3
-            else {names[p]: p.shape for p in bucket.params}
-        )
+        shapes = {names[p]: p.shape for p in bucket.params} or bucket.shapes
         state |= state_of_flat_shard(optimizer.optimizer, bucket.shard, shapes, bucket.owned.start)
-    full = {f"model.{name}": p.detach() for p, name in names.items()}
-    # where both have a name, the right one wins
-    return state | full
+    return state | {f"model.{name}": p.detach() for name, p in full.items()}
 
 
 def parse_args(argv: list[str] | None = None):

@@ -49,14 +49,7 @@ from common.collectives import (
     global_norm,
     reduce_scatter_single,
 )
-from common.units import (
-    NoGradient,
-    cast_inputs,
-    forbid_copies,
-    forbid_parameters,
-    is_lookup,
-    units_with_values,
-)
+from common.units import NoGradient, cast_inputs, forbid_parameters, is_lookup, units_with_values
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
@@ -83,11 +76,10 @@ class FullyShardedDataParallel(nn.Module):
     `optimizer.zero_grad(set_to_none=True)`.
 
     module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
-    one unit's parameters memory and values. units: in the order in which they run, for prefetching.
-    shard_group: the N ranks that shard each unit. replicate_group: the ranks that hold the same
-    shard, for hybrid sharding. param_dtype: of the unsharded parameters, None: their own.
-    reduce_dtype: of the gradients that are reduced, None: `param_dtype`. cpu_offload: keep the
-    shards on the CPU.
+    one unit's parameters memory and values. units: in the order to prefetch in. shard_group: the N
+    ranks that shard each unit. replicate_group: the ranks that hold the same shard. param_dtype: of
+    the unsharded parameters, None: their own. reduce_dtype: of the gradients that are reduced,
+    None: `param_dtype`. cpu_offload: keep the shards on the CPU.
 
     `parameters()` are this rank's shards. PyTorch's `clip_grad_norm_` would take their norm alone.
     """
@@ -126,8 +118,7 @@ class FullyShardedDataParallel(nn.Module):
         self.entered: FlatParameter | None = None  # whose unit backward has entered and not left
         self.in_flight: FlatParameter | None = None  # whose reduction was started last
         self.synchronizes = True
-        forbid_copies(self)
-        forbid_parameters(module)
+        forbid_parameters(self)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -137,8 +128,8 @@ class FullyShardedDataParallel(nn.Module):
         recomputes = bucket is self.entered  # activation checkpointing runs it again in backward
         if self.entered is not None and not recomputes:
             raise RuntimeError(
-                f"backward has not left unit {self.entered.name}: it failed, or needed no gradient "
-                "of its parameters; restart the run. Or a checkpoint() contains more than one unit"
+                f"the last backward did not leave unit {self.entered.name}: restart the run; or a "
+                "checkpoint() contains more than one unit"
             )
         bucket.unshard()
         if not recomputes:
@@ -177,8 +168,6 @@ class FullyShardedDataParallel(nn.Module):
         previous, self.in_flight = self.in_flight, bucket
         if previous not in (None, bucket):  # at most two units have full gradients
             previous.finish_reduction()  # after the launch: the network is busy meanwhile
-            if previous.is_last:
-                previous.start_all_reduce()
 
     def prefetch(self, neighbour: FlatParameter | None) -> None:
         """Start to unshard the next unit: its all-gather overlaps with this unit's computation."""
@@ -281,8 +270,6 @@ class FlatParameter:
         self.replication: Work | None = None  # the all-reduce in flight
         self.incomplete = NoGradient(self.shard)  # in place of `shard.grad` until the step ends
 
-    # ---- parameters ----
-
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is there or in flight.
 
@@ -311,10 +298,10 @@ class FlatParameter:
     def parameters(self, leave: Callable[[FlatParameter, Tensor], None]) -> Iterator[None]:
         """Give the unit its parameters: views of the output of `Gather`."""
         flat = Gather.apply(self.shard, self.full, partial(leave, self))
-        *chunks, _ = flat.split([*map(prod, self.shapes.values()), self.padding])
-        views = [c.view(shape) for c, shape in zip(chunks, self.shapes.values(), strict=True)]
-        for (owner, name), view in zip(self.owners, views, strict=True):
-            setattr(owner, name, view)
+        shapes = self.shapes.values()
+        *chunks, _ = flat.split([*map(prod, shapes), self.padding])
+        for (owner, name), chunk, shape in zip(self.owners, chunks, shapes, strict=True):
+            setattr(owner, name, chunk.view(shape))
         try:
             yield
         finally:
@@ -322,22 +309,19 @@ class FlatParameter:
                 delattr(owner, name)
 
     def await_backward(self, output: Tensor, enter: Callable) -> Tensor:
-        """Call `enter` when backward reaches the unit; returns the output to compute with.
+        """Have backward call `enter` before anything else of the unit; returns the unit's output.
 
-        Autograd runs last what forward computed first. The view is computed after everything else
-        in the unit, so backward reaches it first. An operation in place on the view would remove
-        its hook, but not that of `output`. A tensor that the unit keeps, such as an auxiliary loss,
-        may be reached without any output.
+        Autograd runs last what forward computed first, so backward reaches the view first. An
+        operation in place on the view would remove its hook, but not that of `output`. A tensor
+        that the unit keeps, such as an auxiliary loss, may be reached without any output.
         """
         self.awaited += 1
-        view = output.view_as(output)
+        view = output.view_as(output)  # computed after everything else in the unit
         attributes = [value for m in self.unit.modules() for value in vars(m).values()]
         kept = [t for t in attributes if isinstance(t, Tensor) and t.grad_fn is not None]
         for tensor in (view, output, *kept):
             tensor.register_hook(partial(enter, self, self.shard._version))
         return view
-
-    # ---- gradients ----
 
     def collect(self, grads: Tensor, synchronizes: bool) -> None:
         """Take the gradients of all parameters from autograd: [N * length]."""
@@ -361,6 +345,8 @@ class FlatParameter:
         average = self.grads[self.owned].to(self.shard) / self.n_ranks  # in the shard's dtype
         self.average = average if self.average is None else self.average.add_(average)
         self.reduction = self.grads = None
+        if self.is_last:
+            self.start_all_reduce()
 
     def check_gradient(self) -> None:
         expected = None if self.average is None else self.incomplete
@@ -371,13 +357,12 @@ class FlatParameter:
             )
 
     def finish_step(self) -> None:
-        """Give the optimizer the average, and free the parameters that it is about to update."""
+        """Give the optimizer the average, zeros if no rank has run the unit."""
         if self.replication is not None:
             self.replication.wait()
             self.replication = None
         self.check_gradient()
-        unused = self.average is None  # no rank has run the unit
-        self.shard.grad = torch.zeros_like(self.shard) if unused else self.average
+        self.shard.grad = torch.zeros_like(self.shard) if self.average is None else self.average
         self.average, self.awaited = None, 0
         self.reshard()
 

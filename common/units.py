@@ -27,10 +27,10 @@ def units_with_values(
         if not p.requires_grad or p.dtype != dtype:
             raise ValueError(f"{name}: frozen, or of another dtype than the others")
     del users, paths, name, p  # else the full parameters would stay alive here
-    for part in module.modules():
+    for part, name in names.items():
         lists = [value for value in vars(part).values() if isinstance(value, list)]
         if any(isinstance(item, nn.Parameter) for items in lists for item in items):
-            raise ValueError(f"{names[part]}: {type(part).__name__} also keeps its parameters in a list")
+            raise ValueError(f"{name}: {type(part).__name__} also keeps its parameters in a list")
     for unit in units:
         if materialize is not None:
             materialize(unit, names[unit])
@@ -64,28 +64,23 @@ class NoGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        others = f"clip_grad_norm_() and zero_grad() of the class that shards ({function})"
-        fix = f"call finish_gradient_synchronization(), and {others}"
-        raise RuntimeError(f"this gradient is incomplete or sharded: {fix}")
-
-
-def forbid_copies(module: nn.Module) -> None:
-    """Saving, loading, copying, casting or moving a module of sharded parameters is an error."""
-
-    def fail(*_, **__):
-        raise RuntimeError("a rank has shards only: load, copy, cast, move first; save the shards")
-
-    module.register_state_dict_pre_hook(fail)
-    module.register_load_state_dict_pre_hook(fail)
-    module._apply = module.__deepcopy__ = fail
+        fix = "finish_gradient_synchronization(), clip_grad_norm_() of the class that shards"
+        raise RuntimeError(f"{function}: this gradient is incomplete or sharded; call {fix}")
 
 
 def forbid_parameters(module: nn.Module) -> None:
-    """So is listing its parameters: there are none to freeze, clip, zero or optimize."""
+    """From here on, listing, saving, loading, copying, casting or moving parameters is an error.
+
+    A module that has parameters of its own, as the wrapper has shards, still lists them.
+    """
 
     def fail(*_, **__):
-        raise RuntimeError("its parameters are sharded: freeze first; optimize and clip the shards")
+        fix = "load, freeze, copy, cast or move the model first; optimize, clip and save the shards"
+        raise RuntimeError(f"a rank has shards only: {fix}")
 
     for each in module.modules():
-        forbid_copies(each)
-        each.named_parameters = fail  # `parameters()` calls it
+        each.register_state_dict_pre_hook(fail)
+        each.register_load_state_dict_pre_hook(fail)
+        each._apply = each.__deepcopy__ = fail
+        if not list(each.named_parameters(recurse=False)):
+            each.named_parameters = fail  # `parameters()` calls it
