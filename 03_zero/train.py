@@ -17,8 +17,8 @@ before its forward and before its backward, and frees them afterwards.
     2             4 P + 12 P / N                 reduce-scatter m P + all-gather P
     3             16 P / N + one unsharded unit  reduce-scatter m P + all-gather m (2 P - E)
 
-    During backward, stages 2 and 3 also hold the full gradients of two buckets: one that backward
-    fills and one that is being reduced. Gloo adds a receive buffer for each reduction in flight.
+    During backward, stages 2 and 3 also hold full gradients: those of the bucket that backward fills
+    (stage 3: twice) and of the one that is being reduced. Gloo adds a receive buffer for each.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
@@ -34,7 +34,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from math import prod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -203,11 +202,10 @@ class ZeroRedundancyOptimizer:
     def step(self) -> None:
         """Update this rank's shards, then all-gather the updated parameters (stages 1 and 2)."""
         self.finish_gradient_synchronization()
-        params = self.module.parameters() if self.zero_stage < 3 else ()
-        if any(p.requires_grad != (p in self.bucket_of) for p in params):
-            raise RuntimeError("freeze, move or cast parameters before they are sharded")
         self.optimizer.step()  # writes the shards, which the all-gathers below send
         if self.zero_stage < 3:  # stage 3 gathers in the next forward
+            if any(p.requires_grad != (p in self.bucket_of) for p in self.module.parameters()):
+                raise RuntimeError("freeze, move or cast parameters before they are sharded")
             torch.autograd.graph.increment_version(self.bucket_of)  # older graphs are now stale
             for gather in [bucket.start_all_gather() for bucket in self.buckets]:
                 gather.wait()
@@ -225,10 +223,8 @@ class ZeroRedundancyOptimizer:
         """In place of a unit's `forward`: the unit has parameters in here and nowhere else."""
         recomputes = bucket is self.entered  # activation checkpointing runs it again in backward
         if self.entered is not None and not recomputes:
-            raise RuntimeError(
-                f"the last backward did not leave unit {self.entered.name}: restart the run; or a "
-                "checkpoint() contains more than one unit"
-            )
+            stuck = f"the last backward did not leave unit {self.entered.name}"
+            raise RuntimeError(f"{stuck}: restart the run; or a checkpoint() contains two units")
         bucket.unshard()
         bucket.wait()
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
@@ -282,9 +278,7 @@ class Bucket:
         flat = F.pad(flat, (0, self.padding))
         broadcast(flat, group=group, group_src=0)
         self.keep(flat, params)
-        self.reduce_dtype = self.shard.dtype  # of the gradients
-        self.grads: Tensor | None = None
-        self.average: Tensor | None = None
+        self.grads = self.average = None
         self.reduction: Work | None = None  # the reduce-scatter in flight
         self.incomplete = NoGradient(self.shard)  # in place of `shard.grad` until the step ends
 
@@ -310,7 +304,7 @@ class Bucket:
 
     def copy_gradient(self, param: nn.Parameter) -> None:
         if self.grads is None:
-            self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
+            self.grads = torch.empty_like(self.full)
             self.grad_views = self.views_into(self.grads)
         self.grad_views[param].copy_(param.grad)
 
@@ -379,9 +373,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shard: Tensor, full: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
         ctx.leave = leave
-        # `.data`: the same memory with its own version counter. Backward gathers into `full` again,
-        # and what forward has saved would otherwise count as changed
-        return full.data
+        return full.data  # has its own version counter: backward gathers into `full` once more
 
     @staticmethod
     def backward(ctx, grads: Tensor):
@@ -413,15 +405,13 @@ class FlatParameter(ShardedGradientBucket):
             delattr(owner, key)
 
     def unshard(self) -> None:
-        """Start the all-gather that fills `full`, unless it is there or in flight.
-
-        Tensors saved for backward share this storage, so it is resized and filled in place.
-        """
+        """Start the all-gather that fills `full`, unless it is there or in flight."""
         if self.version != self.shard._version:
             self.reshard()  # of an earlier step
             self.version = self.shard._version
+            # in place: tensors saved for backward share the storage
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            shard = self.shard.detach().to(self.full, non_blocking=True)  # cast before it is sent
+            shard = self.shard.detach().to(self.full)  # cast before it is sent
             self.gathering = all_gather_single(self.full, shard, self.group, async_op=True)
 
     def wait(self) -> None:
@@ -431,17 +421,16 @@ class FlatParameter(ShardedGradientBucket):
 
     def reshard(self) -> None:
         """Free the full parameters: the storage shrinks to nothing until the next `unshard`."""
-        if self.version is not None:
-            self.wait()
-            self.full.untyped_storage().resize_(0)
-            self.version = None
+        self.wait()
+        self.full.untyped_storage().resize_(0)
+        self.version = None
 
     @contextmanager
     def parameters(self, leave: Callable[[FlatParameter, Tensor], None]) -> Iterator[None]:
         """Give the unit its parameters: views of the output of `Gather`."""
         flat = Gather.apply(self.shard, self.full, partial(leave, self))
         shapes = self.shapes.values()
-        *chunks, _ = flat.split([*map(prod, shapes), self.padding])
+        *chunks, _ = flat.split([*(shape.numel() for shape in shapes), self.padding])
         for (owner, name), chunk, shape in zip(self.owners, chunks, shapes, strict=True):
             setattr(owner, name, chunk.view(shape))
         try:
@@ -449,16 +438,18 @@ class FlatParameter(ShardedGradientBucket):
         finally:
             for owner, name in self.owners:
                 delattr(owner, name)
+        if not flat.is_inference() and flat._version > 0:
+            raise RuntimeError(f"unit {self.name} has changed a parameter in place")
 
     def await_backward(self, output: Tensor, enter: Callable) -> Tensor:
-        """Have backward call `enter` before anything else of the unit; returns the unit's output.
+        """Make backward call `enter` before it reads a parameter; returns the unit's output.
 
-        Autograd runs last what forward computed first, so backward reaches the view first. An
-        operation in place on the view would remove its hook, but not that of `output`. A tensor
-        that the unit keeps, such as an auxiliary loss, may be reached without any output.
+        Autograd runs last what forward computed first, so it reaches the view first. An operation
+        in place on the view removes its hook, but not that of `output`. A tensor that the unit
+        keeps in an attribute, such as an auxiliary loss, may be reached without any output.
         """
         self.awaited += 1
-        view = output.view_as(output)  # computed after everything else in the unit
+        view = output.view_as(output)
         attributes = [value for m in self.unit.modules() for value in vars(m).values()]
         kept = [t for t in attributes if isinstance(t, Tensor) and t.grad_fn is not None]
         for tensor in (view, output, *kept):
@@ -470,7 +461,7 @@ class FlatParameter(ShardedGradientBucket):
         self.finish_reduction()  # of the previous micro-batch, if it is still in flight
         self.check_gradient()
         self.awaited = max(self.awaited - 1, 0)  # 0 if a graph is used again
-        self.grads = grads.to(self.reduce_dtype)
+        self.grads = grads.to(self.shard.dtype)
 
     def finish_step(self) -> None:
         """Give the optimizer the average, zeros if no rank has run the unit."""

@@ -3,7 +3,7 @@
 Every rank owns a shard of each unit's parameters, gradients and optimizer state. The parameters of
 a unit (here a layer) are all-gathered while the previous unit computes (prefetch), and freed right
 after use. In backward, the reduce-scatter of one unit's gradients overlaps with the computation of
-the next unit's.
+the next unit's. One autograd function does both: the adjoint of an all-gather is a reduce-scatter.
 
 New since stage 03: prefetching; the model is built on the meta device and filled unit by unit, so
 that no rank ever holds all of it; shards are float32, but unsharded parameters and gradients may be
@@ -12,10 +12,9 @@ sharding); shards may be kept on the CPU.
 
     P parameters, N ranks that shard, m micro-batches per step, E the embedding; float32
 
-    memory per rank     16 P / N bytes + two unsharded units + in backward two units' full gradients
-    communication       reduce-scatter m P + all-gather m (2 P - E) elements per step;
-                        without resharding after forward all-gather m P;
-                        hybrid sharding adds an all-reduce of P / N
+    memory per rank   16 P / N bytes + two unsharded units + in backward three units' full gradients
+    communication     reduce-scatter m P + all-gather m (2 P - E) elements per step; without
+                      resharding all-gather m P; hybrid sharding adds an all-reduce of P / N
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 
@@ -31,7 +30,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -70,18 +68,16 @@ class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters, gradients and optimizer state; unshard them unit by unit.
 
     The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
-    in the forward of its unit only, which returns one tensor. All ranks run the same units in the
-    same order. With replicas, all micro-batches of a step but the last are under `no_sync()`. A
-    step is `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`,
-    `optimizer.zero_grad(set_to_none=True)`.
+    in its unit's forward only, which returns one tensor. All ranks run the same units in the same
+    order. With replicas, all micro-batches but a step's last are under `no_sync()`. A step is
+    `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`, `zero_grad()`.
 
     module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
     one unit's parameters memory and values. units: in the order to prefetch in. shard_group: the N
     ranks that shard each unit. replicate_group: the ranks that hold the same shard. param_dtype: of
     the unsharded parameters, None: their own. reduce_dtype: of the gradients that are reduced,
     None: `param_dtype`. cpu_offload: keep the shards on the CPU.
-
-    `parameters()` are this rank's shards. PyTorch's `clip_grad_norm_` would take their norm alone.
+    `parameters()` are this rank's shards: PyTorch's `clip_grad_norm_` would take their norm alone.
     """
 
     def __init__(
@@ -127,10 +123,8 @@ class FullyShardedDataParallel(nn.Module):
         """In place of a unit's `forward`: the unit has parameters in here and nowhere else."""
         recomputes = bucket is self.entered  # activation checkpointing runs it again in backward
         if self.entered is not None and not recomputes:
-            raise RuntimeError(
-                f"the last backward did not leave unit {self.entered.name}: restart the run; or a "
-                "checkpoint() contains more than one unit"
-            )
+            stuck = f"the last backward did not leave unit {self.entered.name}"
+            raise RuntimeError(f"{stuck}: restart the run; or a checkpoint() contains two units")
         bucket.unshard()
         if not recomputes:
             self.prefetch(self.next_in_forward.get(bucket))
@@ -219,9 +213,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shard: Tensor, full: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
         ctx.leave = leave
-        # `.data`: the same memory with its own version counter. Backward gathers into `full` again,
-        # and what forward has saved would otherwise count as changed
-        return full.data
+        return full.data  # has its own version counter: backward gathers into `full` once more
 
     @staticmethod
     def backward(ctx, grads: Tensor):
@@ -255,29 +247,26 @@ class FlatParameter:
         self.padding = n_shards * length - len(flat)
         shard = F.pad(flat, (0, self.padding))[self.owned].to(shard_device, copy=True)
         self.shard = nn.Parameter(shard)
-        # that gradient is a sum over many tokens: not in bfloat16
-        dtype = param_dtype if self.unshards_in_backward else None
-        self.full = torch.empty(n_shards * length, dtype=dtype or shard.dtype, device=device)
+        # the embedding's gradient is a sum over many tokens: not in bfloat16
+        dtype = (param_dtype if self.unshards_in_backward else None) or shard.dtype
+        self.full = torch.empty(n_shards * length, dtype=dtype, device=device)
         self.full.untyped_storage().resize_(0)
         self.reduce_dtype = reduce_dtype or self.full.dtype
         self.gathering: Work | None = None  # the all-gather in flight
         self.version: int | None = None  # of the shard that `full` was gathered from; None: freed
         self.awaited = 0  # how many forwards of this step still await their backward
-        self.is_last = False  # whether the last micro-batch has been reduced
-        self.grads: Tensor | None = None
-        self.average: Tensor | None = None
+        self.is_last = False  # whether `grads` are those of the step's last backward
+        self.grads = self.average = None
         self.reduction: Work | None = None  # the reduce-scatter in flight
         self.replication: Work | None = None  # the all-reduce in flight
         self.incomplete = NoGradient(self.shard)  # in place of `shard.grad` until the step ends
 
     def unshard(self) -> None:
-        """Start the all-gather that fills `full`, unless it is there or in flight.
-
-        Tensors saved for backward share this storage, so it is resized and filled in place.
-        """
+        """Start the all-gather that fills `full`, unless it is there or in flight."""
         if self.version != self.shard._version:
             self.reshard()  # of an earlier step
             self.version = self.shard._version
+            # in place: tensors saved for backward share the storage
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
             shard = self.shard.detach().to(self.full, non_blocking=True)  # cast before it is sent
             self.gathering = all_gather_single(self.full, shard, self.group, async_op=True)
@@ -289,17 +278,16 @@ class FlatParameter:
 
     def reshard(self) -> None:
         """Free the full parameters: the storage shrinks to nothing until the next `unshard`."""
-        if self.version is not None:
-            self.wait()
-            self.full.untyped_storage().resize_(0)
-            self.version = None
+        self.wait()
+        self.full.untyped_storage().resize_(0)
+        self.version = None
 
     @contextmanager
     def parameters(self, leave: Callable[[FlatParameter, Tensor], None]) -> Iterator[None]:
         """Give the unit its parameters: views of the output of `Gather`."""
         flat = Gather.apply(self.shard, self.full, partial(leave, self))
         shapes = self.shapes.values()
-        *chunks, _ = flat.split([*map(prod, shapes), self.padding])
+        *chunks, _ = flat.split([*(shape.numel() for shape in shapes), self.padding])
         for (owner, name), chunk, shape in zip(self.owners, chunks, shapes, strict=True):
             setattr(owner, name, chunk.view(shape))
         try:
@@ -307,16 +295,18 @@ class FlatParameter:
         finally:
             for owner, name in self.owners:
                 delattr(owner, name)
+        if not flat.is_inference() and flat._version > 0:
+            raise RuntimeError(f"unit {self.name} has changed a parameter in place")
 
     def await_backward(self, output: Tensor, enter: Callable) -> Tensor:
-        """Have backward call `enter` before anything else of the unit; returns the unit's output.
+        """Make backward call `enter` before it reads a parameter; returns the unit's output.
 
-        Autograd runs last what forward computed first, so backward reaches the view first. An
-        operation in place on the view would remove its hook, but not that of `output`. A tensor
-        that the unit keeps, such as an auxiliary loss, may be reached without any output.
+        Autograd runs last what forward computed first, so it reaches the view first. An operation
+        in place on the view removes its hook, but not that of `output`. A tensor that the unit
+        keeps in an attribute, such as an auxiliary loss, may be reached without any output.
         """
         self.awaited += 1
-        view = output.view_as(output)  # computed after everything else in the unit
+        view = output.view_as(output)
         attributes = [value for m in self.unit.modules() for value in vars(m).values()]
         kept = [t for t in attributes if isinstance(t, Tensor) and t.grad_fn is not None]
         for tensor in (view, output, *kept):
@@ -366,13 +356,10 @@ class FlatParameter:
         self.average, self.awaited = None, 0
         self.reshard()
 
-    # ---- hybrid sharding: all-reduce the shards' gradients over the replicas ----
-
     def start_all_reduce(self) -> None:
-        """Start to all-reduce the average: once per step, after the last micro-batch."""
+        """Hybrid sharding: start to all-reduce the average over the replicas, once per step."""
         if self.n_replicas > 1 and self.average is not None and self.replication is None:
-            average, group = self.average, self.replicate_group
-            self.replication = all_reduce(average, group=group, async_op=True)
+            self.replication = all_reduce(self.average, group=self.replicate_group, async_op=True)
 
 
 # ------------------------------------------------------------------------------------------------

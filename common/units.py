@@ -69,10 +69,7 @@ class NoGradient(Tensor):
 
 
 def forbid_parameters(module: nn.Module) -> None:
-    """From here on, listing, saving, loading, copying, casting or moving parameters is an error.
-
-    A module that has parameters of its own, as the wrapper has shards, still lists them.
-    """
+    """Make listing, saving, loading, copying, casting or moving parameters an error from here on."""
 
     def fail(*_, **__):
         fix = "load, freeze, copy, cast or move the model first; optimize, clip and save the shards"
@@ -82,5 +79,5 @@ def forbid_parameters(module: nn.Module) -> None:
         each.register_state_dict_pre_hook(fail)
         each.register_load_state_dict_pre_hook(fail)
         each._apply = each.__deepcopy__ = fail
-        if not list(each.named_parameters(recurse=False)):
+        if not list(each.named_parameters(recurse=False)):  # a wrapper lists its shards
             each.named_parameters = fail  # `parameters()` calls it

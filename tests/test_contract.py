@@ -35,6 +35,9 @@ class Unit(nn.Module):
             return y
         if self.how == "unused parameter":
             return y
+        if self.how == "changes a parameter":
+            with torch.no_grad():
+                self.other.weight.clamp_(-0.1, 0.1)
         if self.how == "a part recomputed":
             return checkpoint(self.other, y, use_reentrant=False)
         if self.how == "view of a parameter":
@@ -141,6 +144,7 @@ MODELS = {  # how the model is changed, strategies, message
     "unit without parameters": (lambda model: model.units.append(nn.Tanh()), UNITS, "no param"),
     "a backward that misses units": (chain("detached"), UNITS, "has not reached"),
     "a part of a unit recomputed": (chain("", "a part recomputed"), UNITS, "no attribute"),
+    "changed in place": (chain("", "changes a parameter"), UNITS, "in place"),
     "parameter with strides": (strided, ["ddp"], "contiguous"),
 }
 
