@@ -17,8 +17,8 @@ before its forward and before its backward, and frees them afterwards.
     2             4 P + 12 P / N                 reduce-scatter m P + all-gather P
     3             16 P / N + one unsharded unit  reduce-scatter m P + all-gather m (2 P - E)
 
-    During backward, stages 2 and 3 also hold full gradients: those of the bucket that backward fills
-    (stage 3: twice) and of the one that is being reduced. Gloo adds a receive buffer for each.
+    During backward, stages 2 and 3 also hold the full gradients of two buckets: one that backward
+    fills (in stage 3 twice) and one that is being reduced. Gloo adds a receive buffer for each.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
@@ -64,7 +64,7 @@ from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: flat buckets, each rank owns a shard of every one
+# The technique: flat buffers, of which each rank owns a shard
 # ------------------------------------------------------------------------------------------------
 
 
@@ -121,11 +121,8 @@ class ZeroRedundancyOptimizer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients and start no reduction: for all micro-batches but the last.
-
-        Stages 2 and 3 have no full gradients to accumulate in: they reduce every micro-batch.
-        """
-        self.synchronizes = self.zero_stage > 1
+        """Accumulate gradients and start no reduction: for all micro-batches but the last."""
+        self.synchronizes = self.zero_stage > 1  # stages 2 and 3 have nowhere to accumulate them
         try:
             yield
         finally:
@@ -173,11 +170,10 @@ class ZeroRedundancyOptimizer:
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After the last backward of a step: wait until each shard has its average gradient."""
-        if self.zero_stage == 3:
-            fewest = min(bucket.awaited for bucket in self.buckets)
-            missing = [bucket.name for bucket in self.buckets if bucket.awaited > fewest]
-            if missing:
-                raise RuntimeError(f"backward has not reached every forward of unit {missing}")
+        fewest = min(bucket.awaited for bucket in self.buckets)
+        missing = [bucket.name for bucket in self.buckets if bucket.awaited > fewest]
+        if missing:
+            raise RuntimeError(f"backward has not reached every forward of unit {missing}")
         if self.in_backward:  # a parameter is unused, or every backward was under no_sync()
             for param in [p for bucket in self.buckets for p in bucket.waiting_for]:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
@@ -270,25 +266,22 @@ class Bucket:
     """
 
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
-        self.group, self.n_ranks, rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.params, self.waiting_for, self.group = params, set(params), group
+        self.n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         flat = torch.cat([p.detach().flatten() for p in params])
         length = -(-len(flat) // self.n_ranks)  # of a shard, rounded up
         self.owned = slice(rank * length, (rank + 1) * length)
         self.padding = self.n_ranks * length - len(flat)
-        flat = F.pad(flat, (0, self.padding))
-        broadcast(flat, group=group, group_src=0)
-        self.keep(flat, params)
+        self.full = F.pad(flat, (0, self.padding))
+        self.full_views = self.views_into(self.full)
+        for param, view in self.full_views.items():
+            param.data = view
+        broadcast(self.full, group=group, group_src=0)
+        self.shard = nn.Parameter(self.full[self.owned])
+        self.awaited = 0  # stage 3 counts with it
         self.grads = self.average = None
         self.reduction: Work | None = None  # the reduce-scatter in flight
         self.incomplete = NoGradient(self.shard)  # in place of `shard.grad` until the step ends
-
-    def keep(self, flat: Tensor, params: list[nn.Parameter]) -> None:
-        """Keep the full parameters, and make each `param.data` a view into them."""
-        self.full, self.shard = flat, nn.Parameter(flat[self.owned])
-        self.params, self.waiting_for = params, set(params)
-        self.full_views = self.views_into(flat)
-        for param, view in self.full_views.items():
-            param.data = view
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
         sizes = [p.numel() for p in self.params]
@@ -385,24 +378,32 @@ class FlatParameter(ShardedGradientBucket):
     """Stage 3: a bucket of one unit's parameters, which are full only while the unit computes."""
 
     def __init__(self, name, unit, group, param_dtype):
-        self.name, self.unit, self.params = name, unit, []
+        self.name, self.unit = name, unit
+        self.params, self.group = [], group
+        n_shards, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.n_ranks = n_shards
         self.unshards_in_backward = not is_lookup(unit)  # a lookup's gradient needs no weights
-        # that gradient is a sum over many tokens: not in bfloat16
-        self.param_dtype = param_dtype if self.unshards_in_backward else None
         self.shapes = {full_name: p.shape for full_name, p in unit.named_parameters(name)}
+        flat = torch.cat([p.detach().flatten() for p in unit.parameters()])
         self.owners = [(m, k) for m in unit.modules() for k, _ in m.named_parameters(recurse=False)]
-        super().__init__(list(unit.parameters()), group)
-        self.gathering: Work | None = None  # the all-gather in flight
-        self.version: int | None = None  # of the shard that `full` was gathered from; None: freed
-        self.awaited = 0  # how many forwards of this step still await their backward
-
-    def keep(self, flat: Tensor, params: list[nn.Parameter]) -> None:
-        """Keep this rank's shard, and take the parameters away from their modules."""
-        self.shard = nn.Parameter(flat[self.owned].clone())
-        self.full = torch.empty_like(flat, dtype=self.param_dtype)
-        self.full.untyped_storage().resize_(0)
         for owner, key in self.owners:
             delattr(owner, key)
+        length = -(-len(flat) // n_shards)  # of a shard, rounded up
+        self.owned = slice(rank * length, (rank + 1) * length)
+        self.padding = n_shards * length - len(flat)
+        flat = F.pad(flat, (0, self.padding))
+        broadcast(flat, group=group, group_src=0)
+        self.shard = nn.Parameter(flat[self.owned].clone())
+        # the embedding's gradient is a sum over many tokens: not in bfloat16
+        dtype = param_dtype if self.unshards_in_backward else None
+        self.full = torch.empty_like(flat, dtype=dtype)
+        self.full.untyped_storage().resize_(0)
+        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
+        self.version: int | None = None  # of the shard that `full` was gathered from; None: freed
+        self.awaited = 0  # how many forwards of this step still await their backward
+        self.grads = self.average = None
+        self.reduction: Work | None = None  # the reduce-scatter in flight
+        self.incomplete = NoGradient(self.shard)  # in place of `shard.grad` until the step ends
 
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is there or in flight."""
@@ -411,12 +412,12 @@ class FlatParameter(ShardedGradientBucket):
             self.version = self.shard._version
             # in place: tensors saved for backward share the storage
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            shard = self.shard.detach().to(self.full)  # cast before it is sent
-            self.gathering = all_gather_single(self.full, shard, self.group, async_op=True)
+            sent = self.shard.detach().to(self.full)  # cast before it is sent
+            self.gathering = all_gather_single(self.full, sent, self.group, async_op=True), sent
 
     def wait(self) -> None:
         if self.gathering is not None:
-            self.gathering.wait()
+            self.gathering[0].wait()
             self.gathering = None
 
     def reshard(self) -> None:

@@ -60,7 +60,7 @@ from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: flat parameters, unsharded unit by unit
+# The technique: flat buffers, of which each rank owns a shard
 # ------------------------------------------------------------------------------------------------
 
 
@@ -126,8 +126,8 @@ class FullyShardedDataParallel(nn.Module):
             stuck = f"the last backward did not leave unit {self.entered.name}"
             raise RuntimeError(f"{stuck}: restart the run; or a checkpoint() contains two units")
         bucket.unshard()
-        if not recomputes:
-            self.prefetch(self.next_in_forward.get(bucket))
+        if not recomputes and bucket in self.next_in_forward:
+            self.next_in_forward[bucket].unshard()  # prefetch: it overlaps with this unit
         bucket.wait()
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         with bucket.parameters(self.leave):
@@ -150,7 +150,8 @@ class FullyShardedDataParallel(nn.Module):
         self.entered = bucket
         if bucket.unshards_in_backward:
             bucket.unshard()
-            self.prefetch(self.next_in_backward.get(bucket))
+            if bucket in self.next_in_backward:
+                self.next_in_backward[bucket].unshard()  # prefetch
             bucket.wait()
 
     def leave(self, bucket: FlatParameter, grads: Tensor) -> None:
@@ -163,11 +164,6 @@ class FullyShardedDataParallel(nn.Module):
         if previous not in (None, bucket):  # at most two units have full gradients
             previous.finish_reduction()  # after the launch: the network is busy meanwhile
 
-    def prefetch(self, neighbour: FlatParameter | None) -> None:
-        """Start to unshard the next unit: its all-gather overlaps with this unit's computation."""
-        if neighbour is not None:
-            neighbour.unshard()
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Start no all-reduce over replicas. Each micro-batch is reduce-scattered."""
@@ -177,6 +173,7 @@ class FullyShardedDataParallel(nn.Module):
         finally:
             self.synchronizes = True
 
+    @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After the last backward of a step: wait until each shard has its average gradient."""
         fewest = min(bucket.awaited for bucket in self.buckets)
@@ -185,9 +182,8 @@ class FullyShardedDataParallel(nn.Module):
             raise RuntimeError(f"backward has not reached every forward of unit {missing}")
         for bucket in self.buckets:
             bucket.finish_reduction()
+            bucket.start_all_reduce()
         if any(bucket.average is not None for bucket in self.buckets):  # else it was called before
-            for bucket in self.buckets:
-                bucket.start_all_reduce()
             for bucket in self.buckets:
                 bucket.finish_step()
 
@@ -245,14 +241,14 @@ class FlatParameter:
         length = -(-len(flat) // n_shards)  # of a shard, rounded up
         self.owned = slice(rank * length, (rank + 1) * length)
         self.padding = n_shards * length - len(flat)
-        shard = F.pad(flat, (0, self.padding))[self.owned].to(shard_device, copy=True)
-        self.shard = nn.Parameter(shard)
+        flat = F.pad(flat, (0, self.padding))
+        self.shard = nn.Parameter(flat[self.owned].to(shard_device, copy=True))
         # the embedding's gradient is a sum over many tokens: not in bfloat16
-        dtype = (param_dtype if self.unshards_in_backward else None) or shard.dtype
-        self.full = torch.empty(n_shards * length, dtype=dtype, device=device)
+        dtype = param_dtype if self.unshards_in_backward else None
+        self.full = torch.empty_like(flat, dtype=dtype, device=device)
         self.full.untyped_storage().resize_(0)
         self.reduce_dtype = reduce_dtype or self.full.dtype
-        self.gathering: Work | None = None  # the all-gather in flight
+        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
         self.version: int | None = None  # of the shard that `full` was gathered from; None: freed
         self.awaited = 0  # how many forwards of this step still await their backward
         self.is_last = False  # whether `grads` are those of the step's last backward
@@ -268,12 +264,12 @@ class FlatParameter:
             self.version = self.shard._version
             # in place: tensors saved for backward share the storage
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            shard = self.shard.detach().to(self.full, non_blocking=True)  # cast before it is sent
-            self.gathering = all_gather_single(self.full, shard, self.group, async_op=True)
+            sent = self.shard.detach().to(self.full)  # cast before it is sent
+            self.gathering = all_gather_single(self.full, sent, self.group, async_op=True), sent
 
     def wait(self) -> None:
         if self.gathering is not None:
-            self.gathering.wait()
+            self.gathering[0].wait()
             self.gathering = None
 
     def reshard(self) -> None:

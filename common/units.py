@@ -69,7 +69,7 @@ class NoGradient(Tensor):
 
 
 def forbid_parameters(module: nn.Module) -> None:
-    """Make listing, saving, loading, copying, casting or moving parameters an error from here on."""
+    """Make listing, saving, loading, copying, casting and moving parameters an error."""
 
     def fail(*_, **__):
         fix = "load, freeze, copy, cast or move the model first; optimize, clip and save the shards"

@@ -385,7 +385,8 @@ def highest(strategy: str, idle: int, n: int, itemsize: int, mixed: bool) -> int
         else:
             gathered = {"zero-3": 1, "fsdp": min(2, unit + 1), "fsdp-keep": unit + 1}[strategy]
             gathers_in = 2 if mixed else itemsize
-            held += gathered * padded * gathers_in
+            cast = padded // n if mixed and strategy == "fsdp" and unit > 0 else 0  # what is sent
+            held += (gathered * padded + cast) * gathers_in
             at_unit.append(held + (UNIT + padded) * gathers_in)
             at_unit.append(held + mixed * (padded + padded // n) * itemsize)
     return max(at_unit)
