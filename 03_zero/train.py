@@ -18,7 +18,7 @@ before its forward and before its backward, and frees them afterwards.
     3             16 P / N + one unsharded unit  reduce-scatter m P + all-gather m (2 P - E)
 
     During backward, stages 2 and 3 also hold the full gradients of two buckets: one that backward
-    fills and one that is being reduced. Gloo adds a receive buffer for each reduction in flight.
+    fills (in stage 3 twice) and one that is being reduced. Gloo adds a receive buffer for each.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
@@ -31,16 +31,16 @@ Run it:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
@@ -51,7 +51,7 @@ from common.collectives import (
     global_norm,
     reduce_scatter_single,
 )
-from common.units import NoGradient, cast_inputs, forbid_copies, is_lookup, parameters_by_unit
+from common.units import NoGradient, cast_inputs, forbid_parameters, is_lookup, units_with_values
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive, seconds
@@ -64,19 +64,18 @@ from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: flat buckets, each rank owns a shard of every one
+# The technique: flat buffers, of which each rank owns a shard
 # ------------------------------------------------------------------------------------------------
 
 
 class ZeroRedundancyOptimizer:
     """Shard an element-wise optimizer across the data-parallel ranks: ZeRO stages 1, 2 and 3.
 
-    The contract, which is checked. A step is `finish_gradient_synchronization()`,
-    `clip_grad_norm_()`, `step()`, `zero_grad()`; each of the last three calls the first. Stage
-    1: all micro-batches of a step but the last are under `no_sync()`. Stage 3: `units` are modules
-    that each forward of `module` runs once, in this order, and each returns one tensor; each
-    parameter is in exactly one unit, trains, and has the common dtype; every backward reaches
-    every parameter.
+    The contract. A step is `finish_gradient_synchronization()`, `clip_grad_norm_()`, `step()`,
+    `zero_grad()`; each of the last three calls the first. Stage 1: all micro-batches of a step but
+    the last are under `no_sync()`. Stage 3: each parameter is in exactly one unit, trains, has the
+    common dtype, and is used in the forward of its unit only, which returns one tensor. All ranks
+    run the same units in the same order.
 
     module: the same on every rank. optimizer_class: for instance torch.optim.AdamW; defaults: its
     keyword arguments. zero_stage: 1 shards the optimizer state, 2 the gradients as well, 3 the
@@ -99,45 +98,43 @@ class ZeroRedundancyOptimizer:
     ):
         self.module, self.zero_stage = module, zero_stage
         self.group, self.param_dtype = process_group, param_dtype
-        # in reverse order: backward finishes the last layer first
+        self.launched = 0  # how many buckets' reductions this backward has started
+        self.in_flight: Bucket | None = None  # whose reduction was started last
+        self.entered: FlatParameter | None = None  # whose unit backward has entered and not left
+        self.synchronizes, self.in_backward = True, False
+        self.buckets: list[Bucket] = []  # in reverse order: backward finishes the last layer first
         if zero_stage == 3:
-            owned = list(parameters_by_unit(module, units))[::-1]
-            self.buckets = [FlatParameter(*each, process_group, param_dtype) for each in owned]
+            for name, unit in units_with_values(module, units):
+                bucket = FlatParameter(name, unit, process_group, param_dtype)
+                unit.forward = partial(self.run, bucket, unit.forward)
+                self.buckets.insert(0, bucket)
+            forbid_parameters(module)
         else:
             params = [p for p in module.parameters() if p.requires_grad][::-1]
             bucket_class = ShardedGradientBucket if zero_stage == 2 else Bucket
-            split = split_into_buckets(params, bucket_cap_mb)
-            self.buckets = [bucket_class(part, process_group) for part in split]
-        self.optimizer = optimizer_class([bucket.shard for bucket in self.buckets], **defaults)
+            for part in split_into_buckets(params, bucket_cap_mb):
+                self.buckets.append(bucket_class(part, process_group))
+                for param in part:
+                    param.register_post_accumulate_grad_hook(self.mark_ready)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.next_in_forward = {b: a for a, b in pairwise(self.buckets)}
-        self.launched = 0  # how many buckets' reductions this backward has started
-        self.in_flight: Bucket | None = None  # whose reduction was started last
-        self.next_to_run: FlatParameter | None = None  # whose unit runs next in this forward
-        self.entered: FlatParameter | None = None  # whose unit this backward has entered last
-        self.synchronizes, self.in_backward = True, False
-        for param in self.bucket_of:
-            param.register_post_accumulate_grad_hook(self.mark_ready)
-        if zero_stage == 3:
-            self.register_hooks(module, units)
+        self.optimizer = optimizer_class([bucket.shard for bucket in self.buckets], **defaults)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients and start no reduction: for all micro-batches but the last.
-
-        Stages 2 and 3 have no full gradients to accumulate in: they reduce every micro-batch.
-        """
-        self.synchronizes = self.zero_stage > 1
+        """Accumulate gradients and start no reduction: for all micro-batches but the last."""
+        self.synchronizes = self.zero_stage > 1  # stages 2 and 3 have nowhere to accumulate them
         try:
             yield
         finally:
             self.synchronizes = True
 
-    # ---- all stages: reduce, step, gather ----
+    # ---- stages 1 and 2: hooks that reduce a bucket when its gradients are ready ----
 
     def mark_ready(self, param: nn.Parameter) -> None:
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
-        self.begin_backward()
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
+        self.in_backward = True
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
             raise RuntimeError(
@@ -155,37 +152,37 @@ class ZeroRedundancyOptimizer:
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
         collectives are matched by the order of the calls. Each launch finishes the previous
-        reduction, so that at most two buckets have full gradients (stages 2 and 3).
+        reduction, so that at most two buckets have full gradients (stage 2).
         """
         while self.launched < len(self.buckets) and not self.buckets[self.launched].waiting_for:
             previous, self.in_flight = self.in_flight, self.buckets[self.launched]
             self.in_flight.start_reduction()
-            if previous is not None and self.zero_stage > 1:
+            if previous is not None and self.zero_stage == 2:
                 previous.finish_reduction()  # after the launch: the network is busy meanwhile
             self.launched += 1
         if self.launched == len(self.buckets):  # every gradient has arrived: backward has ended
-            self.launched, self.in_backward, self.entered = 0, False, None
+            self.launched, self.in_backward = 0, False
             for bucket in self.buckets:
                 bucket.waiting_for = set(bucket.params)
 
-    def begin_backward(self) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-        self.in_backward = True
+    # ---- all stages: finish the reductions, step, gather ----
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After the last backward of a step: wait until each shard has its average gradient."""
-        if self.in_backward and self.zero_stage == 3:
-            missing = ", ".join(bucket.name for bucket in self.buckets if bucket.waiting_for)
-            raise RuntimeError(f"backward has not reached every parameter of unit {missing}")
+        fewest = min(bucket.awaited for bucket in self.buckets)
+        missing = [bucket.name for bucket in self.buckets if bucket.awaited > fewest]
+        if missing:
+            raise RuntimeError(f"backward has not reached every forward of unit {missing}")
         if self.in_backward:  # a parameter is unused, or every backward was under no_sync()
             for param in [p for bucket in self.buckets for p in bucket.waiting_for]:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                 self.mark_ready(param)
         for bucket in self.buckets:
             bucket.finish_reduction()
-            bucket.finish_step()
+        if any(bucket.average is not None for bucket in self.buckets):  # else it was called before
+            for bucket in self.buckets:
+                bucket.finish_step()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -201,10 +198,10 @@ class ZeroRedundancyOptimizer:
     def step(self) -> None:
         """Update this rank's shards, then all-gather the updated parameters (stages 1 and 2)."""
         self.finish_gradient_synchronization()
-        if any(p.requires_grad != (p in self.bucket_of) for p in self.module.parameters()):
-            raise RuntimeError("freeze, move or cast parameters before they are sharded")
         self.optimizer.step()  # writes the shards, which the all-gathers below send
         if self.zero_stage < 3:  # stage 3 gathers in the next forward
+            if any(p.requires_grad != (p in self.bucket_of) for p in self.module.parameters()):
+                raise RuntimeError("freeze, move or cast parameters before they are sharded")
             torch.autograd.graph.increment_version(self.bucket_of)  # older graphs are now stale
             for gather in [bucket.start_all_gather() for bucket in self.buckets]:
                 gather.wait()
@@ -216,68 +213,47 @@ class ZeroRedundancyOptimizer:
         for param in self.bucket_of:
             param.grad = None
 
-    # ---- stage 3: hooks that unshard a unit's parameters while it computes ----
+    # ---- stage 3: units whose parameters are full only while they compute ----
 
-    def register_hooks(self, module: nn.Module, units: list[nn.Module]) -> None:
-        module.register_forward_pre_hook(self.begin_forward)
-        for unit, bucket in zip(units, self.buckets[::-1], strict=True):
-            unit.register_forward_pre_hook(partial(self.before_forward, bucket), with_kwargs=True)
-            unit.register_forward_hook(partial(self.after_forward, bucket))
-        module.register_forward_hook(self.end_forward)
-        for each in (module, *units):
-            forbid_copies(each)
-
-    def begin_forward(self, module: nn.Module, args) -> None:
-        if self.in_backward:
-            raise RuntimeError(
-                "the last backward failed, or has not reached every parameter: restart the run. "
-                "Or a checkpoint() contains more than one unit"
-            )
-        for bucket in self.buckets:
-            bucket.reshard()  # left by a backward; by a forward without one it may be stale
-        self.next_to_run = self.buckets[-1]
-
-    def before_forward(self, bucket: FlatParameter, unit: nn.Module, args, kwargs):
-        if bucket is not self.entered:  # else activation checkpointing recomputes it in backward
-            if bucket is not self.next_to_run:
-                raise RuntimeError(f"{bucket.name}: a forward runs each unit once, in their order")
-            self.next_to_run = self.next_in_forward.get(bucket)
+    def run(self, bucket: FlatParameter, forward: Callable, *args, **kwargs) -> Tensor:
+        """In place of a unit's `forward`: the unit has parameters in here and nowhere else."""
+        recomputes = bucket is self.entered  # activation checkpointing runs it again in backward
+        if self.entered is not None and not recomputes:
+            stuck = f"the last backward did not leave unit {self.entered.name}"
+            raise RuntimeError(f"{stuck}: restart the run; or a checkpoint() contains two units")
         bucket.unshard()
         bucket.wait()
-        return cast_inputs(args, kwargs, self.param_dtype)
-
-    def after_forward(self, bucket: FlatParameter, unit: nn.Module, args, output) -> Tensor | None:
+        args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
+        with bucket.parameters(self.leave):
+            output = forward(*args, **kwargs)
         own = bucket.full.untyped_storage()
         if not isinstance(output, Tensor) or output.untyped_storage() is own:
             raise TypeError(f"unit {bucket.name} returns {type(output)}, not one tensor of its own")
-        if bucket is self.entered:
-            return None  # recomputed: backward needs the parameters
+        if recomputes:
+            return output  # unsharded, for the backward that follows
         bucket.reshard()
-        if not torch.is_grad_enabled():
-            return None
-        # Autograd runs last what forward computed first. The view is computed after everything in
-        # the unit, an auxiliary loss included, so backward reaches it first. An operation in place
-        # on the view would remove its hook, but not that of `output`.
-        view = output.view_as(output)
-        for tensor in (view, output):
-            tensor.register_hook(partial(self.before_backward, bucket, bucket.shard._version))
-        return view
+        return bucket.await_backward(output, self.enter) if torch.is_grad_enabled() else output
 
-    def end_forward(self, module: nn.Module, args, output) -> None:
-        if self.next_to_run is not None:
-            raise RuntimeError(f"{self.next_to_run.name}: a forward has to run each unit once")
-
-    def before_backward(self, bucket: FlatParameter, version: int, grad: Tensor) -> None:
+    def enter(self, bucket: FlatParameter, version: int, grad: Tensor) -> None:
         """The gradient of the unit's output has been computed: the unit's backward is next."""
-        self.begin_backward()
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
         if bucket.shard._version != version:
             raise RuntimeError("backward through a graph from before the optimizer's last step")
         self.entered = bucket
-        if bucket in self.next_in_forward:  # backward has left the unit that ran after this one
-            self.next_in_forward[bucket].reshard()
         if bucket.unshards_in_backward:
             bucket.unshard()
             bucket.wait()
+
+    def leave(self, bucket: FlatParameter, grads: Tensor) -> None:
+        """Backward has computed `grads`, all of the unit's gradients: it is done with the unit."""
+        self.entered = None
+        bucket.reshard()
+        bucket.collect(grads)
+        bucket.start_reduction()
+        previous, self.in_flight = self.in_flight, bucket
+        if previous not in (None, bucket):  # at most two units have full gradients
+            previous.finish_reduction()  # after the launch: the network is busy meanwhile
 
 
 class Bucket:
@@ -290,54 +266,43 @@ class Bucket:
     """
 
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
-        self.params, self.group = params, group
+        self.params, self.waiting_for, self.group = params, set(params), group
         self.n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        total = sum(p.numel() for p in self.params)
-        length = -(-total // self.n_ranks)  # of a shard, rounded up
+        flat = torch.cat([p.detach().flatten() for p in params])
+        length = -(-len(flat) // self.n_ranks)  # of a shard, rounded up
         self.owned = slice(rank * length, (rank + 1) * length)
-        self.padding = self.n_ranks * length - total
-        self.full = params[0].new_zeros(self.n_ranks * length)
+        self.padding = self.n_ranks * length - len(flat)
+        self.full = F.pad(flat, (0, self.padding))
         self.full_views = self.views_into(self.full)
         for param, view in self.full_views.items():
-            view.copy_(param.detach())
-        self.views = {p: p.detach() for p in self.params}  # where they are, checked when they move
-        self.point_parameters_to(self.full_views)
+            param.data = view
         broadcast(self.full, group=group, group_src=0)
         self.shard = nn.Parameter(self.full[self.owned])
-        self.reduce_dtype = self.shard.dtype  # of the gradients
-        self.grads: Tensor | None = None
-        self.average: Tensor | None = None
-        self.waiting_for = set(self.params)
+        self.awaited = 0  # stage 3 counts with it
+        self.grads = self.average = None
         self.reduction: Work | None = None  # the reduce-scatter in flight
         self.incomplete = NoGradient(self.shard)  # in place of `shard.grad` until the step ends
-        self.expected_grad: NoGradient | None = None  # what `shard.grad` is before a micro-batch
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
         sizes = [p.numel() for p in self.params]
         chunks = flat[: sum(sizes)].split(sizes)
         return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
 
-    def point_parameters_to(self, views: dict[nn.Parameter, Tensor]) -> None:
-        if any(param.data_ptr() != view.data_ptr() for param, view in self.views.items()):
-            raise RuntimeError("freeze, move or cast parameters before they are sharded")
-        for param, view in views.items():
-            param.data = view
-        self.views = views
-
     def collect(self, param: nn.Parameter) -> None:
         """Move the gradient of `param` into the buffer, where later micro-batches add to it."""
-        self.check_gradient(None)
+        self.check_gradient()
         if self.grads is None or param.grad is not self.grad_views[param]:
             self.copy_gradient(param)
         param.grad = self.grad_views[param]
 
     def copy_gradient(self, param: nn.Parameter) -> None:
         if self.grads is None:
-            self.grads = torch.empty_like(self.full, dtype=self.reduce_dtype)
+            self.grads = torch.empty_like(self.full)
             self.grad_views = self.views_into(self.grads)
         self.grad_views[param].copy_(param.grad)
 
-    def check_gradient(self, expected: Tensor | None) -> None:
+    def check_gradient(self) -> None:
+        expected = None if self.average is None else self.incomplete
         if self.shard.grad is not expected:
             raise RuntimeError(
                 "all micro-batches but the last of a step belong in no_sync(), and "
@@ -349,7 +314,7 @@ class Bucket:
         self.grads[len(self.grads) - self.padding :].zero_()  # else garbage enters the norm
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
-        self.shard.grad = self.expected_grad = self.incomplete
+        self.shard.grad = self.incomplete
 
     def finish_reduction(self) -> None:
         if self.reduction is None:
@@ -359,15 +324,15 @@ class Bucket:
 
     def finish_step(self) -> None:
         """Give the optimizer the average. `param.grad` has parts of it only: nobody may use it."""
-        if self.average is not None:
-            self.check_gradient(self.incomplete)
-            self.shard.grad, self.average, self.expected_grad = self.average, None, None
-            for param in self.params:
-                param.grad = NoGradient(param)
+        self.check_gradient()
+        self.shard.grad, self.average = self.average, None
+        for param in self.params:
+            param.grad = NoGradient(param)
 
     def start_all_gather(self) -> Work:
         """Start to replace the old parameters: all-gather the updated shards into `full`."""
-        self.point_parameters_to(self.full_views)  # they are there, if nobody has moved them
+        if any(param.data_ptr() != view.data_ptr() for param, view in self.full_views.items()):
+            raise RuntimeError("freeze, move or cast parameters before they are sharded")
         return all_gather_single(self.full, self.shard.detach(), group=self.group, async_op=True)
 
 
@@ -376,8 +341,8 @@ class ShardedGradientBucket(Bucket):
 
     def collect(self, param: nn.Parameter) -> None:
         """Move the gradient of `param` into the buffer."""
-        self.check_gradient(self.expected_grad)
         self.finish_reduction()  # of the previous micro-batch, if it is still in flight
+        self.check_gradient()
         self.copy_gradient(param)
         param.grad = None
 
@@ -391,63 +356,119 @@ class ShardedGradientBucket(Bucket):
         self.reduction = self.grads = self.grad_views = None
 
 
+class Gather(torch.autograd.Function):
+    """A unit's parameters as a function of its shard. Its adjoint is a reduce-scatter.
+
+    forward: shard [length] -> [N * length], which an all-gather has written to `full` before.
+    backward: gives the gradient of it, [N * length], to `leave`, which starts the reduce-scatter.
+    """
+
+    @staticmethod
+    def forward(ctx, shard: Tensor, full: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
+        ctx.leave = leave
+        return full.data  # has its own version counter: backward gathers into `full` once more
+
+    @staticmethod
+    def backward(ctx, grads: Tensor):
+        ctx.leave(grads)
+        return None, None, None  # `shard.grad` gets the average when the reduction has finished
+
+
 class FlatParameter(ShardedGradientBucket):
     """Stage 3: a bucket of one unit's parameters, which are full only while the unit computes."""
 
-    def __init__(self, name, unit, params, group, param_dtype):
-        super().__init__(params, group)
-        self.name = name
-        self.shard.data = self.shard.data.clone()  # as a view it would keep `full` alive
-        self.allocate_full(unit, param_dtype, self.full.device)
-
-    def allocate_full(self, unit: nn.Module, dtype: torch.dtype | None, device) -> None:
-        """Create the buffer of the full parameters, without memory until the first `unshard`."""
-        lookup = is_lookup(unit)
-        self.unshards_in_backward = not lookup  # the gradient of a lookup needs no weights
-        dtype = None if lookup else dtype  # its gradient is a sum over many tokens: not in bfloat16
-        numel = dist.get_world_size(self.group) * len(self.shard)
-        self.full = torch.empty(numel, dtype=dtype or self.shard.dtype, device=device)
-        self.full_views = self.views_into(self.full)
-        nan = torch.full((), torch.nan, dtype=self.full.dtype, device=device)
-        self.freed_views = {p: nan.expand(p.shape) for p in self.params}
-        self.gathering: Work | None = None  # the all-gather in flight
-        self.versions = {p: p._version for p in self.params}  # counts changes in place
-        self.point_parameters_to(self.freed_views)
+    def __init__(self, name, unit, group, param_dtype):
+        self.name, self.unit = name, unit
+        self.params, self.group = [], group
+        n_shards, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.n_ranks = n_shards
+        self.unshards_in_backward = not is_lookup(unit)  # a lookup's gradient needs no weights
+        self.shapes = {full_name: p.shape for full_name, p in unit.named_parameters(name)}
+        flat = torch.cat([p.detach().flatten() for p in unit.parameters()])
+        self.owners = [(m, k) for m in unit.modules() for k, _ in m.named_parameters(recurse=False)]
+        for owner, key in self.owners:
+            delattr(owner, key)
+        length = -(-len(flat) // n_shards)  # of a shard, rounded up
+        self.owned = slice(rank * length, (rank + 1) * length)
+        self.padding = n_shards * length - len(flat)
+        flat = F.pad(flat, (0, self.padding))
+        broadcast(flat, group=group, group_src=0)
+        self.shard = nn.Parameter(flat[self.owned].clone())
+        # the embedding's gradient is a sum over many tokens: not in bfloat16
+        dtype = param_dtype if self.unshards_in_backward else None
+        self.full = torch.empty_like(flat, dtype=dtype)
         self.full.untyped_storage().resize_(0)
+        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
+        self.version: int | None = None  # of the shard that `full` was gathered from; None: freed
+        self.awaited = 0  # how many forwards of this step still await their backward
+        self.grads = self.average = None
+        self.reduction: Work | None = None  # the reduce-scatter in flight
+        self.incomplete = NoGradient(self.shard)  # in place of `shard.grad` until the step ends
 
     def unshard(self) -> None:
-        """Start the all-gather that fills `full`, unless it is there or in flight.
-
-        Tensors saved for backward share this storage, so it is resized and filled in place.
-        """
-        storage = self.full.untyped_storage()
-        if storage.nbytes() == 0:
-            if any(p._version != version for p, version in self.versions.items()):
-                raise RuntimeError("a parameter has been changed in place: only shards may change")
-            storage.resize_(self.full.numel() * self.full.element_size())
-            self.point_parameters_to(self.full_views)
-            # cast before it is sent: in bfloat16 that is half the bytes
-            self.sent = self.shard.detach().to(self.full, non_blocking=True)
-            self.gathering = all_gather_single(self.full, self.sent, self.group, async_op=True)
+        """Start the all-gather that fills `full`, unless it is there or in flight."""
+        if self.version != self.shard._version:
+            self.reshard()  # of an earlier step
+            self.version = self.shard._version
+            # in place: tensors saved for backward share the storage
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            sent = self.shard.detach().to(self.full)  # cast before it is sent
+            self.gathering = all_gather_single(self.full, sent, self.group, async_op=True), sent
 
     def wait(self) -> None:
         if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = self.sent = None  # `sent` has to live until here
+            self.gathering[0].wait()
+            self.gathering = None
 
     def reshard(self) -> None:
-        """Free the full parameters: the storage shrinks to nothing until the next `unshard`.
+        """Free the full parameters: the storage shrinks to nothing until the next `unshard`."""
+        self.wait()
+        self.full.untyped_storage().resize_(0)
+        self.version = None
 
-        Meanwhile the parameters are NaN: reading freed memory could end the process.
+    @contextmanager
+    def parameters(self, leave: Callable[[FlatParameter, Tensor], None]) -> Iterator[None]:
+        """Give the unit its parameters: views of the output of `Gather`."""
+        flat = Gather.apply(self.shard, self.full, partial(leave, self))
+        shapes = self.shapes.values()
+        *chunks, _ = flat.split([*(shape.numel() for shape in shapes), self.padding])
+        for (owner, name), chunk, shape in zip(self.owners, chunks, shapes, strict=True):
+            setattr(owner, name, chunk.view(shape))
+        try:
+            yield
+        finally:
+            for owner, name in self.owners:
+                delattr(owner, name)
+        if not flat.is_inference() and flat._version > 0:
+            raise RuntimeError(f"unit {self.name} has changed a parameter in place")
+
+    def await_backward(self, output: Tensor, enter: Callable) -> Tensor:
+        """Make backward call `enter` before it reads a parameter; returns the unit's output.
+
+        Autograd runs last what forward computed first, so it reaches the view first. An operation
+        in place on the view removes its hook, but not that of `output`. A tensor that the unit
+        keeps in an attribute, such as an auxiliary loss, may be reached without any output.
         """
-        if self.full.untyped_storage().nbytes() > 0:
-            self.wait()
-            self.full.untyped_storage().resize_(0)
-            self.point_parameters_to(self.freed_views)
+        self.awaited += 1
+        view = output.view_as(output)
+        attributes = [value for m in self.unit.modules() for value in vars(m).values()]
+        kept = [t for t in attributes if isinstance(t, Tensor) and t.grad_fn is not None]
+        for tensor in (view, output, *kept):
+            tensor.register_hook(partial(enter, self, self.shard._version))
+        return view
+
+    def collect(self, grads: Tensor) -> None:
+        """Take the gradients of all parameters from autograd: [N * length]."""
+        self.finish_reduction()  # of the previous micro-batch, if it is still in flight
+        self.check_gradient()
+        self.awaited = max(self.awaited - 1, 0)  # 0 if a graph is used again
+        self.grads = grads.to(self.shard.dtype)
 
     def finish_step(self) -> None:
-        super().finish_step()
-        self.reshard()
+        """Give the optimizer the average, zeros if no rank has run the unit."""
+        self.check_gradient()
+        self.shard.grad = torch.zeros_like(self.shard) if self.average is None else self.average
+        self.average, self.awaited = None, 0
 
 
 def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
@@ -475,14 +496,13 @@ def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: 
 
 def training_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> State:
     """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
-    names = {p: name for name, p in model.named_parameters()}
+    full = dict(model.named_parameters()) if optimizer.zero_stage < 3 else {}
+    names = {p: name for name, p in full.items()}
     state: State = {}
     for bucket in optimizer.buckets:
-        shapes = {names[p]: p.shape for p in bucket.params}
+        shapes = {names[p]: p.shape for p in bucket.params} or bucket.shapes
         state |= state_of_flat_shard(optimizer.optimizer, bucket.shard, shapes, bucket.owned.start)
-    full = {f"model.{name}": p.detach() for p, name in names.items()}
-    # where both have a name, the right one wins
-    return full | state if optimizer.zero_stage == 3 else state | full
+    return state | {f"model.{name}": p.detach() for name, p in full.items()}
 
 
 def parse_args(argv: list[str] | None = None):

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 
-def parameters_by_unit(
+def units_with_values(
     module: nn.Module,
     units: list[nn.Module],
     materialize: Callable[[nn.Module, str], None] | None = None,
-) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Yield each unit's full name, the unit, and its parameters. ValueError if the contract fails.
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each unit's full name and the unit. ValueError if the contract fails.
 
     materialize(unit, name) gives the parameters of a unit memory and values. It is called when the
     unit is due, so that the caller can shard the previous one before.
@@ -20,18 +20,23 @@ def parameters_by_unit(
     names = {unit: name for name, unit in module.named_modules()}
     users = Counter(p for unit in units for p in unit.parameters())
     paths = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+    dtype = next(module.parameters()).dtype
     for name, p in module.named_parameters():
         if users[p] != 1 or paths[p] != 1:
             raise ValueError(f"{name}: tied, in no unit, or in several")
-        if not p.requires_grad or p.dtype != next(module.parameters()).dtype:
+        if not p.requires_grad or p.dtype != dtype:
             raise ValueError(f"{name}: frozen, or of another dtype than the others")
+    del users, paths, name, p  # else the full parameters would stay alive here
+    for part, name in names.items():
+        lists = [value for value in vars(part).values() if isinstance(value, list)]
+        if any(isinstance(item, nn.Parameter) for items in lists for item in items):
+            raise ValueError(f"{name}: {type(part).__name__} also keeps its parameters in a list")
     for unit in units:
         if materialize is not None:
             materialize(unit, names[unit])
-        params = list(unit.parameters())
-        if not params or any(p.is_meta for p in params):
+        if not list(unit.parameters()) or any(p.is_meta for p in unit.parameters()):
             raise ValueError(f"{names[unit]}: no parameters, or without values on the meta device")
-        yield names[unit], unit, params
+        yield names[unit], unit
 
 
 def is_lookup(unit: nn.Module) -> bool:
@@ -59,17 +64,20 @@ class NoGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        others = f"clip_grad_norm_() and zero_grad() of the class that shards ({function})"
-        fix = f"call finish_gradient_synchronization(), and {others}"
-        raise RuntimeError(f"this gradient is incomplete or sharded: {fix}")
+        fix = "finish_gradient_synchronization(), clip_grad_norm_() of the class that shards"
+        raise RuntimeError(f"{function}: this gradient is incomplete or sharded; call {fix}")
 
 
-def forbid_copies(module: nn.Module) -> None:
-    """Saving, loading, copying, casting or moving a module of sharded parameters is an error."""
+def forbid_parameters(module: nn.Module) -> None:
+    """Make listing, saving, loading, copying, casting and moving parameters an error."""
 
     def fail(*_, **__):
-        raise RuntimeError("a rank has shards only: load, copy, cast, move first; save the shards")
+        fix = "load, freeze, copy, cast or move the model first; optimize, clip and save the shards"
+        raise RuntimeError(f"a rank has shards only: {fix}")
 
-    module.register_state_dict_pre_hook(fail)
-    module.register_load_state_dict_pre_hook(fail)
-    module._apply = module.__deepcopy__ = fail
+    for each in module.modules():
+        each.register_state_dict_pre_hook(fail)
+        each.register_load_state_dict_pre_hook(fail)
+        each._apply = each.__deepcopy__ = fail
+        if not list(each.named_parameters(recurse=False)):  # a wrapper lists its shards
+            each.named_parameters = fail  # `parameters()` calls it

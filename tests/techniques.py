@@ -93,13 +93,15 @@ class Trainer:
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of the unsharded parameters, under the names of the plain model."""
-        shards_parameters = self.strategy == "zero-3" or self.strategy.startswith("fsdp")
-        buckets = self.sync.buckets if shards_parameters else []
-        for bucket in buckets:
-            bucket.reshard()  # what a forward has left unsharded may be older than the step
+        if self.strategy not in ("zero-3", "fsdp", "fsdp-keep"):
+            return {name: p.detach().clone() for name, p in self.plain.named_parameters()}
+        state = {}
+        for bucket in self.sync.buckets:
             bucket.unshard()
             bucket.wait()
-        state = {name: p.detach().clone() for name, p in self.plain.named_parameters()}
-        for bucket in buckets:
+            sizes = [shape.numel() for shape in bucket.shapes.values()]
+            flats = bucket.full[: sum(sizes)].split(sizes)
+            for (name, shape), flat in zip(bucket.shapes.items(), flats, strict=True):
+                state[name] = flat.view(shape).clone()
             bucket.reshard()
         return state

@@ -9,6 +9,7 @@ stop waiting after a while.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -81,12 +82,17 @@ class Meeting:
             self.store.set(self.name, "here")
 
 
-def linear_units() -> list[nn.Linear]:
+def linear_units() -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(N_UNITS)]
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(N_UNITS)]
 
 
-def trainer_of(strategy: str, units: list[nn.Linear]) -> Trainer:
+def when_the_gradient_is_computed(unit: nn.Module, call: Callable) -> None:
+    """A unit has its weight only in forward, and in each forward another view of it."""
+    unit[0].register_forward_pre_hook(lambda linear, _: linear.weight.register_hook(call) and None)
+
+
+def trainer_of(strategy: str, units: list[nn.Module]) -> Trainer:
     return Trainer(strategy, nn.Sequential(*units), torch.optim.SGD, bucket_mb=ONE_UNIT, lr=0.1)
 
 
@@ -97,8 +103,9 @@ def backward(strategy: str, name: str) -> Trace:
     """Rank 1 delays the first reduction until rank 0 has the gradient of a later unit."""
     meeting, units = Meeting(name), linear_units()
     trainer = trainer_of(strategy, units)
-    units[-1].weight.register_hook(meeting.wait)
-    units[0 if strategy in ("ddp", "zero-1") else -2].weight.register_hook(meeting.arrive)
+    when_the_gradient_is_computed(units[-1], meeting.wait)
+    later = units[0 if strategy in ("ddp", "zero-1") else -2]
+    when_the_gradient_is_computed(later, meeting.arrive)
     total = trainer.model(torch.randn(4, WIDTH)).sum()
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         total.backward()
