@@ -127,7 +127,7 @@ class MixtureOfExperts(nn.Module):
             logits = self.router(tokens)  # [T, E]
         scores = logits.softmax(dim=-1)
         chosen = self.choose(scores.detach())
-        if self.top_k == 1:  # the softmax over one logit is 1: the router's gradient would be noise
+        if self.top_k == 1:  # the softmax over one logit is 1, and the router's gradient zero
             return scores.gather(-1, chosen), chosen
         return logits.gather(-1, chosen).softmax(dim=-1), chosen
 

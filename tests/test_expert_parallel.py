@@ -7,6 +7,7 @@ recorded routing of one process, or one expert.
 from __future__ import annotations
 
 import math
+import re
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dry_run import PATCHES, dry_run
 from generate import continued, load_run
-from harness import WorkerExit, assert_same_curve, load_stage, true_ledger
+from harness import REPO, WorkerExit, assert_same_curve, load_stage, true_ledger
 from routing import record, replay
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -318,6 +319,18 @@ def test_bytes_follow_from_the_actual_splits(
             (op, group) for op in ("all_reduce", "broadcast") for group in ("world", "replicas")
         }
         assert set(ledger.calls) == {*groups, ("all_to_all_single", "ep")}
+
+
+def test_the_readme_counts_the_ranks_of_a_tokens_experts():
+    """If every set of k experts is as likely."""
+    text = (REPO / "09_expert_parallel/README.md").read_text()
+    pattern = r"(\d+) experts on (\d+) ranks and k = (\d+), they are on ([\d.]+) ranks on average"
+    experts, ranks, k, stated = map(float, re.search(pattern, text).groups())
+    others = int(experts - experts / ranks)  # on the other ranks
+    chosen = 1 - math.comb(others, int(k)) / math.comb(int(experts), int(k))  # that a rank is
+    assert stated == pytest.approx(ranks * chosen, abs=0.05)
+    saved = 100 * (1 - chosen * ranks / k)
+    assert float(re.search(r"would be (\d+) % less to dispatch", text)[1]) == round(saved)
 
 
 # ---- memory ----
