@@ -14,7 +14,7 @@ per expert that keeps the load balanced.
 
     memory per rank           16 (D + X / ep) bytes; kept by a layer's mixture for backward, if
                               balanced: T d_model (9 + 2 k) elements
-    communication per step    02's all-reduce of D, over N / ep replicas of X / ep; one of all loads
+    communication per step    02's all-reduce of D, one of X / ep over replicas, one of all loads
     per layer, micro-batch    4 all-to-alls of 2 (S + R) rows in total, one of E (1 - 1/ep) counts;
                               --activation-checkpointing: 6 of 3 (S + R), and the counts twice
 
@@ -138,8 +138,8 @@ class MixtureOfExperts(nn.Module):
     def run_experts(self, rows: Tensor, counts_in: list[list[int]]) -> Tensor:
         """Apply each local expert to its rows, which are ordered by source rank, then expert.
 
-        For counts_in [[3, 1], [1, 1]] the parts have 3, 1, 1 and 1 rows: the first expert gets
-        parts 0 and 2, the second parts 1 and 3.
+        In the example of `exchange_counts`, rank 0 has parts of 3, 1, 1 and 1 rows: its first
+        expert gets parts 0 and 2, its second expert parts 1 and 3.
         """
         parts = list(rows.split([n for of_rank in counts_in for n in of_rank]))
         n_local = len(self.experts)
