@@ -5,16 +5,16 @@ So the model has E/k times the MLP parameters at the same FLOPs per token. The e
 across the ranks: an all-to-all takes every token to the ranks of its experts, another one brings
 the results back. No token is dropped, however many choose the same expert.
 
-New since stage 02, whose data parallelism trains everything else: `expert_parallel`, the division
-of the experts' gradients by the number of ranks, a global norm that counts each expert once, and a
-bias per expert that keeps the load balanced.
+New since stage 02, whose data parallelism trains everything else: `expert_parallel`, a second
+`DistributedDataParallel` for the experts, a global norm that counts each expert once, and a bias
+per expert that keeps the load balanced.
 
     N ranks, --ep of which share one set of experts; D dense parameters, X in all experts; T tokens
     of a rank's micro-batch, for which a layer sends S rows of d_model and receives R from others
 
     memory per rank           16 (D + X / ep) bytes; kept by a layer's mixture for backward, if
                               balanced: T d_model (9 + 2 k) elements
-    communication per step    02's all-reduce of D, one of all loads, with ep < N one of X / ep
+    communication per step    02's all-reduce of D, one of X / ep over replicas, one of all loads
     per layer, micro-batch    4 all-to-alls of 2 (S + R) rows in total, one of E (1 - 1/ep) counts;
                               --activation-checkpointing: 6 of 3 (S + R), and the counts twice
 
@@ -103,10 +103,11 @@ class MixtureOfExperts(nn.Module):
         if self.training:  # recomputation counts again, which changes no ratio
             self.load = self.load + counts
         order = by_expert.argsort(stable=True)  # so the rows for one rank are contiguous
-        rows = in_autocast_dtype(tokens)[order // self.top_k]  # [T k, d]
+        # cast last: then backward adds up the gradients of a token's k copies in float32
+        rows = in_autocast_dtype(tokens[order // self.top_k])  # [T k, d]
 
         counts_out, counts_in = exchange_counts(counts, self.group)
-        send = [sum(of_rank) for of_rank in counts_out]
+        send = [sum(of_rank) for of_rank in counts_out]  # rows for each rank
         receive = [sum(of_rank) for of_rank in counts_in]
         rows = AllToAll.apply(rows, send, receive, self.group)
         rows = self.run_experts(rows, counts_in)
@@ -118,20 +119,28 @@ class MixtureOfExperts(nn.Module):
         return (results * weights[..., None]).sum(dim=1).view_as(x)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of every token, and the weights of their results: [T, k] each."""
+        """The weights of every token's experts, and the experts' indices: [T, k] each.
+
+        The weights of k experts are the softmax over their logits.
+        """
         with torch.autocast(tokens.device.type, enabled=False):  # bf16 scores would often be equal
-            scores = self.router(tokens).softmax(dim=-1)  # [T, E]
+            logits = self.router(tokens)  # [T, E]
+        scores = logits.softmax(dim=-1)
         chosen = self.choose(scores.detach())
-        weights = scores.gather(-1, chosen)
-        if self.top_k > 1:  # k = 1: weights would be 1, the router's gradient noise
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights, chosen
+        if self.top_k == 1:  # the softmax over one logit is 1, and the router's gradient zero
+            return scores.gather(-1, chosen), chosen
+        return logits.gather(-1, chosen).softmax(dim=-1), chosen
 
     def choose(self, scores: Tensor) -> Tensor:
+        """The only discrete step, in a method of its own: `tools/routing.py` replays its result."""
         return (scores + self.bias).topk(self.top_k, dim=-1).indices
 
     def run_experts(self, rows: Tensor, counts_in: list[list[int]]) -> Tensor:
-        """Apply each local expert to its rows. Rows are ordered by source rank, then expert."""
+        """Apply each local expert to its rows, which are ordered by source rank, then expert.
+
+        In the example of `exchange_counts`, rank 0 has parts of 3, 1, 1 and 1 rows: its first
+        expert gets parts 0 and 2, its second expert parts 1 and 3.
+        """
         parts = list(rows.split([n for of_rank in counts_in for n in of_rank]))
         n_local = len(self.experts)
         for i, expert in enumerate(self.experts.values()):
@@ -159,8 +168,12 @@ class AllToAll(torch.autograd.Function):
 def exchange_counts(counts: Tensor, group: ProcessGroup) -> list[list[list[int]]]:
     """Tell every rank how many rows it will get for each of its experts.
 
-    counts: [E], this rank's rows per expert. Returns two lists by rank, each of lists by the
-    receiver's experts: the rows that this rank sends, and those that it receives.
+    counts: [E], this rank's rows per expert. Returns the numbers of rows that this rank sends, and
+    of those that it receives: each a list by rank, of lists by the receiver's experts. For example:
+
+        counts      rank 0: [3, 1, 0, 2]            rank 1: [1, 1, 4, 0]
+        sends       rank 0: [[3, 1], [0, 2]]        rank 1: [[1, 1], [4, 0]]
+        receives    rank 0: [[3, 1], [1, 1]]        rank 1: [[0, 2], [4, 0]]
     """
     received = torch.empty_like(counts)
     all_to_all_single(received, counts, group=group)
@@ -176,59 +189,47 @@ def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
 
 
 @contextmanager
-def without_experts(model: nn.Module) -> Iterator[None]:
-    """Inside of the block, the model's `parameters()` leave out the experts."""
+def without_experts(model: nn.Module) -> Iterator[nn.ModuleList]:
+    """Take the experts out of the model inside of the block; yields them."""
     mixtures = mixtures_of(model)
-    experts = [mixture._modules.pop("experts") for mixture in mixtures]
-    yield
-    for mixture, hidden in zip(mixtures, experts, strict=True):
-        mixture.experts = hidden
+    experts = nn.ModuleList(mixture._modules.pop("experts") for mixture in mixtures)
+    yield experts
+    for mixture, taken in zip(mixtures, experts, strict=True):
+        mixture.experts = taken
 
 
-def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [p for mixture in mixtures_of(model) for p in mixture.experts.parameters()]
+def divide_gradients(experts: nn.Module, ep: int) -> None:
+    """Make the experts' gradients averages, once per step, after those over the replicas.
 
-
-def average_expert_gradients(
-    model: nn.Module, n_ranks: int, replicas: ProcessGroup, bucket_cap_mb: float = 25
-) -> None:
-    """Average the experts' gradients over all ranks, once per step.
-
-    The tokens of all ranks of a set have met at the expert, so its gradient is their sum already:
-    what remains is the sum over the `replicas` of the expert, and the division.
+    The tokens of the ep ranks of a set have met at the expert, so its gradient is their sum.
     """
-    params = expert_parameters(model)
-    for param in params:
-        param.grad.div_(n_ranks)
-    if replicas.size() == 1:
-        return
-    for bucket in split_into_buckets(params, bucket_cap_mb):
-        flat = torch.cat([p.grad.flatten() for p in bucket])
-        all_reduce(flat, group=replicas)
-        for p, grad in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-            p.grad.copy_(grad.view_as(p))
+    for param in experts.parameters():
+        param.grad.div_(ep)
 
 
 @torch.no_grad()
 def balance_load(model: nn.Module, rate: float) -> Tensor:
-    """Move each expert's bias by `rate`: down if it had more tokens than the mean, up if fewer.
+    """Lower the biases of experts that had more tokens than the mean, raise those of the others.
 
-    Returns the load of the busiest expert, relative to the mean, averaged over the layers.
+    rate: the step, in units of the mean score 1/E. Returns the load of the busiest expert, relative
+    to the mean, averaged over the layers.
     """
     mixtures = mixtures_of(model)
     load = torch.stack([mixture.load for mixture in mixtures])  # [layers, E], int64
     all_reduce(load)
     total = load.sum(dim=1, keepdim=True)
     excess = load * load.shape[1] - total  # in integers: the sign is the same on every topology
-    for mixture, sign in zip(mixtures, excess.sign(), strict=True):
-        mixture.bias -= rate * sign
+    signs = excess.sign().float()
+    signs -= signs.mean(dim=1, keepdim=True)  # the biases' mean chooses nothing: keep it at zero
+    for mixture, sign in zip(mixtures, signs, strict=True):
+        mixture.bias -= rate / mixture.n_experts * sign
         mixture.load = 0
     return (load.amax(dim=1) * load.shape[1] / total[:, 0]).mean()
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
-    experts = set(expert_parameters(model))
+    experts = {p for mixture in mixtures_of(model) for p in mixture.experts.parameters()}
     sharded = [p.grad for p in model.parameters() if p in experts]
     replicated = [p.grad for p in model.parameters() if p not in experts]
     # squares of sharded gradients add up over the ranks; replicated gradients count once
@@ -249,8 +250,8 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--top-k", type=positive_int, default=2, help="experts per token")
     degree = "ranks that share one set of experts (default: gcd of ranks and experts)"
     parser.add_argument("--ep", type=positive_int, help=degree)
-    balance = "how fast the experts' biases move; 0: no balancing"
-    parser.add_argument("--balance-rate", type=non_negative, default=0.01, help=balance)
+    balance = "step of the experts' biases, in mean scores 1/E; 0: no balancing"
+    parser.add_argument("--balance-rate", type=non_negative, default=0.08, help=balance)
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_experts(parser.parse_args(argv), world_size())
@@ -286,8 +287,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     expert_parallel(model, ep)
     init_weights(model, args.seed)
     model.to(device)
-    with without_experts(model):  # DDP would overwrite every rank's experts with rank 0's
+    with without_experts(model) as experts:  # DDP would make every rank's experts rank 0's
         model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
+    experts = DistributedDataParallel(experts, replicas, args.bucket_cap_mb)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
@@ -305,11 +307,15 @@ def main(argv: list[str] | None = None) -> list[dict]:
             is_last = i == len(micro_batches) - 1
             with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
                 micro_loss = model(inputs, targets, keys) / len(micro_batches)
-            with nullcontext() if is_last else model.no_sync():
+            with (
+                nullcontext() if is_last else model.no_sync(),
+                nullcontext() if is_last else experts.no_sync(),
+            ):
                 micro_loss.backward()
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
-        average_expert_gradients(model, world.size, replicas, args.bucket_cap_mb)
+        experts.finish_gradient_synchronization()
+        divide_gradients(experts, args.ep)
         loss = all_reduce_control(loss) / world.size
         grad_norm = clip_grad_norm_(model, args.grad_clip, ep)
         optimizer.step()

@@ -659,13 +659,15 @@ def our_experts(shape: Shape) -> Step:
     stage, everyone = load_stage("09"), dist.group.WORLD
     model = experts(shape, everyone)
     replicas, _ = dist.new_subgroups(1)
-    with stage.without_experts(model):
+    with stage.without_experts(model) as experts_alone:
         parallel = stage.DistributedDataParallel(model)
+    experts_alone = stage.DistributedDataParallel(experts_alone, replicas)
 
     def finish() -> None:
         parallel.finish_gradient_synchronization()
-        stage.average_expert_gradients(model, everyone.size(), replicas)
-        stage.balance_load(model, 0.01)
+        experts_alone.finish_gradient_synchronization()
+        stage.divide_gradients(experts_alone, everyone.size())
+        stage.balance_load(model, 0.08)
 
     return plain_step(parallel, torch.optim.AdamW(parallel.parameters(), **ADAMW), finish)
 
@@ -677,7 +679,7 @@ def replicated_experts(shape: Shape) -> Step:
         model, gradient_as_bucket_view=True, forward_sync_buffers=False
     )
     optimizer = torch.optim.AdamW(parallel.parameters(), **ADAMW)
-    return plain_step(parallel, optimizer, lambda: load_stage("09").balance_load(model, 0.01))
+    return plain_step(parallel, optimizer, lambda: load_stage("09").balance_load(model, 0.08))
 
 
 class TorchAllToAll:

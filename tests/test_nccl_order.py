@@ -1,4 +1,4 @@
-"""The pipeline's sends and receives, and 07 and 08 as a whole, under NCCL's rules
+"""The pipeline's sends and receives, and 07 to 09 as a whole, under NCCL's rules
 (`nccl_rules.py`)."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from itertools import product
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import load_stage, stage_path
 from late_backend import Call, Wait, recorded_calls
@@ -19,6 +20,8 @@ from nccl_rules import (
     communicators,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from common.collectives import all_to_all_single
 
 stage = load_stage("06")
 SCHEDULES = tuple(stage.SCHEDULES)
@@ -350,6 +353,58 @@ def test_every_ring_of_08_completes_without_deadlock(pools, corpus_dir, tmp_path
     for events in records:
         peers = {e.peer for e in events if isinstance(e, Call) and e.op == "send"}
         assert len(peers) == (0 if "ulysses" in own else 1)
+
+
+def record_of_experts(ranks: int, rank: int, argv: list[str], n_chosen: int) -> list[Call | Wait]:
+    """The record of stage 09, whose tokens take turns at `n_chosen` of its 8 experts.
+
+    Recorded counts are arbitrary, so they follow from this routing, the same on every rank.
+    """
+    stage = load_stage("09")
+
+    def exchange_counts(counts, group):
+        all_to_all_single(torch.empty_like(counts), counts, group=group)
+        sent = counts.view(group.size(), -1).tolist()
+        return [sent, [sent[group.rank()]] * group.size()]
+
+    def choose(self, scores):
+        return (torch.arange(len(scores) * self.top_k) % n_chosen).view(-1, self.top_k)
+
+    with (
+        patch.object(stage, "exchange_counts", exchange_counts),
+        patch.object(stage.MixtureOfExperts, "choose", choose),
+    ):
+        return record_of("09", ranks, rank, argv)
+
+
+EXPERTS = [  # ranks, flags, experts that have tokens
+    (4, ["--ep", "2"], 8),
+    (4, ["--ep", "2", "--activation-checkpointing"], 2),
+    (4, ["--ep", "4"], 2),
+    (8, ["--ep", "4"], 8),
+]
+
+
+@pytest.mark.quick_cases("4-['--ep', '2']-8")
+@pytest.mark.parametrize(("ranks", "own", "n_chosen"), EXPERTS, ids=str)
+def test_every_mesh_of_09_completes_without_deadlock(
+    pools, corpus_dir, tmp_path, ranks, own, n_chosen
+):
+    """Two all-reduces, of the dense gradients and of the experts', run beside the all-to-alls."""
+    argv = ["--global-batch-size", str(2 * ranks), "--micro-batch-size", "1", "--n-layers", "2"]
+    argv += [*SIZE, *own, "--bucket-cap-mb", "0.01", "--data", str(corpus_dir)]
+    argv += ["--run-dir", str(tmp_path)]
+    alone = pools(1, group=False)
+    records = [alone.run(record_of_experts, ranks, r, argv, n_chosen)[0] for r in range(ranks)]
+    assert_ranks_agree(records)
+    for one_queue in (True, False):
+        assert_completes(records, one_queue=one_queue)
+    assert_connects_early(records)
+    calls = [event for event in records[0] if isinstance(event, Call)]
+    reductions = [i for i, call in enumerate(calls) if call.op == "all_reduce"]
+    experts = min(i for i in reductions if calls[i].desc.endswith("replicas"))
+    loads = min(i for i in reductions if "int64" in calls[i].dtypes)  # after backward
+    assert "all_to_all" in {call.op for call in calls[experts:loads]}, "nothing overlaps"
 
 
 @pytest.mark.parametrize("number", ["06", "07", "08"])
