@@ -322,9 +322,18 @@ def test_the_constants_and_the_range_are_those_that_the_fit_gives():
     even = [run for run in published() if run[0] % 2 == 0]
     for name, value in step_errors.fit(even).items():
         assert step_time.FITTED[name] == pytest.approx(value, rel=0.02), name
-    ratios = [1 / (1 + error) for *_, error in step_errors.left_out(published())]
+    found = step_errors.left_out(published())
+    ratios = [1 / (1 + error) for *_, error in found]
     for stated, part in zip(plan.RANGE, (0.1, 0.9), strict=True):
         assert stated == pytest.approx(step_errors.quantile(ratios, part), abs=0.02)
+    # the table: rows, median and 90th percentile of a source and of all
+    columns = r"^\| [^|]+ \| (\d+) \| ([\d.]+) % \| ([\d.]+) % \|$"
+    table = re.findall(columns, (REPO / "benchmarks/README.md").read_text(), re.M)
+    by_source = [[run for run in found if run[1] == s] for s in {run[1] for run in found}]
+    expected = [(len(own), *step_errors.summary(own)[:2]) for own in (*by_source, found)]
+    stated = sorted(tuple(map(float, row)) for row in table)
+    for row, counted in zip(stated, sorted(expected), strict=True):
+        assert row == pytest.approx(counted, abs=0.5)
 
 
 def test_the_predicted_best_of_bigscience_runs_costs_at_most_a_tenth_more_than_the_best():
@@ -386,6 +395,20 @@ def test_an_unknown_value_ends_with_one_line_and_status_2(column, tmp_path):
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert f"{file}, row 2: {column} 'fsdp3' is not one of " in done.stderr
     assert done.stderr.strip().endswith(", ".join(step_errors.KNOWN[column]))
+
+
+def test_the_errors_in_the_text_are_those_of_the_model():
+    text = (REPO / "benchmarks/README.md").read_text()
+    usable = [run for run in published() if run[2] is not None]
+    for words, runs in (
+        (r"On the odd ones", step_errors.in_domain(odd())),
+        (r"that can be modelled have", usable),
+    ):
+        found = re.search(
+            words + r"[^%]*?median\s.*?([\d.]+) %.*?percentile .*?([\d.]+) %", text, re.S
+        )
+        figures = [float(figure) for figure in found.groups()]
+        assert figures == pytest.approx(step_errors.summary(step_errors.errors(runs))[:2], abs=0.06)
 
 
 def test_the_published_runs_have_as_many_usable_rows_as_their_text_says():
