@@ -102,8 +102,10 @@ def zigzag(rank: int, n: int, seq_len: int) -> Positions:
     return tuple(range(ends[i], ends[i + 1]) for i in (rank, 2 * n - 1 - rank))
 
 
-def local_tokens(tokens: Tensor, chunks: Positions) -> Tensor:
-    """This rank's part of inputs or targets: [batch, seq] -> [batch, seq / n]."""
+def local_tokens(tokens: Tensor, chunks: Positions, seq_len: int) -> Tensor:
+    """This rank's part of inputs or targets: [batch, seq_len] -> [batch, seq_len / n]."""
+    if tokens.shape[1] != seq_len:  # the chunks cover seq_len: others would be cut off
+        raise ValueError(f"sequences of {tokens.shape[1]} tokens instead of seq_len {seq_len}")
     return torch.cat([tokens[:, chunk.start : chunk.stop] for chunk in chunks], dim=1)
 
 
@@ -140,14 +142,16 @@ class RingAttention(torch.autograd.Function):
         exchange = None  # of the gradients of the previous block
         for source, block in ring.circulate(kv):
             grad_block = torch.zeros_like(block, dtype=torch.float32)
-            for rows, columns, ahead in visible_tiles(ring.positions, ring.shards[source]):
-                queries, grads = q[:, :, rows], grad_out[:, :, rows]
-                keys, values = block[..., columns, :]
-                weights = scores_of(queries, keys, ahead).sub_(logsumexp[:, :, rows]).exp_()
-                grad_scores = matmul(grads, values.mT).sub_(mean[:, :, rows]).mul_(weights)
-                grad_q[:, :, rows] += matmul(grad_scores, keys)
-                grad_block[0, :, :, columns] += matmul(grad_scores.mT, queries)
-                grad_block[1, :, :, columns] += matmul(weights.mT, grads)
+            # some callers run backward inside of their autocast block
+            with torch.autocast(q.device.type, enabled=False):
+                for rows, columns, ahead in visible_tiles(ring.positions, ring.shards[source]):
+                    queries, grads = q[:, :, rows], grad_out[:, :, rows]
+                    keys, values = block[..., columns, :]
+                    weights = scores_of(queries, keys, ahead).sub_(logsumexp[:, :, rows]).exp_()
+                    grad_scores = matmul(grads, values.mT).sub_(mean[:, :, rows]).mul_(weights)
+                    grad_q[:, :, rows] += matmul(grad_scores, keys)
+                    grad_block[0, :, :, columns] += matmul(grad_scores.mT, queries)
+                    grad_block[1, :, :, columns] += matmul(weights.mT, grads)
             if source == ring.rank:
                 grad_home = grad_block  # a rank's own part does not travel
                 continue
@@ -352,7 +356,7 @@ def evaluate(model, tokens, args, device, world: World, chunks: Positions) -> fl
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
     for batch in eval_batches(tokens, args.batching, device, world.rank // args.cp, args.dp):
-        inputs, targets = (local_tokens(x, chunks) for x in batch)
+        inputs, targets = (local_tokens(x, chunks, args.seq_len) for x in batch)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
             loss = model(inputs, targets)
         count = (targets != IGNORED).sum()
@@ -391,7 +395,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         loss = torch.zeros((), device=device)
         for i, (inputs, targets, keys) in enumerate(micro_batches):
             is_last = i == len(micro_batches) - 1
-            inputs, targets = local_tokens(inputs, chunks), local_tokens(targets, chunks)
+            inputs, targets = (local_tokens(x, chunks, args.seq_len) for x in (inputs, targets))
             with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
                 micro_loss = model(inputs, targets, keys) / len(micro_batches)
             with nullcontext() if is_last else model.no_sync():

@@ -629,7 +629,7 @@ def ring_row(attend: Callable | None) -> Callable[[Shape], Step]:
         replica = stage.DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         step = plain_step(replica, optimizer, replica.finish_gradient_synchronization)
-        return lambda *batch: step(*(stage.local_tokens(x, chunks) for x in batch))
+        return lambda *batch: step(*(stage.local_tokens(x, chunks, shape.seq_len) for x in batch))
 
     return build
 

@@ -183,11 +183,13 @@ def check_cp(args: Namespace, n_ranks: int) -> Namespace:
         ranks = f"{n_ranks} ranks (--nproc-per-node); data parallelism takes what is left over"
         fail(f"--cp {cp} does not divide the {ranks}")
     check_arguments(args, dp)
-    if cp > 1 and args.seq_len % (2 * cp):
-        longer = -(-args.seq_len // (2 * cp)) * 2 * cp
-        needs = f"--cp {cp} needs --seq-len to be a multiple of {2 * cp} (two chunks per rank)"
+    kind = args.context_parallel_kind
+    multiple = 2 * cp if kind == "ring" and cp > 1 else cp  # a rank of a ring has two chunks
+    if rest := args.seq_len % multiple:
+        needs = f"--cp {cp} ({kind}) needs --seq-len to be a multiple of {multiple}"
+        longer = args.seq_len + multiple - rest
         fail(f"{needs}, not {args.seq_len}: pass --seq-len {longer}, for example")
-    if args.context_parallel_kind == "ulysses" and args.n_heads % cp:
+    if kind == "ulysses" and args.n_heads % cp:
         needs = f"--context-parallel-kind ulysses needs --n-heads to be a multiple of --cp {cp}"
         fail(f"{needs}, not {args.n_heads}: pass --context-parallel-kind ring, for example")
     return args

@@ -79,16 +79,20 @@ class ThreadRing(stage.Ring):
         return self.inboxes[self.rank].get(timeout=60)
 
 
-def ring_of_threads(n: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
-    """The output and the gradients of q, k and v, in the order of the sequence."""
+def ring_of_threads(
+    n: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, autocast: bool = False
+) -> list[Tensor]:
+    """The output and the gradients of q, k and v, in the order of the sequence. autocast: it is on
+    in forward and in backward."""
     shards = [stage.zigzag(r, n, q.shape[2]) for r in range(n)]
     inboxes = [queue.Queue() for _ in range(n)]
     every = [[p for chunk in shard for p in chunk] for shard in shards]
 
     def work(rank: int) -> list[Tensor]:
         own = [x[:, :, every[rank]].requires_grad_() for x in (q, k, v)]
-        out = stage.RingAttention.apply(ThreadRing(rank, shards, inboxes), *own)
-        return [out.detach(), *torch.autograd.grad(out, own, grad[:, :, every[rank]])]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = stage.RingAttention.apply(ThreadRing(rank, shards, inboxes), *own)
+            return [out.detach(), *torch.autograd.grad(out, own, grad[:, :, every[rank]])]
 
     with ThreadPoolExecutor(n) as pool:
         ranks = list(pool.map(work, range(n)))
@@ -162,6 +166,21 @@ def test_scores_of_bfloat16_inputs_are_float32():
         assert (result.shape, result.dtype) == ((a @ b.to(a.dtype)).shape, torch.float32)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_around_backward_changes_no_bit(dtype):
+    args = normal(1, 2, 512, 16, dtype=dtype)
+    outside = ring_of_threads(2, *args)
+    for own, theirs in zip(ring_of_threads(2, *args, autocast=True), outside, strict=True):
+        assert torch.equal(own, theirs)
+
+
+def test_sequences_of_another_length_are_an_error():
+    for length in (47, 49):  # else the last token would be cut off, or positions be missing
+        with pytest.raises(ValueError, match=f"{length} tokens instead of seq_len 48"):
+            stage.local_tokens(torch.zeros(1, length), stage.zigzag(0, 2, 48), 48)
+
+
 # ---- balance ----
 
 
@@ -202,7 +221,7 @@ BATCH = 3
 
 def micro_batch(model: Transformer, chunks: tuple[range, ...], dtype: str) -> None:
     tokens = torch.randint(200, (BATCH, 49), generator=torch.Generator().manual_seed(5))
-    inputs, targets = (stage.local_tokens(x, chunks) for x in (tokens[:, :-1], tokens[:, 1:]))
+    inputs, targets = (stage.local_tokens(x, chunks, 48) for x in (tokens[:, :-1], tokens[:, 1:]))
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         loss = model(inputs, targets)
     loss.backward()

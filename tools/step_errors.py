@@ -25,6 +25,11 @@ from step_time import FITTED, GPUS, TOO_SHORT, Job
 
 RUNS = Path(__file__).resolve().parents[1] / "benchmarks" / "published_runs.csv"
 NAMES = {"a100-80": "a100", "a100-80gb": "a100", "a100-40gb": "a100-40", "h100-80": "h100"}
+KNOWN = {  # the values that a column may have, or nothing: the default
+    "recompute": ("none", "selective", "op-sac", "full"),
+    "sharding": ("none", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "hybrid"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero-bubble", "zb-1p", "zb-2p"),
+}
 
 
 def job_of(row: dict[str, str]) -> Job:
@@ -105,10 +110,16 @@ def caveats(job: Job, seconds: float | None = None) -> list[str]:
 
 
 def runs_of(path: str | Path) -> list[tuple[int, str, Job | None, float]]:
-    """(number, source, run, measured seconds) of every row; None for a run that lacks a field."""
+    """(number, source, run, measured seconds) of every row; None for a run that lacks a field.
+    Exits with status 2 at a value that the model does not know."""
     found = []
     with open(path, newline="") as file:
         for number, row in enumerate(csv.DictReader(file)):
+            for name, values in KNOWN.items():
+                if row.get(name) and row[name] not in values:
+                    problem = f"{name} {row[name]!r} is not one of {', '.join(values)}"
+                    print(f"{path}, row {number + 1}: {problem}", file=sys.stderr)
+                    sys.exit(2)
             try:
                 job = job_of(row)
                 found.append((number, row.get("source", ""), job, measured(row, job)))

@@ -51,7 +51,7 @@ GPUS = {
 }
 
 # Fitted to the even rows of benchmarks/published_runs.csv inside the domain.
-FITTED = {"A100": 0.81, "H100": 0.605, "link": 0.51}
+FITTED = {"A100": 0.8, "H100": 0.607, "link": 0.526}
 BY_HAND = {  # name: (value, why)
     "memory": (0.8, "achieved part of the memory's bandwidth: large copies reach 0.8 to 0.9"),
     "float8": (1.5, "rate of float8 matmuls over bfloat16's: twice, less the casts to float8"),
@@ -97,7 +97,7 @@ class Job:
     pp: int = 1
     cp: int = 1
     micro_batch: int = 1
-    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zb-1p (our zero-bubble), zb-2p
+    schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, zero-bubble (zb-1p), zb-2p
     virtual: int = 1
     sequence_parallel: bool = False
     sharding: str = "ddp"  # ddp, zero1, zero2, zero3, fsdp
@@ -266,11 +266,13 @@ def layer_of(job: Job) -> Layer:
         "full": forward,
     }[job.recompute]
 
-    # two all-reduces in forward and two in backward; sequence parallelism sends as much
+    # two all-reduces in forward and two in backward. Under sequence parallelism each is a reduce-
+    # scatter and an all-gather, and in backward only the reduce-scatters (of dX) can be hidden
     all_reduce = ring(job, tp, 1).seconds(element * tokens * d, rounds=2)
     tp_forward = 2 * all_reduce * (2 if job.recompute == "full" else 1)
     hidden = 7 / 12 * matmuls if job.overlaps_tp and job.gpu.overlaps else 0.0  # dW of wqkv and w1
-    tp_backward = max(0.0, 2 * all_reduce - hidden)
+    can_hide = (1 if job.sequence_parallel else 2) * all_reduce
+    tp_backward = 2 * all_reduce - min(can_hide, hidden)
     return Layer(forward, backward, recomputed, tp_forward, tp_backward)
 
 

@@ -1,0 +1,262 @@
+"""Activations and launches in the READMEs of 05 and 08, as dry runs and hooks count them."""
+
+from __future__ import annotations
+
+import re
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dry_run import dry_run
+from harness import REPO, load_stage
+from test_tensor_parallel import BATCH, config, parallel_model
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.slow
+
+GB = 1e9
+LAYERS, WIDTH = 48, 1600  # of --preset gpt2-xl
+ROOM = 80 - 25  # GB that the model state leaves on an H100
+
+
+def stated(folder: str, pattern: str) -> list[float]:
+    """The figures of the pattern's groups."""
+    found = re.search(pattern, (REPO / folder / "README.md").read_text(), re.M)
+    assert found, f"{folder}/README.md does not say {pattern}"
+    return [float(figure.replace(",", "")) for figure in found.groups()]
+
+
+def stated_in_05(pattern: str) -> list[float]:
+    return stated("05_tensor_parallel", pattern)
+
+
+def stated_in_08(pattern: str) -> list[float]:
+    return stated("08_context_parallel", pattern)
+
+
+# ---- 05: what a layer keeps ----
+
+KEPT = {  # dtype: the factors of A / 2 in README, with and without sequence parallelism
+    "float32": r"for backward \| A \((\d+) \+ (\d+)/N\), with `--seq.*?` A \((\d+) \+ (\d+)/N\)",
+    "bfloat16": r"bfloat16 \| A/2 \((\d+) \+ (\d+)/N\), with `--seq.*?` A/2 \((\d+) \+ (\d+)/N\)",
+}
+FUSED = r"makes (\d+) \+ (\d+)/N, or (\d+) \+ (\d+)/N with `--sequence-parallel`: (\d+) tensors"
+
+
+def halves(factors: list[float], n: int, sequence_parallel: bool, dtype: str) -> float:
+    """What a layer keeps on each of n ranks, in units of A / 2."""
+    full, sharded = factors[2:4] if sequence_parallel else factors[:2]
+    return (full + sharded / n) * (2 if dtype == "float32" else 1)
+
+
+def held(n: int, flags: str, layers: int) -> int:
+    """Bytes at the peak of a dry run that are neither weights nor optimizer state."""
+    shape = "--d-model 256 --n-heads 4 --seq-len 2048 --global-batch-size 8"
+    report = dry_run("05", n, 0, f"{shape} --n-layers {layers} {flags}".split())
+    return report.peak - report.parameters - report.optimizer
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("dtype", KEPT)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_layer_keeps_what_05_says_in_dry_runs(pools, dtype, sequence_parallel, checkpointing):
+    flags = f"--dtype {dtype}" + " --sequence-parallel" * sequence_parallel
+    flags += " --activation-checkpointing" * checkpointing
+    for n in (1, 4):
+        few, many = (pools(1, group=False).run(held, n, flags, layers)[0] for layers in (2, 4))
+        expected = halves(stated_in_05(KEPT[dtype]), n, sequence_parallel, dtype)
+        if checkpointing:
+            expected = 2 / n if sequence_parallel else 2
+        units = (many - few) / 2 / (2 * 8 * 2048 * 256)
+        assert units == pytest.approx(expected, rel=0.02), n
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """Saves what the fused operator of a GPU does: its input, and one number per token."""
+
+    @staticmethod
+    def forward(ctx, x, shape, weight, eps):
+        scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, scale, weight)
+        return x * scale * weight
+
+
+def saved_by_a_layer(dtype: str, sequence_parallel: bool, fused: bool) -> float:
+    """Bytes of the storages that a layer saves for backward, in units of A / 2."""
+    model = parallel_model(config(d_model=256), sequence_parallel)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    x = torch.randn(BATCH, 32 // (dist.get_world_size() if sequence_parallel else 1), 256)
+    saved = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if t.is_floating_point() and storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    norm = FusedRMSNorm.apply if fused else F.rms_norm
+    with (
+        patch.object(F, "rms_norm", lambda x, shape, weight, eps: norm(x, shape, weight, eps)),
+        torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"),
+        saved_tensors_hooks(pack, lambda t: t),
+    ):
+        y = model.layers["0"](x.requires_grad_())
+    assert y.requires_grad
+    return sum(saved.values()) / (2 * BATCH * 32 * 256)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fused"])
+def test_a_layer_saves_what_05_says(pools, kind, sequence_parallel):
+    fused, dtype = kind == "fused", "float32" if kind == "float32" else "bfloat16"
+    factors = stated_in_05(FUSED if fused else KEPT[dtype])
+    for n in (1, 2, 4):
+        for units in pools(n).run(saved_by_a_layer, dtype, sequence_parallel, fused):
+            expected = halves(factors, n, sequence_parallel, dtype)
+            # and the log-sum-exp of attention, 1/rms, and the norms' factors
+            assert expected <= units <= expected + 0.25, n
+
+
+def test_the_example_of_05_follows_from_the_formulas():
+    tensor = 2 * 8192 * 8192 / GB
+    tensors = halves(stated_in_05(KEPT["bfloat16"]), 1, False, "bfloat16")
+    keeps = r"keeps ([\d.]+) GB for its backward .*? \((\d+) tensors of (\d+) MB"
+    layer, count, megabytes = stated_in_05(keeps)
+    assert (layer, count, megabytes) == (round(22 * tensor, 2), tensors, round(1e3 * tensor))
+    every, checkpointed = stated_in_05(r"that is (\d+) GB, and FSDP.*?leaves ([\d.]+) GB")
+    assert (every, checkpointed) == (round(80 * 22 * tensor), round(80 * 2 * tensor, 1))
+    full, sharded, *_, fused = stated_in_05(FUSED)
+    assert fused == full + sharded
+    assert stated_in_05(r"on one rank, ([\d.]+) GB") == [round(fused * tensor, 1)]
+
+
+def test_the_logits_are_in_the_figures_of_05s_experiment(pools):
+    figures = stated_in_05(r"counts ([\d.]+) GB of .*? and ([\d.]+) with it\. ([\d.]+) GB of both")
+    bfloat16 = stated_in_05(r"counts more, ([\d.]+) and ([\d.]+) GB: .*? adds ([\d.]+) GB")
+    logits = 8 * 512 * 33_280 / 4 / GB
+    assert (figures.pop(), bfloat16.pop()) == (round(4 * logits, 3), round(2 * logits, 3))
+    shape = "--global-batch-size 8 --n-layers 8 --seq-len 512"
+    for dtype, expected in (("float32", figures), ("bfloat16", bfloat16)):
+        for flag, figure in zip(("", "--sequence-parallel"), expected, strict=True):
+            argv = f"{shape} --dtype {dtype} {flag}".split()
+            (report,) = pools(1, group=False).run(dry_run, "05", 4, 0, argv)
+            assert report.activations / GB == pytest.approx(figure, abs=0.0006), (dtype, flag)
+
+
+# ---- 08: when checkpointing suffices, and when it takes more ranks ----
+
+
+def activations(stage: str, ranks: int, flags: str, layers: int, tokens: int) -> float:
+    """GB of a dry run of gpt2-xl. Attention computes one tile per block: more take no more memory,
+    and a dry run takes a millisecond for each."""
+    tile = load_stage("08").TILE
+    one_tile = [(slice(0, tile), slice(0, tile), 0)]
+    argv = f"--preset gpt2-xl --dtype bfloat16 --n-layers {layers} --seq-len {tokens} {flags}"
+    with patch.object(load_stage("08"), "visible_tiles", lambda *_: one_tile):
+        report = dry_run(stage, ranks, 0, f"{argv} --global-batch-size 1".split())
+    return report.activations / GB
+
+
+COLUMNS = [  # stage, ranks, flags, the heading of the column, what its text says about 80 GB
+    ("02", 1, "", r"plain, \((\d+) L \+ (\d+)\) A", None),
+    (
+        "02",
+        1,
+        "--activation-checkpointing",
+        r"checkpointing, \((\d+) L \+ (\d+)\) A",
+        r"up to about ([\d,]+) tokens checkpointing suffices",
+    ),
+    ("08", 8, "", r"cp 8, \((\d+) L \+ (\d+)\) A", r"activations fit, up to ([\d,]+) tokens"),
+    ("08", 8, "--activation-checkpointing", r"both, \((\d+) L \+ (\d+)\) A", None),
+]
+
+
+@pytest.mark.parametrize("column", range(4))
+def test_the_table_of_08_is_that_of_dry_runs(pools, column):
+    """Dry runs are linear in the layers, and from 16,384 tokens per rank on in the tokens."""
+    stage, ranks, flags, heading, limit = COLUMNS[column]
+
+    def counted(layers: int, tokens: int) -> float:
+        return pools(1, group=False).run(activations, stage, ranks, flags, layers, tokens)[0]
+
+    start = 16_384 * ranks
+    base = counted(2, start)
+    per_layer = (counted(4, start) - base) / 2 / start  # and token
+    others = (counted(2, 2 * start) - base) / start - 2 * per_layer
+    fixed = base - start * (2 * per_layer + others)
+    per_token = LAYERS * per_layer + others
+    for tokens in (32_768, 131_072, 524_288):
+        expected = tokens * per_token + fixed
+        if tokens < start:
+            expected = counted(2, tokens) + (LAYERS - 2) * per_layer * tokens
+        figure = stated_in_08(rf"^\| {tokens:,} \|" + r" ([\d,.]+) \|" * 4)[column]
+        assert expected == pytest.approx(figure, rel=0.005, abs=0.06), tokens
+    a = 2 * WIDTH / ranks / GB
+    layer, rest = stated_in_08(heading)
+    assert per_layer / a == pytest.approx(layer, abs=0.1)
+    assert per_token / a == pytest.approx(layer * LAYERS + rest, rel=0.01)
+    if limit:
+        assert stated_in_08(limit) == [pytest.approx((ROOM - fixed) / per_token, rel=0.01)]
+
+
+def test_other_memory_figures_of_08():
+    tensor = 2 * WIDTH * 131_072 / GB
+    (layer,) = stated_in_08(r"plain, \((\d+) L")
+    each, every = stated_in_08(r"takes ([\d.]+) GB per tensor: (\d+) GB in total")
+    assert (each, every) == (round(tensor, 2), round(LAYERS * layer * tensor))
+    (ring,) = stated_in_08(r"cp 8, \((\d+) L")
+    assert stated_in_08(r"(\d+) L A / 8 = (\d+) A") == [ring, ring * LAYERS / 8]
+    plain, cp, tokens = stated_in_08(r"(\d+) L A, and (\d+) L A / 8.*?up to ([\d,]+) tokens")
+    assert (plain, cp) == (layer - 4, ring - 4)
+    (others,) = stated_in_08(r"cp 8, \(\d+ L \+ (\d+)\)")
+    per_token = 2 * WIDTH / 8 / GB * (cp * LAYERS + others)
+    assert tokens == pytest.approx(ROOM / per_token, rel=0.01)
+
+
+# ---- 08: the tiles are for reading ----
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that a GPU would run: neither views nor allocations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        views = any(r.alias_info and not r.alias_info.is_write for r in function._schema.returns)
+        self.count += not views and "empty" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def kernels_per_tile() -> int:
+    """Of forward and backward on the meta device, which takes the branch for GPUs."""
+    stage = load_stage("08")
+    queries, keys, values, grads = torch.zeros(
+        4, 1, 2, 256, 64, dtype=torch.bfloat16, device="meta"
+    )
+    one_each = torch.zeros(1, 2, 256, 1, device="meta")
+    grad_q, grad_k, grad_v = torch.zeros(3, 1, 2, 256, 64, device="meta")
+    softmax = stage.OnlineSoftmax(queries)
+    rows = slice(0, 256)
+    with Kernels() as counted:
+        softmax.add(rows, stage.scores_of(queries, keys, 256), values)
+        # as in RingAttention.backward
+        weights = stage.scores_of(queries, keys, 256).sub_(one_each).exp_()
+        grad_scores = stage.matmul(grads, values.mT).sub_(one_each).mul_(weights)
+        grad_q[:, :, rows] += stage.matmul(grad_scores, keys)
+        grad_k[:, :, rows] += stage.matmul(grad_scores.mT, queries)
+        grad_v[:, :, rows] += stage.matmul(weights.mT, grads)
+    return counted.count
+
+
+def test_a_loop_over_tiles_launches_as_many_kernels_as_08_says():
+    stage = load_stage("08")
+    shards = [stage.zigzag(rank, 8, 131_072) for rank in range(8)]
+    tiles = sum(len(list(stage.visible_tiles(shards[0], keys))) for keys in shards)
+    each = kernels_per_tile()
+    words = r"computes ([\d,]+) tiles per layer with (\d+) kernels .*?: (\d+) million launches"
+    assert stated_in_08(words) == [tiles, each, round(tiles * each * LAYERS / 1e6)]
+    (microseconds,) = stated_in_08(r"more than a minute at ([\d.]+) µs each")
+    assert 60 < tiles * each * LAYERS * microseconds / 1e6 < 80
