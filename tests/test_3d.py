@@ -29,18 +29,18 @@ def mesh(pp: int, dp: int, tp: int) -> tuple[int, list[str]]:
 # ---- the definitions are those of 02, 05 and 06 ----
 
 
-ADDITIONS = "(not in stage 07)"  # in the comment above definitions that 07 leaves out
+ADDITIONS = "# ---- zero bubble"  # begins the comment above what 07 leaves out of 06
 
 
 def definitions(stage: str) -> dict[str, str]:
     """The source of each top-level class, function and constant, decorators included.
 
-    The additions of 02, 05 and 06 that 07 leaves out are left out here too.
+    The zero bubble of 06, which 07 leaves out, is left out here too.
     """
     text = stage_path(stage).read_text()
     lines, found = text.splitlines(), {}
     loop = lines.index("# The training loop")
-    additions = next((i for i, line in enumerate(lines) if ADDITIONS in line), loop)
+    additions = next((i for i, line in enumerate(lines) if line.startswith(ADDITIONS)), loop)
     for node in ast.parse(text).body:
         if additions < node.lineno <= loop:
             continue
@@ -142,7 +142,8 @@ def pipeline_on(
     stage.init_shards(model, 1, mesh.tp, torch.device("cpu"))
     actions = partial(stage.interleaved_1f1b, v=v)
     sequence_shards = mesh.tp.size() if sequence_parallel else 1
-    pipeline = stage.MeshPipeline(model, units, actions, mesh, sequence_shards, autocast)
+    stages = {number: stage.PipelineStage(model, units[number], autocast) for number in units}
+    pipeline = stage.MeshPipeline(stages, actions, mesh, sequence_shards)
     return stage, mesh, model, pipeline
 
 
@@ -255,8 +256,7 @@ def actions_of_reductions(schedule: str) -> list[str]:
     stage = load_stage("07")
     with patch.object(stage, "split_into_buckets", lambda params, cap_mb: [[p] for p in params]):
         _, mesh, _, pipeline = pipeline_on((2, 2, 1), schedule, False)
-    executor = pipeline.pipeline
-    run_action, all_reduce, running, found = executor.run_action, stage.all_reduce, [], []
+    run_action, all_reduce, running, found = pipeline.run_action, stage.all_reduce, [], []
 
     def watched(action, *rest):
         running[:] = [f"{action.kind}{action.micro}"]
@@ -266,7 +266,7 @@ def actions_of_reductions(schedule: str) -> list[str]:
         found.extend(running)
         return all_reduce(tensor, **kwargs)
 
-    executor.run_action = watched
+    pipeline.run_action = watched
     with patch.object(stage, "all_reduce", launched):
         pipeline.run(batches(2)[mesh.dp.rank()])
     pipeline.finish_gradient_synchronization()

@@ -49,11 +49,12 @@ def pipeline_of(
     model = Transformer(config, units=[unit for part in units.values() for unit in part])
     init_weights(model, 1)
     groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
-    kind = stage.ZeroBubblePipeline if schedule == "zero-bubble" else stage.Pipeline
+    kind = stage.ZeroBubbleStage if schedule == "zero-bubble" else stage.PipelineStage
+    stages = {number: kind(model, units[number], autocast) for number in units}
     actions = stage.SCHEDULES[schedule]
     if n_stages > p:
         actions = partial(actions, v=n_stages // p)
-    return kind(model, units, actions, *groups, autocast), model
+    return stage.Pipeline(stages, actions, *groups), model
 
 
 # ---- parity ----
