@@ -233,7 +233,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Process
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """A token's loss is log(sum exp(logit - highest)) - (target's logit - highest): the ranks
-    exchange one maximum and two sums per token. The gradient takes the memory of the logits."""
+    exchange one maximum and two sums per token. Float32 logits give the gradient their memory."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:

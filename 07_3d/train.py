@@ -9,10 +9,11 @@ differ in one coordinate alone form a process group, in which that axis communic
 `tp` is innermost so that its ranks share a node: its collectives block several times per layer.
 `pp` is outermost: it communicates least.
 
-New since 06, and first in this file: the mesh; a pipeline whose stages are sharded over `tp` and
-reduce their gradients over `dp` while it drains; a global norm that counts every parameter once;
-and the training loop. The pipeline's micro-batches are the gradient accumulation. The copies begin
-below the loop, at "Repeated to the letter": the definitions of 02, 05 and 06 that this file uses.
+New since 06, and first in this file: the mesh; `MeshPipeline`, a `Pipeline` whose stages are
+sharded over `tp` and reduce their gradients over `dp` while it drains; a global norm that counts
+every parameter once; and the training loop. The micro-batches are the gradient accumulation. The
+copies begin below the loop, at "Repeated to the letter": the definitions of 02, 05 and 06 that this
+file uses. Only 06's `Pipeline` stands above it, as the base class of `MeshPipeline`.
 
     memory per rank           16 P / (pp tp) bytes (norms are replicated in tp); activations: as
                               in 06, for 1 / dp of the batch, sharded as in 05
@@ -672,7 +673,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Process
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """A token's loss is log(sum exp(logit - highest)) - (target's logit - highest): the ranks
-    exchange one maximum and two sums per token. The gradient takes the memory of the logits."""
+    exchange one maximum and two sums per token. Float32 logits give the gradient their memory."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
