@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness import assert_same_curve, load_stage, stage_path, true_ledger
+from dry_run import dry_run
+from harness import REPO, assert_same_curve, load_stage, stage_path, true_ledger
 
 from common.counter_rng import sample_keys
 from common.model import Transformer, TransformerConfig, init_weights
@@ -246,6 +248,24 @@ def test_model_state_is_sharded_over_pp_and_tp(fresh_pool, corpus_dir):
     total = 16 * (full.num_parameters() + norms)  # norms are replicated over tp
     held = sum(metrics[-1]["model_state_mb"] for metrics in every) * 1e6
     assert held == pytest.approx(total, rel=0.02)
+
+
+EXAMPLE = "--d-model 5120 --n-layers 40 --n-heads 40 --seq-len 4096 --dtype bfloat16"
+EXAMPLE += " --micro-batch-size 1 --sequence-parallel --global-batch-size 512"
+
+
+@pytest.mark.parametrize("degrees", [(8, 4), (8, 8), (4, 4)], ids="tp {0[0]}, pp {0[1]}".format)
+def test_memory_in_the_readme_is_that_of_the_dry_run_and_of_the_formula(pools, degrees):
+    tp, pp = degrees
+    readme = (REPO / "07_3d/README.md").read_text()
+    assert f'RANKS=1024 ARGS="{EXAMPLE} --tp 8 --pp 4"' in readme
+    (row,) = re.findall(rf"^\| {tp} \| {pp} \| \d+ \| \d+ \| ([\d.]+) \| ([\d.]+) ", readme, re.M)
+    argv = [*EXAMPLE.split(), "--tp", str(tp), "--pp", str(pp)]
+    (report,) = pools(1, group=False).run(dry_run, "07", 1024, 0, argv)
+    found = [report.states / 1e9, report.peak / 1e9]
+    assert [float(figure) for figure in row] == pytest.approx(found, abs=0.06)  # rounded to 0.1
+    a_layer = (1 + 10 / tp) * 4 * 4096 * 5120  # in bfloat16 on a CPU; pp are in flight
+    assert report.activations == pytest.approx(pp * (40 / pp) * a_layer, rel=0.05)
 
 
 # ---- when gradients are reduced ----

@@ -197,11 +197,13 @@ def test_an_experiment_ends_as_its_readme_says():
 
 def test_pictures_are_up_to_date():
     import buckets
+    import mesh_step
     import messages
 
     for name, drawn in {
         "02_ddp/buckets.svg": buckets,
         "06_pipeline/messages.svg": messages,
+        "07_3d/step.svg": mesh_step,
     }.items():
         assert (REPO / name).read_text() == str(drawn.draw()), f"{name}: make pictures"
 
