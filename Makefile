@@ -124,7 +124,7 @@ lint: $(READY) ## ruff, and shellcheck where it is installed
 experiments: $(READY) ## run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(BIN)/python tools/experiments.py $(ONLY)
 pictures: $(READY) ## draw those pictures of the READMEs again that follow from the code
-	@$(foreach each,buckets messages memory,$(BIN)/python tools/pictures/$(each).py &&) \
+	@$(foreach each,buckets messages mesh_step memory,$(BIN)/python tools/pictures/$(each).py &&) \
 		$(BIN)/python tools/pictures/timeline.py --schedule all --svg 06_pipeline/schedules.svg
 bench: $(READY) ## compare speed and memory with PyTorch's own classes
 	$(BIN)/python benchmarks/bench.py $(ARGS)

@@ -32,9 +32,8 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import count
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,31 +68,23 @@ from common.run import Run, annotate
 class Pipeline:
     """Run a schedule: forward and backward of all micro-batches through all stages.
 
-    units: the units (embedding, layers, output) of each stage of this rank, by the stage's number;
-    stage s is on rank s % p. to_lower, to_higher: two groups of the same ranks, one per direction.
-    NCCL runs the operations between two ranks of a group in order: in a single group, a send could
-    wait behind a receive that depends on it. autocast: compute in bfloat16, but exchange float32.
-    For 07: a message has 1 / sequence_shards of every sequence, and an action runs in the context
-    `around(action)`, which tells data parallelism whether to reduce gradients.
+    stages: this rank's, by number; stage s is on rank s % p. to_lower, to_higher: two groups of the
+    same ranks, one per direction. NCCL runs the operations between two ranks of a group in order:
+    in a single group, a send could wait behind a receive that depends on it.
     """
 
     def __init__(
         self,
-        model: Transformer,
-        units: dict[int, range],
+        stages: dict[int, PipelineStage],
         schedule: Schedule,
         to_lower: ProcessGroup,
         to_higher: ProcessGroup,
-        autocast: bool = False,
-        sequence_shards: int = 1,
-        around: Callable[[Action], AbstractContextManager] = nullcontext,
     ):
         self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
         self.p, self.rank = to_lower.size(), to_lower.rank()
-        self.n_stages = self.p * len(units)
-        self.stages = {stage: PipelineStage(model, units[stage], autocast) for stage in units}
-        self.device, self.d_model = next(model.parameters()).device, model.config.d_model
-        self.sequence_shards, self.around = sequence_shards, around
+        self.stages, self.n_stages = stages, self.p * len(stages)
+        part = next(iter(stages.values())).part
+        self.device, self.d_model = next(part.parameters()).device, part.config.d_model
         self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
         self.open_channels()
@@ -106,13 +97,15 @@ class Pipeline:
         actions = self.schedule(self.rank, self.p, len(micro_batches))
         if not torch.is_grad_enabled():
             actions = [action for action in actions if action.kind == "F"]
-        for upcoming, action in plan(actions, self.n_stages):
-            for upcoming_action in upcoming:
-                self.start_receive(upcoming_action, shape)
+        # post each receive one action early: data arrives meanwhile (two early could deadlock)
+        self.start_receive(actions[0], shape)
+        for action, upcoming in pairwise([*actions, None]):
+            if upcoming is not None:
+                self.start_receive(upcoming, shape)
             received = self.finish_receive(action) if action in self.receives else None
-            with annotate(f"{action.kind} {action.micro} {action.stage}"), self.around(action):
+            with annotate(f"{action.kind} {action.micro} {action.stage}"):
                 result = self.run_action(action, received, micro_batches)
-            destination = destination_of(action, self.n_stages)
+            _, destination = source_and_destination(action, self.n_stages)
             if destination is not None:
                 self.start_send(result, destination)
             elif action.kind == "F":
@@ -125,6 +118,8 @@ class Pipeline:
         """Run an action. received: an F's activations or a B's gradient; None in an F of the first
         stage, which starts from tokens, and in a B of the last one, which starts from the loss."""
         stage = self.stages[action.stage]
+        if action.kind == "W":
+            return stage.weight_gradients(action.micro)
         if action.kind == "B":
             return stage.backward(action.micro, received)
         tokens, targets, keys = micro_batches[action.micro]
@@ -132,10 +127,14 @@ class Pipeline:
         return stage.forward(action.micro, x, targets, keys, len(micro_batches))
 
     def message_shape(self, tokens: Tensor) -> tuple[int, int, int]:
-        return tokens.shape[0], tokens.shape[1] // self.sequence_shards, self.d_model
+        return tokens.shape[0], tokens.shape[1], self.d_model
 
     def start_receive(self, action: Action, shape: tuple[int, ...]) -> None:
-        src = source_of(action, self.n_stages) % self.p
+        """Post the receive of the message that an action needs, if it needs one."""
+        source, _ = source_and_destination(action, self.n_stages)
+        if source is None:
+            return
+        src = source % self.p
         buffer = torch.empty(shape, device=self.device)
         work = irecv(buffer, group=self.group_for(src, self.rank), group_src=src)
         self.receives[action] = work, buffer
@@ -177,13 +176,13 @@ class InFlight(NamedTuple):
     """What a stage keeps of a micro-batch between its forward and its backward."""
 
     x: Tensor  # the input, a leaf of the graph: backward leaves its gradient in x.grad
-    edge: GradientEdge  # the place in the graph where backward starts
+    edge: GradientEdge  # where backward starts: a node of the graph, and which of its outputs
     grad: Tensor | None  # the gradient there; None: the next stage will send it
 
 
 class PipelineStage:
     """A contiguous range of units, and its micro-batches in flight. model: has the units of all
-    stages of this rank. units: those of this stage."""
+    stages of this rank. units: of this stage. autocast: computes in bfloat16, exchanges float32."""
 
     def __init__(self, model: Transformer, units: range, autocast: bool):
         self.part = Transformer(model.config, units=())  # embedding and layers
@@ -240,7 +239,7 @@ def units_of(stage: int, n_stages: int, n_layers: int) -> range:
 
 
 class Action(NamedTuple):
-    kind: str  # F: forward, B: backward
+    kind: str  # F: forward, B: backward (zero bubble: of the inputs), W: backward of the weights
     micro: int  # micro-batch
     stage: int
 
@@ -270,38 +269,12 @@ def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> 
 # ---- messages: activations go to the next stage (F), their gradients to the previous one (B) ----
 
 
-def source_of(action: Action, n_stages: int) -> int | None:
-    """The stage whose result an action starts from; None: it starts from tokens or the loss."""
-    if action.kind == "F" and action.stage > 0:
-        return action.stage - 1
-    if action.kind == "B" and action.stage < n_stages - 1:
-        return action.stage + 1
-    return None
-
-
-def destination_of(action: Action, n_stages: int) -> int | None:
-    """The stage that waits for the result of an action; None: no stage does."""
-    if action.kind == "F" and action.stage < n_stages - 1:
-        return action.stage + 1
-    if action.kind == "B" and action.stage > 0:
-        return action.stage - 1
-    return None
-
-
-RECEIVES_AHEAD = 1  # actions
-
-
-def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Action], Action]]:
-    """Each action, with the actions whose receives are posted before it starts.
-
-    A receive is posted one action early, so that data arrives while the rank computes. Two early,
-    it could deadlock (see the README). Messages match by order: they are sent as they are needed.
-    """
-    upcoming: list[list[Action]] = [[] for _ in actions]
-    for i, action in enumerate(actions):
-        if source_of(action, n_stages) is not None:
-            upcoming[max(0, i - RECEIVES_AHEAD)].append(action)
-    return list(zip(upcoming, actions, strict=True))
+def source_and_destination(action: Action, n_stages: int) -> tuple[int | None, int | None]:
+    """The stages that an action receives from and sends to; None where there is no message."""
+    previous = action.stage - 1 if action.stage > 0 else None
+    following = action.stage + 1 if action.stage < n_stages - 1 else None
+    ends = {"F": (previous, following), "B": (following, previous), "W": (None, None)}
+    return ends[action.kind]
 
 
 # ---- interleaving: v shorter stages per rank ----
@@ -325,46 +298,33 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     return alternate(forwards, backwards, warm_up)
 
 
-# ---- zero bubble (not in stage 07): an addition that splits backward in two parts ----
+# ---- zero bubble: an addition that splits backward in two parts ----
 
 
 def zero_bubble(rank: int, p: int, m: int) -> list[Action]:
-    """1F1B in which weight gradients, for which no rank waits, fill the bubble (Qi et al.'s H1).
+    """1F1B whose backward has two parts: B computes the gradient of the input, W the gradients of
+    the weights. A micro-batch is in flight from its F to its W (Qi et al.'s H1).
 
-    B computes the gradient of the input, W those of the weights. A micro-batch stays in flight
-    until its W, and at most p are: micro-batch i's W runs before i + p's F. On rank 0 of 4, m = 6:
+    A W runs before each F that finds p micro-batches in flight, and after each B when all F have
+    run: no rank waits for it. Those that are left end the step. On rank 0 of 4, m = 6:
 
         F0 F1 F2 F3  B0 W0 F4  B1 W1 F5  B2 W2  B3 W3  B4 W4  B5 W5
     """
-    kinds: list[str] = []
-    for kind, micro, _ in one_f_one_b(rank, p, m):
-        if kind == "F":
-            kinds += ["W", "F"] if micro >= p else ["F"]
-        else:
-            kinds += ["B", "W"] if micro >= m - (p - rank) else ["B"]
-    kinds += ["W"] * (m - kinds.count("W"))
-    number = {kind: count() for kind in "FBW"}  # each kind in the order of the micro-batches
-    return [Action(kind, next(number[kind]), rank) for kind in kinds]
+    order = one_f_one_b(rank, p, m)
+    last_forward = order.index(Action("F", m - 1, rank))
+    weights = iter([Action("W", micro, rank) for micro in range(m)])
+    actions = []
+    for i, action in enumerate(order):
+        if action.kind == "F" and action.micro >= p:
+            actions.append(next(weights))
+        actions.append(action)
+        if i > last_forward:
+            actions.append(next(weights))
+    return actions + list(weights)
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_1f1b}
 SCHEDULES |= {"zero-bubble": zero_bubble}
-
-
-class SplitLinear(torch.autograd.Function):
-    """y = x W^T, whose backward computes dX and records the operands of dW's matmul."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, layer: Linear, recorded: list) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.recorded = layer.weight, recorded
-        return F.linear(x, layer.weight.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (x,) = ctx.saved_tensors
-        ctx.recorded.append((ctx.weight, x.flatten(0, -2), grad.flatten(0, -2)))
-        return grad @ ctx.weight.to(grad.dtype), None, None  # cast again: no bf16 copy of W is kept
 
 
 class ZeroBubbleStage(PipelineStage):
@@ -378,12 +338,11 @@ class ZeroBubbleStage(PipelineStage):
         super().__init__(model, units, autocast)
         self.recorded: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         self.pending: dict[int, list[tuple[nn.Parameter, Tensor, Tensor]]] = {}
-        for layer in self.part.modules():
-            if isinstance(layer, Linear):
-                layer.forward = partial(self.split_linear, layer)
-
-    def split_linear(self, layer: Linear, x: Tensor) -> Tensor:
-        return SplitLinear.apply(in_autocast_dtype(x), layer, self.recorded)
+        for layer in self.part.layers.values():
+            layer.attn.wqkv = DeferredLinear(layer.attn.wqkv, self.recorded)
+            layer.attn.wo = DeferredLinear(layer.attn.wo, self.recorded)
+            layer.mlp.w1 = DeferredLinear(layer.mlp.w1, self.recorded)
+            layer.mlp.w2 = DeferredLinear(layer.mlp.w2, self.recorded)
 
     def backward(self, micro: int, grad: Tensor | None) -> Tensor | None:
         grad_x = super().backward(micro, grad)
@@ -399,16 +358,31 @@ class ZeroBubbleStage(PipelineStage):
             weight.grad = weight_grad if weight.grad is None else weight.grad.add_(weight_grad)
 
 
-class ZeroBubblePipeline(Pipeline):
-    def __init__(self, model: Transformer, units: dict[int, range], *args):
-        super().__init__(model, units, *args)
-        for n, stage in self.stages.items():  # the same stages, but with a split backward
-            self.stages[n] = ZeroBubbleStage(model, units[n], stage.autocast)
+class DeferredLinear(nn.Module):
+    """y = x W^T, with the weight of `plain`. Its backward records what W's matmul needs."""
 
-    def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
-        if action.kind == "W":
-            return self.stages[action.stage].weight_gradients(action.micro)
-        return super().run_action(action, received, micro_batches)
+    def __init__(self, plain: Linear, recorded: list):
+        super().__init__()
+        self.weight, self.recorded = plain.weight, recorded
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LinearWithDeferredGradient.apply(in_autocast_dtype(x), self)
+
+
+class LinearWithDeferredGradient(torch.autograd.Function):
+    """y = x W^T, whose backward computes dX and records the operands of dW's matmul."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layer: DeferredLinear) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer  # its weight is no input: autograd computes no gradient of it
+        return F.linear(x, layer.weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (x,), weight = ctx.saved_tensors, ctx.layer.weight
+        ctx.layer.recorded.append((weight, x.flatten(0, -2), grad.flatten(0, -2)))
+        return grad @ weight.to(grad.dtype), None  # cast again: no bf16 copy of W is kept
 
 
 # ---- clipping: the norm is that of all ranks' gradients ----
@@ -467,8 +441,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     schedule = SCHEDULES[args.schedule]
     if args.virtual_stages > 1:
         schedule = partial(schedule, v=args.virtual_stages)
-    pipeline_class = ZeroBubblePipeline if schedule is zero_bubble else Pipeline
-    pipeline = pipeline_class(model, units, schedule, *groups, args.autocast)
+    stage_class = ZeroBubbleStage if args.schedule == "zero-bubble" else PipelineStage
+    stages = {stage: stage_class(model, units[stage], args.autocast) for stage in units}
+    pipeline = Pipeline(stages, schedule, *groups)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)

@@ -9,10 +9,11 @@ differ in one coordinate alone form a process group, in which that axis communic
 `tp` is innermost so that its ranks share a node: its collectives block several times per layer.
 `pp` is outermost: it communicates least.
 
-New since 06, and first in this file: the mesh; a pipeline whose stages are sharded over `tp` and
-reduce their gradients over `dp` while it drains; a global norm that counts every parameter once;
-and the training loop. The pipeline's micro-batches are the gradient accumulation. The copies begin
-below the loop, at "Repeated to the letter": the definitions of 02, 05 and 06 that this file uses.
+New since 06, and first in this file: the mesh; `MeshPipeline`, a `Pipeline` whose stages are
+sharded over `tp` and reduce their gradients over `dp` while it drains; a global norm that counts
+every parameter once; and the training loop. The micro-batches are the gradient accumulation. The
+copies begin below the loop, at "Repeated to the letter": the definitions of 02, 05 and 06 that this
+file uses. Only 06's `Pipeline` stands above it, as the base class of `MeshPipeline`.
 
     memory per rank           16 P / (pp tp) bytes (norms are replicated in tp); activations: as
                               in 06, for 1 / dp of the batch, sharded as in 05
@@ -34,8 +35,9 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,8 +105,121 @@ def build_mesh(pp: int, dp: int, tp: int, timeout: float) -> Mesh:
     )
 
 
-class MeshPipeline:
-    """06's pipeline, with stages that are sharded over `tp` and average their gradients over `dp`.
+# ---- from 06: the base class ----
+
+
+class Pipeline:
+    """Run a schedule: forward and backward of all micro-batches through all stages.
+
+    stages: this rank's, by number; stage s is on rank s % p. to_lower, to_higher: two groups of the
+    same ranks, one per direction. NCCL runs the operations between two ranks of a group in order:
+    in a single group, a send could wait behind a receive that depends on it.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, PipelineStage],
+        schedule: Schedule,
+        to_lower: ProcessGroup,
+        to_higher: ProcessGroup,
+    ):
+        self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
+        self.p, self.rank = to_lower.size(), to_lower.rank()
+        self.stages, self.n_stages = stages, self.p * len(stages)
+        part = next(iter(stages.values())).part
+        self.device, self.d_model = next(part.parameters()).device, part.config.d_model
+        self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
+        self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
+        self.open_channels()
+
+    def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
+        """Forward and backward of micro-batches (tokens, targets, dropout keys), all of one shape;
+        under `no_grad` forward only. Returns their losses, [m]: zeros except on the last rank."""
+        losses = torch.zeros(len(micro_batches), device=self.device)
+        shape = self.message_shape(micro_batches[0][0])
+        actions = self.schedule(self.rank, self.p, len(micro_batches))
+        if not torch.is_grad_enabled():
+            actions = [action for action in actions if action.kind == "F"]
+        # post each receive one action early: data arrives meanwhile (two early could deadlock)
+        self.start_receive(actions[0], shape)
+        for action, upcoming in pairwise([*actions, None]):
+            if upcoming is not None:
+                self.start_receive(upcoming, shape)
+            received = self.finish_receive(action) if action in self.receives else None
+            with annotate(f"{action.kind} {action.micro} {action.stage}"):
+                result = self.run_action(action, received, micro_batches)
+            _, destination = source_and_destination(action, self.n_stages)
+            if destination is not None:
+                self.start_send(result, destination)
+            elif action.kind == "F":
+                losses[action.micro] = result  # of the last stage
+        while self.sends:
+            self.finish_oldest_send()
+        return losses
+
+    def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
+        """Run an action. received: an F's activations or a B's gradient; None in an F of the first
+        stage, which starts from tokens, and in a B of the last one, which starts from the loss."""
+        stage = self.stages[action.stage]
+        if action.kind == "W":
+            return stage.weight_gradients(action.micro)
+        if action.kind == "B":
+            return stage.backward(action.micro, received)
+        tokens, targets, keys = micro_batches[action.micro]
+        x = tokens if received is None else received
+        return stage.forward(action.micro, x, targets, keys, len(micro_batches))
+
+    def message_shape(self, tokens: Tensor) -> tuple[int, int, int]:
+        return tokens.shape[0], tokens.shape[1], self.d_model
+
+    def start_receive(self, action: Action, shape: tuple[int, ...]) -> None:
+        """Post the receive of the message that an action needs, if it needs one."""
+        source, _ = source_and_destination(action, self.n_stages)
+        if source is None:
+            return
+        src = source % self.p
+        buffer = torch.empty(shape, device=self.device)
+        work = irecv(buffer, group=self.group_for(src, self.rank), group_src=src)
+        self.receives[action] = work, buffer
+
+    def finish_receive(self, action: Action) -> Tensor:
+        work, buffer = self.receives.pop(action)
+        work.wait()
+        return buffer
+
+    def start_send(self, tensor: Tensor, destination: int) -> None:
+        """Send without waiting. Beyond p sends in flight, wait for the oldest and free it."""
+        dst = destination % self.p
+        work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
+        self.sends.append((work, tensor))
+        if len(self.sends) > self.p:
+            self.finish_oldest_send()
+
+    def finish_oldest_send(self) -> None:
+        send, tensor = self.sends.popleft()  # `tensor` must stay alive until it is sent
+        send.wait()
+
+    def open_channels(self) -> None:
+        """Send one number between all neighbours, in an order common to all ranks: NCCL's first
+        operation between two ranks connects them, and blocks until both have issued it."""
+        # the last rank and the first one are neighbours with interleaving only
+        forward = {((stage - 1) % self.p, stage % self.p) for stage in range(1, self.n_stages)}
+        for src, dst in sorted(forward | {(dst, src) for src, dst in forward}):
+            number, group = torch.zeros(1, device=self.device), self.group_for(src, dst)
+            if self.rank == src:
+                isend(number, group=group, group_dst=dst).wait()
+            if self.rank == dst:
+                irecv(number, group=group, group_src=src).wait()
+
+    def group_for(self, src: int, dst: int) -> ProcessGroup:
+        return self.to_higher if dst > src else self.to_lower
+
+
+# ---- the pipeline on a mesh ----
+
+
+class MeshPipeline(Pipeline):
+    """A pipeline whose stages are sharded over `tp` and average their gradients over `dp`.
 
     Each stage has a `DistributedDataParallel` of its own, whose `forward` is never called. Only its
     hooks are needed, which run wherever autograd accumulates a gradient. All micro-batches but the
@@ -116,39 +231,34 @@ class MeshPipeline:
 
     def __init__(
         self,
-        model: Transformer,
-        units: dict[int, range],
+        stages: dict[int, PipelineStage],
         schedule: Schedule,
         mesh: Mesh,
         sequence_shards: int = 1,
-        autocast: bool = False,
     ):
-        groups = mesh.to_lower, mesh.to_higher
-        self.pipeline = Pipeline(
-            model, units, schedule, *groups, autocast, sequence_shards, self.around
-        )
+        super().__init__(stages, schedule, mesh.to_lower, mesh.to_higher)
+        self.sequence_shards = sequence_shards
         # A group's first collective connects its ranks. In NCCL that allocates device memory, which
         # can wait for a receive in flight, and its sender may be waiting for this rank: a deadlock.
         # So connect dp and tp before the first receive is posted.
         for group in (mesh.dp, mesh.tp):
-            all_reduce_control(torch.zeros(1, device=self.pipeline.device), group=group)
-        self.last_micro = 0  # the last micro-batch of the running step
+            all_reduce_control(torch.zeros(1, device=self.device), group=group)
         self.replicas: dict[int, DistributedDataParallel] = {}  # by stage; none without dp
         if mesh.dp.size() > 1:
-            for number, stage in self.pipeline.stages.items():
+            for number, stage in stages.items():
                 modules = [module for module in (stage.part, stage.output) if module is not None]
                 self.replicas[number] = DistributedDataParallel(nn.ModuleList(modules), mesh.dp)
 
-    def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
-        """06's `Pipeline.run`: the losses, [m], zeros except on the ranks of the last stage."""
-        self.last_micro = len(micro_batches) - 1
-        return self.pipeline.run(micro_batches)
-
-    def around(self, action: Action) -> AbstractContextManager:
-        """The context of an action: gradients are reduced with the last micro-batch only."""
+    def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
+        """06's, but gradients are reduced with the last micro-batch only."""
         replica = self.replicas.get(action.stage)
-        is_last = action.micro == self.last_micro
-        return nullcontext() if is_last or replica is None else replica.no_sync()
+        is_last = action.micro == len(micro_batches) - 1
+        with nullcontext() if is_last or replica is None else replica.no_sync():
+            return super().run_action(action, received, micro_batches)
+
+    def message_shape(self, tokens: Tensor) -> tuple[int, int, int]:
+        batch, seq, d_model = super().message_shape(tokens)
+        return batch, seq // self.sequence_shards, d_model
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the average over `dp`. Call it once per step."""
@@ -226,7 +336,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     init_shards(model, args.seed, tp, device)
     schedule = partial(interleaved_1f1b, v=args.virtual_stages)  # v = 1: 1F1B
     sequence_shards = args.tp if args.sequence_parallel else 1
-    pipeline = MeshPipeline(model, units, schedule, mesh, sequence_shards, args.autocast)
+    stages = {stage: PipelineStage(model, units[stage], args.autocast) for stage in units}
+    pipeline = MeshPipeline(stages, schedule, mesh, sequence_shards)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
@@ -562,7 +673,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Process
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """A token's loss is log(sum exp(logit - highest)) - (target's logit - highest): the ranks
-    exchange one maximum and two sums per token. The gradient takes the memory of the logits."""
+    exchange one maximum and two sums per token. The gradient overwrites float32 logits."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
@@ -661,124 +772,17 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
 # ---- from 06: the pipeline ----
 
 
-class Pipeline:
-    """Run a schedule: forward and backward of all micro-batches through all stages.
-
-    units: the units (embedding, layers, output) of each stage of this rank, by the stage's number;
-    stage s is on rank s % p. to_lower, to_higher: two groups of the same ranks, one per direction.
-    NCCL runs the operations between two ranks of a group in order: in a single group, a send could
-    wait behind a receive that depends on it. autocast: compute in bfloat16, but exchange float32.
-    For 07: a message has 1 / sequence_shards of every sequence, and an action runs in the context
-    `around(action)`, which tells data parallelism whether to reduce gradients.
-    """
-
-    def __init__(
-        self,
-        model: Transformer,
-        units: dict[int, range],
-        schedule: Schedule,
-        to_lower: ProcessGroup,
-        to_higher: ProcessGroup,
-        autocast: bool = False,
-        sequence_shards: int = 1,
-        around: Callable[[Action], AbstractContextManager] = nullcontext,
-    ):
-        self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
-        self.p, self.rank = to_lower.size(), to_lower.rank()
-        self.n_stages = self.p * len(units)
-        self.stages = {stage: PipelineStage(model, units[stage], autocast) for stage in units}
-        self.device, self.d_model = next(model.parameters()).device, model.config.d_model
-        self.sequence_shards, self.around = sequence_shards, around
-        self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
-        self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
-        self.open_channels()
-
-    def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
-        """Forward and backward of micro-batches (tokens, targets, dropout keys), all of one shape;
-        under `no_grad` forward only. Returns their losses, [m]: zeros except on the last rank."""
-        losses = torch.zeros(len(micro_batches), device=self.device)
-        shape = self.message_shape(micro_batches[0][0])
-        actions = self.schedule(self.rank, self.p, len(micro_batches))
-        if not torch.is_grad_enabled():
-            actions = [action for action in actions if action.kind == "F"]
-        for upcoming, action in plan(actions, self.n_stages):
-            for upcoming_action in upcoming:
-                self.start_receive(upcoming_action, shape)
-            received = self.finish_receive(action) if action in self.receives else None
-            with annotate(f"{action.kind} {action.micro} {action.stage}"), self.around(action):
-                result = self.run_action(action, received, micro_batches)
-            destination = destination_of(action, self.n_stages)
-            if destination is not None:
-                self.start_send(result, destination)
-            elif action.kind == "F":
-                losses[action.micro] = result  # of the last stage
-        while self.sends:
-            self.finish_oldest_send()
-        return losses
-
-    def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
-        """Run an action. received: an F's activations or a B's gradient; None in an F of the first
-        stage, which starts from tokens, and in a B of the last one, which starts from the loss."""
-        stage = self.stages[action.stage]
-        if action.kind == "B":
-            return stage.backward(action.micro, received)
-        tokens, targets, keys = micro_batches[action.micro]
-        x = tokens if received is None else received
-        return stage.forward(action.micro, x, targets, keys, len(micro_batches))
-
-    def message_shape(self, tokens: Tensor) -> tuple[int, int, int]:
-        return tokens.shape[0], tokens.shape[1] // self.sequence_shards, self.d_model
-
-    def start_receive(self, action: Action, shape: tuple[int, ...]) -> None:
-        src = source_of(action, self.n_stages) % self.p
-        buffer = torch.empty(shape, device=self.device)
-        work = irecv(buffer, group=self.group_for(src, self.rank), group_src=src)
-        self.receives[action] = work, buffer
-
-    def finish_receive(self, action: Action) -> Tensor:
-        work, buffer = self.receives.pop(action)
-        work.wait()
-        return buffer
-
-    def start_send(self, tensor: Tensor, destination: int) -> None:
-        """Send without waiting. Beyond p sends in flight, wait for the oldest and free it."""
-        dst = destination % self.p
-        work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
-        self.sends.append((work, tensor))
-        if len(self.sends) > self.p:
-            self.finish_oldest_send()
-
-    def finish_oldest_send(self) -> None:
-        send, tensor = self.sends.popleft()  # `tensor` must stay alive until it is sent
-        send.wait()
-
-    def open_channels(self) -> None:
-        """Send one number between all neighbours, in an order common to all ranks: NCCL's first
-        operation between two ranks connects them, and blocks until both have issued it."""
-        # the last rank and the first one are neighbours with interleaving only
-        forward = {((stage - 1) % self.p, stage % self.p) for stage in range(1, self.n_stages)}
-        for src, dst in sorted(forward | {(dst, src) for src, dst in forward}):
-            number, group = torch.zeros(1, device=self.device), self.group_for(src, dst)
-            if self.rank == src:
-                isend(number, group=group, group_dst=dst).wait()
-            if self.rank == dst:
-                irecv(number, group=group, group_src=src).wait()
-
-    def group_for(self, src: int, dst: int) -> ProcessGroup:
-        return self.to_higher if dst > src else self.to_lower
-
-
 class InFlight(NamedTuple):
     """What a stage keeps of a micro-batch between its forward and its backward."""
 
     x: Tensor  # the input, a leaf of the graph: backward leaves its gradient in x.grad
-    edge: GradientEdge  # the place in the graph where backward starts
+    edge: GradientEdge  # where backward starts: a node of the graph, and which of its outputs
     grad: Tensor | None  # the gradient there; None: the next stage will send it
 
 
 class PipelineStage:
     """A contiguous range of units, and its micro-batches in flight. model: has the units of all
-    stages of this rank. units: those of this stage."""
+    stages of this rank. units: of this stage. autocast: computes in bfloat16, exchanges float32."""
 
     def __init__(self, model: Transformer, units: range, autocast: bool):
         self.part = Transformer(model.config, units=())  # embedding and layers
@@ -835,7 +839,7 @@ def units_of(stage: int, n_stages: int, n_layers: int) -> range:
 
 
 class Action(NamedTuple):
-    kind: str  # F: forward, B: backward
+    kind: str  # F: forward, B: backward (zero bubble: of the inputs), W: backward of the weights
     micro: int  # micro-batch
     stage: int
 
@@ -860,38 +864,12 @@ def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> 
 # ---- messages: activations go to the next stage (F), their gradients to the previous one (B) ----
 
 
-def source_of(action: Action, n_stages: int) -> int | None:
-    """The stage whose result an action starts from; None: it starts from tokens or the loss."""
-    if action.kind == "F" and action.stage > 0:
-        return action.stage - 1
-    if action.kind == "B" and action.stage < n_stages - 1:
-        return action.stage + 1
-    return None
-
-
-def destination_of(action: Action, n_stages: int) -> int | None:
-    """The stage that waits for the result of an action; None: no stage does."""
-    if action.kind == "F" and action.stage < n_stages - 1:
-        return action.stage + 1
-    if action.kind == "B" and action.stage > 0:
-        return action.stage - 1
-    return None
-
-
-RECEIVES_AHEAD = 1  # actions
-
-
-def plan(actions: list[Action], n_stages: int) -> list[tuple[list[Action], Action]]:
-    """Each action, with the actions whose receives are posted before it starts.
-
-    A receive is posted one action early, so that data arrives while the rank computes. Two early,
-    it could deadlock (see the README). Messages match by order: they are sent as they are needed.
-    """
-    upcoming: list[list[Action]] = [[] for _ in actions]
-    for i, action in enumerate(actions):
-        if source_of(action, n_stages) is not None:
-            upcoming[max(0, i - RECEIVES_AHEAD)].append(action)
-    return list(zip(upcoming, actions, strict=True))
+def source_and_destination(action: Action, n_stages: int) -> tuple[int | None, int | None]:
+    """The stages that an action receives from and sends to; None where there is no message."""
+    previous = action.stage - 1 if action.stage > 0 else None
+    following = action.stage + 1 if action.stage < n_stages - 1 else None
+    ends = {"F": (previous, following), "B": (following, previous), "W": (None, None)}
+    return ends[action.kind]
 
 
 def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:

@@ -375,11 +375,12 @@ def our_pipeline(schedule: str, virtual_stages: int = 1) -> Callable[[Shape], St
         units, model = stages_of(shape, virtual_stages)
         groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
         splits = schedule == "zero-bubble"
-        pipeline_class = stage.ZeroBubblePipeline if splits else stage.Pipeline
+        stage_class = stage.ZeroBubbleStage if splits else stage.PipelineStage
+        stages = {number: stage_class(model, units[number], False) for number in units}
         actions = stage.SCHEDULES[schedule]
         if virtual_stages > 1:
             actions = partial(actions, v=virtual_stages)
-        pipeline = pipeline_class(model, units, actions, *groups)
+        pipeline = stage.Pipeline(stages, actions, *groups)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
         def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -465,7 +466,8 @@ def our_mesh(shape: Shape) -> Step:
     model = Transformer(shape.config, units=units)
     init_weights(model, seed=1)
     stage.tensor_parallel(model.to(device()), mesh.tp)
-    pipeline = stage.MeshPipeline(model, {mesh.pp.rank(): units}, stage.one_f_one_b, mesh)
+    stages = {mesh.pp.rank(): stage.PipelineStage(model, units, False)}
+    pipeline = stage.MeshPipeline(stages, stage.one_f_one_b, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness import assert_same_curve, load_stage, stage_path, true_ledger
+from dry_run import dry_run
+from harness import REPO, assert_same_curve, load_stage, stage_path, true_ledger
 
 from common.counter_rng import sample_keys
 from common.model import Transformer, TransformerConfig, init_weights
@@ -29,18 +31,18 @@ def mesh(pp: int, dp: int, tp: int) -> tuple[int, list[str]]:
 # ---- the definitions are those of 02, 05 and 06 ----
 
 
-ADDITIONS = "(not in stage 07)"  # in the comment above definitions that 07 leaves out
+ADDITIONS = "# ---- zero bubble"  # begins the comment above what 07 leaves out of 06
 
 
 def definitions(stage: str) -> dict[str, str]:
     """The source of each top-level class, function and constant, decorators included.
 
-    The additions of 02, 05 and 06 that 07 leaves out are left out here too.
+    The zero bubble of 06, which 07 leaves out, is left out here too.
     """
     text = stage_path(stage).read_text()
     lines, found = text.splitlines(), {}
     loop = lines.index("# The training loop")
-    additions = next((i for i, line in enumerate(lines) if ADDITIONS in line), loop)
+    additions = next((i for i, line in enumerate(lines) if line.startswith(ADDITIONS)), loop)
     for node in ast.parse(text).body:
         if additions < node.lineno <= loop:
             continue
@@ -142,7 +144,8 @@ def pipeline_on(
     stage.init_shards(model, 1, mesh.tp, torch.device("cpu"))
     actions = partial(stage.interleaved_1f1b, v=v)
     sequence_shards = mesh.tp.size() if sequence_parallel else 1
-    pipeline = stage.MeshPipeline(model, units, actions, mesh, sequence_shards, autocast)
+    stages = {number: stage.PipelineStage(model, units[number], autocast) for number in units}
+    pipeline = stage.MeshPipeline(stages, actions, mesh, sequence_shards)
     return stage, mesh, model, pipeline
 
 
@@ -247,6 +250,24 @@ def test_model_state_is_sharded_over_pp_and_tp(fresh_pool, corpus_dir):
     assert held == pytest.approx(total, rel=0.02)
 
 
+EXAMPLE = "--d-model 5120 --n-layers 40 --n-heads 40 --seq-len 4096 --dtype bfloat16"
+EXAMPLE += " --micro-batch-size 1 --sequence-parallel --global-batch-size 512"
+
+
+@pytest.mark.parametrize("degrees", [(8, 4), (8, 8), (4, 4)], ids="tp {0[0]}, pp {0[1]}".format)
+def test_memory_in_the_readme_is_that_of_the_dry_run_and_of_the_formula(pools, degrees):
+    tp, pp = degrees
+    readme = (REPO / "07_3d/README.md").read_text()
+    assert f'RANKS=1024 ARGS="{EXAMPLE} --tp 8 --pp 4"' in readme
+    (row,) = re.findall(rf"^\| {tp} \| {pp} \| \d+ \| \d+ \| ([\d.]+) \| ([\d.]+) ", readme, re.M)
+    argv = [*EXAMPLE.split(), "--tp", str(tp), "--pp", str(pp)]
+    (report,) = pools(1, group=False).run(dry_run, "07", 1024, 0, argv)
+    found = [report.states / 1e9, report.peak / 1e9]
+    assert [float(figure) for figure in row] == pytest.approx(found, abs=0.06)  # rounded to 0.1
+    a_layer = (1 + 10 / tp) * 4 * 4096 * 5120  # in bfloat16 on a CPU; pp are in flight
+    assert report.activations == pytest.approx(pp * (40 / pp) * a_layer, rel=0.05)
+
+
 # ---- when gradients are reduced ----
 
 
@@ -255,8 +276,7 @@ def actions_of_reductions(schedule: str) -> list[str]:
     stage = load_stage("07")
     with patch.object(stage, "split_into_buckets", lambda params, cap_mb: [[p] for p in params]):
         _, mesh, _, pipeline = pipeline_on((2, 2, 1), schedule, False)
-    executor = pipeline.pipeline
-    run_action, all_reduce, running, found = executor.run_action, stage.all_reduce, [], []
+    run_action, all_reduce, running, found = pipeline.run_action, stage.all_reduce, [], []
 
     def watched(action, *rest):
         running[:] = [f"{action.kind}{action.micro}"]
@@ -266,7 +286,7 @@ def actions_of_reductions(schedule: str) -> list[str]:
         found.extend(running)
         return all_reduce(tensor, **kwargs)
 
-    executor.run_action = watched
+    pipeline.run_action = watched
     with patch.object(stage, "all_reduce", launched):
         pipeline.run(batches(2)[mesh.dp.rank()])
     pipeline.finish_gradient_synchronization()

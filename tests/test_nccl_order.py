@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -100,54 +103,65 @@ def test_orders_that_deadlock_under_nccl(orders):
 # ---- every schedule ----
 
 
-def named(op: str, message, rank: int, peer: int, p: int) -> Call:
-    src, dst = (rank, peer) if op == "send" else (peer, rank)
-    direction = "to_higher" if dst > src else "to_lower"
-    return Call(op, direction, direction, tuple(range(p)), (), (), peer=peer, name=str(message))
+class Recorded(stage.Pipeline):
+    """Stage 06's executor as one rank without the others: its calls and waits are recorded, each
+    message with the action that waits for it as its name."""
+
+    def __init__(self, schedule: Callable, p: int, v: int, rank: int):
+        self.schedule, self.to_lower, self.to_higher = schedule, "to_lower", "to_higher"
+        self.p, self.rank, self.n_stages = p, rank, p * v
+        self.device, self.d_model = torch.device("cpu"), 1
+        self.receives, self.sends = {}, deque()
+        self.events, self.issued, self.message = [], 0, "open"
+
+    def record(self, op: str, group: str, peer: int) -> SimpleNamespace:
+        ranks, number = tuple(range(self.p)), self.issued
+        self.events.append(Call(op, group, group, ranks, (), (), peer=peer, name=str(self.message)))
+        self.issued += 1
+        return SimpleNamespace(wait=lambda: self.events.append(Wait(number)))
+
+    def start_receive(self, action, shape) -> None:
+        self.message = action
+        super().start_receive(action, shape)
+
+    def run_action(self, action, received, micro_batches) -> torch.Tensor:
+        _, destination = stage.source_and_destination(action, self.n_stages)
+        self.message = action._replace(stage=destination)
+        return torch.zeros(())
+
+    def record_step(self, m: int, connects: bool = True) -> list[Call | Wait]:
+        def isend(tensor, group, group_dst):
+            return self.record("send", group, group_dst)
+
+        def irecv(tensor, group, group_src):
+            return self.record("recv", group, group_src)
+
+        with patch.multiple(stage, isend=isend, irecv=irecv):
+            if connects:
+                self.open_channels()
+            self.run([(torch.zeros(1, 1), None, None)] * m)
+        return self.events
 
 
-def channels(p: int, v: int, rank: int) -> list[Call | Wait]:
-    """The calls of `open_channels`: one number through each channel, waited for immediately."""
-    events: list[Call | Wait] = []
-    neighbors = {((s - 1) % p, s % p) for s in range(1, p * v)}
-    for src, dst in sorted(neighbors | {(dst, src) for src, dst in neighbors}):
-        if rank in (src, dst):
-            op, peer = ("send", dst) if rank == src else ("recv", src)
-            events += [named(op, "open", rank, peer, p), Wait(len(events) // 2)]
-    return events
+class TwoAhead(Recorded):
+    """The same, but a receive is posted two actions early."""
+
+    def start_receive(self, action, shape) -> None:
+        order = self.schedule(self.rank, self.p, len(self.micro_batches))
+        i = order.index(action)
+        for later in order[i + 1 : i + 2] if i else order[:2]:
+            super().start_receive(later, shape)
+
+    def run(self, micro_batches) -> torch.Tensor:
+        self.micro_batches = micro_batches
+        return super().run(micro_batches)
 
 
-def actions(name: str, p: int, m: int, v: int, rank: int) -> list:
-    if name == "interleaved":
-        return stage.interleaved_1f1b(rank, p, m, v)
-    return stage.SCHEDULES[name](rank, p, m)
-
-
-def issued_by(actions: list, p: int, v: int, rank: int) -> list[Call | Wait]:
-    """The calls of `Pipeline` on one rank: it opens the channels, then executes the plan."""
-    events = channels(p, v, rank)
-    issued = len(events) // 2
-    receives, sends = {}, deque()
-    for posts, action in stage.plan(actions, p * v):
-        for waiting in posts:
-            source = stage.source_of(waiting, p * v)
-            events.append(named("recv", waiting, rank, source % p, p))
-            receives[waiting], issued = issued, issued + 1
-        if action in receives:
-            events.append(Wait(receives[action]))
-        destination = stage.destination_of(action, p * v)
-        if destination is not None:
-            message = action._replace(stage=destination)
-            events.append(named("send", message, rank, destination % p, p))
-            sends.append(issued)
-            issued += 1
-            if len(sends) > p:
-                events.append(Wait(sends.popleft()))
-    return [*events, *map(Wait, sends)]
-
-
-def pipeline(name: str, p: int, m: int, v: int) -> Records:
-    return [issued_by(actions(name, p, m, v, rank), p, v, rank) for rank in range(p)]
+def pipeline(
+    name: str, p: int, m: int, v: int, executor: type = Recorded, connects: bool = True
+) -> Records:
+    schedule = partial(stage.SCHEDULES[name], v=v) if v > 1 else stage.SCHEDULES[name]
+    return [executor(schedule, p, v, rank).record_step(m, connects) for rank in range(p)]
 
 
 def cases(name: str) -> list[tuple[int, int, int]]:
@@ -168,11 +182,8 @@ def test_every_schedule_completes_without_deadlock(name):
 
 def evaluation(p: int, m: int, v: int) -> Records:
     """The forwards of a schedule alone."""
-    records: Records = []
-    for rank in range(p):
-        forwards = [a for a in actions("interleaved", p, m, v, rank) if a.kind == "F"]
-        records.append(issued_by(forwards, p, v, rank))
-    return records
+    with torch.no_grad():
+        return pipeline("interleaved", p, m, v)
 
 
 def test_evaluation_completes_without_deadlock():
@@ -185,8 +196,8 @@ def test_evaluation_completes_without_deadlock():
     ("name", "p", "m", "v"), [("gpipe", 2, 2, 1), ("1f1b", 3, 2, 1), ("interleaved", 2, 4, 2)]
 )
 def test_receives_two_actions_ahead_would_deadlock_in_a_shared_queue(name, p, m, v):
-    with patch.object(stage, "RECEIVES_AHEAD", 2):
-        records = pipeline(name, p, m, v)
+    assert_completes(pipeline(name, p, m, v))
+    records = pipeline(name, p, m, v, executor=TwoAhead)
     assert_completes(records, one_queue=False)
     with pytest.raises(AssertionError, match="wait for one another"):
         assert_completes(records)
@@ -230,10 +241,7 @@ def test_one_communicator_per_group_would_deadlock():
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
 def test_without_open_channels_the_first_messages_can_deadlock(name):
     """The model shows why `open_channels` is needed."""
-    bare: Records = []
-    for rank, events in enumerate(pipeline(name, 4, 2, 1)):
-        n = len(channels(4, 1, rank)) // 2
-        bare.append([e if isinstance(e, Call) else Wait(e.call - n) for e in events[2 * n :]])
+    bare = pipeline(name, 4, 2, 1, connects=False)
     with pytest.raises(AssertionError, match="connects"):
         assert_completes(bare)
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import PeakMemory, assert_same_curve, count_collectives, load_stage, true_ledger
+from dry_run import dry_run
+from harness import (
+    REPO,
+    PeakMemory,
+    assert_same_curve,
+    count_collectives,
+    load_stage,
+    true_ledger,
+)
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,11 +59,12 @@ def pipeline_of(
     model = Transformer(config, units=[unit for part in units.values() for unit in part])
     init_weights(model, 1)
     groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
-    kind = stage.ZeroBubblePipeline if schedule == "zero-bubble" else stage.Pipeline
+    kind = stage.ZeroBubbleStage if schedule == "zero-bubble" else stage.PipelineStage
+    stages = {number: kind(model, units[number], autocast) for number in units}
     actions = stage.SCHEDULES[schedule]
     if n_stages > p:
         actions = partial(actions, v=n_stages // p)
-    return kind(model, units, actions, *groups, autocast), model
+    return stage.Pipeline(stages, actions, *groups), model
 
 
 # ---- parity ----
@@ -329,6 +340,24 @@ def test_activation_memory_is_that_of_the_micro_batches_in_flight(pools, checkpo
                 assert got["one"] == 2 * BOUNDARY
             if not checkpointing and schedule != "zero-bubble":  # between B and W less is kept
                 assert got["bytes"] >= bound * got["one"] * 0.9, (schedule, rank, got)
+
+
+MODEL = "--d-model 1024 --n-layers 16 --n-heads 16 --seq-len 1024"
+MODEL += " --global-batch-size 8 --micro-batch-size 1"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_activations_in_the_readme_are_those_of_the_dry_run(pools, schedule):
+    readme = (REPO / "06_pipeline/README.md").read_text()
+    assert f'RANKS=4 RANK=0 ARGS="{MODEL}"' in readme
+    (row,) = re.findall(rf"^\| `{schedule}`((?: \| \d\.\d\d){{4}}) \|$", readme, re.M)
+    found = []
+    for dtype, rank in product(("float32", "bfloat16"), (0, 3)):
+        argv = [*MODEL.split(), "--schedule", schedule, "--dtype", dtype]
+        (report,) = pools(1, group=False).run(dry_run, "06", 4, rank, argv)
+        found.append(report.activations / 1e9)
+    stated = [float(figure) for figure in row.split("|")[1:]]
+    assert stated == pytest.approx(found, abs=0.006)  # rounded to 0.01
 
 
 def test_head_in_flight_holds_no_more_memory_than_its_hidden_states(pools):

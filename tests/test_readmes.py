@@ -197,11 +197,13 @@ def test_an_experiment_ends_as_its_readme_says():
 
 def test_pictures_are_up_to_date():
     import buckets
+    import mesh_step
     import messages
 
     for name, drawn in {
         "02_ddp/buckets.svg": buckets,
         "06_pipeline/messages.svg": messages,
+        "07_3d/step.svg": mesh_step,
     }.items():
         assert (REPO / name).read_text() == str(drawn.draw()), f"{name}: make pictures"
 
@@ -248,29 +250,3 @@ def test_the_time_line_shows_what_is_hidden_and_what_is_exposed():
     messages = overlap.communication(events, step)
     assert [round(s.end - s.start, 3) for s in messages] == [3.0]
     assert round(overlap.overlapped(compute, messages), 3) == 0.5
-
-
-def test_the_time_line_of_a_mesh_has_a_lane_for_each_axis():
-    """One action in which tp all-reduces, a receive around it, then dp's hook and the norm."""
-    import overlap
-
-    events = [
-        step := event("ProfilerStep#3", 0, 20),
-        event("c10d::recv_", 1, 1.1),
-        event("gloo:recv", 1.1, 12),
-        event("F 0 0", 2, 6),
-        event("ReduceFromRegion", 3, 5),
-        event("c10d::allreduce_", 3, 3.1),
-        event("gloo:all_reduce", 3.2, 5, tid=2),
-        event("B 0 0", 12, 17),
-        event("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 15, 16),
-        event("c10d::allreduce_", 15.5, 15.6),
-        event("gloo:all_reduce", 15.7, 18, tid=2),
-        event("c10d::allreduce_", 18, 18.1),
-        event("gloo:all_reduce", 18.2, 19, tid=2),
-    ]
-    actions = [(span.label, span.start, span.end) for span in overlap.actions(events, step)]
-    assert actions == [("F0", 2, 6), ("B0", 12, 17)]
-    lanes = overlap.lanes_of(overlap.communication(events, step, by_axis=True), by_axis=True)
-    starts = {axis: [span.start for span in spans] for axis, spans in lanes.items()}
-    assert starts == {"tp": [3], "pp receive": [1], "dp": [15.5], "control": [18]}

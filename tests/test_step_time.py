@@ -54,7 +54,9 @@ def communication_over_computation(width: int, ranks: int) -> float:
 
 
 def mesh(tp: int, pp: int) -> list[float]:
-    """07: bubble, tp exposed, dp exposed and step in seconds, of 1,024 ranks."""
+    """07: bubble, tp exposed, dp exposed and step in seconds, of 1,024 ranks.
+
+    With --sequence-parallel three of a layer's four all-reduces are exposed."""
     layers, width, seq, vocab = 40, 5120, 4096, 33_280
     parameters = layers * (12 * width**2 + 2 * width) + 2 * vocab * width + width
     flops = 6 * (parameters - vocab * width) + 12 * layers * width * seq
@@ -63,7 +65,7 @@ def mesh(tp: int, pp: int) -> list[float]:
     m = 512 // dp
     bubble = (pp - 1) / m * compute
     activation = 2 * seq * width
-    over_tp = 4 * layers / pp * m * (tp - 1) / tp * activation
+    over_tp = 3 * 2 * layers / pp * m * (tp - 1) / tp * activation
     over_tp *= (1 + (pp - 1) / m) / group_bandwidth(tp, tp, NVLINK, CARD)
     over_dp = 2 * (dp - 1) / dp * 4 * parameters / (tp * pp)
     over_dp = over_dp / group_bandwidth(dp, 8 // tp, NVLINK, CARD) - 2 / 3 * compute / m
@@ -80,7 +82,7 @@ ADAMW = 1e3 * 28 * GPT2.num_parameters() / H100.memory_bandwidth
 SEND = 1e3 * 2 * AROUND * TINY  # of an all-reduce, for milliseconds
 LAYER = 1e3 * AROUND * WIDE
 LAYER_FORWARD = 1e3 * 2 * WIDE * 4096 / F  # of 04's 4,096 tokens
-GIANT = 13e9  # parameters of the pipeline in 06 and 07
+GIANT = 13e9  # parameters of the pipeline in 06
 TURN = 6 * GIANT / 8 * 2048 / F  # of a micro-batch in one of its eight stages, seconds
 FSDP = 8 * GIANT / SLOW_NODES
 CASTS = H100.matmul / H100.memory_bandwidth  # FLOPs of the saved half of a matmul per byte
@@ -180,16 +182,16 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
     ),
     "06, pipeline": ("06_pipeline", r"= 2\.7 GB, or ([\d.]+) s", [131_072 * 5120 * 4 / SLOW_NODES]),
     "06, FSDP": ("06_pipeline", r"That takes ([\d.]+) s, and more", [8 * GIANT / SLOW_NODES]),
-    "07, a stage": ("07_3d", r"= (\d+) ms on one stage", [1e3 * TURN]),
-    "07, forward": ("07_3d", r"while the next forward takes (\d+) ms", [1e3 * TURN / 3]),
-    "07, pipeline or FSDP": (
-        "07_3d",
-        r"pipeline takes ([\d.]+) s and FSDP ([\d.]+) s\. With m = 16 it is ([\d.]+) s against"
+    "06, a stage": ("06_pipeline", r"= (\d+) ms on one stage", [1e3 * TURN]),
+    "06, forward": ("06_pipeline", r"while the next forward takes (\d+) ms", [1e3 * TURN / 3]),
+    "06, pipeline or FSDP": (
+        "06_pipeline",
+        r"1F1B takes ([\d.]+) s and FSDP ([\d.]+) s\. With m = 16 it is ([\d.]+) s against"
         r" ([\d.]+) s, with m = 64 ([\d.]+) s against ([\d.]+) s",
         [time for m in (8, 16, 64) for time in ((m + 7) * TURN, max(m * TURN, FSDP))],
     ),
-    "07, hybrid": (
-        "07_3d",
+    "06, hybrid": (
+        "06_pipeline",
         r"bytes from each node: ([\d.]+) s instead of ([\d.]+) s",
         [7 * GIANT / 8 / SLOW_RING, 8 * GIANT / SLOW_NODES],
     ),
@@ -198,8 +200,8 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
         r"the 104 GB of the example in ([\d.]+) s",
         [8 * GIANT / group_bandwidth(64, 8, NVLINK, CARD)],
     ),
-    "07, inside": ("07_3d", r"once per step \((\d+) ms\)", [1e3 * AROUND * GIANT / INSIDE]),
-    "07, message": ("07_3d", r"takes ([\d.]+) ms, while", [4e3 * 2048 * 5120 / SLOW_RING]),
+    "06, inside": ("06_pipeline", r"fast links, in (\d+) ms", [1e3 * AROUND * GIANT / INSIDE]),
+    "06, message": ("06_pipeline", r"takes ([\d.]+) ms, while", [4e3 * 2048 * 5120 / SLOW_RING]),
     "07, problem": (
         "07_3d",
         r"width 4,096 communicates ([\d.]+) times",

@@ -34,17 +34,19 @@ def draw() -> Picture:
         art.rect(left, actions, length * scale, 34, "track")
         art.text(16, receives + 20, "receives")
         free = 0.0
-        plan = stage.plan(stage.gpipe(rank, RANKS, MICRO_BATCHES), RANKS)
-        for (upcoming, action), span in zip(plan, spans[rank], strict=True):
-            for later in upcoming:
-                posted.setdefault((rank, later), free)
+        order = stage.gpipe(rank, RANKS, MICRO_BATCHES)
+        for i, (action, span) in enumerate(zip(order, spans[rank], strict=True)):
+            for later in order[i + 1 : i + 2] if i else order[:2]:
+                source, _ = stage.source_and_destination(later, RANKS)
+                if source is not None:
+                    posted[rank, later] = free
             if span.start > free:
                 middle, gap = left + (free + span.start) / 2 * scale, f"waits for {message(action)}"
                 art.text(middle, actions + 21, gap, 11, "faint", "middle")
             x, w = left + span.start * scale, (span.end - span.start) * scale
             art.bar(x, actions, w - 1, 34, KINDS[span.kind][0], f"{span.kind}{span.micro}")
             free = span.end
-            receiver = stage.destination_of(action, RANKS)
+            _, receiver = stage.source_and_destination(action, RANKS)
             if receiver is not None:
                 arrives[receiver, action._replace(stage=receiver)] = span.end + MESSAGE
     for (rank, action), begin in posted.items():

@@ -7,16 +7,14 @@ A run with --profile leaves the traces of three steps in its folder. This tool d
 median length, as one rank saw it. The upper lane holds the operators of the training thread,
 colored by phase and labeled with the unit that they belong to. Where the lane is empty, the thread
 waits or runs Python. The lower lane holds the collectives, each from its launch until it has
-finished on this rank. For stage 07 the upper lane holds the pipeline's actions (F3: the forward of
-micro-batch 3, with its waits for other ranks), and each axis of the mesh has a lane of its own. It
-reads traces of CPU runs (Gloo); open a GPU's in https://ui.perfetto.dev.
+finished on this rank. The tool reads traces of CPU runs (Gloo) without a pipeline, whose actions
+`make schedule-06` draws; open a GPU's in https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 from bisect import bisect_right
 from collections import Counter
 from pathlib import Path
@@ -29,13 +27,9 @@ COLLECTIVES = {  # fill and meaning, by the operator that launches it and by Glo
     ("allreduce", "all_reduce"): ("purple", "all-reduce"),
     ("_allgather_base", "all_gather"): ("teal", "all-gather"),
     ("alltoall_base", "all_to_all"): ("pink", "reduce-scatter"),  # of common/collectives.py
-    ("recv", "recv"): ("pink", "pp receive"),
-    ("send", "send"): ("teal", "pp send"),
+    ("recv", "recv"): ("pink", "receive"),
+    ("send", "send"): ("teal", "send"),
 }
-# lanes of stage 07, with the fills of its mesh.svg
-AXES = {"tp": "teal", "pp receive": "pink", "pp send": "pink", "dp": "purple", "control": "grey"}
-TENSOR_PARALLEL = re.compile("LinearWithAsyncCommunication|ReduceFromRegion|VocabParallel")
-ACTION = re.compile(r"([FB]) (\d+) \d+")  # of a pipeline: kind, micro-batch, stage
 
 
 class Span(NamedTuple):
@@ -102,40 +96,8 @@ def computation(events: list[dict], step: dict, n_layers: int) -> list[Span]:
     return spans
 
 
-def actions(events: list[dict], step: dict) -> list[Span]:
-    """The pipeline's actions, labeled `F0` for the forward of micro-batch 0, `B0` its backward."""
-    spans = []
-    for event in events:
-        found = ACTION.fullmatch(event["name"])
-        start = (event["ts"] - step["ts"]) / 1e3
-        if found and event["tid"] == step["tid"] and 0 <= start < step["dur"] / 1e3:
-            fill = {"F": "blue", "B": "green"}[found[1]]
-            spans.append(Span(start, start + event["dur"] / 1e3, fill, found[1] + found[2]))
-    return spans
-
-
-def axis_of(call: dict, events: list[dict]) -> str:
-    """The axis of stage 07's mesh along which a collective runs, by the events around its call.
-
-    A trace does not name process groups. Collectives in the autograd functions of stage 05 are
-    tp's, and those that the hook of an accumulated gradient launches are dp's. What is left are
-    scalars: the norm, the loss and the flag to stop.
-    """
-    around = [
-        e["name"]
-        for e in events
-        if e["tid"] == call["tid"] and e["ts"] <= call["ts"] <= e["ts"] + e["dur"]
-    ]
-    if any(TENSOR_PARALLEL.search(name) for name in around):
-        return "tp"
-    return "dp" if any("AccumulateGrad" in name for name in around) else "control"
-
-
-def communication(events: list[dict], step: dict, by_axis: bool = False) -> list[Span]:
-    """Each collective from its launch on the training thread to its end on one of Gloo's.
-
-    by_axis: labeled and colored by the axis of the mesh, else by the kind of collective.
-    """
+def communication(events: list[dict], step: dict) -> list[Span]:
+    """Each collective from its launch on the training thread to its end on one of Gloo's."""
     spans = []
     for (call_name, work_name), (fill, meaning) in COLLECTIVES.items():
         works = [e for e in events if e["name"] == f"gloo:{work_name}"]
@@ -147,10 +109,7 @@ def communication(events: list[dict], step: dict, by_axis: bool = False) -> list
             start = (call["ts"] - step["ts"]) / 1e3
             if 0 <= start < step["dur"] / 1e3:
                 end = (work["ts"] + work["dur"] - step["ts"]) / 1e3
-                is_message = meaning in AXES
-                label = axis_of(call, events) if by_axis and not is_message else meaning
-                label = label if by_axis else label.removeprefix("pp ")  # a ring's in stage 08
-                spans.append(Span(start, end, AXES.get(label, fill), label))
+                spans.append(Span(start, end, fill, meaning))
     return sorted(spans)
 
 
@@ -198,48 +157,34 @@ def rows_of(spans: list[Span]) -> list[int]:
 # ---- drawing ----
 
 
-def lanes_of(messages: list[Span], by_axis: bool) -> dict[str, list[Span]]:
-    """One lane of communication, or one for each axis of the mesh that communicates."""
-    if not by_axis:
-        return {"communication": messages}
-    lanes = {axis: [span for span in messages if span.label == axis] for axis in AXES}
-    return {axis: spans for axis, spans in lanes.items() if spans}
-
-
-def picture(
-    compute: list[Span], lanes: dict[str, list[Span]], length: float, title: str
-) -> Picture:
+def picture(compute: list[Span], messages: list[Span], length: float, title: str) -> Picture:
     left, width, lane, bar = 116, 900, 34, 18
     scale = (width - left - 16) / length
-    heights = {
-        name: bar * (max(rows_of(spans), default=0) + 1) + 8 for name, spans in lanes.items()
-    }
-    bottom = 44 + lane + sum(12 + height for height in heights.values())
+    height = bar * (max(rows_of(messages), default=0) + 1) + 8
+    bottom = 44 + lane + 12 + height
     art = Picture(width, bottom + 62, title)
     art.rect(left, 44, length * scale, lane, "track")
-    art.text(16, 44 + lane / 2 + 4, "computation" if len(lanes) == 1 else "actions")
+    art.text(16, 44 + lane / 2 + 4, "computation")
     for span in merged(compute, gap=0.004 * length):
         w = (span.end - span.start) * scale
         art.bar(left + span.start * scale, 44, w, lane, span.fill, span.label)
     y = 44 + lane + 12
+    art.rect(left, y, length * scale, height, "track")
+    art.text(16, y + height / 2 + 4, "communication")
     count: Counter = Counter()
-    for name, spans in lanes.items():
-        art.rect(left, y, length * scale, heights[name], "track")
-        art.text(16, y + heights[name] / 2 + 4, name)
-        labeled = 0.0  # where the last label below the bars ends
-        for span, row in zip(spans, rows_of(spans), strict=True):
-            x, w = left + span.start * scale, (min(span.end, length) - span.start) * scale
-            label = str(count[span.label])
-            art.bar(x, y + 4 + row * bar, w, bar - 3, span.fill, label)
-            if w < 6.4 * len(label) + 4 and max(rows_of(spans)) == 0 and x + w / 2 > labeled:
-                art.text(x + w / 2, y + 27, label, size=9, anchor="middle")  # too narrow: below
-                labeled = x + w / 2 + 5.5 * len(label)
-            count[span.label] += 1
-        y += heights[name] + 12
+    labeled = 0.0  # where the last label below the bars ends
+    for span, row in zip(messages, rows_of(messages), strict=True):
+        x, w = left + span.start * scale, (min(span.end, length) - span.start) * scale
+        label = str(count[span.label])
+        art.bar(x, y + 4 + row * bar, w, bar - 3, span.fill, label)
+        if w < 6.4 * len(label) + 4 and max(rows_of(messages)) == 0 and x + w / 2 > labeled:
+            art.text(x + w / 2, y + 27, label, size=9, anchor="middle")  # too narrow: below
+            labeled = x + w / 2 + 5.5 * len(label)
+        count[span.label] += 1
     art.axis(left, bottom + 6, scale, length, "ms")
-    meanings = {span.fill: span.label for spans in lanes.values() for span in spans}
+    meanings = {span.fill: span.label for span in messages}
     phases = {fill: name for fill, name in PHASES.items() if fill in {s.fill for s in compute}}
-    art.legend(left, bottom + 48, phases | ({} if len(lanes) > 1 else meanings))
+    art.legend(left, bottom + 48, phases | meanings)
     return art
 
 
@@ -253,24 +198,17 @@ def main() -> None:
     config = json.loads((args.run / "config.json").read_text())
     events = load_trace(args.run, args.rank)
     step = median_step(events)
-    by_axis = "pp" in config["arguments"]  # stage 07, on a mesh
-    messages = communication(events, step, by_axis)
-    lanes = lanes_of(messages, by_axis)
-    if by_axis:
-        compute = actions(events, step)
-        each = (f"{axis} {duration(spans):.1f} ms" for axis, spans in lanes.items())
-        print(f"step {step['dur'] / 1e3:.1f} ms, in flight:", ", ".join(each))
-    else:
-        compute = computation(events, step, config["arguments"]["n_layers"])
-        in_flight, hidden = duration(messages), overlapped(compute, messages)
-        print(
-            f"step {step['dur'] / 1e3:.1f} ms, communication {in_flight:.1f} ms: "
-            f"{hidden:.1f} ms hidden behind computation, {in_flight - hidden:.1f} ms exposed"
-        )
+    messages = communication(events, step)
+    compute = computation(events, step, config["arguments"]["n_layers"])
+    in_flight, hidden = duration(messages), overlapped(compute, messages)
+    print(
+        f"step {step['dur'] / 1e3:.1f} ms, communication {in_flight:.1f} ms: "
+        f"{hidden:.1f} ms hidden behind computation, {in_flight - hidden:.1f} ms exposed"
+    )
     title = args.title or f"{config['stage']} on {config['world_size']} ranks"
     title += f": one step of rank {args.rank}, traced"
     path = args.svg or args.run / "overlap.svg"
-    path.write_text(str(picture(compute, lanes, step["dur"] / 1e3, title)))
+    path.write_text(str(picture(compute, messages, step["dur"] / 1e3, title)))
     print(f"written: {path}")
 
 

@@ -29,12 +29,11 @@ from svg import LIGHT, Picture  # noqa: E402
 from common.arguments import Parser, positive_int  # noqa: E402
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+COSTS = {"F": 1.0, "B": 2.0, "W": 1.0}  # B: 1 where W computes the weights' part
 KINDS = {  # fill and meaning
-    "F": ("blue", "forward"),
-    "B": ("green", "backward"),
-    "I": ("green", "backward, inputs only"),
-    "W": ("orange", "backward, weights"),
+    "F": ("blue", "F: forward"),
+    "B": ("green", "B: backward (zero-bubble: inputs only)"),
+    "W": ("orange", "W: backward, weights"),
 }
 
 
@@ -46,11 +45,6 @@ class Span(NamedTuple):
     chunk: int
     start: float
     end: float
-
-
-def drawn_kind(kind: str, kinds: set[str]) -> str:
-    """Where a rank has `W` actions, its `B` is the inputs' part alone: `I`."""
-    return "I" if kind == "B" and "W" in kinds else kind
 
 
 def simulate(stage, schedule, p: int, m: int, message: float = 0.0) -> list[list[Span]]:
@@ -66,18 +60,17 @@ def simulate(stage, schedule, p: int, m: int, message: float = 0.0) -> list[list
     while progress:
         progress = False
         for rank, row in enumerate(rows):
-            kinds = {action.kind for action in row}
+            costs = COSTS | {"B": 1.0} if any(action.kind == "W" for action in row) else COSTS
             while len(spans[rank]) < len(row):
                 action = row[len(spans[rank])]
-                waits = stage.source_of(action, n_stages) is not None
+                source, destination = stage.source_and_destination(action, n_stages)
+                waits = source is not None
                 if waits and action not in arrived:
                     break
                 free = spans[rank][-1].end if spans[rank] else 0.0
                 start = max(free, arrived[action] if waits else 0.0)
-                kind = drawn_kind(action.kind, kinds)
-                end = start + COSTS[kind] * p / n_stages  # a v-th of it with v stages per rank
-                spans[rank].append(Span(kind, action.micro, action.stage // p, start, end))
-                destination = stage.destination_of(action, n_stages)
+                end = start + costs[action.kind] * p / n_stages  # a v-th with v stages per rank
+                spans[rank].append(Span(action.kind, action.micro, action.stage // p, start, end))
                 if destination is not None:
                     arrived[action._replace(stage=destination)] = end + message
                 progress = True
@@ -109,8 +102,7 @@ def measured(folder: Path) -> list[list[list[Span]]]:
 def _as_drawn(row: list[Span]) -> list[Span]:
     """A trace has the numbers of stages; a rank's own ones are its chunks 0, 1, ..."""
     chunks = {stage: i for i, stage in enumerate(sorted({span.chunk for span in row}))}
-    kinds = {span.kind for span in row}
-    return [s._replace(kind=drawn_kind(s.kind, kinds), chunk=chunks[s.chunk]) for s in row]
+    return [s._replace(chunk=chunks[s.chunk]) for s in row]
 
 
 def _rank_of(path: Path) -> int:
@@ -227,10 +219,7 @@ def picture(title: str, panels: list[Panel]) -> Picture:
     art.axis(left, bottom, scale, longest, panels[0].unit)
     spans = [span for panel in panels for row in panel.spans for span in row]
     used = {span.kind for span in spans}
-    meanings: dict[str, str] = {}
-    for kind, (fill, meaning) in KINDS.items():
-        if kind in used:
-            meanings[fill] = f"{meanings[fill]} / {meaning}" if fill in meanings else meaning
+    meanings = dict(KINDS[kind] for kind in KINDS if kind in used)
     x = art.legend(left, bottom + 50, meanings | {"track": "bubble"})
     if any(span.chunk for span in spans):
         art.text(x, bottom + 50, "paler: every second virtual stage", fill="faint")
