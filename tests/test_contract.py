@@ -25,13 +25,14 @@ class Unit(nn.Module):
     def __init__(self, how: str = ""):
         super().__init__()
         self.how, self.linear, self.other = how, nn.Linear(6, 6), nn.Linear(6, 6)
-        self.kept: Tensor | None = None
+        self.kept: Tensor | list[Tensor] | None = None
 
     def forward(self, x: Tensor):
         y = self.linear(x).tanh()
-        if self.how == "keeps a later tensor":  # such as an auxiliary loss
+        if self.how.startswith("keeps"):  # such as an auxiliary loss, computed after the output
             y = self.other(y)
-            self.kept = self.linear(x.sin()).tanh() * self.other.bias
+            kept = self.linear(x.sin()).tanh() * self.other.bias
+            self.kept = kept if self.how == "keeps an attribute" else [kept]
             return y
         if self.how == "unused parameter":
             return y
@@ -144,7 +145,7 @@ MODELS = {  # how the model is changed, strategies, message
     "unit without parameters": (lambda model: model.units.append(nn.Tanh()), UNITS, "no param"),
     "a backward that misses units": (chain("detached"), UNITS, "has not reached"),
     "a part of a unit recomputed": (chain("", "a part recomputed"), UNITS, "no attribute"),
-    "changed in place": (chain("", "changes a parameter"), UNITS, "in place"),
+    "changed in place": (chain("", "changes a parameter"), UNITS, "modified inplace"),
     "parameter with strides": (strided, ["ddp"], "contiguous"),
 }
 
@@ -306,7 +307,7 @@ def retained_graph(trainer: Trainer) -> None:
 
 
 def kept_tensor_alone(trainer: Trainer) -> None:
-    trainer.plain.units[1].how = "keeps a later tensor"
+    trainer.plain.units[1].how = "keeps an attribute"
     trainer.model(batch())
     trainer.plain.units[1].kept.sum().backward()
     trainer.sync.finish_gradient_synchronization()
@@ -326,6 +327,12 @@ def frozen_after_wrapping(trainer: Trainer) -> None:
 def changed_in_place(trainer: Trainer) -> None:
     nn.init.zeros_(trainer.plain.units[1].linear.bias)
     train(trainer)
+
+
+def changed_in_an_evaluation(trainer: Trainer) -> None:
+    trainer.plain.units[1].how = "changes a parameter"
+    with torch.no_grad():
+        trainer.model(batch())
 
 
 def moved_data(trainer: Trainer) -> None:
@@ -368,7 +375,7 @@ LOOPS = {  # what the loop does, strategies, message
     "second backward": (second_backward, ["zero-1"], ONE_STEP),
     "failed backward": (failed_backward, UNITS, "restart the run"),
     "gradient of an input only": (gradient_of_an_input, UNITS, "restart the run"),
-    "a checkpoint around the model": (whole_model_checkpointed, UNITS, "more than one unit"),
+    "a checkpoint around the model": (whole_model_checkpointed, UNITS, "two units"),
     "an old graph": (old_graph, STAGES_1_2, "modified by an inplace operation"),
     "an old graph, units": (old_graph, UNITS, "before the optimizer's last step"),
     "a graph of before the step": (graph_of_before_step, STAGES_1_2, "modified by an inplace"),
@@ -380,6 +387,7 @@ LOOPS = {  # what the loop does, strategies, message
     "frozen afterwards, units": (frozen_afterwards, UNITS, "shards only"),
     "frozen afterwards, replicas": (frozen_after_wrapping, ["ddp"], "freeze or unfreeze"),
     "a parameter changed in place": (changed_in_place, UNITS, "no attribute 'bias'"),
+    "a parameter changed in an evaluation": (changed_in_an_evaluation, UNITS, "in place"),
     "replicas without shards": (replicas_alone, ["fsdp"], "needs a shard_group"),
     "another tensor as data": (moved_data, STAGES_1_2, "freeze, move or cast"),
     "another tensor as data, units": (moved_data, UNITS, "no attribute 'bias'"),
@@ -424,7 +432,7 @@ def inference(model: nn.Module, sync) -> None:
 def kept_tensor(model: nn.Module, sync) -> None:
     loss = model(batch()).square().sum()
     units = getattr(model, "module", model).units
-    (loss + units[1].kept.square().sum()).backward()
+    (loss + units[1].kept[0].square().sum()).backward()
 
 
 def plainly(model: nn.Module, sync) -> None:
@@ -466,7 +474,7 @@ ALLOWED = {
     "two forwards before one backward": (two_forwards, chain()),
     "inference mode": (inference, chain()),
     "an output changed in place": (plainly, chain("in place")),
-    "a tensor kept beside the output": (kept_tensor, chain("", "keeps a later tensor")),
+    "a tensor kept beside the output": (kept_tensor, chain("", "keeps a list")),
     "a detached weight": (input_needs_gradient, chain("", "detached weight")),
     "two backward passes of a graph": (twice_backward, chain()),
     "checkpoints around units": (checkpointed_units, chain()),
@@ -496,6 +504,8 @@ def distance_after_two_steps(strategy: str, name: str, shards: int = 0) -> float
             run(plain, None)
         run(trainer.model, trainer.sync)
         trainer.sync.finish_gradient_synchronization()
+        if strategy in UNITS:
+            assert all(bucket.shard.grad is not None for bucket in trainer.sync.buckets)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad(set_to_none=True)
         run(plain, None)
