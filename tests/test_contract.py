@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -104,49 +105,38 @@ def train(trainer: Trainer, steps: int = 2) -> None:
 # ---- misuses of the model: errors when it is sharded, or in the first step ----
 
 
-def tied(model: Chain) -> None:
-    model.units[2].linear.weight = model.units[0].linear.weight
+def tie(model: Chain, first: int, last: int) -> None:
+    model.units[last].other.weight = model.units[first].linear.weight
 
 
-def tied_within(model: Chain) -> None:
-    model.units[0].other.weight = model.units[0].linear.weight
+def of_linear(change: Callable[[nn.Linear], object]) -> Callable[[Chain], object]:
+    return lambda model: change(model.units[1].linear)
 
 
-def outside(model: Chain) -> None:
-    model.scale = nn.Parameter(torch.ones(()))
-
-
-def frozen(model: Chain) -> None:
-    model.units[1].linear.bias.requires_grad_(False)
-
-
-def mixed(model: Chain) -> None:
-    model.units[1].linear.double()
-
-
-def strided(model: Chain) -> None:
-    model.units[1].linear.weight.data = torch.randn(6, 12)[:, ::2]
-
-
-def recurrent(model: Chain) -> None:
-    model.units[1].linear = nn.LSTM(6, 6)
-
-
+STRIDED = torch.randn(6, 12)[:, ::2]
 MODELS = {  # how the model is changed, strategies, message
-    "tied": (tied, UNITS, "tied"),
-    "tied within a unit": (tied_within, UNITS, "tied"),
-    "outside of all units": (outside, UNITS, "in no unit"),
-    "frozen": (frozen, UNITS, "frozen"),
-    "mixed dtypes": (mixed, UNITS, "dtype"),
+    "tied": (lambda model: tie(model, 0, 2), UNITS, "tied"),
+    "tied within a unit": (lambda model: tie(model, 0, 0), UNITS, "tied"),
+    "outside of all units": (
+        lambda m: m.register_parameter("a", nn.Parameter(torch.ones(1))),
+        UNITS,
+        "in no unit",
+    ),
+    "frozen": (of_linear(lambda linear: linear.bias.requires_grad_(False)), UNITS, "frozen"),
+    "mixed dtypes": (of_linear(nn.Module.double), UNITS, "dtype"),
     "meta device": (lambda model: model.to("meta"), UNITS, "meta device"),
-    "parameters in a list": (recurrent, UNITS, "in a list"),
+    "parameters in a list": (lambda m: m.units.append(nn.LSTM(6, 6)), UNITS, "in a list"),
     "tuple output": (chain("", "tuple"), UNITS, "not one tensor"),
     "view of a parameter": (chain("", "view of a parameter"), UNITS, "not one tensor"),
     "unit without parameters": (lambda model: model.units.append(nn.Tanh()), UNITS, "no param"),
     "a backward that misses units": (chain("detached"), UNITS, "has not reached"),
     "a part of a unit recomputed": (chain("", "a part recomputed"), UNITS, "no attribute"),
     "changed in place": (chain("", "changes a parameter"), UNITS, "modified inplace"),
-    "parameter with strides": (strided, ["ddp"], "contiguous"),
+    "parameter with strides": (
+        of_linear(lambda linear: setattr(linear.weight, "data", STRIDED)),
+        ["ddp"],
+        "contiguous",
+    ),
 }
 
 
@@ -181,83 +171,37 @@ def backward(trainer: Trainer, seed: int = 0) -> None:
     loss_of(trainer, seed).backward()
 
 
-def synchronized(trainer: Trainer) -> None:
-    backward(trainer)
-    trainer.sync.finish_gradient_synchronization()
+WORDS = {  # parts of a training loop; `forward` keeps the loss of another batch
+    "forward": lambda t: setattr(t, "loss", loss_of(t, 5)),
+    "backward": backward,
+    "its_backward": lambda t: t.loss.backward(),
+    "retaining_backward": lambda t: t.loss.backward(retain_graph=True),
+    "double_backward": lambda t: loss_of(t).backward(create_graph=True),
+    "finish": lambda t: t.sync.finish_gradient_synchronization(),
+    "step": lambda t: t.optimizer.step(),
+    "zero_grad": lambda t: t.optimizer.zero_grad(set_to_none=True),
+    "zeros": lambda t: t.optimizer.zero_grad(set_to_none=False),
+    "model.zero_grad": lambda t: t.plain.zero_grad(),
+    "clip": lambda t: nn.utils.clip_grad_norm_(t.plain.parameters(), 0.1),
+    "clip_shards": lambda t: nn.utils.clip_grad_norm_(t.model.parameters(), 0.1),
+    "freeze": lambda t: t.plain.units[1].requires_grad_(False),
+}
 
 
-def create_graph(trainer: Trainer) -> None:
-    loss_of(trainer).backward(create_graph=True)
+def loop(words: str) -> Callable[[Trainer], None]:
+    """A loop of WORDS. The word before a `+` runs under no_sync()."""
+
+    def run(trainer: Trainer) -> None:
+        for word in words.split():
+            with trainer.sync.no_sync() if word.endswith("+") else nullcontext():
+                WORDS[word.removesuffix("+")](trainer)
+
+    return run
 
 
 def gradient_penalty(trainer: Trainer) -> None:
     x = batch().requires_grad_()
     torch.autograd.grad(trainer.model(x).sum(), x, create_graph=True)
-
-
-def step_before_finish(trainer: Trainer) -> None:
-    backward(trainer)
-    trainer.optimizer.step()
-
-
-def torch_clip(trainer: Trainer) -> None:
-    synchronized(trainer)
-    nn.utils.clip_grad_norm_(trainer.plain.parameters(), 0.1)
-
-
-def torch_clip_before_finish(trainer: Trainer) -> None:
-    backward(trainer)
-    nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.1)
-
-
-def no_zero_grad(trainer: Trainer) -> None:
-    synchronized(trainer)
-    trainer.optimizer.step()
-    backward(trainer)
-
-
-def zero_grad_of_the_model(trainer: Trainer) -> None:
-    synchronized(trainer)
-    trainer.optimizer.step()
-    trainer.plain.zero_grad()
-    backward(trainer)
-
-
-def zeroed(trainer: Trainer) -> None:
-    synchronized(trainer)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad(set_to_none=False)
-    backward(trainer)
-
-
-def zero_grad_between(trainer: Trainer) -> None:
-    with trainer.sync.no_sync():
-        backward(trainer)
-    trainer.optimizer.zero_grad(set_to_none=True)
-    backward(trainer)
-
-
-def zeroed_between(trainer: Trainer) -> None:
-    with trainer.sync.no_sync():
-        backward(trainer)
-    trainer.optimizer.zero_grad(set_to_none=False)
-    backward(trainer)
-
-
-def zero_grad_before_finish(trainer: Trainer) -> None:
-    backward(trainer)
-    trainer.optimizer.zero_grad(set_to_none=True)
-    trainer.sync.finish_gradient_synchronization()
-
-
-def backward_after_finish(trainer: Trainer) -> None:
-    synchronized(trainer)
-    backward(trainer)
-
-
-def second_backward(trainer: Trainer) -> None:
-    backward(trainer)
-    backward(trainer)
 
 
 def failed_backward(trainer: Trainer) -> None:
@@ -288,24 +232,6 @@ def old_graph(trainer: Trainer) -> None:
     old.backward()
 
 
-def graph_of_before_step(trainer: Trainer) -> None:
-    loss_of(trainer).backward()
-    trainer.sync.finish_gradient_synchronization()
-    old = loss_of(trainer, 5)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad(set_to_none=True)
-    old.backward()
-
-
-def retained_graph(trainer: Trainer) -> None:
-    loss = loss_of(trainer)
-    loss.backward(retain_graph=True)
-    trainer.sync.finish_gradient_synchronization()
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-
-
 def kept_tensor_alone(trainer: Trainer) -> None:
     trainer.plain.units[1].how = "keeps an attribute"
     trainer.model(batch())
@@ -317,11 +243,6 @@ def frozen_afterwards(trainer: Trainer) -> None:
     train(trainer, 1)
     trainer.plain.units[1].requires_grad_(False)
     train(trainer)
-
-
-def frozen_after_wrapping(trainer: Trainer) -> None:
-    trainer.plain.units[1].requires_grad_(False)
-    synchronized(trainer)
 
 
 def changed_in_place(trainer: Trainer) -> None:
@@ -354,38 +275,48 @@ def of_module(name: str, *args) -> Callable[[Trainer], object]:
     return lambda trainer: getattr(trainer.model, name)(*args)
 
 
+BEFORE_STEP = "backward finish forward step zero_grad its_backward"
+RETAINED = "forward retaining_backward finish step zero_grad its_backward"
 ONE_STEP = "belongs after the optimizer's step"
 LOOPS = {  # what the loop does, strategies, message
-    "create_graph": (create_graph, ALL, "create_graph=True"),
+    "create_graph": (loop("double_backward"), ALL, "create_graph=True"),
     "gradient penalty": (gradient_penalty, UNITS, "create_graph=True"),
-    "step before finish": (step_before_finish, FSDP, "incomplete"),
-    "PyTorch's clip_grad_norm_": (torch_clip, STAGES_1_2, "sharded"),
-    "PyTorch's clip_grad_norm_, units": (torch_clip, UNITS, "shards only"),
-    "PyTorch's clip before finish": (torch_clip_before_finish, FSDP, "incomplete"),
-    "no zero_grad": (no_zero_grad, UNITS, ONE_STEP),
-    "no zero_grad of stages 1 and 2": (no_zero_grad, STAGES_1_2, "sharded"),
-    "model.zero_grad": (zero_grad_of_the_model, STAGES_1_2, ONE_STEP),
-    "model.zero_grad, units": (zero_grad_of_the_model, UNITS, "shards only"),
-    "zero_grad to zeros": (zeroed, FSDP, ONE_STEP),
-    "zero_grad between micro-batches": (zero_grad_between, FSDP, ONE_STEP),
-    "zeros between micro-batches": (zeroed_between, FSDP, "incomplete"),
-    "zero_grad before finish": (zero_grad_before_finish, FSDP, ONE_STEP),
-    "backward after finish": (backward_after_finish, UNITS, ONE_STEP),
-    "backward after finish, stages 1, 2": (backward_after_finish, STAGES_1_2, "sharded"),
-    "second backward": (second_backward, ["zero-1"], ONE_STEP),
+    "step before finish": (loop("backward step"), FSDP, "incomplete"),
+    "PyTorch's clip_grad_norm_": (loop("backward finish clip"), STAGES_1_2, "sharded"),
+    "PyTorch's clip_grad_norm_, units": (loop("backward finish clip"), UNITS, "shards only"),
+    "PyTorch's clip before finish": (loop("backward clip_shards"), FSDP, "incomplete"),
+    "no zero_grad": (loop("backward finish step backward"), UNITS, ONE_STEP),
+    "no zero_grad of stages 1 and 2": (
+        loop("backward finish step backward"),
+        STAGES_1_2,
+        "sharded",
+    ),
+    "model.zero_grad": (
+        loop("backward finish step model.zero_grad backward"),
+        STAGES_1_2,
+        ONE_STEP,
+    ),
+    "model.zero_grad, units": (loop("backward finish step model.zero_grad"), UNITS, "shards only"),
+    "zero_grad to zeros": (loop("backward finish step zeros backward"), FSDP, ONE_STEP),
+    "zero_grad between micro-batches": (loop("backward+ zero_grad backward"), FSDP, ONE_STEP),
+    "zeros between micro-batches": (loop("backward+ zeros backward"), FSDP, "incomplete"),
+    "zero_grad before finish": (loop("backward zero_grad finish"), FSDP, ONE_STEP),
+    "backward after finish": (loop("backward finish backward"), UNITS, ONE_STEP),
+    "backward after finish, stages 1, 2": (loop("backward finish backward"), STAGES_1_2, "sharded"),
+    "second backward": (loop("backward backward"), ["zero-1"], ONE_STEP),
     "failed backward": (failed_backward, UNITS, "restart the run"),
     "gradient of an input only": (gradient_of_an_input, UNITS, "restart the run"),
     "a checkpoint around the model": (whole_model_checkpointed, UNITS, "two units"),
     "an old graph": (old_graph, STAGES_1_2, "modified by an inplace operation"),
     "an old graph, units": (old_graph, UNITS, "before the optimizer's last step"),
-    "a graph of before the step": (graph_of_before_step, STAGES_1_2, "modified by an inplace"),
-    "a graph of before the step, units": (graph_of_before_step, UNITS, "optimizer's last step"),
-    "a retained graph after a step": (retained_graph, STAGES_1_2, "modified by an inplace"),
-    "a retained graph after a step, units": (retained_graph, UNITS, "optimizer's last step"),
+    "a graph of before the step": (loop(BEFORE_STEP), STAGES_1_2, "modified by an inplace"),
+    "a graph of before the step, units": (loop(BEFORE_STEP), UNITS, "optimizer's last step"),
+    "a retained graph after a step": (loop(RETAINED), STAGES_1_2, "modified by an inplace"),
+    "a retained graph after a step, units": (loop(RETAINED), UNITS, "optimizer's last step"),
     "a loss of a kept tensor alone": (kept_tensor_alone, UNITS, ""),
     "frozen afterwards": (frozen_afterwards, STAGES_1_2, "freeze, move or cast"),
     "frozen afterwards, units": (frozen_afterwards, UNITS, "shards only"),
-    "frozen afterwards, replicas": (frozen_after_wrapping, ["ddp"], "freeze or unfreeze"),
+    "frozen afterwards, replicas": (loop("freeze backward finish"), ["ddp"], "freeze or unfreeze"),
     "a parameter changed in place": (changed_in_place, UNITS, "no attribute 'bias'"),
     "a parameter changed in an evaluation": (changed_in_an_evaluation, UNITS, "in place"),
     "replicas without shards": (replicas_alone, ["fsdp"], "needs a shard_group"),
@@ -471,6 +402,7 @@ def unit_alone(model: nn.Module, sync) -> None:
 
 
 ALLOWED = {
+    "a step": (plainly, chain()),
     "two forwards before one backward": (two_forwards, chain()),
     "inference mode": (inference, chain()),
     "an output changed in place": (plainly, chain("in place")),
@@ -488,10 +420,11 @@ ALLOWED = {
 }
 
 
-def distance_after_two_steps(strategy: str, name: str, shards: int = 0) -> float:
-    """The largest difference of a parameter from the plain model's.
+def distance(strategy: str, name: str, shards: int = 0, skips: str = "") -> float:
+    """The largest difference of a parameter from the plain model's, after two steps.
 
-    shards: with replicas of groups of this size, and two micro-batches per step.
+    shards: with replicas of groups of this size, and two micro-batches per step. skips: "finish"
+    before a step, or "nothing" and a forward more.
     """
     run, model = ALLOWED[name]
     plain, ours = copy.deepcopy(model), copy.deepcopy(model)
@@ -503,9 +436,12 @@ def distance_after_two_steps(strategy: str, name: str, shards: int = 0) -> float
                 run(trainer.model, None)
             run(plain, None)
         run(trainer.model, trainer.sync)
-        trainer.sync.finish_gradient_synchronization()
-        if strategy in UNITS:
-            assert all(bucket.shard.grad is not None for bucket in trainer.sync.buckets)
+        if skips != "finish":
+            trainer.sync.finish_gradient_synchronization()
+            if strategy in UNITS:
+                assert all(bucket.shard.grad is not None for bucket in trainer.sync.buckets)
+        if skips == "nothing":
+            trainer.model(batch(7))
         trainer.optimizer.step()
         trainer.optimizer.zero_grad(set_to_none=True)
         run(plain, None)
@@ -518,53 +454,27 @@ def distance_after_two_steps(strategy: str, name: str, shards: int = 0) -> float
 @pytest.mark.parametrize("strategy", ALL)
 @pytest.mark.parametrize("name", ALLOWED)
 def test_what_the_contract_allows_is_exact(pools, strategy, name):
-    for off in pools(2).run(distance_after_two_steps, strategy, name):
+    for off in pools(2).run(distance, strategy, name):
         assert off <= 1e-6
 
 
 @pytest.mark.parametrize("strategy", FSDP)
 @pytest.mark.parametrize("name", ALLOWED)
 def test_what_the_contract_allows_is_exact_with_replicas(pools, strategy, name):
-    for off in pools(4).run(distance_after_two_steps, strategy, name, 2):
+    for off in pools(4).run(distance, strategy, name, 2):
         assert off <= 1e-6
-
-
-def forward_between_finish_and_step(strategy: str) -> float:
-    """How far a step is off whose parameters were unsharded once more before it."""
-    plain, ours = chain(), chain()
-    trainer, optimizer = trainer_of(strategy, ours), SGD(plain.parameters(), lr=0.1)
-    for _ in range(2):
-        synchronized(trainer)
-        trainer.model(batch(7))
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad(set_to_none=True)
-        plain(batch()).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found = trainer.parameters()
-    return max((found[n] - p.detach()).abs().max().item() for n, p in plain.named_parameters())
 
 
 @pytest.mark.parametrize("strategy", ALL)
 def test_no_forward_computes_with_stale_parameters(pools, strategy):
-    for off in pools(2).run(forward_between_finish_and_step, strategy):
+    """Parameters are unsharded once more between the gradients and the step."""
+    for off in pools(2).run(distance, strategy, "a step", 0, "nothing"):
         assert off <= 1e-6
-
-
-def step_without_finish(strategy: str) -> float:
-    plain, ours = chain(), chain()
-    trainer, optimizer = trainer_of(strategy, ours), SGD(plain.parameters(), lr=0.1)
-    backward(trainer)
-    trainer.optimizer.step()
-    plain(batch()).square().sum().backward()
-    optimizer.step()
-    found = trainer.parameters()
-    return max((found[n] - p.detach()).abs().max().item() for n, p in plain.named_parameters())
 
 
 @pytest.mark.parametrize("strategy", ZERO)
 def test_step_of_zero_finishes_the_reductions(pools, strategy):
-    for off in pools(2).run(step_without_finish, strategy):
+    for off in pools(2).run(distance, strategy, "a step", 0, "finish"):
         assert off <= 1e-6
 
 
