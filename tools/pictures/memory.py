@@ -57,7 +57,7 @@ class Recorder(PeakMemory):
 
     def __init__(self, trainer: Trainer, others: list[torch.UntypedStorage]):
         super().__init__()
-        self.model, self.buckets = trainer.plain, trainer.sync.buckets
+        self.buckets = trainer.sync.buckets
         self.optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.others = {storage._cdata for storage in others}  # not of this training
         self.phase, self.samples = "", []
@@ -68,7 +68,7 @@ class Recorder(PeakMemory):
         return result
 
     def bytes_by_kind(self) -> Counter:
-        params = list(self.model.parameters())
+        params = [p for bucket in self.buckets for p in getattr(bucket, "params", ())]
         names = ("shard", "full", "average", "grads")
         shards, full, averages, grads = (
             [getattr(bucket, name, None) for bucket in self.buckets] for name in names
