@@ -10,7 +10,7 @@ a ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for cluster
 | all_reduce                | the tensor          | 2 (N-1)/N payload   |
 | all_gather_single         | the gathered output | (N-1)/N payload     |
 | reduce_scatter_single     | the full input      | (N-1)/N payload     |
-| broadcast                 | the tensor          | (N-1)/N payload     |
+| broadcast, reduce         | the tensor          | (N-1)/N payload     |
 | all_to_all_single         | the full input      | rows to other ranks |
 | isend                     | the tensor          | payload             |
 """
@@ -139,6 +139,11 @@ def broadcast(tensor: Tensor, src: int | None = None, group: Group = None, **kwa
         raise ValueError("broadcast takes contiguous tensors; Gloo would send other elements")
     ledger.record("broadcast", tensor.nbytes, _ring(group), group)
     return dist.broadcast(tensor, src, group=group, **kwargs)
+
+
+def reduce(tensor: Tensor, dst: int | None = None, group: Group = None, **kwargs) -> Work | None:
+    ledger.record("reduce", tensor.nbytes, _ring(group), group)
+    return dist.reduce(tensor, dst, group=group, **kwargs)
 
 
 def isend(tensor: Tensor, dst: int | None = None, group: Group = None, **kwargs) -> Work | None:
