@@ -115,7 +115,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
 def choose_owners(matrices: Iterable[nn.Parameter], n_ranks: int) -> dict[nn.Parameter, int]:
     """Give each matrix to a rank: the most expensive first, to the rank with the least work.
 
-    This is also the order of the updates. Owners take turns in it, so they compute at a time.
+    This is also the order of the updates. Owners take turns in it, so they compute at the same time.
     """
     work, owners = [0] * n_ranks, {}
     for matrix in sorted(matrices, key=orthogonalization_flops, reverse=True):
@@ -284,6 +284,7 @@ class OwnedMatrix(Bucket):
             self.param.grad = None  # it may hold the sum of some ranks' gradients
 
     def start_broadcast(self) -> None:
+        torch.autograd.graph.increment_version([self.param])  # older graphs are now stale
         owner = {"group": self.group, "group_src": self.owner}
         self.broadcast = broadcast(self.param.detach(), **owner, async_op=True)
 
@@ -327,14 +328,6 @@ def clip_grad_norm_(model: DistributedDataParallel, max_norm: float) -> Tensor:
 # ------------------------------------------------------------------------------------------------
 
 
-def parse_args(argv: list[str] | None = None):
-    parser = base_parser(__doc__)
-    parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
-    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
-    return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
-
-
 def training_state(model: nn.Module, adamw: torch.optim.AdamW, muon: Muon) -> State:
     """The tensors of a plain model and both optimizers, by their names in a checkpoint."""
     state: State = {}
@@ -347,6 +340,14 @@ def training_state(model: nn.Module, adamw: torch.optim.AdamW, muon: Muon) -> St
         if matrices[param].is_mine:  # other ranks have no momentum to save or to load
             state[f"optim.momentum.{name}"] = muon.state[param]["momentum_buffer"]
     return state
+
+
+def parse_args(argv: list[str] | None = None):
+    parser = base_parser(__doc__)
+    parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
+    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
+    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
+    return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
 
 @torch.no_grad()
