@@ -115,7 +115,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
 def choose_owners(matrices: Iterable[nn.Parameter], n_ranks: int) -> dict[nn.Parameter, int]:
     """Give each matrix to a rank: the most expensive first, to the rank with the least work.
 
-    This is also the order of the updates. Owners take turns in it, so they compute at the same time.
+    This is also the order of the updates. Owners take turns in it, so they compute in parallel.
     """
     work, owners = [0] * n_ranks, {}
     for matrix in sorted(matrices, key=orthogonalization_flops, reverse=True):
