@@ -1,7 +1,7 @@
 """Stage 11: Muon, whose matrices have owners.
 
 AdamW scales each element of a gradient by its own history. Muon treats the momentum of a matrix as
-a matrix: it makes all its singular values nearly 1, by matmuls that need the whole matrix. A shard
+a matrix: it brings all its singular values near 1, by matmuls that need the whole matrix. A shard
 of rows would give other numbers, and doing it on every rank costs every rank the same matmuls. But
 an all-reduce is a reduce to one rank and a broadcast from it, and Muon fits in between: each matrix
 of the layers has one owner, which gets the averaged gradient, updates it and broadcasts it.
@@ -73,14 +73,14 @@ class Muon(torch.optim.Optimizer):
         super().__init__([matrix.param for matrix in matrices], settings)
         self.matrices, self.dtype = matrices, dtype
         for matrix in matrices:
-            if matrix.is_mine:
+            if matrix.owned_here:
                 self.state[matrix.param]["momentum_buffer"] = torch.zeros_like(matrix.param)
 
     @torch.no_grad()
     def step(self) -> None:
         """Update the matrices of this rank. Each one is broadcast while the next is updated."""
         for matrix in self.matrices:
-            if matrix.is_mine:
+            if matrix.owned_here:
                 self.update(matrix.param)
             matrix.start_broadcast()
         for matrix in self.matrices:
@@ -262,7 +262,7 @@ class OwnedMatrix(Bucket):
     def __init__(self, param: nn.Parameter, owner: int, group: ProcessGroup | None):
         self.params, self.group, self.n_ranks = [param], group, dist.get_world_size(group)
         self.param, self.owner = param, owner  # owner: a rank of the group
-        self.is_mine = dist.get_rank(group) == owner
+        self.owned_here = dist.get_rank(group) == owner
         self.waiting_for = {param}
         self.reduction: Work | None = None  # the collective in flight
         self.broadcast: Work | None = None
@@ -280,7 +280,7 @@ class OwnedMatrix(Bucket):
 
     def finish_reduction(self) -> None:
         super().finish_reduction()
-        if not self.is_mine:
+        if not self.owned_here:
             self.param.grad = None  # it may hold the sum of some ranks' gradients
 
     def start_broadcast(self) -> None:
@@ -313,9 +313,9 @@ def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: 
 
 def clip_grad_norm_(model: DistributedDataParallel, max_norm: float) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
-    matrices = {matrix.param for matrix in model.matrices}
+    matrices = {matrix.param: matrix.owned_here for matrix in model.matrices}
+    owned = global_norm(p.grad for p, here in matrices.items() if here).square()
     replicated = global_norm(p.grad for p in model.parameters() if p not in matrices).square()
-    owned = global_norm(matrix.param.grad for matrix in model.matrices if matrix.is_mine).square()
     # squares of owned gradients add up over the ranks; replicated gradients count once
     squares = all_reduce_control(owned.to(replicated), group=model.buckets[0].group)
     total_norm = (squares + replicated).sqrt()
@@ -337,7 +337,7 @@ def training_state(model: nn.Module, adamw: torch.optim.AdamW, muon: Muon) -> St
             state |= {f"{kind}.{name}": t for kind, t in tensors_of(adamw, param).items()}
             continue
         state[f"model.{name}"] = param.detach()
-        if matrices[param].is_mine:  # other ranks have no momentum to save or to load
+        if matrices[param].owned_here:  # other ranks have no momentum to save or to load
             state[f"optim.momentum.{name}"] = muon.state[param]["momentum_buffer"]
     return state
 

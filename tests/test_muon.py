@@ -124,13 +124,13 @@ def owners_weights(dtype: torch.dtype, reduces: bool) -> list[Tensor]:
     """
     _, weights, replica = wrapped()
     muon = stage.Muon(replica.matrices, lr=0.1, dtype=dtype)
-    is_mine = {matrix.param: matrix.is_mine for matrix in replica.matrices}
+    owned_here = {matrix.param: matrix.owned_here for matrix in replica.matrices}
     for step in range(3):
         stage.set_learning_rate(muon, 0.01 * (step + 1))
         for w, g in zip(weights, gradients(weights, step), strict=True):
             if reduces:
                 (w * g).sum().backward()
-            elif is_mine[w]:
+            elif owned_here[w]:
                 w.grad = g
         if reduces:
             replica.finish_gradient_synchronization()
@@ -195,7 +195,7 @@ def owned_state() -> tuple:
     model.embed.tokens.weight.register_hook(lambda _: launched.append(replica.launched))
     model(tokens, tokens + 1).backward()
     replica.finish_gradient_synchronization()
-    mine = [matrix.is_mine for matrix in replica.matrices]
+    owned = [matrix.owned_here for matrix in replica.matrices]
     grads = [matrix.param.grad is not None for matrix in replica.matrices]
     momenta = [matrix.param in before for matrix in replica.matrices]
     full = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in matrices]
@@ -211,16 +211,16 @@ def owned_state() -> tuple:
         if p in clipped
     ]
     late = len(replica.buckets) - launched[0]
-    return mine, grads, momenta, late, float(norm), float(plain), all(halves)
+    return owned, grads, momenta, late, float(norm), float(plain), all(halves)
 
 
 def test_each_matrix_has_one_owner_that_alone_has_its_gradient_and_momentum(pools):
     found = pools(3).run(owned_state)
-    for mine, grads, momenta, late, norm, plain, halves in found:
-        assert mine == grads == momenta
+    for owned, grads, momenta, late, norm, plain, halves in found:
+        assert owned == grads == momenta
         assert late == 1  # all others are launched before the embedding's gradient exists
         assert norm == pytest.approx(plain, rel=1e-5) and halves
-    assert all(sum(owned) == 1 for owned in zip(*(mine for mine, *_ in found), strict=True))
+    assert all(sum(owners) == 1 for owners in zip(*(owned for owned, *_ in found), strict=True))
 
 
 def error_of_a_stale_graph() -> str:
@@ -243,7 +243,7 @@ def test_backward_after_the_step_is_an_error_on_every_rank(pools):
 
 
 def order_of_a_step() -> tuple[list[str], list[str]]:
-    """What a rank does in a step, and what it should do."""
+    """The calls of a rank in a step, and those expected."""
     _, matrices, replica = wrapped()
     muon, order = stage.Muon(replica.matrices, lr=0.1), []
     for p in matrices:
@@ -258,7 +258,7 @@ def order_of_a_step() -> tuple[list[str], list[str]]:
             function = recorded(name, getattr(owner, name))
             patches.enter_context(patch.object(owner, name, function))
         muon.step()
-    each = [["update"] * matrix.is_mine + ["start_broadcast"] for matrix in replica.matrices]
+    each = [["update"] * matrix.owned_here + ["start_broadcast"] for matrix in replica.matrices]
     return order, [*chain(*each), *["finish_broadcast"] * len(each)]
 
 
@@ -351,7 +351,6 @@ def test_a_checkpoint_of_two_ranks_has_the_same_bits_on_any_number(pools, corpus
         assert {f"model.{name}", f"optim.momentum.{name}"} <= metadata.keys()
         assert f"optim.exp_avg.{name}" not in metadata
     for ranks in (1, 3, 4):
-        # nothing left to do: what is loaded is saved again
         folder = tmp_path / str(ranks)
         shutil.copytree(first, folder / "loaded" / "checkpoints" / first.name)
         again = [*argv, "10", "--run-dir", str(folder / "rest"), "--resume", str(first)]
