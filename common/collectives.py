@@ -2,8 +2,7 @@
 
 Every byte that a stage sends goes through this file. A **ledger** counts calls, payload bytes (the
 tensor that is reduced, gathered or sent) and ring bytes (sent by one rank if the collective runs on
-a ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-2009).
+a ring: Patarasuk and Yuan, 2009).
 
 | collective                | payload             | ring bytes per rank |
 | ------------------------- | ------------------- | ------------------- |
@@ -32,8 +31,7 @@ Group = ProcessGroup | None  # None: all ranks
 class Ledger:
     """Communication of this rank: `calls`, `payload` and `ring` bytes by (collective, group).
 
-    `control` counts the calls for scalars: to log, to clip, to stop. They belong to no technique,
-    and no cost table includes them.
+    `control` counts the calls for scalars: to log, to clip, to stop. No cost table includes them.
     """
 
     calls: Counter = field(default_factory=Counter)
