@@ -17,16 +17,18 @@ from pathlib import Path
 from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools/pictures"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tools/pictures"), str(ROOT / "tools"), str(ROOT)]
 
 import torch
-import train
+from stages import load_stage
 from svg import Picture
 from torch import Tensor
 
 from common.arguments import PRESETS
 from common.data import load_corpus
 from common.model import Transformer, TransformerConfig, init_weights
+
+muon = load_stage("11")
 
 # ---- owners and the time line ----
 
@@ -48,8 +50,8 @@ def time_line(matrices: dict[Tensor, str], ranks: int, send: float) -> tuple[dic
     """
     free, network = [0.0] * ranks, 0.0
     updates, broadcasts = {rank: [] for rank in range(ranks)}, []
-    for matrix, owner in train.choose_owners(matrices, ranks).items():
-        end = free[owner] + train.orthogonalization_flops(matrix)
+    for matrix, owner in muon.choose_owners(matrices, ranks).items():
+        end = free[owner] + muon.orthogonalization_flops(matrix)
         updates[owner].append((matrices[matrix], free[owner], end))
         start = max(network, end)
         network = start + send * matrix.numel()
@@ -61,7 +63,7 @@ def time_line(matrices: dict[Tensor, str], ranks: int, send: float) -> tuple[dic
 def draw_owners(ranks: int = 4) -> Picture:
     d = 128
     matrices = matrices_of(d, 2)
-    whole = sum(map(train.orthogonalization_flops, matrices))
+    whole = sum(map(muon.orthogonalization_flops, matrices))
     updates, broadcasts = time_line(matrices, ranks, send=d)
     art = Picture(760, 336, f"Two layers on {ranks} ranks: backward, updates, broadcasts")
     left, top, row, split = 80, 60, 34, 330
@@ -96,7 +98,7 @@ def draw_owners(ranks: int = 4) -> Picture:
     y, x = top + lane + 62, split
     art.text(split - 12, y + 17, "without owners, on every rank:", anchor="end")
     for matrix, name in matrices.items():
-        width = train.orthogonalization_flops(matrix) * scale
+        width = muon.orthogonalization_flops(matrix) * scale
         art.bar(x, y, width - 1, row - 8, "grey", name)
         x += width
     art.legend(left, y + 56, {colors[r]: f"owned by rank {r}" for r in range(ranks)})
@@ -109,8 +111,8 @@ def print_owners() -> None:
         matrices = matrices_of(d, layers)
         for ranks in (4, 8, 64):
             work = [0] * ranks
-            for matrix, owner in train.choose_owners(matrices, ranks).items():
-                work[owner] += train.orthogonalization_flops(matrix)
+            for matrix, owner in muon.choose_owners(matrices, ranks).items():
+                work[owner] += muon.orthogonalization_flops(matrix)
             balance = max(work) * ranks / sum(work)
             print(f"{preset:10}{ranks:8}{balance:10.2f}{work.count(0):6}")
 
@@ -133,7 +135,7 @@ def singular_values(dtype: torch.dtype = torch.float32) -> dict[int, Tensor]:
     """Of the gradient over its Frobenius norm, after 0 to 5 steps, the largest first."""
     grad = gradient_of()
     return {
-        steps: torch.linalg.svdvals(train.orthogonalize(grad.to(dtype), steps).double())
+        steps: torch.linalg.svdvals(muon.orthogonalize(grad.to(dtype), steps).double())
         for steps in range(6)
     }
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import re
 import shutil
+import sys
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -14,7 +17,14 @@ import torch
 import torch.distributed as dist
 from dry_run import dry_run
 from generate import continued, load_run
-from harness import WorkerExit, assert_same_curve, live_bytes, load_stage, true_ledger
+from harness import (
+    WorkerExit,
+    assert_same_curve,
+    live_bytes,
+    load_stage,
+    stage_path,
+    true_ledger,
+)
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,7 +33,8 @@ from common.arguments import PRESETS
 from common.checkpoint import Checkpointer, checkpoints
 from common.model import Transformer, TransformerConfig, init_weights
 
-stage = load_stage("11")
+sys.path.insert(0, str(stage_path("11").parent))
+stage, figures = load_stage("11"), importlib.import_module("figures")
 
 SIZE = "--d-model 32 --n-layers 2 --n-heads 4 --seq-len 16 --global-batch-size 24 --log-every 1"
 BASE = [*SIZE.split(), "--lr", "1e-2"]
@@ -331,6 +342,50 @@ def test_the_dry_run_counts_both_optimizers(pools, ranks):
         assert got.optimizer == 8 * OTHERS + 4 * owned
         sent = 2 * (ranks - 1) / ranks * 4 * CONFIG.num_parameters()
         assert got.sent.total_ring_bytes == pytest.approx(sent)
+
+
+# ---- the figures of the README ----
+
+
+README = (stage_path("11").parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("preset", "batch"), [("tiny", 16), ("small", 24), ("gpt2", 24), ("gpt2-xl", 24)]
+)
+def test_the_stated_share_of_flops_is_that_of_the_matmuls(preset, batch):
+    config = TransformerConfig(33_278, *PRESETS[preset])
+    tokens = batch * config.seq_len
+    muon = sum(map(stage.orthogonalization_flops, figures.matrices_of(*PRESETS[preset][:2])))
+    share = 100 * muon / (tokens * config.flops_per_token())
+    assert re.search(rf"^\| `{preset}`.* \| {tokens:,} \| {share:.1f} %", README, re.M)
+
+
+def test_the_stated_memory_and_step_of_gpt2_on_eight_ranks():
+    config = TransformerConfig(33_278, *PRESETS["gpt2"])
+    p, d = config.num_parameters(), config.d_model
+    matrices = config.n_layers * 12 * d * d
+    owned = owned_elements(config, 8, 0)
+    states = 4 * p + 12 * (p - matrices) + 8 * owned
+    assert f"needs {states / 1e9:.2f} GB of model state on each of 8 ranks" in README
+    assert f"against {16 * p / 1e9:.2f} GB in stage 02" in README
+    work = sum(map(stage.orthogonalization_flops, figures.matrices_of(d, config.n_layers)))
+    c = 8 * work / (24 * config.seq_len * config.flops_per_token())
+    ratio = (1 + c / 8) / (1 + c)
+    assert f"gpt2 on 8 ranks: {1 + c / 8:.2f} / {1 + c:.2f} = {ratio:.2f}" in README
+
+
+def test_five_steps_bring_singular_values_near_one_and_two_do_not():
+    values = figures.singular_values()
+    assert 0.6 < values[5].min() and values[5].max() < 1.25
+    stated = re.search(r"median singular value is ([\d.]+) and the smallest ([\d.]+)", README)
+    found = values[2].median(), values[2].min()
+    assert [float(x) for x in stated.groups()] == pytest.approx([float(x) for x in found], abs=0.01)
+
+
+def test_the_picture_of_owners_is_up_to_date():
+    drawn = stage_path("11").parent / "owners.svg"
+    assert drawn.read_text() == str(figures.draw_owners()), "README: the command below it"
 
 
 # ---- checkpoints ----
