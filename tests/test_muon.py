@@ -376,6 +376,17 @@ def test_the_stated_memory_and_step_of_gpt2_on_eight_ranks():
     assert f"gpt2 on 8 ranks: {1 + c / 8:.2f} / {1 + c:.2f} = {ratio:.2f}" in README
 
 
+@pytest.mark.parametrize(
+    ("shape", "vocabulary", "layers"), [("small", 2048, 4), ("large-vocabulary", 33_280, 2)]
+)
+def test_the_expected_ratios_of_the_benchmark_follow_from_flops(shape, vocabulary, layers):
+    config = TransformerConfig(vocabulary, n_layers=layers)
+    work = sum(map(stage.orthogonalization_flops, figures.matrices_of(config.d_model, layers)))
+    c = work / (512 * config.flops_per_token())
+    ratios = " | ".join(f"{(1 + c / n) / (1 + c):.2f}" for n in (2, 4))
+    assert f"| `{shape}`, 512 tokens per rank | {c:.2f} | {ratios} |" in README
+
+
 def test_five_steps_bring_singular_values_near_one_and_two_do_not():
     values = figures.singular_values()
     assert 0.6 < values[5].min() and values[5].max() < 1.25
