@@ -183,27 +183,36 @@ def last(run: Path) -> dict:
 
 
 def draw_curves(folder: Path, step_time: float) -> Picture:
-    """Training perplexity of folder/adamw* and folder/muon* over steps, and over time.
-
-    step_time: of Muon, relative to AdamW's.
-    """
-    art = Picture(760, 330, "Training perplexity, mean of 100 steps")
-    runs = {name: sorted(folder.glob(f"{name}*/metrics.jsonl")) for name in ("adamw", "muon")}
-    curves = {name: [losses(path.parent) for path in paths] for name, paths in runs.items()}
-    steps = max(x for many in curves.values() for curve in many for x, _ in curve)
-    top, height, low, high = 70, 200, math.log(100), math.log(2000)
+    """Training perplexity of folder/adamw* and folder/muon* over steps, and over time; at the end
+    of each curve the validation perplexity. step_time: of Muon, relative to AdamW's."""
+    art = Picture(760, 340, "Training perplexity, mean of 100 steps; larger squares: validation")
+    top, height, low, high = 70, 200, math.log(100), math.log(1000)
+    runs = {
+        fill: [path.parent for path in sorted(folder.glob(f"{name}*/metrics.jsonl"))]
+        for fill, name in (("blue", "adamw"), ("orange", "muon"))
+    }
+    steps = 1 + max(last(run)["step"] for many in runs.values() for run in many)
     for left, stretch, unit in ((60, 1.0, "steps"), (430, step_time, "time, in steps of AdamW")):
-        for ppl in (100, 200, 500, 1000, 2000):
-            y = top + height * (high - math.log(ppl)) / (high - low)
+        scale = 290 / steps / stretch
+
+        def height_of(loss: float) -> float:
+            return top + height * (high - min(loss, high)) / (high - low)
+
+        for ppl in (100, 200, 500, 1000):
+            y = height_of(math.log(ppl))
             art.line(left, y, left + 300, y, "faint", "2 4")
             art.text(left - 8, y + 4, f"{ppl:,}", anchor="end")
-        for name, fill in (("adamw", "blue"), ("muon", "orange")):
-            for curve in curves[name]:
-                for x, loss in curve:
-                    across = x * (stretch if name == "muon" else 1.0) / (steps * step_time)
-                    y = top + height * (high - min(loss, high)) / (high - low)
-                    art.rect(left + 300 * across - 2, y - 2, 4, 4, fill, f"{math.exp(loss):.0f}")
-        art.text(left + 300, top + height + 22, unit, anchor="end", fill="faint")
+        art.axis(left, top + height + 6, 1000 * scale, steps / 1000 * stretch, "thousand")
+        for fill, many in runs.items():
+            each = scale * (stretch if fill == "orange" else 1.0)
+            for run in many:
+                for step, loss in losses(run)[1:]:  # the first mean is off the scale
+                    hint = f"step {step}: {math.exp(loss):.0f}"
+                    art.rect(left + step * each - 1.5, height_of(loss) - 1.5, 3, 3, fill, hint)
+                if "val_loss" in last(run):
+                    x, y = left + steps * each, height_of(last(run)["val_loss"])
+                    art.rect(x - 4, y - 4, 8, 8, fill, f"validation: {last(run)['val_ppl']:.1f}")
+        art.text(left + 300, top + height + 46, unit, anchor="end", fill="faint")
     art.legend(60, 48, {"blue": "AdamW", "orange": "Muon"})
     return art
 
