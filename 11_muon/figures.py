@@ -202,7 +202,7 @@ def draw_curves(folder: Path, step_time: float) -> Picture:
             y = height_of(math.log(ppl))
             art.line(left, y, left + 300, y, "faint", "2 4")
             art.text(left - 8, y + 4, f"{ppl:,}", anchor="end")
-        art.axis(left, top + height + 6, 1000 * scale, steps / 1000 * stretch, "thousand")
+        art.axis(left, top + height + 6, 1000 * scale, steps / 1000 * stretch, "k")
         for fill, many in runs.items():
             each = scale * (stretch if fill == "orange" else 1.0)
             for run in many:
