@@ -702,6 +702,42 @@ def experts_over_torch_all_to_all(shape: Shape) -> Step:
     return with_torch
 
 
+# ---- 11: Muon on every rank, under DDP ----
+
+
+def matrices_and_others(model: Transformer) -> tuple[list, list]:
+    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    return matrices, [p for p in model.parameters() if p not in set(matrices)]
+
+
+def muon_step(model: nn.Module, muon, others: list, finish: Callable | None = None) -> Step:
+    adamw = torch.optim.AdamW(others, **ADAMW)
+
+    def muon_then_zero_grad() -> None:
+        if finish is not None:
+            finish()
+        muon.step()
+        muon.zero_grad(set_to_none=True)
+
+    return plain_step(model, adamw, muon_then_zero_grad)
+
+
+def our_muon(shape: Shape) -> Step:
+    stage, model = load_stage("11"), transformer(shape)
+    matrices, others = matrices_and_others(model)
+    replica = stage.DistributedDataParallel(model, matrices)
+    muon = stage.Muon(replica.matrices, lr=ADAMW["lr"])
+    return muon_step(replica, muon, others, replica.finish_gradient_synchronization)
+
+
+def torch_muon(shape: Shape) -> Step:
+    model = transformer(shape)
+    matrices, others = matrices_and_others(model)
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    muon = torch.optim.Muon(matrices, lr=ADAMW["lr"], adjust_lr_fn="match_rms_adamw")
+    return muon_step(replica, muon, others)
+
+
 @dataclass(frozen=True)
 class Row:
     """Two contenders, the numbers of ranks to run on, and the table's name for PyTorch's side."""
@@ -800,5 +836,8 @@ ROWS = {
     ),
     "10-float8": Row(
         our_float8, our_model, "01's model: PyTorch has no float8 layer", (1,), same_loss=False
+    ),
+    "11-muon": Row(
+        our_muon, torch_muon, "torch.optim.Muon on every rank, under DistributedDataParallel"
     ),
 }

@@ -2,15 +2,14 @@
 
 Every byte that a stage sends goes through this file. A **ledger** counts calls, payload bytes (the
 tensor that is reduced, gathered or sent) and ring bytes (sent by one rank if the collective runs on
-a ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-2009).
+a ring: Patarasuk and Yuan, 2009).
 
 | collective                | payload             | ring bytes per rank |
 | ------------------------- | ------------------- | ------------------- |
 | all_reduce                | the tensor          | 2 (N-1)/N payload   |
 | all_gather_single         | the gathered output | (N-1)/N payload     |
 | reduce_scatter_single     | the full input      | (N-1)/N payload     |
-| broadcast                 | the tensor          | (N-1)/N payload     |
+| broadcast, reduce         | the tensor          | (N-1)/N payload     |
 | all_to_all_single         | the full input      | rows to other ranks |
 | isend                     | the tensor          | payload             |
 """
@@ -32,8 +31,7 @@ Group = ProcessGroup | None  # None: all ranks
 class Ledger:
     """Communication of this rank: `calls`, `payload` and `ring` bytes by (collective, group).
 
-    `control` counts the calls for scalars: to log, to clip, to stop. They belong to no technique,
-    and no cost table includes them.
+    `control` counts the calls for scalars: to log, to clip, to stop. No cost table includes them.
     """
 
     calls: Counter = field(default_factory=Counter)
@@ -139,6 +137,11 @@ def broadcast(tensor: Tensor, src: int | None = None, group: Group = None, **kwa
         raise ValueError("broadcast takes contiguous tensors; Gloo would send other elements")
     ledger.record("broadcast", tensor.nbytes, _ring(group), group)
     return dist.broadcast(tensor, src, group=group, **kwargs)
+
+
+def reduce(tensor: Tensor, dst: int | None = None, group: Group = None, **kwargs) -> Work | None:
+    ledger.record("reduce", tensor.nbytes, _ring(group), group)
+    return dist.reduce(tensor, dst, group=group, **kwargs)
 
 
 def isend(tensor: Tensor, dst: int | None = None, group: Group = None, **kwargs) -> Work | None:

@@ -414,6 +414,7 @@ def comparably(job: Callable, how: str, folder: str, stage: str, argv: list[str]
 _PAYLOADS = {
     "allreduce_": ("all_reduce", 0),
     "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
     "send": ("isend", 0),
     "recv_": ("irecv", 0),
     "_allgather_base_": ("all_gather_single", 0),

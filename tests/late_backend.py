@@ -260,6 +260,17 @@ class LateProcessGroup(dist.ProcessGroup):
             peer=opts.rootRank,
         )
 
+    def reduce(self, tensors, opts):
+        def run(_, results: list[Tensor]) -> Work:
+            sent = [t.clone() for t in results] if opts.rootRank != self.rank() else results
+            if sent is not results:
+                for result in results:  # a reduce leaves other ranks than the root undefined
+                    result.fill_(torch.nan if result.is_floating_point() else -1)
+            return self.gloo.reduce(sent, opts)
+
+        root, op = opts.rootRank, opts.reduceOp
+        return self._start("reduce", run, [], tensors, in_place=True, reduce_op=op, peer=root)
+
     def _allgather_base(self, output, input, opts=None):
         return self._start(
             "all_gather",

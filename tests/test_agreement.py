@@ -96,6 +96,7 @@ def test_mismatched_roots_of_a_broadcast_are_found():
 NAMES = {
     "all_reduce": ("gloo:all_reduce", "all_reduce"),
     "broadcast": ("gloo:broadcast", "broadcast"),
+    "reduce": ("gloo:reduce", "reduce"),
     "all_gather_single": ("gloo:all_gather", "all_gather"),
     "reduce_scatter_single": ("gloo:all_to_all", "reduce_scatter"),
     "all_to_all_single": ("gloo:all_to_all", "all_to_all"),

@@ -28,23 +28,27 @@ def results(x: Tensor) -> list[Tensor]:
     rank, n = dist.get_rank(), dist.get_world_size()
     total, wide, part, swapped = x.clone(), x.new_empty(8 * n), x.new_empty(8 // n), x.clone()
     seen = x.clone() if rank == 0 else torch.zeros_like(x)
+    at_root = x.clone()
     neighbor = torch.zeros_like(x)
     works = [
         dist.all_reduce(total, async_op=True),
         dist.broadcast(seen, src=0, async_op=True),
+        dist.reduce(at_root, dst=0, async_op=True),
         dist.all_gather_into_tensor(wide, x, async_op=True),
         reduce_scatter_single(part, x, async_op=True),
         dist.all_to_all_single(swapped, x, async_op=True),
         dist.irecv(neighbor, (rank - 1) % n),
         dist.isend(x, (rank + 1) % n),
     ]
-    got = [total, seen, wide, part, swapped, neighbor]
+    got = [total, seen, at_root, wide, part, swapped, neighbor]
     early = [t.clone() for t in got]
     for work in works:
         work.wait()
     objects: list = [None] * n
     dist.all_gather_object(objects, rank)
     dist.barrier()
+    if rank != 0:
+        at_root.zero_()  # what it holds here is undefined
     return [*got, torch.tensor(objects)], early
 
 

@@ -32,6 +32,7 @@ from stages import BASE, load_stage, runs_for, stage_file, stages
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -63,13 +64,14 @@ class Report:
         return self.peak - self.states
 
 
-def states_of(optimizer: torch.optim.Optimizer) -> Report:
+def states_of(optimizers: list[torch.optim.Optimizer]) -> Report:
     """The storages behind parameters, gradients and optimizer state, each counted once."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {p: tensors for optimizer in optimizers for p, tensors in optimizer.state.items()}
+    params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     kinds = {
         "parameters": params,
-        "gradients": [p.grad for p in params],
-        "optimizer": [t for p in params for t in optimizer.state[p].values() if t.dim() > 0],
+        "gradients": [p.grad for p in params if p.grad is not None],
+        "optimizer": [t for each in state.values() for t in each.values() if t.dim() > 0],
     }
     sizes: dict[str, int] = {}
     seen: set[int] = set()
@@ -119,26 +121,29 @@ class PeakStorage(TorchDispatchMode):
 class OneStep:
     """In place of `common.run.Run`: takes one step, whose memory and messages it reports."""
 
-    optimizer: torch.optim.Optimizer  # from the call of `load`
     resume = "never"
 
     def __init__(self, *_) -> None:
         self.checkpoints = self
+        self.optimizers: list[torch.optim.Optimizer] = []  # all that have taken the step
 
-    def load(self, resume: str, state: dict, optimizer: torch.optim.Optimizer) -> int:
-        self.optimizer = optimizer
+    def load(self, *_) -> int:
         return 0
 
     def steps(self, first: int) -> Iterator[int]:
         ledger.reset()  # communication at the start belongs to no step
-        yield first
+        hook = register_optimizer_step_pre_hook(lambda taken, *_: self.optimizers.append(taken))
+        try:
+            yield first
+        finally:
+            hook.remove()
 
     def log(self, *_, **others) -> None:
-        self.report = states_of(self.optimizer)
+        self.report = states_of(self.optimizers)
         self.report.sent = Ledger(
             *map(Counter, (ledger.calls, ledger.payload, ledger.ring, ledger.control))
         )
-        del self.optimizer
+        del self.optimizers
 
     def evaluates(self, step: int) -> bool:
         return False

@@ -1,0 +1,429 @@
+"""Stage 11: Muon, whose matrices have owners.
+
+AdamW scales each element of a gradient by its own history. Muon treats the momentum of a matrix as
+a matrix: it brings all its singular values near 1, by matmuls that need the whole matrix. A shard
+of rows would give other numbers, and doing it on every rank costs every rank the same matmuls. But
+an all-reduce is a reduce to one rank and a broadcast from it, and Muon fits in between: each matrix
+of the layers has one owner, which gets the averaged gradient, updates it and broadcasts it.
+
+New since stage 02: `Muon`, `OwnedMatrix`, `choose_owners` and `orthogonalize`. The embedding, the
+head and the norms keep AdamW.
+
+    memory          4 P + 12 A + 8 O bytes per rank: P all parameters, A those of AdamW, O those of
+                    the matrices that the rank owns. In backward also 4 per other matrix element
+    communication   per step, for any number of micro-batches: all-reduces of A elements, reduces
+                    and broadcasts of the others: the bytes of stage 02
+
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+
+Run it:
+
+    torchrun --nproc-per-node 2 11_muon/train.py --data sample --steps 100 --lr 1e-2
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+from torch.nn.utils import clip_grads_with_norm_
+
+from common.collectives import all_reduce, all_reduce_control, broadcast, global_norm, reduce
+
+# isort: split
+from common.arguments import base_parser, check_arguments, model_config, positive, seconds
+from common.checkpoint import State, tensors_of
+from common.data import eval_batches, load_corpus, train_batches
+from common.distributed import World, cleanup, setup, world_size
+from common.loss import IGNORED
+from common.model import Transformer, init_weights
+from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.run import Run
+
+# ------------------------------------------------------------------------------------------------
+# The technique: reduce each matrix to its owner, update it there, broadcast it
+# ------------------------------------------------------------------------------------------------
+
+
+class Muon(torch.optim.Optimizer):
+    """Update each matrix on its owner, by its orthogonalized momentum, and broadcast it.
+
+    matrices: those of `DistributedDataParallel`, in the same order on every rank. dtype: of the
+    matmuls in `orthogonalize`. The momentum is on the owner alone, and exists from the start on.
+    """
+
+    def __init__(
+        self,
+        matrices: list[OwnedMatrix],
+        lr: float,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
+        settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__([matrix.param for matrix in matrices], settings)
+        self.matrices, self.dtype = matrices, dtype
+        for matrix in matrices:
+            if matrix.owned_here:
+                self.state[matrix.param]["momentum_buffer"] = torch.zeros_like(matrix.param)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the matrices of this rank. Each one is broadcast while the next is updated."""
+        for matrix in self.matrices:
+            if matrix.owned_here:
+                self.update(matrix.param)
+            matrix.start_broadcast()
+        for matrix in self.matrices:
+            matrix.finish_broadcast()
+
+    def update(self, param: nn.Parameter) -> None:
+        """One step of Muon, with Nesterov momentum and decoupled weight decay."""
+        settings, momentum = self.param_groups[0], self.state[param]["momentum_buffer"]
+        momentum.lerp_(param.grad, 1 - settings["momentum"])
+        direction = param.grad.lerp(momentum, settings["momentum"])
+        # an orthogonal matrix has the RMS 1 / sqrt(larger side); that of AdamW's update is near 0.2
+        scale = 0.2 * math.sqrt(max(param.shape))
+        param.mul_(1 - settings["lr"] * settings["weight_decay"])
+        param.add_(orthogonalize(direction.to(self.dtype)), alpha=-settings["lr"] * scale)
+
+
+def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
+    """Bring all singular values of a matrix near 1 (0.7 to 1.2) and keep its singular vectors.
+
+    A step of this Newton-Schulz iteration applies s -> a s + b s^3 + c s^5 to every singular value
+    s. It takes the smaller of X X^T and X^T X.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix  # [n, m], n <= m
+    x = x / x.norm().clamp(min=1e-7)  # the Frobenius norm, so that no singular value exceeds 1
+    for _ in range(steps):
+        gram = x @ x.t()  # [n, n]
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.t() if matrix.shape[0] > matrix.shape[1] else x
+
+
+def choose_owners(matrices: Iterable[nn.Parameter], n_ranks: int) -> dict[nn.Parameter, int]:
+    """Give each matrix to a rank: the most expensive first, to the rank with the least work.
+
+    This is also the order of the updates. Owners take turns in it, so they compute in parallel.
+    """
+    work, owners = [0] * n_ranks, {}
+    for matrix in sorted(matrices, key=orthogonalization_flops, reverse=True):
+        owners[matrix] = work.index(min(work))
+        work[owners[matrix]] += orthogonalization_flops(matrix)
+    return owners
+
+
+def orthogonalization_flops(matrix: Tensor, steps: int = 5) -> int:
+    n, m = sorted(matrix.shape)
+    return steps * (4 * n * n * m + 2 * n**3)
+
+
+class DistributedDataParallel(nn.Module):
+    """Keep the replicas of a module identical: same initial weights, same averaged gradients.
+
+    module: the same contiguous parameters on every rank, frozen or not for good. matrices: those of
+    them whose gradients go to one owner each. process_group: the ranks whose gradients are
+    averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, 1 in the first, which thus
+    starts early. A step ends with `finish_gradient_synchronization`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        matrices: Iterable[nn.Parameter],
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float = 25,
+    ):
+        super().__init__()
+        self.module = module
+        for tensor in [*module.parameters(), *module.buffers()]:
+            broadcast(tensor.detach(), group=process_group, group_src=0)
+        self.trains = {p: p.requires_grad for p in module.parameters()}  # once where it is tied
+        params = [p for p, trains in self.trains.items() if trains][::-1]  # as backward: last first
+        owners = choose_owners(matrices, dist.get_world_size(process_group))
+        self.matrices = [OwnedMatrix(p, owner, process_group) for p, owner in owners.items()]
+        others = [p for p in params if p not in owners]
+        buckets = [Bucket(b, process_group) for b in split_into_buckets(others, bucket_cap_mb)]
+        # by when they are ready: the embedding, ready last, must not delay the matrices
+        place = {p: i for i, p in enumerate(params)}
+        self.buckets = sorted([*self.matrices, *buckets], key=lambda b: place[b.params[-1]])
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self.launched = 0  # how many buckets' reductions have started
+        self.synchronizes = True
+        for param in params:
+            param.register_post_accumulate_grad_hook(self.mark_ready)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients and start no all-reduce: for all micro-batches but the last."""
+        self.synchronizes = False
+        try:
+            yield
+        finally:
+            self.synchronizes = True
+
+    def mark_ready(self, param: nn.Parameter) -> None:
+        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
+        bucket = self.bucket_of[param]
+        if param not in bucket.waiting_for:
+            raise RuntimeError("backward twice: use finish_gradient_synchronization() or no_sync()")
+        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
+        if not self.synchronizes:
+            return
+        bucket.waiting_for.remove(param)
+        self.launch_ready_buckets()
+
+    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
+        """Start to reduce the next buckets that are ready; after backward, all that remain.
+
+        Buckets are launched strictly in order: ranks may finish gradients in different orders, but
+        collectives are matched by the order of the calls.
+        """
+        while self.launched < len(self.buckets):
+            bucket = self.buckets[self.launched]
+            if bucket.waiting_for and not backward_has_ended:
+                return
+            bucket.start_reduction()
+            self.launched += 1
+
+    def finish_gradient_synchronization(self) -> None:
+        """Reduce what remains, and wait until every gradient is the average over the ranks."""
+        if any(p.requires_grad != trains for p, trains in self.trains.items()):
+            raise RuntimeError("freeze or unfreeze parameters before they are wrapped")
+        self.launch_ready_buckets(backward_has_ended=True)
+        for bucket in self.buckets:
+            bucket.finish_reduction()
+        self.launched = 0
+
+
+class Bucket:
+    """Parameters whose gradients lie side by side in one flat buffer: one all-reduce sends all.
+
+    grads: [numel of all parameters]; grad_views: each parameter's gradient, a view into `grads`.
+    waiting_for: the parameters whose gradients the step's last backward has not produced yet.
+    """
+
+    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
+        self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
+        self.grads = params[0].new_zeros(sum(p.numel() for p in params))
+        self.grad_views = self.views_into(self.grads)
+        self.waiting_for = set(params)
+        self.reduction: Work | None = None  # the collective in flight
+
+    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
+        sizes = [p.numel() for p in self.params]
+        chunks = flat[: sum(sizes)].split(sizes)
+        return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
+
+    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+        """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
+
+        After `zero_grad` backward allocates a new gradient outside the buffer; later micro-batches
+        add to the view. A missing gradient is zero. Dividing before the sum makes it the average.
+        """
+        view = self.grad_views[param]
+        if param.grad is None:
+            view.zero_()
+        elif param.grad is not view or divide_by > 1:
+            torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
+        param.grad = view
+
+    def start_reduction(self) -> None:
+        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
+            self.collect(param, divide_by=self.n_ranks)
+        self.reduction = all_reduce(self.grads, group=self.group, async_op=True)
+
+    def finish_reduction(self) -> None:
+        self.reduction.wait()
+        self.reduction, self.waiting_for = None, set(self.params)
+
+
+class OwnedMatrix(Bucket):
+    """A matrix whose averaged gradient goes to one rank, its owner, which updates and sends it.
+
+    The reduce and the broadcast together send what an all-reduce of the gradient would send. The
+    gradient needs no buffer: backward's own is reduced. Only the owner keeps it.
+    """
+
+    def __init__(self, param: nn.Parameter, owner: int, group: ProcessGroup | None):
+        self.params, self.group, self.n_ranks = [param], group, dist.get_world_size(group)
+        self.param, self.owner = param, owner  # owner: a rank of the group
+        self.owned_here = dist.get_rank(group) == owner
+        self.waiting_for = {param}
+        self.reduction: Work | None = None  # the collective in flight
+        self.broadcast: Work | None = None
+
+    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        param.grad.div_(divide_by)
+
+    def start_reduction(self) -> None:
+        for param in self.waiting_for:
+            self.collect(param, divide_by=self.n_ranks)
+        owner = {"group": self.group, "group_dst": self.owner}
+        self.reduction = reduce(self.param.grad, **owner, async_op=True)
+
+    def finish_reduction(self) -> None:
+        super().finish_reduction()
+        if not self.owned_here:
+            self.param.grad = None  # it may hold the sum of some ranks' gradients
+
+    def start_broadcast(self) -> None:
+        torch.autograd.graph.increment_version([self.param])  # older graphs are now stale
+        owner = {"group": self.group, "group_src": self.owner}
+        self.broadcast = broadcast(self.param.detach(), **owner, async_op=True)
+
+    def finish_broadcast(self) -> None:
+        self.broadcast.wait()
+        self.broadcast = None
+
+
+def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
+    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
+
+    The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
+    """
+    lists: list[list[nn.Parameter]] = []
+    room = 0.0  # MB left in the last list
+    for param in params:
+        mb = param.numel() * param.element_size() / 2**20
+        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
+        if not alike or mb > room:
+            room = cap_mb if lists else min(first_cap_mb, cap_mb)
+            lists.append([])
+        lists[-1].append(param)
+        room -= mb
+    return lists
+
+
+def clip_grad_norm_(model: DistributedDataParallel, max_norm: float) -> Tensor:
+    """Scale the gradients to at most this global norm; returns the norm before clipping."""
+    matrices = {matrix.param: matrix.owned_here for matrix in model.matrices}
+    owned = global_norm(p.grad for p, here in matrices.items() if here).square()
+    replicated = global_norm(p.grad for p in model.parameters() if p not in matrices).square()
+    # squares of owned gradients add up over the ranks; replicated gradients count once
+    squares = all_reduce_control(owned.to(replicated), group=model.buckets[0].group)
+    total_norm = (squares + replicated).sqrt()
+    clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
+    return total_norm
+
+
+# ------------------------------------------------------------------------------------------------
+# The training loop
+# ------------------------------------------------------------------------------------------------
+
+
+def training_state(model: nn.Module, adamw: torch.optim.AdamW, muon: Muon) -> State:
+    """The tensors of a plain model and both optimizers, by their names in a checkpoint."""
+    state: State = {}
+    matrices = {matrix.param: matrix for matrix in muon.matrices}
+    for name, param in model.named_parameters():
+        if param not in matrices:
+            state |= {f"{kind}.{name}": t for kind, t in tensors_of(adamw, param).items()}
+            continue
+        state[f"model.{name}"] = param.detach()
+        if matrices[param].owned_here:  # other ranks have no momentum to save or to load
+            state[f"optim.momentum.{name}"] = muon.state[param]["momentum_buffer"]
+    return state
+
+
+def parse_args(argv: list[str] | None = None):
+    parser = base_parser(__doc__)
+    parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
+    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
+    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
+    return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
+
+
+@torch.no_grad()
+def evaluate(model, tokens, args, device, world: World) -> float:
+    """Mean loss in nats over every token of a split but the first, each predicted once."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
+    for inputs, targets in eval_batches(tokens, args.batching, device, world.rank, world.size):
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
+            loss = model(inputs, targets)
+        count = (targets != IGNORED).sum()
+        total += torch.stack([loss * count, count])
+    all_reduce_control(total)
+    model.train()
+    return (total[0] / total[1]).item()
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    """Train as the flags say; returns the lines of metrics.jsonl."""
+    args = parse_args(argv)
+    world = setup(args.timeout)
+    device = world.device
+    corpus = load_corpus(args.data)
+
+    config = model_config(args, corpus.vocab)
+    model = Transformer(config)
+    init_weights(model, args.seed)
+    model.to(device)
+    if args.compile:
+        for unit in model.units():
+            unit.compile()
+    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p not in set(matrices)]
+    model = DistributedDataParallel(model, matrices, bucket_cap_mb=args.bucket_cap_mb)
+    muon = Muon(model.matrices, args.lr, args.weight_decay, dtype=getattr(torch, args.dtype))
+    optimizer = torch.optim.AdamW(others, **adamw_settings(args.lr, args.weight_decay))
+
+    run = Run(args, __file__, config, device, corpus)
+    state = training_state(model.module, optimizer, muon)
+    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    batches = train_batches(corpus.train, args.batching, device, first_step, world.rank, world.size)
+
+    for step in run.steps(first_step):
+        lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
+        set_learning_rate(optimizer, lr)
+        set_learning_rate(muon, lr)
+        micro_batches = next(batches)
+        loss = torch.zeros((), device=device)
+        for i, (inputs, targets, keys) in enumerate(micro_batches):
+            is_last = i == len(micro_batches) - 1
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
+                micro_loss = model(inputs, targets, keys) / len(micro_batches)
+            with nullcontext() if is_last else model.no_sync():
+                micro_loss.backward()
+            loss += micro_loss.detach()
+        model.finish_gradient_synchronization()
+        loss = all_reduce_control(loss) / world.size
+        grad_norm = clip_grad_norm_(model, args.grad_clip)
+        muon.step()
+        optimizer.step()
+        run.log(step, loss, grad_norm, lr)
+        optimizer.zero_grad(set_to_none=True)
+        muon.zero_grad(set_to_none=True)
+
+        if run.evaluates(step):
+            run.log_evaluation("val", evaluate(model, corpus.valid, args, device, world))
+        if run.is_last(step):
+            run.log_evaluation("test", evaluate(model, corpus.test, args, device, world))
+        run.write()
+        if run.agree_to_save(step):
+            run.checkpoints.save(step + 1, state, args.keep_checkpoints)
+    return run.finish()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        cleanup()

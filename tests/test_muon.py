@@ -1,0 +1,473 @@
+"""Stage 11, Muon: the update bit for bit, owners, costs, and checkpoints on other ranks."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import re
+import shutil
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from dry_run import dry_run
+from generate import continued, load_run
+from harness import (
+    WorkerExit,
+    assert_same_curve,
+    live_bytes,
+    load_stage,
+    stage_path,
+    true_ledger,
+)
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils.flop_counter import FlopCounterMode
+
+from common.arguments import PRESETS
+from common.checkpoint import Checkpointer, checkpoints
+from common.model import Transformer, TransformerConfig, init_weights
+
+sys.path.insert(0, str(stage_path("11").parent))
+stage, figures = load_stage("11"), importlib.import_module("figures")
+
+SIZE = "--d-model 32 --n-layers 2 --n-heads 4 --seq-len 16 --global-batch-size 24 --log-every 1"
+BASE = [*SIZE.split(), "--lr", "1e-2"]
+CONFIG = TransformerConfig(201, 32, 2, 4, 16)  # of BASE, with the vocabulary of the tests' corpus
+MATRICES = 2 * 12 * 32 * 32
+OTHERS = CONFIG.num_parameters() - MATRICES
+
+# ---- orthogonalization ----
+
+
+def polynomial(s: Tensor) -> Tensor:
+    """What five steps do to a singular value."""
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return s
+
+
+@pytest.mark.parametrize("shape", [(96, 32), (32, 32), (32, 128)], ids=str)
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
+def test_orthogonalize_changes_the_singular_values_alone(shape, dtype, off):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    expected = u @ polynomial(s / s.norm()).diag() @ v
+    found = stage.orthogonalize(matrix.to(dtype))
+    assert (found.dtype, found.shape) == (dtype, matrix.shape)
+    assert (found.double() - expected).norm() <= off * expected.norm()
+    values = torch.linalg.svdvals(found.double())
+    assert 0.6 < values.min() and values.max() < 1.3
+
+
+def test_a_zero_gradient_is_no_direction():
+    assert not stage.orthogonalize(torch.zeros(4, 8)).any()
+
+
+# ---- the update ----
+
+
+def plain_muon(weight: Tensor, momentum: Tensor, grad: Tensor, lr: float, dtype) -> None:
+    """Muon on one process, in the operations of torch.optim.Muon, for any dtype."""
+    momentum.lerp_(grad, 1 - 0.95)
+    x = grad.lerp(momentum, 0.95).to(dtype)
+    tall = len(x) > len(x.t())
+    x = x.t() if tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.t()
+        gram_update = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, gram_update, x, beta=3.4445)
+    weight.mul_(1 - lr * 0.1)
+    weight.add_(x.t() if tall else x, alpha=-lr * (0.2 * max(weight.shape) ** 0.5))
+
+
+def plain_weights(dtype: torch.dtype) -> list[Tensor]:
+    """The matrices after three steps of Muon on one process."""
+    model = Transformer(CONFIG)
+    init_weights(model, seed=1)
+    weights = [p for p in model.layers.parameters() if p.dim() == 2]
+    momenta = [torch.zeros_like(w) for w in weights]
+    for step in range(3):
+        with torch.no_grad():
+            for w, m, g in zip(weights, momenta, gradients(weights, step), strict=True):
+                plain_muon(w, m, g, 0.01 * (step + 1), dtype)
+    return [w.detach() for w in weights]
+
+
+def torchs_weights() -> list[Tensor]:
+    """The same by `torch.optim.Muon`, which always computes in bfloat16."""
+    model = Transformer(CONFIG)
+    init_weights(model, seed=1)
+    weights = [p for p in model.layers.parameters() if p.dim() == 2]
+    muon = torch.optim.Muon(weights, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        muon.param_groups[0]["lr"] = 0.01 * (step + 1)
+        for w, g in zip(weights, gradients(weights, step), strict=True):
+            w.grad = g
+        muon.step()
+    return [w.detach() for w in weights]
+
+
+def gradients(weights: list[Tensor], step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(w.shape, generator=generator) for w in weights]
+
+
+def wrapped(config: TransformerConfig = CONFIG) -> tuple:
+    """Model, matrices, and their wrapper, with weights that differ on each rank before it."""
+    model = Transformer(config)
+    init_weights(model, seed=1 + dist.get_rank())
+    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    return model, matrices, stage.DistributedDataParallel(model, matrices, bucket_cap_mb=0.01)
+
+
+def owners_weights(dtype: torch.dtype, reduces: bool) -> list[Tensor]:
+    """The matrices after three steps, when all ranks have the same gradients.
+
+    reduces: through the reduce to the owner, which is exact for a power of two of equal numbers.
+    Otherwise the owner is given the gradient, and the other ranks none.
+    """
+    _, weights, replica = wrapped()
+    muon = stage.Muon(replica.matrices, lr=0.1, dtype=dtype)
+    owned_here = {matrix.param: matrix.owned_here for matrix in replica.matrices}
+    for step in range(3):
+        stage.set_learning_rate(muon, 0.01 * (step + 1))
+        for w, g in zip(weights, gradients(weights, step), strict=True):
+            if reduces:
+                (w * g).sum().backward()
+            elif owned_here[w]:
+                w.grad = g
+        if reduces:
+            replica.finish_gradient_synchronization()
+        muon.step()
+        muon.zero_grad(set_to_none=True)
+    return [w.detach() for w in weights]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_update_equals_muon_on_one_process_bit_for_bit(pools, ranks, dtype):
+    expected = pools(1, group=False).run(plain_weights, dtype)[0]
+    if dtype == torch.bfloat16:
+        torchs = pools(1, group=False).run(torchs_weights)[0]
+        assert all(map(torch.equal, torchs, expected))
+    for reduces in [False] if ranks == 3 else [False, True]:
+        for found in pools(ranks).run(owners_weights, dtype, reduces):
+            assert all(map(torch.equal, found, expected)), f"reduces: {reduces}"
+
+
+# ---- owners ----
+
+
+def shapes_of(preset: str) -> list[Tensor]:
+    d, layers, *_ = PRESETS[preset]
+    shapes = ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d))
+    return [torch.empty(shape, device="meta") for shape in shapes * layers]
+
+
+@pytest.mark.parametrize(
+    ("preset", "ranks", "balance", "idle"),
+    [("gpt2", 8, 1.02, 0), ("gpt2", 64, 1.71, 16), ("gpt2-xl", 64, 1.10, 0)],
+)
+def test_work_is_balanced_while_there_are_more_matrices_than_ranks(preset, ranks, balance, idle):
+    matrices = shapes_of(preset)
+    owners = stage.choose_owners(matrices, ranks)
+    assert set(owners) == set(matrices)
+    work = [0] * ranks
+    for matrix, owner in owners.items():
+        work[owner] += stage.orthogonalization_flops(matrix)
+    assert max(work) * ranks / sum(work) == pytest.approx(balance, abs=0.005)
+    assert work.count(0) == idle
+    # in the order of the updates every rank has one matrix before any has two
+    first = list(owners.values())[: ranks - idle]
+    assert len(set(first)) == ranks - idle
+
+
+def test_flops_of_an_orthogonalization_are_those_of_its_matmuls():
+    for shape in ((96, 32), (32, 32), (32, 128)):
+        with FlopCounterMode(display=False) as counter:
+            stage.orthogonalize(torch.randn(shape))
+        assert counter.get_total_flops() == stage.orthogonalization_flops(torch.empty(shape))
+
+
+def owned_state() -> tuple:
+    """Of one step: what exists where, the buckets launched last, the norm before clipping."""
+    model, matrices, replica = wrapped()
+    muon = stage.Muon(replica.matrices, lr=0.1)
+    before = {p for p in muon.state if "momentum_buffer" in muon.state[p]}
+    tokens = torch.arange(16)[None] + dist.get_rank()
+    launched = []
+    model.embed.tokens.weight.register_hook(lambda _: launched.append(replica.launched))
+    model(tokens, tokens + 1).backward()
+    replica.finish_gradient_synchronization()
+    owned = [matrix.owned_here for matrix in replica.matrices]
+    grads = [matrix.param.grad is not None for matrix in replica.matrices]
+    momenta = [matrix.param in before for matrix in replica.matrices]
+    full = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in matrices]
+    for grad in full:
+        dist.all_reduce(grad)
+    others = [p.grad.clone() for p in model.parameters() if p not in set(matrices)]
+    plain = torch.cat([g.flatten() for g in [*full, *others]]).norm()
+    norm = stage.clip_grad_norm_(replica, 0.5 * float(plain))
+    clipped = {p: p.grad.clone() for p in model.parameters() if p.grad is not None}
+    halves = [
+        torch.allclose(clipped[p], 0.5 * g, rtol=1e-4)
+        for p, g in zip(matrices, full, strict=True)
+        if p in clipped
+    ]
+    late = len(replica.buckets) - launched[0]
+    return owned, grads, momenta, late, float(norm), float(plain), all(halves)
+
+
+def test_each_matrix_has_one_owner_that_alone_has_its_gradient_and_momentum(pools):
+    found = pools(3).run(owned_state)
+    for owned, grads, momenta, late, norm, plain, halves in found:
+        assert owned == grads == momenta
+        assert late == 1  # all others are launched before the embedding's gradient exists
+        assert norm == pytest.approx(plain, rel=1e-5) and halves
+    assert all(sum(owners) == 1 for owners in zip(*(owned for owned, *_ in found), strict=True))
+
+
+def error_of_a_stale_graph() -> str:
+    """The error of backward through a graph that is older than the step."""
+    model, _, replica = wrapped(replace(CONFIG, n_layers=1))
+    muon = stage.Muon(replica.matrices, lr=0.1)
+    tokens = torch.arange(16)[None]
+    loss, again = (model(tokens, tokens + 1) for _ in range(2))
+    loss.backward()
+    replica.finish_gradient_synchronization()
+    muon.step()
+    with pytest.raises(RuntimeError) as error:
+        again.backward()
+    return str(error.value)
+
+
+def test_backward_after_the_step_is_an_error_on_every_rank(pools):
+    for said in pools(8).run(error_of_a_stale_graph):  # four of them own no matrix
+        assert "modified by an inplace operation" in said
+
+
+def order_of_a_step() -> tuple[list[str], list[str]]:
+    """The calls of a rank in a step, and those expected."""
+    _, matrices, replica = wrapped()
+    muon, order = stage.Muon(replica.matrices, lr=0.1), []
+    for p in matrices:
+        p.grad = torch.ones_like(p)
+
+    def recorded(name: str, function):
+        return lambda *args: (order.append(name), function(*args))
+
+    names = {"update": stage.Muon, "start_broadcast": stage.OwnedMatrix}
+    with ExitStack() as patches:
+        for name, owner in {**names, "finish_broadcast": stage.OwnedMatrix}.items():
+            function = recorded(name, getattr(owner, name))
+            patches.enter_context(patch.object(owner, name, function))
+        muon.step()
+    each = [["update"] * matrix.owned_here + ["start_broadcast"] for matrix in replica.matrices]
+    return order, [*chain(*each), *["finish_broadcast"] * len(each)]
+
+
+def test_a_matrix_is_broadcast_while_the_next_is_updated(pools):
+    for order, expected in pools(2).run(order_of_a_step):
+        assert order == expected
+
+
+@pytest.mark.slow
+def test_ranks_without_a_matrix_train_too(pools, reference, corpus_dir):
+    argv = [*BASE, "--n-layers", "1", "--steps", "6", "--data", str(corpus_dir)]
+    expected = reference(argv, "11")
+    for metrics in pools(8).train("11", argv):  # four matrices
+        assert_same_curve(metrics, expected)
+
+
+# ---- cost ----
+
+
+def owned_elements(config: TransformerConfig, ranks: int, rank: int) -> int:
+    model = Transformer(config)
+    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    owners = stage.choose_owners(matrices, ranks)
+    return sum(p.numel() for p, owner in owners.items() if owner == rank)
+
+
+def cost_of_a_run(argv: list[str]) -> tuple:
+    """The ledger, which an independent count confirms, and the bytes of the model state."""
+    held, log = [], stage.Run.log
+
+    def measured(*args) -> None:
+        held.append(live_bytes() - before)
+        log(*args)
+
+    before = live_bytes()
+    with patch.object(stage.Run, "log", measured), true_ledger() as (ledger, _):
+        stage.main(argv)
+    return ledger, held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro", [8, 4])
+def test_the_ledger_and_memory_follow_the_cost_table(pools, corpus_dir, tmp_path, micro):
+    argv = [*BASE, "--steps", "2", "--micro-batch-size", str(micro), "--data", str(corpus_dir)]
+    argv += ["--resume", "never", "--run-dir", str(tmp_path)]
+    found = pools(3).run(cost_of_a_run, argv)
+    for rank, (ledger, held) in enumerate(found):
+        payload = {op: count for (op, group), count in ledger.payload.items() if group == "world"}
+        assert payload["all_reduce"] == 2 * 4 * OTHERS
+        assert payload["reduce"] == 2 * 4 * MATRICES
+        start = 4 * CONFIG.num_parameters()  # of the replicas' parameters
+        assert payload["broadcast"] == 2 * 4 * MATRICES + start
+        assert ledger.total_ring_bytes == pytest.approx(
+            2 / 3 * (2 * 2 * 4 * CONFIG.num_parameters() + start)
+        )
+        owned = owned_elements(CONFIG, 3, rank)
+        states = 4 * CONFIG.num_parameters() + 12 * OTHERS + 8 * owned
+        assert states <= held[-1] <= states + 4096  # rotary table, scalars
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 8, 512])
+def test_the_dry_run_counts_both_optimizers(pools, ranks):
+    argv = [*BASE, "--global-batch-size", str(ranks)]
+    for rank in (0, ranks - 1):
+        (got,) = pools(1, group=False).run(dry_run, "11", ranks, rank, argv, 201)
+        owned = owned_elements(CONFIG, ranks, rank)
+        assert got.parameters == 4 * CONFIG.num_parameters()
+        assert got.gradients == 4 * (OTHERS + owned)
+        assert got.optimizer == 8 * OTHERS + 4 * owned
+        sent = 2 * (ranks - 1) / ranks * 4 * CONFIG.num_parameters()
+        assert got.sent.total_ring_bytes == pytest.approx(sent)
+
+
+# ---- the figures of the README ----
+
+
+README = (stage_path("11").parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("preset", "batch"), [("tiny", 16), ("small", 24), ("gpt2", 24), ("gpt2-xl", 24)]
+)
+def test_the_stated_share_of_flops_is_that_of_the_matmuls(preset, batch):
+    config = TransformerConfig(33_278, *PRESETS[preset])
+    tokens = batch * config.seq_len
+    muon = sum(map(stage.orthogonalization_flops, figures.matrices_of(*PRESETS[preset][:2])))
+    share = 100 * muon / (tokens * config.flops_per_token())
+    assert re.search(rf"^\| `{preset}`.* \| {tokens:,} \| {share:.1f} %", README, re.M)
+
+
+def test_the_stated_memory_and_step_of_gpt2_on_eight_ranks():
+    config = TransformerConfig(33_278, *PRESETS["gpt2"])
+    p, d = config.num_parameters(), config.d_model
+    matrices = config.n_layers * 12 * d * d
+    owned = owned_elements(config, 8, 0)
+    states = 4 * p + 12 * (p - matrices) + 8 * owned
+    assert f"needs {states / 1e9:.2f} GB of model state on each of 8 ranks" in README
+    assert f"against {16 * p / 1e9:.2f} GB in stage 02" in README
+    work = sum(map(stage.orthogonalization_flops, figures.matrices_of(d, config.n_layers)))
+    c = 8 * work / (24 * config.seq_len * config.flops_per_token())
+    ratio = (1 + c / 8) / (1 + c)
+    assert f"gpt2 on 8 ranks: {1 + c / 8:.2f} / {1 + c:.2f} = {ratio:.2f}" in README
+
+
+@pytest.mark.parametrize(
+    ("shape", "vocabulary", "layers"), [("small", 2048, 4), ("large-vocabulary", 33_280, 2)]
+)
+def test_the_expected_ratios_of_the_benchmark_follow_from_flops(shape, vocabulary, layers):
+    config = TransformerConfig(vocabulary, n_layers=layers)
+    work = sum(map(stage.orthogonalization_flops, figures.matrices_of(config.d_model, layers)))
+    c = work / (512 * config.flops_per_token())
+    ratios = " | ".join(f"{(1 + c / n) / (1 + c):.2f}" for n in (2, 4))
+    assert f"| `{shape}`, 512 tokens per rank | {c:.2f} | {ratios} |" in README
+
+
+def test_five_steps_bring_singular_values_near_one_and_two_do_not():
+    values = figures.singular_values()
+    assert 0.6 < values[5].min() and values[5].max() < 1.25
+    stated = re.search(r"median singular value is ([\d.]+) and the smallest ([\d.]+)", README)
+    found = values[2].median(), values[2].min()
+    assert [float(x) for x in stated.groups()] == pytest.approx([float(x) for x in found], abs=0.01)
+
+
+def test_the_picture_of_owners_is_up_to_date():
+    drawn = stage_path("11").parent / "owners.svg"
+    assert drawn.read_text() == str(figures.draw_owners()), "README: the command below it"
+
+
+# ---- checkpoints ----
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    dcp_to_torch_save(checkpoints(folder / "checkpoints")[-1], folder / "all.pt")
+    return torch.load(folder / "all.pt", weights_only=True)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_has_the_same_bits_on_any_number(pools, corpus_dir, tmp_path):
+    argv = [*BASE, "--data", str(corpus_dir), "--checkpoint-every", "5", "--steps"]
+    whole = pools(2).train("11", [*argv, "10", "--run-dir", str(tmp_path / "2")])[0]
+    first = tmp_path / "2" / "checkpoints" / "step-00000005"
+    metadata = pickle.loads((first / ".metadata").read_bytes()).state_dict_metadata
+    for name in ("layers.0.attn.wqkv.weight", "layers.1.mlp.w2.weight"):
+        assert {f"model.{name}", f"optim.momentum.{name}"} <= metadata.keys()
+        assert f"optim.exp_avg.{name}" not in metadata
+    for ranks in (1, 3, 4):
+        folder = tmp_path / str(ranks)
+        shutil.copytree(first, folder / "loaded" / "checkpoints" / first.name)
+        again = [*argv, "10", "--run-dir", str(folder / "rest"), "--resume", str(first)]
+        assert_same_curve(pools(ranks).train("11", again)[0], whole[5:])
+        loaded = pools(ranks).run(loaded_state, [*argv, "10"], str(folder / "loaded"))
+        saved = tensors_of(folder / "loaded")
+        names = set().union(*loaded)
+        assert names == saved.keys() - {"step"}
+        for state in loaded:
+            assert all(torch.equal(tensor, saved[name]) for name, tensor in state.items())
+        momenta = [name for state in loaded for name in state if "momentum" in name]
+        assert len(momenta) == len(set(momenta)) == 8  # each on its owner alone
+
+
+def loaded_state(argv: list[str], run_dir: str) -> dict[str, Tensor]:
+    """What a rank has after it has loaded a run's checkpoint."""
+    found = {}
+    load = Checkpointer.load
+
+    def loads(self, resume, state, optimizer) -> int:
+        load(self, resume, state, optimizer)
+        found.update({name: tensor.clone() for name, tensor in state.items()})
+        return 10**9  # no steps follow
+
+    with patch.object(Checkpointer, "load", loads):
+        stage.main([*argv, "--run-dir", run_dir])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("of", "into", "lacks"), [("02", "11", "optim.exp_avg.layers"), ("11", "02", "optim.momentum")]
+)
+def test_a_checkpoint_of_the_other_optimizer_is_an_error(
+    pools, corpus_dir, tmp_path, of, into, lacks
+):
+    argv = [*BASE, "--steps", "2", "--data", str(corpus_dir), "--run-dir"]
+    pools(2).train(of, [*argv, str(tmp_path / "of"), "--checkpoint-every", "2"])
+    with pytest.raises(WorkerExit) as exit:
+        pools(2).train(into, [*argv, str(tmp_path / "into"), "--resume", str(tmp_path / "of")])
+    assert exit.value.statuses == [2, 2]
+    said = "".join(exit.value.stderr)
+    assert said.count("\n") == 1 and f"has {lacks}" in said and "which this model lacks" in said
+
+
+@pytest.mark.slow
+def test_export_needs_no_optimizer(pools, corpus_dir, tmp_path):
+    argv = [*BASE, "--steps", "2", "--data", str(corpus_dir), "--checkpoint-every", "2"]
+    pools(2).train("11", [*argv, "--run-dir", str(tmp_path)])
+    model, vocab = load_run(tmp_path)
+    saved = tensors_of(tmp_path)
+    assert all(torch.equal(p, saved[f"model.{name}"]) for name, p in model.named_parameters())
+    assert len(continued(model, [1, 2], 3, 0.8, 0)) == 5
