@@ -54,6 +54,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools/pictures"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools/planner"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from stages import (  # noqa: F401  for the tests, too

@@ -11,7 +11,7 @@ import time
 from unittest.mock import patch
 
 import pytest
-from dry_run import PATCHES, Report, dry_run, main, plan, show
+from dry_run import PATCHES, Report, dry_run, every_stage, main, show
 from harness import REPO, PeakMemory, cases, load_stage
 
 from common import collectives
@@ -166,7 +166,7 @@ def test_dry_run_of_a_large_model_on_a_thousand_ranks_takes_under_a_minute():
     assert time.monotonic() - start < 60
 
 
-def test_plan_prints_the_start_of_a_row_before_it_is_computed(monkeypatch):
+def test_the_table_prints_the_start_of_a_row_before_it_is_computed(monkeypatch):
     class Pipe(io.StringIO):
         """The reader of a pipe sees only flushed text."""
 
@@ -183,6 +183,6 @@ def test_plan_prints_the_start_of_a_row_before_it_is_computed(monkeypatch):
         return "1 | 2 | 3"
 
     monkeypatch.setattr("dry_run.figures", figures)
-    plan()
+    every_stage()
     assert seen[0].endswith("\n| 02 | 8 | ") and "4096" in seen[0].splitlines()[0]
     assert seen[1].endswith("| 02 | 8 | 1 | 2 | 3 | --global-batch-size 8 |\n| 02 | 64 | ")

@@ -36,7 +36,7 @@ The purposes, each with the arguments in `BASE` that a run's flags are added to:
     kill            one run: killed and resumed, by a signal and by kill -9
     save, load      one run each: a checkpoint of any stage resumes in any other (any to any)
     dry-run         on eight ranks: memory and communication equal the dry run's
-    plan            a row of `make plan` for each number of ranks: {ranks}, {4 * ranks}
+    plan            a row of `make dry-run-all` for each number of ranks: {ranks}, {4 * ranks}
     bench           no run: a row of benchmarks/rows.py
 """
 
