@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from unittest.mock import patch
 
 import pytest
 from dry_run import dry_run
-from harness import Run, load_stage, runs_for, stage_file
+from harness import Run, load_stage, runs_for, stage_file, true_ledger
 
 pytestmark = pytest.mark.slow
 
@@ -189,7 +190,7 @@ def formulas(stage: str) -> Callable[[Expected], None]:
 
 
 def cases() -> list:
-    """Each run on several ranks, once for each dtype; where ranks differ, the first and the last."""
+    """Each run on several ranks, by dtype; where ranks differ, the first one and the last one."""
     found = {}
     for run in (run for purpose in PURPOSES for run in runs_for(purpose)):
         ranks = {0, run.ranks - 1} if stage_file(run.stage).ranks_differ else {0}
@@ -202,10 +203,16 @@ def cases() -> list:
     ]
 
 
-@pytest.mark.parametrize("run, rank", cases())
-def test_model_state_and_communication_are_those_of_the_formulas(pools, run, rank):
+@cache
+def expected_of(run: Run, rank: int) -> Expected:
     expected = Expected(run, rank)
     formulas(run.stage)(expected)
+    return expected
+
+
+@pytest.mark.parametrize("run, rank", cases())
+def test_model_state_and_communication_are_those_of_the_formulas(pools, run, rank):
+    expected = expected_of(run, rank)
     job = dry_run, run.stage, run.ranks, rank, run.argv, VOCABULARY
     (report,) = pools(1, group=False).run(*job)
     # without padding, unless a size is not divisible by the ranks: then at most one element per
@@ -218,3 +225,34 @@ def test_model_state_and_communication_are_those_of_the_formulas(pools, run, ran
     for key, nbytes in expected.sent.items():
         padded = nbytes + odd * report.sent.calls[key]
         assert nbytes - 1e-3 <= found[key] <= padded + 1e-3, key
+
+
+# ---- real runs: one per stage, on two ranks ----
+
+REAL = [pytest.param(run, id=run.id) for run in runs_for("agreement")]
+
+
+def counted(stage: str, argv: list[str]) -> None:
+    """Train; at the end the ledger must agree with the calls that PyTorch's dispatcher has seen."""
+    with patch.object(load_stage(stage), "evaluate", lambda *_: 0.0), true_ledger():
+        load_stage(stage).main(argv)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("run", REAL)
+def test_an_independent_count_confirms_the_ledger(reproduce, run):
+    reproduce(run, job=counted)
+
+
+@pytest.mark.wall_clock  # a thread of Gloo may still hold what it has sent
+@pytest.mark.quick
+@pytest.mark.parametrize("run", REAL)
+def test_metrics_report_the_model_state_and_the_bytes_that_were_sent(fresh_pool, corpus_dir, run):
+    ranks = fresh_pool(run.ranks).train(run.stage, [*run.argv, "--data", str(corpus_dir)])
+    for rank, metrics in enumerate(ranks):
+        expected = expected_of(run, rank)
+        for line in metrics:  # evaluations do not count
+            sent = sum(expected.sent.values()) / 1e6
+            assert line["comm_mb"] == pytest.approx(sent, rel=0.05 if run.stage == "09" else 1e-9)
+        held = metrics[-1]["model_state_mb"] * 1e6
+        assert held == pytest.approx(sum(expected.held.values()), rel=0.03)
