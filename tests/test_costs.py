@@ -210,8 +210,7 @@ def expected_of(run: Run, rank: int) -> Expected:
     return expected
 
 
-@pytest.mark.parametrize("run, rank", cases())
-def test_model_state_and_communication_are_those_of_the_formulas(pools, run, rank):
+def assert_costs(pools, run: Run, rank: int) -> None:
     expected = expected_of(run, rank)
     job = dry_run, run.stage, run.ranks, rank, run.argv, VOCABULARY
     (report,) = pools(1, group=False).run(*job)
@@ -225,6 +224,26 @@ def test_model_state_and_communication_are_those_of_the_formulas(pools, run, ran
     for key, nbytes in expected.sent.items():
         padded = nbytes + odd * report.sent.calls[key]
         assert nbytes - 1e-3 <= found[key] <= padded + 1e-3, key
+
+
+@pytest.mark.parametrize("run, rank", cases())
+def test_model_state_and_communication_are_those_of_the_formulas(pools, run, rank):
+    assert_costs(pools, run, rank)
+
+
+@pytest.mark.parametrize(
+    "stage, flags",
+    [
+        ("02", "--global-batch-size 4096"),
+        ("03", "--global-batch-size 4096 --zero-stage 1"),
+        ("03", "--global-batch-size 4096 --zero-stage 3"),
+        ("04", "--global-batch-size 4096 --shard-size 512"),
+        ("07", "--global-batch-size 512 --pp 2 --tp 4"),
+    ],
+)
+def test_the_formulas_hold_on_4096_ranks(pools, stage, flags):
+    for rank in (3, 4095):
+        assert_costs(pools, Run(stage, "agreement", 4096, tuple(flags.split())), rank)
 
 
 # ---- real runs: one per stage, on two ranks ----

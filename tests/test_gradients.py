@@ -27,7 +27,12 @@ ONE_STEP = "--steps 1 --checkpoint-every 1 --grad-clip 0 --resume never".split()
 
 def cases() -> list:
     """Each run in float32, once: the purposes differ in the flags that are given here."""
-    purposes = ("accumulation", "parity", "late")  # the first one marks more of its runs as quick
+    purposes = (
+        "accumulation",
+        "parity",
+        "late",
+        "load",
+    )  # the first one marks more of its runs as quick
     runs = [run for purpose in purposes for run in runs_for(purpose)]
     first = {(run.stage, run.ranks, run.flags): run for run in reversed(runs)}
     first = {key: replace(run, purpose="accumulation") for key, run in first.items()}
