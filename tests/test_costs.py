@@ -191,15 +191,16 @@ def formulas(stage: str) -> Callable[[Expected], None]:
 
 def cases() -> list:
     """Each run on several ranks, by dtype; where ranks differ, the first one and the last one."""
-    found = {}
-    for run in (run for purpose in PURPOSES for run in runs_for(purpose)):
+    runs = [run for purpose in PURPOSES for run in runs_for(purpose)]
+    found, quick = {}, {run.id for run in runs if run.quick}
+    for run in runs:
         ranks = {0, run.ranks - 1} if stage_file(run.stage).ranks_differ else {0}
         for rank in sorted(ranks) if run.ranks > 1 else []:
             dtype = "bf16" if "bf16" in run.purpose else "float32"
             found.setdefault(f"{run.id} {dtype} {rank}", (run, rank))
     return [
-        pytest.param(*case, id=id, marks=[pytest.mark.quick] if case[0].quick else [])
-        for id, case in sorted(found.items())
+        pytest.param(run, rank, id=id, marks=[pytest.mark.quick] if run.id in quick else [])
+        for id, (run, rank) in sorted(found.items())
     ]
 
 
@@ -264,7 +265,6 @@ def test_an_independent_count_confirms_the_ledger(reproduce, run):
 
 
 @pytest.mark.wall_clock  # a thread of Gloo may still hold what it has sent
-@pytest.mark.quick
 @pytest.mark.parametrize("run", REAL)
 def test_metrics_report_the_model_state_and_the_bytes_that_were_sent(fresh_pool, corpus_dir, run):
     ranks = fresh_pool(run.ranks).train(run.stage, [*run.argv, "--data", str(corpus_dir)])

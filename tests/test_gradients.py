@@ -27,18 +27,13 @@ ONE_STEP = "--steps 1 --checkpoint-every 1 --grad-clip 0 --resume never".split()
 
 def cases() -> list:
     """Each run in float32, once: the purposes differ in the flags that are given here."""
-    purposes = (
-        "accumulation",
-        "parity",
-        "late",
-        "load",
-    )  # the first one marks more of its runs as quick
+    purposes = ("accumulation", "parity", "late", "load")
     runs = [run for purpose in purposes for run in runs_for(purpose)]
-    first = {(run.stage, run.ranks, run.flags): run for run in reversed(runs)}
-    first = {key: replace(run, purpose="accumulation") for key, run in first.items()}
+    quick = {run.id for run in runs if run.quick}
+    once = {run.id: replace(run, purpose="accumulation") for run in runs}
     return [
-        pytest.param(run, id=run.id, marks=[pytest.mark.quick] if run.quick else [])
-        for _, run in sorted(first.items())
+        pytest.param(run, id=id, marks=[pytest.mark.quick] if id in quick else [])
+        for id, run in sorted(once.items())
     ]
 
 
