@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 from dry_run import dry_run
-from harness import Run, load_stage, runs_for, stage_file, true_ledger
+from harness import StageRun, load_stage, runs_for, stage_file, true_ledger
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ class Expected:
     micro-batch, c: bytes of one of their elements. m: micro-batches of a replica.
     """
 
-    def __init__(self, run: Run, rank: int):
+    def __init__(self, run: StageRun, rank: int):
         stage = load_stage(run.stage)
         launch = {"RANK": str(rank), "WORLD_SIZE": str(run.ranks)}
         with patch.dict(os.environ, launch):
@@ -205,13 +205,13 @@ def cases() -> list:
 
 
 @cache
-def expected_of(run: Run, rank: int) -> Expected:
+def expected_of(run: StageRun, rank: int) -> Expected:
     expected = Expected(run, rank)
     formulas(run.stage)(expected)
     return expected
 
 
-def assert_costs(pools, run: Run, rank: int) -> None:
+def assert_costs(pools, run: StageRun, rank: int) -> None:
     expected = expected_of(run, rank)
     job = dry_run, run.stage, run.ranks, rank, run.argv, VOCABULARY
     (report,) = pools(1, group=False).run(*job)
@@ -244,7 +244,7 @@ def test_model_state_and_communication_are_those_of_the_formulas(pools, run, ran
 )
 def test_the_formulas_hold_on_4096_ranks(pools, stage, flags):
     for rank in (3, 4095):
-        assert_costs(pools, Run(stage, "agreement", 4096, tuple(flags.split())), rank)
+        assert_costs(pools, StageRun(stage, "agreement", 4096, tuple(flags.split())), rank)
 
 
 # ---- real runs: one per stage, on two ranks ----

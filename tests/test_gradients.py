@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from export import tensors_of
-from harness import Run, assert_reproduces, comparably, load_stage, runs_for, stage_file
+from harness import StageRun, assert_reproduces, comparably, load_stage, runs_for, stage_file
 from torch import Tensor
 
 from common import collectives
@@ -73,7 +73,7 @@ def first_moments(run_dir: Path) -> dict[str, Tensor]:
     return {name: x for name, x in tensors.items() if not name.startswith("exp_avg_sq.")}
 
 
-def assert_same_gradients(trained, run: Run, job=one_step) -> None:
+def assert_same_gradients(trained, run: StageRun, job=one_step) -> None:
     reference = stage_file(run.stage).reference
     (expected,), theirs = trained("record", reference, 1, run.reference_argv)
     every, ours = trained("replay", run.stage, run.ranks, run.argv, job)

@@ -6,7 +6,7 @@ The runs stand in the stages' files (`NN_*/stage.toml`, see `tools/stages.py`).
 from __future__ import annotations
 
 import pytest
-from harness import Run, assert_reproduces, assert_same_curve, cases, stage_file
+from harness import StageRun, assert_reproduces, assert_same_curve, cases, stage_file
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ SHORTER = {
 }
 
 
-def flags_of(run: Run) -> list[str]:
+def flags_of(run: StageRun) -> list[str]:
     is_first = run == stage_file(run.stage).for_(run.purpose)[0]
     return [] if is_first or run.quick else SHORTER[run.purpose].split()
 
