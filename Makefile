@@ -1,4 +1,4 @@
-# The commands of this repository; `make` alone lists them.
+# The commands of this repository. `make` lists those of a reader and operator, `make help-all` all.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,10 +15,11 @@ folder = $(or $(filter $*_%,$(folders)),$(error Stage $* does not exist; the sta
 
 .DEFAULT_GOAL := help
 .SECONDEXPANSION: # for the prerequisite $$(folder)/train.py, which is checked before the environment
-.PHONY: $(shell sed -n 's/^\([a-z0-9-]*\):.*\#\#.*/\1/p' Makefile)
+.PHONY: $(shell sed -n 's/^\([a-z0-9 -]*\):.*\#\#.*/\1/p' Makefile)
 
-help: ## this list
-	@awk -F ': .*## ' '/^[^#\t].*: .*## / { sub("%", "NN", $$1); printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+help help-all: ### this list
+	@awk -F ': .*##+ ' '/^[^#\t].*: $(if $(filter %-all,$@),.*##,(.*[^#])?##) / { sub("%", "NN", $$1); \
+		printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 	@echo; awk -F '# ' '/^# [A-Z]+=/ { printf "  %s\n", $$2 }' Makefile
 	@echo; grep -H '^title = ' [0-9][0-9]_*/stage.toml | tr -d '"' | sed 's/^/  /; s|/stage.toml:title =|:|'
 # NPROC=4     processes of run-02 and later; by default one per GPU, or two without a GPU
@@ -27,7 +28,7 @@ help: ## this list
 # NODES= GPUS= CPUS= MEM= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 MEM=0
 # FROM=01     the stage that diff-NN compares with; by default the one that its stage.toml names
 # FULL=1      diff-NN shows the whole new file, its changed lines marked
-# GPU=h100    of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN= SVG=: see tools/plan.py
+# GPU=h100    of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN= SVG=: see PLANNING.md
 # PYTHON=...  the python3 that creates the virtual environment
 
 # ---- set-up ----
@@ -74,9 +75,9 @@ logs-%: ## follow the log of stage NN's newest job to its end
 	@slurm/jobs.sh logs $(folder)
 cancel: ## cancel the jobs from here
 	@slurm/jobs.sh cancel
-cluster: ## start a Slurm cluster of NODES= nodes on this machine, to try things out
+cluster: ### start a Slurm cluster of NODES= nodes on this machine, to try things out
 	@slurm/cluster.sh up
-cluster-down: ## stop it
+cluster-down: ### stop it
 	@slurm/cluster.sh down
 # ---- GPUs ----
 preflight: $(READY) ## measure the GPUs of this machine and what connects them
@@ -90,7 +91,7 @@ export: $(READY) ## write a checkpoint's weights to one file: RUN= a run or a ch
 	@$(BIN)/python tools/export.py $(RUN) $(ARGS)
 # passed in the environment and unexpanded, because a prompt may contain quotes and dollars
 generate: override export PROMPT := $(value PROMPT)
-generate: $(READY) ## continue PROMPT= with the model of RUN= (default: the last run)
+generate: $(READY) ### continue PROMPT= with the model of RUN= (default: the last run)
 	@$(BIN)/python tools/generate.py $(RUN) $(ARGS)
 # ---- read ----
 diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition by definition
@@ -98,38 +99,40 @@ diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition 
 		$(if $(FULL),--full)
 lessons: $(READY) ## lessons/: each stage's README, code and comparisons as web pages, from disk
 	@$(BIN)/python tools/lessons/build.py $(ARGS)
-schedule-06: $(READY) ## draw time lines of pipelines; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
+schedule-06: $(READY) ### draw time lines of pipelines; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
 	@$(BIN)/python tools/pictures/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(PP),--pp $(PP)) \
 		$(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
 		$(if $(RUN),--run $(RUN)) $(if $(SVG),--svg $(SVG))
 dry-run-%: $$(folder)/train.py $(READY) ## what RANK= of RANKS= would hold and send in stage NN
 	@$(BIN)/python tools/dry_run.py $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) $(ARGS)
-plan: $(READY) ## the fastest layouts on NODES= GPUS= GPU= NETWORK=; without: every stage's memory
-	@$(BIN)/python tools/$(if $(GPU)$(GPUS),plan.py $(ARGS),dry_run.py plan)
+dry-run-all: $(READY) ### every stage on 8 to 4096 ranks, in one table
+	@$(BIN)/python tools/dry_run.py all
+plan: $(READY) ## the fastest layouts of a model on NODES= GPUS= GPU= NETWORK=
+	@$(BIN)/python tools/planner/plan.py $(ARGS)
 # ---- check ----
 pytest = $(BIN)/python -m pytest tests -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(READY) ## the tests to run after every change, in at most three minutes on two cores
 	$(pytest) -m "quick or not slow" $(ARGS)
-test-all: $(READY) ## all tests: every topology, launcher and signal, and jobs on Slurm
+test-all: $(READY) ### all tests: every topology, launcher and signal, and jobs on Slurm
 	$(pytest) $(ARGS)
-chaos: $(READY) ## kill -9 runs of every stage at any time: they must end with the same bits
+chaos: $(READY) ### kill -9 runs of every stage at any time: they must end with the same bits
 	$(BIN)/python tests/chaos.py $(ARGS)
 	CHAOS=1 $(BIN)/python -m pytest tests/test_survival.py -k lost_node
-mutants: $(READY) ## break the code on purpose: the tests must fail
+mutants: $(READY) ### break the code on purpose: the tests must fail
 	$(BIN)/python tests/mutants.py $(ARGS)
-lint: $(READY) ## ruff, and shellcheck where it is installed
+lint: $(READY) ### ruff, and shellcheck where it is installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	@! command -v shellcheck >/dev/null || shellcheck */*.sh */*.sbatch .ci/run
-experiments: $(READY) ## run the experiments of the READMEs and check the figures they state; ONLY=02
+experiments: $(READY) ### run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(BIN)/python tools/experiments.py $(ONLY)
-pictures: $(READY) ## draw those pictures of the READMEs again that follow from the code
+pictures: $(READY) ### draw those pictures of the READMEs again that follow from the code
 	@$(foreach each,buckets messages mesh_step memory,$(BIN)/python tools/pictures/$(each).py &&) \
 		$(BIN)/python tools/pictures/timeline.py --schedule all --svg 06_pipeline/schedules.svg
-bench: $(READY) ## compare speed and memory with PyTorch's own classes
+bench: $(READY) ### compare speed and memory with PyTorch's own classes
 	$(BIN)/python benchmarks/bench.py $(ARGS)
-scale: $(READY) ## strong and weak scaling on this machine
+scale: $(READY) ### strong and weak scaling on this machine
 	$(BIN)/python benchmarks/scale.py $(ARGS)
-clean: ## remove caches; .venv, data and runs stay
+clean: ### remove caches; .venv, data and runs stay
 	rm -rf .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -5,9 +5,10 @@ columns, so that each rank computes some heads, or some hidden units, completely
 sharded by rows, so that each rank computes a partial sum of every output. Each pair needs one
 all-reduce in forward and one in backward; the embedding, the LM head and the loss add a few more.
 
-New since stage 04: every rank sees the whole batch, and no weight is ever gathered: the ranks
-exchange activations. The loss is computed on logits sharded by the vocabulary. With
---sequence-parallel, activations outside of the pairs are sharded too, along the sequence.
+New since stage 01: each rank holds a shard of every matrix. All ranks read the whole batch and
+exchange activations; no weight is ever gathered. The loss is computed on logits sharded by the
+vocabulary. With --sequence-parallel, activations outside of the pairs are sharded too, along the
+sequence.
 
     P parameters, N ranks, L layers, m micro-batches per step; H = micro-batch x seq x d_model
 

@@ -5,8 +5,8 @@ rank and sends its own to the next; in backward, gradients travel the other way.
 into micro-batches, so that all ranks compute at the same time. A schedule orders their forwards and
 backwards, and so decides how many are in flight and how long ranks wait: the bubble.
 
-New since 05: no layer is sharded any more. `Pipeline` runs any schedule, `PipelineStage` is this
-rank's part of the model, and the global norm is over all stages. Every rank reads all batches.
+New since 01: `Pipeline` runs any schedule, `PipelineStage` is this rank's part of the model, and
+the global norm is over all stages. Every rank reads all batches.
 
     p ranks, m >= p micro-batches per step, v virtual stages per rank
 

@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from harness import Pool, Run, metrics_of, runs_for
+from harness import Pool, StageRun, metrics_of, runs_for
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -37,7 +37,7 @@ RUN = "--steps 40 --eval-every 20 --checkpoint-every 2"
 EXACT = ("step", "loss", "grad_norm", "lr", "val_loss", "test_loss")
 
 
-def run_of(stage: str) -> Run:
+def run_of(stage: str) -> StageRun:
     """The run that the stage's file has for this."""
     (run,) = (run for run in runs_for("kill") if run.stage == stage)
     return run

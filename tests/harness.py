@@ -54,11 +54,12 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools/pictures"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools/planner"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 from stages import (  # noqa: F401  for the tests, too
     REPO,
-    Run,
+    StageRun,
     load_stage,
     runs_for,
     stage_file,
@@ -392,7 +393,7 @@ def cases(purpose: str) -> list:
     return [pytest.param(run, id=run.id, marks=quick[run.quick]) for run in runs_for(purpose)]
 
 
-def assert_reproduces(run: Run, metrics: list[dict], reference: list[dict]) -> None:
+def assert_reproduces(run: StageRun, metrics: list[dict], reference: list[dict]) -> None:
     """Compare a run's metrics with those of its reference, as its stage's file says."""
     tolerance = BFLOAT16.get(run.purpose) or stage_file(run.stage).tolerance
     tolerance = {**tolerance, **dict(run.tolerance)}

@@ -1,4 +1,4 @@
-"""Stage 07: parity on every mesh; communication and memory are the sums of their parts."""
+"""Stage 07: definitions as in 02, 05 and 06; when gradients are reduced."""
 
 from __future__ import annotations
 
@@ -10,23 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from dry_run import dry_run
-from harness import REPO, assert_same_curve, load_stage, stage_path, true_ledger
+from harness import REPO, load_stage, stage_path
 
 from common.counter_rng import sample_keys
-from common.model import Transformer, TransformerConfig, init_weights
+from common.model import Transformer, TransformerConfig
 
 pytestmark = pytest.mark.slow
-
-SIZE = "--d-model 32 --n-layers 4 --n-heads 4 --seq-len 16 --global-batch-size 24".split()
-RUN = [*SIZE, *"--steps 20 --log-every 1 --eval-every 10 --resume never".split()]
-EVERYTHING = "--activation-checkpointing --dropout 0.1 --grad-clip 0.3".split()
-SEQUENCE = ["--sequence-parallel"]
-
-
-def mesh(pp: int, dp: int, tp: int) -> tuple[int, list[str]]:
-    """The number of ranks, and the flags."""
-    return pp * dp * tp, ["--pp", str(pp), "--tp", str(tp)]
-
 
 # ---- the definitions are those of 02, 05 and 06 ----
 
@@ -73,46 +62,7 @@ def test_definitions_shared_with_02_05_06_are_identical(stage):
         assert theirs[name] == ours[name], f"{name} is longer in one of them"
 
 
-# ---- parity ----
-
-MESHES = [*((pp, dp, tp) for pp in (1, 2) for dp in (1, 2) for tp in (1, 2)), (3, 1, 2)]
-# collectives take most of the time, and each layer adds some: use as few layers as possible
-TWO_LAYERS = ["--n-layers", "2"]
-
-
-@pytest.mark.quick_cases("(2, 2, 2)")
-@pytest.mark.parametrize("degrees", MESHES, ids=str)
-def test_parity_with_stage_01(pools, reference, corpus_dir, degrees):
-    size, flags = mesh(*degrees)
-    argv = [*RUN, "--data", str(corpus_dir), *(TWO_LAYERS if degrees[0] < 3 else [])]
-    # micro-batches: one without a pipeline, two with two pipeline stages, four with more
-    micro = ["--micro-batch-size", str(24 // degrees[1] // {1: 1, 2: 2}.get(degrees[0], 4))]
-    for metrics in pools(size).train("07", [*argv, *flags, *micro]):
-        assert_same_curve(metrics, reference(argv))
-
-
-@pytest.mark.parametrize(
-    ("degrees", "own", "extra"),
-    [
-        ((2, 2, 1), ["--schedule", "interleaved"], ["--dropout", "0.1"]),
-        ((2, 2, 2), ["--schedule", "interleaved"], EVERYTHING),
-        ((2, 2, 2), SEQUENCE, EVERYTHING),
-        ((1, 2, 2), SEQUENCE, ["--dropout", "0.1"]),
-        ((2, 1, 2), ["--schedule", "interleaved", *SEQUENCE], []),
-        ((2, 1, 1), SEQUENCE, []),  # without tp there is nothing to shard
-    ],
-    ids=str,
-)
-def test_parity_with_stage_01_under_other_flags(pools, reference, corpus_dir, degrees, own, extra):
-    size, flags = mesh(*degrees)
-    argv = [*RUN, "--steps", "10", "--data", str(corpus_dir), *extra]
-    argv += [] if "interleaved" in own else TWO_LAYERS
-    micro = ["--micro-batch-size", str(24 // degrees[1] // 4)]
-    for metrics in pools(size).train("07", [*argv, *flags, *own, *micro]):
-        assert_same_curve(metrics, reference(argv))
-
-
-# ---- gradients ----
+# ---- when gradients are reduced ----
 
 CONFIG = TransformerConfig(vocab_size=200, d_model=32, n_layers=4, n_heads=4, seq_len=16)
 M, MICRO = 4, 2  # micro-batches per data-parallel rank, and their size
@@ -147,107 +97,6 @@ def pipeline_on(
     stages = {number: stage.PipelineStage(model, units[number], autocast) for number in units}
     pipeline = stage.MeshPipeline(stages, actions, mesh, sequence_shards)
     return stage, mesh, model, pipeline
-
-
-def gradients(degrees: tuple[int, int, int], schedule: str, sequence_parallel: bool) -> None:
-    """Every gradient and the global norm match the plain model's, before and after clipping."""
-    stage, mesh, model, pipeline = pipeline_on(degrees, schedule, sequence_parallel)
-    data = batches(degrees[1])
-    plain = Transformer(CONFIG)
-    init_weights(plain, 1)
-    tokens, targets, keys = map(torch.cat, zip(*[b for share in data for b in share], strict=True))
-    plain(tokens, targets, keys).backward()
-    pipeline.run(data[mesh.dp.rank()])
-    pipeline.finish_gradient_synchronization()
-    if sequence_parallel:
-        stage.all_reduce_replicated_gradients(model, mesh.tp)
-    shard_dims, twins = stage.shard_dims_of(model), dict(plain.named_parameters())
-
-    def assert_gradients_match() -> None:
-        for name, p in model.named_parameters():
-            grad = twins[name].grad
-            if name in shard_dims:
-                grad = grad.chunk(degrees[2], shard_dims[name])[mesh.tp.rank()]
-            torch.testing.assert_close(p.grad, grad, atol=1e-6, rtol=0, msg=name)
-
-    assert_gradients_match()
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    norm = stage.clip_grad_norm_(model, 0.1, mesh)
-    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-    assert_gradients_match()
-
-
-@pytest.mark.quick_cases("1f1b")
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_gradients_match_the_plain_model(pools, schedule):
-    for sequence_parallel in (False, True):
-        pools(8).run(gradients, (2, 2, 2), schedule, sequence_parallel)
-
-
-# ---- communication ----
-
-
-def sent_in_a_step(degrees, schedule: str, sequence_parallel: bool):
-    stage, mesh, model, pipeline = pipeline_on(degrees, schedule, sequence_parallel)
-    with true_ledger() as (ledger, _):
-        pipeline.run(batches(degrees[1])[mesh.dp.rank()])
-        pipeline.finish_gradient_synchronization()
-        if sequence_parallel:
-            stage.all_reduce_replicated_gradients(model, mesh.tp)
-        stage.clip_grad_norm_(model, 1.0, mesh)
-    parameters = sum(p.numel() for p in model.parameters())
-    norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
-    return ledger.payload, ledger.ring, parameters, norms
-
-
-@pytest.mark.quick_cases("sp-1f1b")
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_communication_is_the_sum_of_the_parts_each_in_its_group(
-    pools, schedule, sequence_parallel
-):
-    v = 2 if schedule == "interleaved" else 1
-    ranks = pools(8).run(sent_in_a_step, (2, 2, 2), schedule, sequence_parallel)
-    for rank, (payload, ring, parameters, norms) in enumerate(ranks):
-        is_last = rank >= 4  # pp is the outermost axis
-        hidden = 4 * MICRO * 16 * 32  # bytes of a micro-batch's hidden states
-        # over pp: each of the 2v - 1 boundaries is between the two ranks; m times, it carries
-        # hidden states in one direction and gradients in the other
-        nbytes = hidden // 2 if sequence_parallel else hidden
-        to_neighbor, other = ("to_lower", "to_higher") if is_last else ("to_higher", "to_lower")
-        assert payload["isend", to_neighbor] == (2 * v - 1) * M * nbytes
-        assert payload["isend", other] == 0
-        # over dp: this rank's own parameters, once
-        assert payload["all_reduce", "dp"] == 4 * parameters
-        assert ring["all_reduce", "dp"] == 4 * parameters  # 2 (N - 1) / N = 1 for two ranks
-        # over tp: four all-reduces per layer, one for the embedding or the head, three small ones
-        # for the loss
-        large, small = 4 * 2 + 1, 3 if is_last else 0
-        tokens = 4 * MICRO * 16
-        if sequence_parallel:
-            assert payload["all_gather_single", "tp"] == M * large * hidden
-            assert payload["reduce_scatter_single", "tp"] == M * large * hidden
-            assert payload["all_reduce", "tp"] == M * small * tokens + 4 * norms
-        else:
-            assert payload["all_reduce", "tp"] == M * (large * hidden + small * tokens)
-        names = {group for _, group in payload}
-        assert names <= {"dp", "tp", "to_higher", "to_lower"}
-
-
-# ---- memory ----
-
-
-@pytest.mark.wall_clock  # a thread of Gloo may still hold what it has sent
-@pytest.mark.quick
-def test_model_state_is_sharded_over_pp_and_tp(fresh_pool, corpus_dir):
-    flags = mesh(2, 1, 2)[1]
-    argv = [*SIZE, "--steps", "2", "--log-every", "1", "--data", str(corpus_dir)]
-    every = fresh_pool(4).train("07", [*argv, *flags])
-    full = TransformerConfig(vocab_size=201, d_model=32, n_layers=4, n_heads=4, seq_len=16)
-    norms = 9 * 32
-    total = 16 * (full.num_parameters() + norms)  # norms are replicated over tp
-    held = sum(metrics[-1]["model_state_mb"] for metrics in every) * 1e6
-    assert held == pytest.approx(total, rel=0.02)
 
 
 EXAMPLE = "--d-model 5120 --n-layers 40 --n-heads 40 --seq-len 4096 --dtype bfloat16"

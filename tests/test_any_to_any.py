@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Pool, Run, assert_same_curve, load_stage, runs_for
+from harness import Pool, StageRun, assert_same_curve, load_stage, runs_for
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.arguments import model_config
@@ -28,7 +28,7 @@ saving = pytest.mark.parametrize("of", SAVES)
 def train(pools, corpus_dir):
     """`train(run, "--resume", ...)`: rank 0's metrics of a stage's run."""
 
-    def metrics(run: Run, *flags) -> list[dict]:
+    def metrics(run: StageRun, *flags) -> list[dict]:
         pool: Pool = pools(run.ranks, group=run.stage != "01")
         return pool.train(run.stage, [*run.argv, "--data", str(corpus_dir), *map(str, flags)])[0]
 

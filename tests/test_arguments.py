@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import count_collectives, load_stage, stage_path, stages
+from harness import count_collectives, load_stage, stage_file, stage_path, stages
 from jobs import end_as_a_launcher_would, start, torchrun
 
 from common import arguments
@@ -155,10 +155,18 @@ def left_of(folder: Path) -> list[str]:
     return [line for line in found if str(folder) in line]
 
 
-def test_table_has_enough_rows_for_every_stage():
-    assert len(rows()) >= 60
-    for stage in stages():
-        assert sum(stage in row.stages for row in rows()) >= 5  # those of all stages
+@pytest.mark.parametrize("stage", stages())
+def test_every_number_has_bounds(stage, capsys):
+    numbers = [
+        x.option_strings[-1] for x in arguments.base_parser("x")._actions if callable(x.type)
+    ]
+    assert len(numbers) > 15
+    for flag in (*numbers, *stage_file(stage).flags):
+        for value in ("-1", "nan"):
+            with pytest.raises(SystemExit) as exit:
+                load_stage(stage).parse_args([f"{flag}={value}"])
+            said = capsys.readouterr().err
+            assert exit.value.code == 2 and said.count("\n") == 1 and flag in said, said
 
 
 def test_base_arguments_of_the_table_train(pools, places, tmp_path):

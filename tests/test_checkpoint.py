@@ -221,10 +221,6 @@ def test_resharded_load_between_any_shardings_and_numbers_of_ranks(pools, tmp_pa
         assert loader.run(load_cuts, str(tmp_path)) == [len(CUTS) ** 2] * loader.size
 
 
-def test_shardings_of_this_test_include_uneven_and_empty_ones():
-    assert [uneven(7, r, 3) for r in range(3)] == [(0, 5), (5, 7), (7, 7)]
-
-
 # ---- commit ----
 
 

@@ -1,8 +1,7 @@
-"""Stage 08: parity, the operator against float64, bytes, memory, balance and overlap."""
+"""Stage 08: the operator against float64, small tiles, memory, balance and overlap."""
 
 from __future__ import annotations
 
-import ast
 import queue
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import PeakMemory, assert_same_curve, load_stage, stage_path, true_ledger, whole_ledger
+from harness import PeakMemory, assert_same_curve, load_stage
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -45,20 +44,6 @@ def test_parity_with_small_tiles(pools, reference, corpus_dir, tmp_path, tile):
     argv = [*RUN, "--data", str(corpus_dir)]
     for metrics in pools(2).run(train, [*argv, "--run-dir", str(tmp_path)], tile):
         assert_same_curve(metrics, reference(argv))
-
-
-def test_definitions_of_02_are_repeated_to_the_letter():
-    def definitions(number: str) -> dict[str, str]:
-        text = stage_path(number).read_text()
-        return {
-            n.name: ast.get_source_segment(text, n)
-            for n in ast.parse(text).body
-            if "name" in n._fields
-        }
-
-    ours, theirs = definitions("08"), definitions("02")
-    for name in ("DistributedDataParallel", "Bucket", "split_into_buckets"):
-        assert ours[name] == theirs[name], name
 
 
 # ---- the operator, on rings of threads ----
@@ -214,74 +199,10 @@ def train_naively(argv: list[str]) -> list[dict]:
         return stage.main(argv)
 
 
-# ---- communication ----
-
-BATCH = 3
-
-
-def micro_batch(model: Transformer, chunks: tuple[range, ...], dtype: str) -> None:
-    tokens = torch.randint(200, (BATCH, 49), generator=torch.Generator().manual_seed(5))
-    inputs, targets = (stage.local_tokens(x, chunks, 48) for x in (tokens[:, :-1], tokens[:, 1:]))
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-        loss = model(inputs, targets)
-    loss.backward()
-
-
 def model_of(kind: str, **changes) -> tuple[Transformer, tuple[range, ...]]:
     model = Transformer(config(**changes))
     init_weights(model, 1)
     return model, stage.context_parallel(model, dist.group.WORLD, kind)
-
-
-def sent(kind: str, dtype: str, checkpointing: bool) -> tuple[float, list]:
-    """Ring bytes of one micro-batch, and the dispatcher's calls of each dtype."""
-    model, chunks = model_of(kind, activation_checkpointing=checkpointing)
-    with true_ledger() as (ledger, counted):
-        micro_batch(model, chunks, dtype)
-    return ledger.total_ring_bytes, [(r.op, r.nbytes, r.dtype) for r in counted.records]
-
-
-@pytest.mark.quick_cases("False-float32-2", "True-bfloat16-3")
-@pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_bytes_equal_the_formulas(pools, n, dtype, checkpointing):
-    a, layers = BATCH * 48 * 48, 2
-    element = 2 if dtype == "bfloat16" else 4
-    forward, gradients = 2 * (n - 1) / n * a * element, 2 * (n - 1) / n * a * 4
-    expected = layers * (forward * (3 if checkpointing else 2) + gradients)
-    for total, calls in pools(n).run(sent, "ring", dtype, checkpointing):
-        assert total == pytest.approx(expected, rel=1e-12)
-        sends = [c for c in calls if c[0] == "isend"]
-        assert len(sends) == layers * (n - 1) * (4 if checkpointing else 3)
-        assert sum(nbytes for _, nbytes, _ in sends) == round(expected)
-        assert sum(d == torch.float32 for *_, d in sends) >= layers * (n - 1)
-    expected = layers * (12 if checkpointing else 8) * (n - 1) / n**2 * a * element
-    for total, calls in pools(n).run(sent, "ulysses", dtype, checkpointing):
-        assert total == pytest.approx(expected, rel=1e-12)
-        assert {op for op, *_ in calls} == {"all_to_all_single"}
-
-
-def sent_by_training(argv: list[str]) -> float:
-    with whole_ledger() as ledger:
-        stage.main(argv)
-    return ledger.ring["isend", "cp"]
-
-
-def test_bytes_of_a_mesh_count_a_replicas_micro_batches(pools, corpus_dir, tmp_path):
-    """dp 2 x cp 2, two micro-batches of one sample each per step and replica, no evaluation."""
-    argv = [*SIZE, "--data", str(corpus_dir), "--steps", "1", "--run-dir", str(tmp_path)]
-    argv += ["--resume", "never", "--cp", "2", "--micro-batch-size", "1"]
-    a, layers = 48 * 48, 2
-    training = 2 * layers * 6 / 2 * a * 4 + 4  # and the number that opens the channel
-    with patch.dict("os.environ", {}):
-        results = pools(4).run(without_evaluation, argv)
-    assert results == [training] * 4
-
-
-def without_evaluation(argv: list[str]) -> float:
-    with patch.object(stage, "evaluate", lambda *_: 0.0):
-        return sent_by_training(argv)
 
 
 # ---- memory ----

@@ -1,4 +1,4 @@
-"""The classes of 02, 03 and 04 against the plain model and PyTorch's own classes."""
+"""The classes of 02, 03 and 04 against the plain model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from harness import load_stage
 from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from common.model import Transformer, TransformerConfig, init_weights
@@ -445,54 +443,7 @@ def test_the_cost_of_a_units_hooks_does_not_grow_with_the_number_of_units(pools)
     assert many < 1.5 * few
 
 
-# ---- compared with PyTorch's own ----
-
-
-def pytorchs(
-    strategy: str, model: Transformer, optimizer_class, **defaults
-) -> tuple[nn.Module, object]:
-    if not strategy.startswith("fsdp"):
-        ddp = nn.parallel.DistributedDataParallel(model)
-        if strategy == "ddp":
-            return ddp, optimizer_class(ddp.parameters(), **defaults)
-        return ddp, ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class, **defaults)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for unit in [*model.units(), model]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=strategy == "fsdp")
-    return model, optimizer_class(model.parameters(), **defaults)
-
-
-def whole(p: Tensor) -> Tensor:
-    return p.full_tensor() if hasattr(p, "full_tensor") else p
-
-
-def ten_steps(strategy: str, optimizer_class, **defaults) -> tuple[float, float]:
-    """The largest difference in any loss, and in any parameter at the end."""
-    model, twin = transformer(), transformer()
-    trainer = Trainer(strategy, model, optimizer_class, model.units(), bucket_mb=0.03, **defaults)
-    theirs, optimizer = pytorchs(strategy, twin, optimizer_class, **defaults)
-    apart = 0.0
-    for step in range(10):
-        loss_of = loss_of_transformer(100 * step + dist.get_rank())
-        ours = trainer.step([loss_of])
-        loss = loss_of(theirs)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        apart = max(apart, abs((ours - loss).item()))
-    ended = trainer.parameters()
-    worst = max(
-        (ended[name] - whole(p).detach()).abs().max().item() for name, p in twin.named_parameters()
-    )
-    return apart, worst
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ten_steps_of_sgd_and_adamw_match_pytorchs_own_classes(pools, strategy):
-    for losses, parameters in pools(3).run(ten_steps, strategy, SGD, lr=0.1):
-        assert losses <= 1e-5 and parameters <= 1e-6
-    for losses, _ in pools(2).run(ten_steps, strategy, AdamW, lr=1e-3, weight_decay=0.1):
-        assert losses <= 1e-5
+# ---- gradients of several uses ----
 
 
 class Twice(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Run, assert_reproduces, cases, load_stage, runs_for, stage_file
+from harness import StageRun, assert_reproduces, cases, load_stage, runs_for, stage_file
 from late_backend import Wait, assert_all_waited_for, recorded_calls
 from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agree
 from techniques import STRATEGIES, Trainer
@@ -233,7 +233,7 @@ def test_parity_over_the_late_backend_in_bfloat16(reproduce, run):
 def test_parity_in_a_mixed_configuration(reproduce):
     """As on GPUs, where a group has a backend for each device."""
     flags = ("--shard-size", "1", "--micro-batch-size", "6")
-    run = Run("04", "late", 2, flags, own_flags=("--shard-size",))
+    run = StageRun("04", "late", 2, flags, own_flags=("--shard-size",))
     every, expected = reproduce(run, train, "cpu:late,meta:gloo")
     for lines, record in every:
         assert_reproduces(run, lines, expected)

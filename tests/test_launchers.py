@@ -19,7 +19,7 @@ from slurm_cluster import STRAY, copy_of_repository, need
 pytestmark = pytest.mark.slow
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
-README = (REPO / "README.md").read_text()
+README = (REPO / "README.md").read_text() + (REPO / "RUNNING.md").read_text()
 
 
 def from_readme(command: str, changes: dict[str, str]) -> list[str]:

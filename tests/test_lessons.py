@@ -533,17 +533,6 @@ def test_pages_in_a_browser(browser, folder, parsed):
 
 
 @pytest.mark.slow
-def test_arrow_keys_lead_to_the_next_and_the_previous_stage(browser, folder):
-    for view, there in (("02", "03"), ("02-code", "03-code"), ("02-from-01", "03-from-02")):
-        page = browser.open(folder / f"{view}.html", 1280)
-        for key, expected in (("ArrowRight", there), ("ArrowLeft", view)):
-            browser.events.clear()
-            page.press(key)
-            browser.wait_for("Page.loadEventFired")
-            assert page.evaluate("location.pathname").endswith(f"/{expected}.html")
-
-
-@pytest.mark.slow
 def test_an_anchor_unfolds_the_definition_it_leads_to(browser, folder, pages):
     fold = re.search(r'<details[^>]* class="fold">.*?id="(L\d+)"', pages["03-code.html"], re.S)
     page = browser.open(folder / "03-code.html", 1280, anchor=f"#{fold[1]}")

@@ -5,11 +5,8 @@ The runs stand in the stages' files (`NN_*/stage.toml`, see `tools/stages.py`).
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import pytest
-import torch
-from harness import Run, assert_reproduces, assert_same_curve, cases, load_stage, stage_file
+from harness import StageRun, assert_reproduces, assert_same_curve, cases, stage_file
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +18,7 @@ SHORTER = {
 }
 
 
-def flags_of(run: Run) -> list[str]:
+def flags_of(run: StageRun) -> list[str]:
     is_first = run == stage_file(run.stage).for_(run.purpose)[0]
     return [] if is_first or run.quick else SHORTER[run.purpose].split()
 
@@ -59,31 +56,3 @@ def test_bfloat16_follows_the_bfloat16_curve_of_stage_01_on_the_sample(
     expected = reference(argv)
     for metrics in pools(2).train(stage, [*argv, *own]):
         assert_same_curve(metrics, expected, loss=3e-4, norm=1e-2)
-
-
-def batches_of_run(stage: str, argv: list[str]) -> list[torch.Tensor]:
-    """The inputs of every step that this rank's `main` gets, micro-batches concatenated."""
-    module = load_stage(stage)
-    train_batches, seen = module.train_batches, []
-
-    def spy(*args, **kwargs):
-        for micro_batches in train_batches(*args, **kwargs):
-            seen.append(torch.cat([inputs for inputs, *_ in micro_batches]))
-            yield micro_batches
-
-    with patch.object(module, "train_batches", spy):
-        module.main(argv)
-    return seen
-
-
-def test_every_stage_reads_the_same_global_batches_in_the_same_order(pools, corpus_dir, tmp_path):
-    argv = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
-    argv += ["--steps", "3", "--data", str(corpus_dir), "--run-dir", str(tmp_path)]
-    argv += ["--resume", "never"]
-    expected = pools(1, group=False).run(batches_of_run, "01", argv)[0]
-    assert len(expected) == 3 and not torch.equal(expected[0], expected[1])
-    for size in (2, 3):
-        for stage, own in (("02", []), ("03", ["--zero-stage", "2"]), ("04", [])):
-            ranks = pools(size).run(batches_of_run, stage, [*argv, *own, "--micro-batch-size", "2"])
-            for step, whole in enumerate(expected):
-                assert torch.equal(torch.cat([seen[step] for seen in ranks]), whole)

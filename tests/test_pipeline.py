@@ -1,4 +1,4 @@
-"""Stage 06: parity under every schedule; micro-batches in flight, memory and communication."""
+"""Stage 06: backward in two parts, the trace, and the memory of the micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ from dry_run import dry_run
 from harness import (
     REPO,
     PeakMemory,
-    assert_same_curve,
-    count_collectives,
     load_stage,
-    true_ledger,
 )
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,9 +26,6 @@ from common.model import Transformer, TransformerConfig, init_weights
 
 pytestmark = pytest.mark.slow
 
-SIZE = "--d-model 32 --n-layers 4 --n-heads 4 --seq-len 16 --global-batch-size 24".split()
-RUN = [*SIZE, *"--steps 20 --log-every 1 --eval-every 10 --resume never".split()]
-EVERYTHING = "--activation-checkpointing --dropout 0.1 --grad-clip 0.3".split()
 CONFIG = TransformerConfig(vocab_size=200, d_model=32, n_layers=8, n_heads=4, seq_len=16)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 MICRO, SEQ, D = 2, 16, 32
@@ -65,114 +58,6 @@ def pipeline_of(
     if n_stages > p:
         actions = partial(actions, v=n_stages // p)
     return stage.Pipeline(stages, actions, *groups), model
-
-
-# ---- parity ----
-
-
-def options(schedule: str, m: int, extra: list[str]) -> list[str]:
-    return ["--schedule", schedule, "--micro-batch-size", str(24 // m), *extra]
-
-
-@pytest.mark.quick_cases("gpipe-2-4", "1f1b-4-6")
-@pytest.mark.parametrize(
-    ("schedule", "size", "m"),
-    [
-        *((schedule, 2, 4) for schedule in SCHEDULES),
-        # interleaved needs a multiple of the ranks
-        *((schedule, 4, 4 if schedule == "interleaved" else 6) for schedule in SCHEDULES),
-    ],
-)
-def test_parity_with_stage_01(pools, reference, corpus_dir, schedule, size, m):
-    argv = [*RUN, "--data", str(corpus_dir)]
-    stages = 2 * size if schedule == "interleaved" else size
-    argv += ["--n-layers", str(stages)]
-    for metrics in pools(size).train("06", [*argv, *options(schedule, m, [])]):
-        assert_same_curve(metrics, reference(argv))
-
-
-@pytest.mark.quick_cases("dropout-interleaved", "everything-zero-bubble")
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("extra", [["--dropout", "0.1"], EVERYTHING], ids=["dropout", "everything"])
-def test_parity_with_stage_01_under_other_flags(pools, reference, corpus_dir, schedule, extra):
-    argv = [*RUN, "--data", str(corpus_dir), *extra]
-    for metrics in pools(2).train("06", [*argv, *options(schedule, 4, [])]):
-        assert_same_curve(metrics, reference(argv))
-
-
-def test_parity_of_virtual_stages_one_rank_and_default_flags(pools, reference, corpus_dir):
-    argv = [*RUN, "--data", str(corpus_dir), "--steps", "10"]
-    for size, own in (
-        (2, ["--schedule", "interleaved", "--virtual-stages", "2"]),
-        (4, ["--schedule", "interleaved", "--virtual-stages", "1"]),
-        (1, ["--schedule", "zero-bubble"]),
-        (4, []),
-        (2, []),
-    ):
-        for metrics in pools(size).train("06", [*argv, *own]):
-            assert_same_curve(metrics, reference(argv))
-
-
-def test_parity_of_uneven_stages(pools, reference, corpus_dir):
-    argv = [*RUN, "--data", str(corpus_dir), "--steps", "10", "--n-layers", "5"]
-    for schedule in SCHEDULES:
-        size = 2 if schedule == "interleaved" else 4
-        metrics = pools(size).train("06", [*argv, *options(schedule, 4, [])])
-        assert_same_curve(metrics[-1], reference(argv))
-
-
-def gradients_of_one_batch(schedule: str, changes: dict) -> None:
-    batch = micro_batches(8)
-    plain = Transformer(config(**changes))
-    init_weights(plain, 1)
-    tokens, targets, keys = map(torch.cat, zip(*batch, strict=True))
-    expected = plain(tokens, targets, keys)
-    expected.backward()
-    twins = dict(plain.named_parameters())
-
-    pipeline, model = pipeline_of(schedule, config(**changes))
-    losses = pipeline.run(batch)
-    dist.all_reduce(losses)
-    torch.testing.assert_close(losses.mean(), expected, atol=1e-6, rtol=0)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, twins[name]), name
-        difference = (parameter.grad - twins[name].grad).abs().max()
-        assert difference <= 1e-6, (name, difference)
-
-    expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    norm = load_stage("06").clip_grad_norm_(model, 0.1)
-    torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, twins[name].grad, atol=1e-6, rtol=0, msg=name)
-
-
-@pytest.mark.quick_cases(
-    "plain-gpipe-2", "plain-1f1b-4", "plain-interleaved-2", "plain-zero-bubble-2"
-)
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"activation_checkpointing": True, "dropout": 0.2}],
-    ids=["plain", "checkpointing"],
-)
-def test_gradients_match_the_plain_model(pools, size, schedule, changes):
-    pools(size).run(gradients_of_one_batch, schedule, changes)
-
-
-def through_host_memory(schedule: str) -> None:
-    """Send through host memory, as ranks that share a GPU do over Gloo."""
-    from common import collectives
-
-    asked, collectives._goes_through_host = collectives._goes_through_host, lambda *_: True
-    try:
-        gradients_of_one_batch(schedule, {})
-    finally:
-        collectives._goes_through_host = asked
-
-
-def test_gradients_match_when_sent_through_host_memory(pools):
-    pools(2).run(through_host_memory, "interleaved")
 
 
 # ---- backward in two parts ----
@@ -366,62 +251,3 @@ def test_head_in_flight_holds_no_more_memory_than_its_hidden_states(pools):
     for got in pools(2).run(in_flight, "gpipe", 8, vocabulary)[1:]:
         assert got["bytes"] < 8 * got["one"] + 8 * BOUNDARY
         assert got["one"] < 20000 * D * 4 / 2
-
-
-# ---- communication ----
-
-
-def communication(schedule: str, m: int, v: int | None, changes: dict) -> tuple[Counter, int]:
-    pipeline, _ = pipeline_of(schedule, config(**changes), v)
-    with true_ledger() as (ledger, counted):
-        pipeline.run(micro_batches(m))
-    received = sum(r.nbytes for r in counted.of("irecv"))
-    with count_collectives() as counted, torch.no_grad():
-        pipeline.run(micro_batches(m))
-    forwards = sum(r.nbytes for r in counted.of("isend"))
-    sent = {group: nbytes for (_, group), nbytes in ledger.payload.items()}
-    assert ledger.total_ring_bytes == sum(sent.values())
-    return sent, received, forwards
-
-
-@pytest.mark.quick_cases("1f1b-2", "interleaved-4")
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_communication_per_boundary_is_one_batch_each_way(pools, size, schedule):
-    m, v = 8, 2 if schedule == "interleaved" else 1
-    for rank, (sent, received, forwards) in enumerate(
-        pools(size).run(communication, schedule, m, v, {})
-    ):
-        last, first = rank == size - 1, rank == 0
-        ahead = (v if not last else v - 1) * m * BOUNDARY  # hidden states to the next rank
-        back = (v if not first else v - 1) * m * BOUNDARY  # gradients to the previous rank
-        assert sum(sent.values()) == received == ahead + back
-        assert forwards == ahead
-        # Each group carries one direction of rank numbers. With virtual stages the last rank sends
-        # hidden states to the first (lower), the first sends gradients to the last (higher).
-        higher = (0 if last else ahead) + (back if first else 0)
-        assert sent.get("to_higher", 0) == higher
-
-
-def test_communication_under_bfloat16_and_activation_checkpointing(pools):
-    for got in pools(2).run(communication, "1f1b", 4, 1, {"activation_checkpointing": True}):
-        assert sum(got[0].values()) == 4 * BOUNDARY
-
-
-@pytest.mark.quick
-def test_communication_of_a_training_step_matches_the_table(pools, corpus_dir):
-    argv = [*SIZE, *"--steps 3 --log-every 1 --micro-batch-size 3".split()]
-    for metrics in pools(2).train("06", [*argv, "--data", str(corpus_dir)]):
-        assert [x["comm_mb"] for x in metrics] == pytest.approx([24 * SEQ * D * 4 / 1e6] * 3)
-
-
-@pytest.mark.quick
-def test_model_state_is_that_of_the_ranks_own_layers(fresh_pool, corpus_dir):
-    argv = [*SIZE, *"--steps 2 --log-every 1 --resume never".split(), "--data", str(corpus_dir)]
-    layer = 12 * D * D + 2 * D
-    pool = fresh_pool(2)
-    for schedule in SCHEDULES:
-        ranks = pool.train("06", [*argv, "--schedule", schedule])
-        first, last = 2 * layer + 256 * D, 2 * layer + 256 * D + D
-        for metrics, parameters in zip(ranks, (first, last), strict=True):
-            assert metrics[-1]["model_state_mb"] * 1e6 == pytest.approx(16 * parameters, rel=0.02)

@@ -30,7 +30,9 @@ pytestmark = pytest.mark.slow
 NAMESPACES = str(REPO / "tests/namespaces.sh")
 PACKAGES = "slurm-wlm munge iproute2"
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
-READMES = (REPO / "README.md").read_text() + (REPO / "slurm/README.md").read_text()
+READMES = "".join(
+    (REPO / f"{name}.md").read_text() for name in ("README", "RUNNING", "slurm/README")
+)
 
 
 def folder_of(stage: str) -> str:

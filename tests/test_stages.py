@@ -190,8 +190,8 @@ def test_every_tool_includes_a_stage_that_is_a_copied_folder(copy):
 
 @pytest.mark.slow
 def test_every_parametrized_test_includes_a_copied_stage(copy):
-    names = "stages parity late_backend agreement any_to_any survival dry_run arguments slurm"
-    names = [*names.split(), "make_diff", "diffs", "laws", "lessons"]
+    names = "stages gradients costs parity late_backend agreement any_to_any survival dry_run"
+    names = [*names.split(), "arguments", "slurm", "make_diff", "diffs", "laws", "lessons"]
     files = [f"tests/test_{name}.py" for name in names]
     found = in_copy(copy, "-m", "pytest", "--collect-only", *files)
     for file in files:

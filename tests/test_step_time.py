@@ -367,7 +367,7 @@ def test_a_report_has_a_line_per_source_and_counts_rows_that_lack_fields(tmp_pat
         writer = csv.DictWriter(out, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    command = [sys.executable, "tools/step_time.py", str(file)]
+    command = [sys.executable, "tools/planner/step_errors.py", str(file)]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
@@ -381,7 +381,7 @@ def test_a_report_has_a_line_per_source_and_counts_rows_that_lack_fields(tmp_pat
 
 @pytest.mark.parametrize("words", [[], ["nowhere.csv"]])
 def test_a_missing_file_ends_with_one_line_and_status_2(words):
-    command = [sys.executable, "tools/step_time.py", *words]
+    command = [sys.executable, "tools/planner/step_errors.py", *words]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
 

@@ -25,7 +25,7 @@ from common import storage
 from common.arguments import PRESETS
 from common.checkpoint import checkpoints
 from common.data import load_corpus, train_batches
-from common.metrics import peak_flops, readable
+from common.metrics import peak_flops
 from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import learning_rate
 from common.run import Run
@@ -117,38 +117,6 @@ def test_stage_01_has_the_loss_curve_of_a_hand_written_loop(train, corpus_dir):
     assert max(x["grad_norm"] for x in metrics) > 0.5  # so that clipping is active
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_gradient_accumulation_has_the_loss_and_gradients_of_the_large_batch(
-    train, tmp_path, dropout
-):
-    """After step 0, AdamW's first moment is a tenth of the gradient."""
-    found = {}
-    for micro in (24, 6, 1):
-        run_dir = tmp_path / str(micro)
-        flags = "--global-batch-size 24 --steps 1 --checkpoint-every 1 --grad-clip 0".split()
-        flags += ["--micro-batch-size", micro, "--run-dir", run_dir, "--dropout", dropout]
-        (line,) = train(*flags)
-        (path,) = checkpoints(run_dir / "checkpoints")
-        tensors = tensors_of(path)
-        gradients = {k: 10 * v for k, v in tensors.items() if k.startswith("optim.exp_avg.")}
-        found[micro] = line, gradients
-    line, gradients = found[24]
-    assert max(g.abs().max() for g in gradients.values()) > 1e-3
-    for micro in (6, 1):
-        other, other_gradients = found[micro]
-        assert abs(line["loss"] - other["loss"]) < 1e-6
-        assert abs(line["grad_norm"] - other["grad_norm"]) < 1e-6
-        for name, gradient in gradients.items():
-            assert (gradient - other_gradients[name]).abs().max() < 1e-6, name
-
-
-def test_logged_loss_is_the_mean_over_the_global_batch(train):
-    flags = "--steps 4 --log-every 1 --dropout 0.1".split()
-    whole = train(*flags)
-    for micro in (1, 4):
-        assert_same_curve(train(*flags, "--micro-batch-size", micro), whole)
-
-
 # ---- flags ----
 
 
@@ -223,22 +191,6 @@ def test_learning_rate_warmup_and_cosine_decay():
     assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
     assert learning_rate(0, 1000, peak=1e-3, warmup=0, min_ratio=0.1) == 1e-3
     assert learning_rate(4, 5, peak=1e-3, warmup=5, min_ratio=0.1) == 1e-3
-
-
-LINE = {"step": 7, "loss": 5.25, "grad_norm": 1.5, "lr": 1e-3, "tokens_per_s": 1234.5}
-LINE |= {"step_ms": 60.04, "memory_mb": 404.1, "model_state_mb": 15.69, "comm_mb": 3.926}
-LINE |= {"seconds_left": 3723.4, "val_loss": 5.1, "val_ppl": 164.02}
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_console_line_shows_the_model_state_and_on_a_gpu_the_peak(monkeypatch, on_gpu):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    speed = "step     7  loss 5.2500  norm 1.500  lr 1.00e-03  1,234 tok/s  60.0 ms"
-    memory = "state 15.69 MB  peak 404 MB" if on_gpu else "state 15.69 MB"
-    end = "ETA 1:02:03  val loss 5.1  val ppl 164"
-    assert readable(LINE) == f"{speed}  {memory}  sent 3.93 MB  {end}"
-    busy = readable(LINE | {"save_ms": 12.34, "mfu": 0.4})
-    assert "sent 3.93 MB  save 12.3 ms  MFU 40.0%  ETA" in busy
 
 
 def test_the_wait_for_the_gpu_before_a_save_counts_as_the_steps_time():
@@ -409,22 +361,6 @@ def test_resume_of_a_finished_run_trains_no_step(train, tmp_path):
     assert train(*flags) == []
     assert (tmp_path / "metrics.jsonl").read_text() == before
     assert [x["step"] for x in train(*flags, "--resume", "never")] == [0, 1]
-
-
-def test_message_when_nothing_is_left_to_do_or_no_checkpoint_was_saved(pools, corpus_dir, tmp_path):
-    def said(*flags) -> str:
-        argv = [*SMALL, "--data", str(corpus_dir), "--steps", "2", "--run-dir", str(tmp_path)]
-        (ended,) = pools(1, group=False).attempt_train("01", [*argv, *flags])
-        assert ended.exit_status is None and ended.traceback is None, ended
-        return ended.stdout
-
-    assert "no checkpoint was saved: pass --checkpoint-every" in said()
-    out = said("--checkpoint-every", "1")
-    assert "no checkpoint" not in out and "nothing left" not in out
-    out = said("--checkpoint-every", "1")
-    assert "nothing left to do: 2 steps are done, --steps is 2" in out
-    out = said()
-    assert "nothing left" in out and "no checkpoint" not in out
 
 
 def test_resume_never_keeps_an_earlier_runs_checkpoints_apart(pools, train, corpus_dir, tmp_path):

@@ -1,7 +1,7 @@
 """What a stage would hold and send on any number of ranks, without the ranks.
 
     python tools/dry_run.py 07 --ranks 1024 --pp 8 --tp 8 --preset gpt2-xl --n-heads 32 ...
-    python tools/dry_run.py plan
+    python tools/dry_run.py all
 
 It runs the stage's own `main` for one step as one chosen rank. PyTorch's fake process group answers
 at once for all other ranks, and its fake tensors have shapes but no memory. So the dry run cannot
@@ -269,7 +269,7 @@ def show(number: str, ranks: int, rank: int, argv: list[str], vocabulary: int) -
     )
 
 
-def plan() -> None:
+def every_stage() -> None:
     """One table: every stage on 8 to 4096 ranks. The batch grows with the ranks."""
     model = BASE["plan"]  # 3.5 billion parameters, of sizes that powers of two divide
     print(f"{model}, vocabulary {VOCABULARY}; GB of the rank that has the most\n")
@@ -298,18 +298,18 @@ def figures(number: str, ranks: int, argv: list[str]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("stage", help="its number, or plan: a table of all stages")
+    parser.add_argument("stage", help="its number, or all: one table")
     parser.add_argument("--ranks", type=int, default=8, help="number of ranks to simulate")
     parser.add_argument("--rank", type=int, default=0, help="the rank to run as")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="words")
     args, own = parser.parse_known_args(argv)
     if not 0 <= args.rank < args.ranks:
         fail(f"--rank {args.rank} is not one of the {args.ranks} ranks: 0 to {args.ranks - 1}")
-    if args.stage not in stages()[1:] and args.stage != "plan":
+    if args.stage not in stages()[1:] and args.stage != "all":
         known = ", ".join(stages()[1:])
-        fail(f"there is no stage {args.stage!r} for a dry run; there are {known}, or plan")
-    if args.stage == "plan":
-        plan()
+        fail(f"there is no stage {args.stage!r} for a dry run; there are {known}, or all")
+    if args.stage == "all":
+        every_stage()
     else:
         show(args.stage, args.ranks, args.rank, own, args.vocabulary)
 

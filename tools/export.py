@@ -35,22 +35,22 @@ def newest_run() -> Path:
     return max(runs, key=lambda run: checkpoints(run / "checkpoints")[-1].stat().st_mtime)
 
 
-def weights_of(checkpoint: Path) -> dict[str, Tensor]:
-    """The model's tensors by the names of the plain model, without the optimizer state."""
+def tensors_of(checkpoint: Path, prefix: str = "model.") -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, by the rest of their names: unsharded."""
     try:
         reader = Reader(checkpoint)
         entries = reader.read_metadata().state_dict_metadata
         state = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in entries.items()
-            if name.startswith("model.")
+            if name.startswith(prefix)
         }
         dcp.load(state, storage_reader=reader, planner=LoadPlanner(set(entries)), no_dist=True)
     except (CorruptCheckpointError, dcp.api.CheckpointException) as error:
         if isinstance(error, dcp.api.CheckpointException):
             error, _ = next(iter(error.failures.values()))
         fail(f"{checkpoint} cannot be read: {str(error).splitlines()[0]}", status=1)
-    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 def run_and_checkpoint(path: Path) -> tuple[Path, Path]:
@@ -65,7 +65,7 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path]:
 
 
 def export(checkpoint: Path, out: Path) -> None:
-    weights = weights_of(checkpoint)
+    weights = tensors_of(checkpoint)
     save0(weights, out)
     millions = sum(t.numel() for t in weights.values()) / 1e6
     print(f"{out}: {len(weights)} tensors, {millions:.2f} M parameters, from {checkpoint}")

@@ -21,7 +21,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from stages import BASE, Run, runs_for, stage_file, stage_path, stages
+from stages import BASE, StageRun, runs_for, stage_file, stage_path, stages
 from stages import REPO as ROOT
 
 FOLDER = ROOT / "runs" / "quickstart"
@@ -35,7 +35,7 @@ CHECKPOINT = f"runs/quickstart/01_single_gpu/checkpoints/step-{HALF:08d}"
 class Row(NamedTuple):
     """A run, with flags in addition to its own, and the part of its name behind the folder's."""
 
-    run: Run
+    run: StageRun
     more: str = ""
     variant: str = ""
 
@@ -73,7 +73,7 @@ def machine() -> tuple[int, int, str]:
     return 4 if cores >= 8 else 2, 8, f"{cores} CPU cores{spare}"
 
 
-def ranks_of(run: Run, several: int, most: int) -> int:
+def ranks_of(run: StageRun, several: int, most: int) -> int:
     """The largest of the run's numbers of ranks that suits the machine."""
     runs = stage_file(run.stage).for_("quickstart")
     twins = [each.ranks for each in runs if each.flags == run.flags]

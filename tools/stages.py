@@ -36,7 +36,7 @@ The purposes, each with the arguments in `BASE` that a run's flags are added to:
     kill            one run: killed and resumed, by a signal and by kill -9
     save, load      one run each: a checkpoint of any stage resumes in any other (any to any)
     dry-run         on eight ranks: memory and communication equal the dry run's
-    plan            a row of `make plan` for each number of ranks: {ranks}, {4 * ranks}
+    plan            a row of `make dry-run-all` for each number of ranks: {ranks}, {4 * ranks}
     bench           no run: a row of benchmarks/rows.py
 """
 
@@ -77,7 +77,7 @@ FIELDS += ["renamed", "refined", "exempt", "runs"]
 
 
 @dataclass(frozen=True)
-class Run:
+class StageRun:
     """A run of a stage for one purpose. flags: without those of `BASE`."""
 
     stage: str
@@ -120,9 +120,9 @@ class StageFile:
     renamed: dict[str, list[str]] = field(default_factory=dict)
     refined: dict[str, str] = field(default_factory=dict)
     exempt: dict[str, str] = field(default_factory=dict)
-    runs: tuple[Run, ...] = ()
+    runs: tuple[StageRun, ...] = ()
 
-    def for_(self, purpose: str) -> list[Run]:
+    def for_(self, purpose: str) -> list[StageRun]:
         return [run for run in self.runs if run.purpose == purpose]
 
 
@@ -189,7 +189,7 @@ def problems(number: str, repo: Path = REPO) -> list[str]:
 _why = 'say why there is none: bench = "..." below [exempt]'
 
 
-def _read(number: str, repo: Path) -> tuple[dict, list[Run], list[str]]:
+def _read(number: str, repo: Path) -> tuple[dict, list[StageRun], list[str]]:
     """The valid fields of a stage's file, its runs, and what is wrong."""
     path = stage_paths(repo)[number].with_name("stage.toml")
     try:
@@ -205,7 +205,7 @@ def _read(number: str, repo: Path) -> tuple[dict, list[Run], list[str]]:
         if name in values and (values[name] not in stages(repo) or values[name] > number):
             found.append(f"{name} = {values.pop(name)!r} is not one of the stages up to this one")
     values["flags"] = tuple(values.get("flags", "").split())
-    runs: list[Run] = []
+    runs: list[StageRun] = []
     for entry in values.pop("runs", []):
         try:
             runs += _runs(number, entry, values["flags"])
@@ -216,7 +216,7 @@ def _read(number: str, repo: Path) -> tuple[dict, list[Run], list[str]]:
     return values, runs, found
 
 
-def _runs(number: str, entry: list, own_flags: tuple[str, ...]) -> list[Run]:
+def _runs(number: str, entry: list, own_flags: tuple[str, ...]) -> list[StageRun]:
     """The runs of one line: one for each of its purposes and numbers of ranks."""
     ranks, flags, purposes, *more = entry
     tolerance = tuple(sorted(more[0].items())) if more else ()
@@ -230,7 +230,7 @@ def _runs(number: str, entry: list, own_flags: tuple[str, ...]) -> list[Run]:
                 raise ValueError(f"{each!r} is no number of ranks")
             quick = purpose.endswith("*")
             words = tuple(with_ranks(flags, each).split())
-            found.append(Run(number, name, each, words, quick, tolerance, own_flags))
+            found.append(StageRun(number, name, each, words, quick, tolerance, own_flags))
     return found
 
 
@@ -239,7 +239,7 @@ def with_ranks(flags: str, ranks: int) -> str:
     return re.sub(r"\{(?:(\d+) \* )?ranks\}", lambda found: str(int(found[1] or 1) * ranks), flags)
 
 
-def runs_for(purpose: str) -> list[Run]:
+def runs_for(purpose: str) -> list[StageRun]:
     """All stages' runs for one purpose."""
     return [run for number in stages() for run in stage_file(number).for_(purpose)]
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "planner"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -1,6 +1,6 @@
 """Predicts steps of the stages on this machine, and measures them: the table of benchmarks/README.
 
-    python tools/own_runs.py            on an idle machine; about ten minutes
+    python tools/planner/own_runs.py    on an idle machine; about ten minutes
 
 The ranks share the machine's cores, so every rate is measured by as many processes at once.
 """
@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist

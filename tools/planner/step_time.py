@@ -1,12 +1,10 @@
 """How long a training step takes: an analytical model, validated on published runs.
 
-    python tools/step_time.py benchmarks/published_runs.csv
-
 A step is computation, and communication that computation does not hide. Computation is FLOPs at an
 achieved rate plus bytes at the memory's bandwidth; communication is ring bytes over the bandwidth
 of the group. Every term is a formula of the model's shape and the layout (`Job`), with the data
 sheet's figures (`GPUS`), constants that are set by hand, with their reason (`BY_HAND`), and three
-that are fitted to the published runs (`FITTED`; tools/step_errors.py fits and judges them). What
+that are fitted to the published runs (`FITTED`; step_errors.py fits and judges them). What
 differs between programs is a field of `Job`; no constant belongs to one program.
 Not modelled: experts, CPU offload, checkpoints, data, stragglers, kernel launches (`TOO_SHORT`).
 """
@@ -14,9 +12,7 @@ Not modelled: experts, CPU offload, checkpoints, data, stragglers, kernel launch
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 # ---- what is given: data sheets, constants by hand, fitted constants ----
 
@@ -386,16 +382,3 @@ def add_data_parallel(step: Step, job: Job, layer: Layer, head: float) -> None:
         late = exposed(seconds, max(0.0, backward - again - reduce), hides_reduce)
         formula = f"all-reduce of 1/{shards} over {replicas.ranks} replicas, {seconds:.3g} s"
         step.add("dp", late, f"{formula}, less what is left of backward")
-
-
-def main() -> None:
-    from step_errors import report
-
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
-        print("usage: step_time.py FILE.csv, like published_runs.csv", file=sys.stderr)
-        sys.exit(2)
-    report(sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Validates `step_time` on published runs: which it can predict, and how well.
 
-    python tools/step_time.py benchmarks/published_runs.csv
-    python tools/step_errors.py fit
+    python tools/planner/step_errors.py benchmarks/published_runs.csv
+    python tools/planner/step_errors.py fit
 
 The **domain** is what the model claims to predict. It was set before any error was computed, and
 depends on the run and on the prediction, never on the measurement. Rows inside of it with even
@@ -23,7 +23,7 @@ from unittest.mock import patch
 import step_time
 from step_time import FITTED, GPUS, TOO_SHORT, Job
 
-RUNS = Path(__file__).resolve().parents[1] / "benchmarks" / "published_runs.csv"
+RUNS = Path(__file__).resolve().parents[2] / "benchmarks" / "published_runs.csv"
 NAMES = {"a100-80": "a100", "a100-80gb": "a100", "a100-40gb": "a100-40", "h100-80": "h100"}
 KNOWN = {  # the values that a column may have, or nothing: the default
     "recompute": ("none", "selective", "op-sac", "full"),
@@ -222,10 +222,8 @@ def report(path: str | Path) -> None:
             print("all: 0 rows")
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] != ["fit"]:
-        print("usage: step_errors.py fit")
-        sys.exit(2)
+def judge_constants() -> None:
+    """Fit the constants again, and print the errors of each source when it is left out."""
     runs = runs_of(RUNS)
     print("fitted to the even rows:", fit([run for run in runs if run[0] % 2 == 0]))
     outside = left_out(runs)
@@ -242,3 +240,13 @@ if __name__ == "__main__":
     for source, own in by.items():
         print(f"  {source:20}{len(own):4}   {summary(own)[0]:5.1f} {summary(own)[1]:6.1f}")
     print(f"mean {fmean(abs(e) for *_, e in outside):.3f}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["fit"]:
+        judge_constants()
+    elif len(sys.argv) == 2 and Path(sys.argv[1]).is_file():
+        report(sys.argv[1])
+    else:
+        print("usage: step_errors.py fit, or FILE.csv like published_runs.csv", file=sys.stderr)
+        sys.exit(2)
