@@ -100,7 +100,7 @@ class ZeroRedundancyOptimizer:
         self.group, self.param_dtype = process_group, param_dtype
         self.launched = 0  # how many buckets' reductions this backward has started
         self.in_flight: Bucket | None = None  # whose reduction was started last
-        self.entered: FlatParameter | None = None  # whose unit backward has entered and not left
+        self.entered: FlatParameter | None = None  # whose unit backward is in
         self.synchronizes, self.in_backward = True, False
         self.buckets: list[Bucket] = []  # in reverse order: backward finishes the last layer first
         if zero_stage == 3:
@@ -170,7 +170,7 @@ class ZeroRedundancyOptimizer:
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After the last backward of a step: wait until each shard has its average gradient."""
-        fewest = min(bucket.awaited for bucket in self.buckets)
+        fewest = min(bucket.awaited for bucket in self.buckets)  # above 0: a loss was discarded
         missing = [bucket.name for bucket in self.buckets if bucket.awaited > fewest]
         if missing:
             raise RuntimeError(f"backward has not reached every forward of unit {missing}")
@@ -207,7 +207,7 @@ class ZeroRedundancyOptimizer:
                 gather.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, also of a step that is skipped; none is kept as zeros."""
+        """Set all gradients to None, also if the step was skipped."""
         self.finish_gradient_synchronization()
         self.optimizer.zero_grad()
         for param in self.bucket_of:

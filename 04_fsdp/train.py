@@ -111,7 +111,7 @@ class FullyShardedDataParallel(nn.Module):
             self.buckets.insert(0, bucket)
         self.next_in_forward = {b: a for a, b in pairwise(self.buckets)}
         self.next_in_backward = {a: b for a, b in pairwise(self.buckets) if b.unshards_in_backward}
-        self.entered: FlatParameter | None = None  # whose unit backward has entered and not left
+        self.entered: FlatParameter | None = None  # whose unit backward is in
         self.in_flight: FlatParameter | None = None  # whose reduction was started last
         self.synchronizes = True
         forbid_parameters(self)
@@ -176,7 +176,7 @@ class FullyShardedDataParallel(nn.Module):
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After the last backward of a step: wait until each shard has its average gradient."""
-        fewest = min(bucket.awaited for bucket in self.buckets)
+        fewest = min(bucket.awaited for bucket in self.buckets)  # above 0: a loss was discarded
         missing = [bucket.name for bucket in self.buckets if bucket.awaited > fewest]
         if missing:
             raise RuntimeError(f"backward has not reached every forward of unit {missing}")

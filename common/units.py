@@ -65,7 +65,7 @@ class NoGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         fix = "finish_gradient_synchronization(), clip_grad_norm_() of the class that shards"
-        raise RuntimeError(f"{function}: this gradient is incomplete or sharded; call {fix}")
+        raise RuntimeError(f"this gradient is incomplete or sharded ({function}): call {fix}")
 
 
 def forbid_parameters(module: nn.Module) -> None:

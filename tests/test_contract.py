@@ -246,6 +246,7 @@ def frozen_afterwards(trainer: Trainer) -> None:
 
 
 def changed_in_place(trainer: Trainer) -> None:
+    train(trainer, 1)
     nn.init.zeros_(trainer.plain.units[1].linear.bias)
     train(trainer)
 
