@@ -454,7 +454,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if args.virtual_stages > 1:
         schedule = partial(schedule, v=args.virtual_stages)
     stage_class = ZeroBubbleStage if args.schedule == "zero-bubble" else PipelineStage
-    stages = {stage: stage_class(model, units[stage], args.autocast) for stage in units}
+    parts = {stage: parts_of(model, units[stage]) for stage in units}
+    stages = {stage: stage_class(*part, args.autocast) for stage, part in parts.items()}
     pipeline = Pipeline(stages, schedule, *groups, config.d_model)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 

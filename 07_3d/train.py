@@ -343,9 +343,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     init_shards(model, args.seed, tp, device)
     schedule = partial(interleaved_1f1b, v=args.virtual_stages)  # v = 1: 1F1B
     sequence_shards = args.tp if args.sequence_parallel else 1
-    stages = {
-        stage: PipelineStage(*parts_of(model, units[stage]), args.autocast) for stage in units
-    }
+    parts = {stage: parts_of(model, units[stage]) for stage in units}
+    stages = {stage: PipelineStage(*part, args.autocast) for stage, part in parts.items()}
     pipeline = MeshPipeline(stages, schedule, mesh, config.d_model, sequence_shards)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 

@@ -1,4 +1,4 @@
-"""The READMEs' section "Copy": what it lists, in a folder alone, trains a model of the section's own.
+"""The READMEs' section "Copy": what it lists, in a folder alone, trains another model.
 
 The first paragraph of a section says what to take, its first block trains a model, and its second
 one saves and loads the state, which every rank loses in between. The same block runs once more.
