@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -39,9 +40,9 @@ PATH = """
 path = f"state-{dist.get_rank()}.pt"
 """
 LOSE = """
-for p in globals().get("params") or [*model.parameters(), *model.buffers()]:
+for p in locals().get("params") or [*model.parameters(), *model.buffers()]:
     p.data.zero_()
-for value in [v for v in globals().values() if isinstance(v, torch.optim.Optimizer)]:
+for value in [v for v in locals().values() if isinstance(v, torch.optim.Optimizer)]:
     for state in getattr(value, "optimizer", value).state.values():
         for moment in state.values():
             if torch.is_tensor(moment):
@@ -52,16 +53,16 @@ AFTER = """
 import sys
 with torch.no_grad():
     x = torch.linspace(-1, 1, 12 * WIDTH).view(1, 12, WIDTH)
-    if "ring" in globals():
+    if "ring" in locals():
         x = local_tokens(x, ring.positions, 12)
-    if "pipeline" in globals():
+    if "pipeline" in locals():
         for number in range(pipeline.n_stages):
             if number in pipeline.stages:
                 x = pipeline.stages[number].part(x)
             dist.broadcast(x, group=pipeline.to_lower, group_src=number % pipeline.p)
     else:
         x = model(x)
-own = ring.positions if "ring" in globals() else [range(12)]
+own = ring.positions if "ring" in locals() else [range(12)]
 common = sorted(name for name in sys.modules if name.startswith("common."))
 torch.save([x, [i for chunk in own for i in chunk], common], f"output-{dist.get_rank()}.pt")
 dist.destroy_process_group()
@@ -116,12 +117,10 @@ class Section:
         # the same initial weights on every rank, as the plain model's
         example = self.example.replace("\nunits = [", "\ntorch.manual_seed(0)\nunits = [")
         save, load = self.saving.split("\n\n")
-        after = PATH + save + LOSE + load + self.loop() + AFTER
-        return (
-            BEFORE.replace("WIDTH", str(self.width))
-            + example
-            + after.replace("WIDTH", str(self.width))
-        )
+        lines = example + PATH + save + LOSE + load + self.loop() + AFTER
+        # in a function: at exit, a process group that a global refers to can abort
+        script = BEFORE + "def main():\n" + indent(lines, "    ") + "\nmain()\n"
+        return script.replace("WIDTH", str(self.width))
 
     def plain_model(self) -> nn.Module:
         """The example's `units`, and what they need of the lines above them."""
