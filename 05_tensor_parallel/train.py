@@ -47,20 +47,23 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.arguments import base_parser, check_arguments, model_config, seconds
-from common.checkpoint import training_state
 from common.collectives import (
     all_gather_single,
     all_reduce,
     all_reduce_control,
+    global_norm,
     reduce_scatter_single,
 )
 from common.counter_rng import CounterDropout
-from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import cleanup, setup, world_size
 from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
-from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
+
+# isort: split
+from common.arguments import base_parser, check_arguments, model_config, seconds
+from common.checkpoint import training_state
+from common.data import eval_batches, load_corpus, train_batches
+from common.distributed import cleanup, setup, world_size
+from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------

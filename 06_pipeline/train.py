@@ -50,15 +50,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, Work
 from torch.nn.utils import clip_grads_with_norm_
 
+from common.collectives import all_reduce_control, global_norm, irecv, isend
+from common.distributed import annotate
+from common.loss import in_autocast_dtype
+
+# isort: split
 from common.arguments import base_parser, check_pipeline, model_config, positive_int, seconds
 from common.checkpoint import training_state
-from common.collectives import all_reduce_control, irecv, isend
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import cleanup, group_along, setup, world_size
-from common.loss import IGNORED, in_autocast_dtype
-from common.model import Linear, Transformer, init_weights
-from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
-from common.run import Run, annotate
+from common.loss import IGNORED
+from common.model import Transformer, init_weights
+from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
 # The technique: one executor, and schedules that tell each rank what to do next
@@ -70,7 +74,8 @@ class Pipeline:
 
     stages: this rank's, by number; stage s is on rank s % p. to_lower, to_higher: two groups of the
     same ranks, one per direction. NCCL runs the operations between two ranks of a group in order:
-    in a single group, a send could wait behind a receive that depends on it.
+    in a single group, a send could wait behind a receive that depends on it. d_model: the features
+    of the activations between stages.
     """
 
     def __init__(
@@ -79,12 +84,13 @@ class Pipeline:
         schedule: Schedule,
         to_lower: ProcessGroup,
         to_higher: ProcessGroup,
+        d_model: int,
     ):
         self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
         self.p, self.rank = to_lower.size(), to_lower.rank()
         self.stages, self.n_stages = stages, self.p * len(stages)
         part = next(iter(stages.values())).part
-        self.device, self.d_model = next(part.parameters()).device, part.config.d_model
+        self.device, self.d_model = next(part.parameters()).device, d_model
         self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
         self.open_channels()
@@ -181,17 +187,13 @@ class InFlight(NamedTuple):
 
 
 class PipelineStage:
-    """A contiguous range of units, and its micro-batches in flight. model: has the units of all
-    stages of this rank. units: of this stage. autocast: computes in bfloat16, exchanges float32."""
+    """A contiguous range of units, and its micro-batches in flight.
 
-    def __init__(self, model: Transformer, units: range, autocast: bool):
-        self.part = Transformer(model.config, units=())  # embedding and layers
-        self.part.embed = model.embed if 0 in units else None
-        for name, layer in model.layers.items():
-            if int(name) + 1 in units:
-                self.part.layers[name] = layer
-        self.output = model.output if model.config.n_units - 1 in units else None
-        self.autocast = autocast
+    part: maps tokens or activations to activations. output: in the last stage, maps activations and
+    targets to their mean loss; else None. autocast: computes in bfloat16, exchanges float32."""
+
+    def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
+        self.part, self.output, self.autocast = part, output, autocast
         self.in_flight: dict[int, InFlight] = {}  # by micro-batch
 
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
@@ -233,6 +235,16 @@ def units_of(stage: int, n_stages: int, n_layers: int) -> range:
     first = 1 + stage * each + min(stage, rest)  # unit 0 is `embed`, layer i is unit i + 1
     end = first + each + (stage < rest)
     return range(first if stage else 0, end if stage < n_stages - 1 else n_layers + 2)
+
+
+def parts_of(model: Transformer, units: range) -> tuple[Transformer, nn.Module | None]:
+    """These units of a model: those before the output unit, and it, if it is one of them."""
+    part = Transformer(model.config, units=())
+    part.embed = model.embed if 0 in units else None
+    for name, layer in model.layers.items():
+        if int(name) + 1 in units:
+            part.layers[name] = layer
+    return part, model.output if model.config.n_units - 1 in units else None
 
 
 # ---- schedules: what a rank of p does with m micro-batches, in order ----
@@ -334,8 +346,8 @@ class ZeroBubbleStage(PipelineStage):
     input [tokens, in] and output gradient [tokens, out] of each linear layer, as the running
     backward reaches them. pending: the same by micro-batch, until its W."""
 
-    def __init__(self, model: Transformer, units: range, autocast: bool):
-        super().__init__(model, units, autocast)
+    def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
+        super().__init__(part, output, autocast)
         self.recorded: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         self.pending: dict[int, list[tuple[nn.Parameter, Tensor, Tensor]]] = {}
         for layer in self.part.layers.values():
@@ -361,7 +373,7 @@ class ZeroBubbleStage(PipelineStage):
 class DeferredLinear(nn.Module):
     """y = x W^T, with the weight of `plain`. Its backward records what W's matmul needs."""
 
-    def __init__(self, plain: Linear, recorded: list):
+    def __init__(self, plain: nn.Module, recorded: list):
         super().__init__()
         self.weight, self.recorded = plain.weight, recorded
 
@@ -442,8 +454,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if args.virtual_stages > 1:
         schedule = partial(schedule, v=args.virtual_stages)
     stage_class = ZeroBubbleStage if args.schedule == "zero-bubble" else PipelineStage
-    stages = {stage: stage_class(model, units[stage], args.autocast) for stage in units}
-    pipeline = Pipeline(stages, schedule, *groups)
+    parts = {stage: parts_of(model, units[stage]) for stage in units}
+    stages = {stage: stage_class(*part, args.autocast) for stage, part in parts.items()}
+    pipeline = Pipeline(stages, schedule, *groups, config.d_model)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)

@@ -57,24 +57,28 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.arguments import base_parser, check_mesh, model_config, positive_int, seconds
-from common.checkpoint import training_state
 from common.collectives import (
     all_gather_single,
     all_reduce,
     all_reduce_control,
     broadcast,
+    global_norm,
     irecv,
     isend,
     reduce_scatter_single,
 )
 from common.counter_rng import CounterDropout
-from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import cleanup, group_along, setup, world_size
+from common.distributed import annotate, group_along
 from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
-from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
-from common.run import Run, annotate
+
+# isort: split
+from common.arguments import base_parser, check_mesh, model_config, positive_int, seconds
+from common.checkpoint import training_state
+from common.data import eval_batches, load_corpus, train_batches
+from common.distributed import cleanup, setup, world_size
+from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
 # The technique: a mesh of ranks, and the pipeline of 06 on it, with the classes of 05 and 02
@@ -113,7 +117,8 @@ class Pipeline:
 
     stages: this rank's, by number; stage s is on rank s % p. to_lower, to_higher: two groups of the
     same ranks, one per direction. NCCL runs the operations between two ranks of a group in order:
-    in a single group, a send could wait behind a receive that depends on it.
+    in a single group, a send could wait behind a receive that depends on it. d_model: the features
+    of the activations between stages.
     """
 
     def __init__(
@@ -122,12 +127,13 @@ class Pipeline:
         schedule: Schedule,
         to_lower: ProcessGroup,
         to_higher: ProcessGroup,
+        d_model: int,
     ):
         self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
         self.p, self.rank = to_lower.size(), to_lower.rank()
         self.stages, self.n_stages = stages, self.p * len(stages)
         part = next(iter(stages.values())).part
-        self.device, self.d_model = next(part.parameters()).device, part.config.d_model
+        self.device, self.d_model = next(part.parameters()).device, d_model
         self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
         self.open_channels()
@@ -234,9 +240,10 @@ class MeshPipeline(Pipeline):
         stages: dict[int, PipelineStage],
         schedule: Schedule,
         mesh: Mesh,
+        d_model: int,
         sequence_shards: int = 1,
     ):
-        super().__init__(stages, schedule, mesh.to_lower, mesh.to_higher)
+        super().__init__(stages, schedule, mesh.to_lower, mesh.to_higher, d_model)
         self.sequence_shards = sequence_shards
         # A group's first collective connects its ranks. In NCCL that allocates device memory, which
         # can wait for a receive in flight, and its sender may be waiting for this rank: a deadlock.
@@ -336,8 +343,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     init_shards(model, args.seed, tp, device)
     schedule = partial(interleaved_1f1b, v=args.virtual_stages)  # v = 1: 1F1B
     sequence_shards = args.tp if args.sequence_parallel else 1
-    stages = {stage: PipelineStage(model, units[stage], args.autocast) for stage in units}
-    pipeline = MeshPipeline(stages, schedule, mesh, sequence_shards)
+    parts = {stage: parts_of(model, units[stage]) for stage in units}
+    stages = {stage: PipelineStage(*part, args.autocast) for stage, part in parts.items()}
+    pipeline = MeshPipeline(stages, schedule, mesh, config.d_model, sequence_shards)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
@@ -781,17 +789,13 @@ class InFlight(NamedTuple):
 
 
 class PipelineStage:
-    """A contiguous range of units, and its micro-batches in flight. model: has the units of all
-    stages of this rank. units: of this stage. autocast: computes in bfloat16, exchanges float32."""
+    """A contiguous range of units, and its micro-batches in flight.
 
-    def __init__(self, model: Transformer, units: range, autocast: bool):
-        self.part = Transformer(model.config, units=())  # embedding and layers
-        self.part.embed = model.embed if 0 in units else None
-        for name, layer in model.layers.items():
-            if int(name) + 1 in units:
-                self.part.layers[name] = layer
-        self.output = model.output if model.config.n_units - 1 in units else None
-        self.autocast = autocast
+    part: maps tokens or activations to activations. output: in the last stage, maps activations and
+    targets to their mean loss; else None. autocast: computes in bfloat16, exchanges float32."""
+
+    def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
+        self.part, self.output, self.autocast = part, output, autocast
         self.in_flight: dict[int, InFlight] = {}  # by micro-batch
 
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
@@ -833,6 +837,16 @@ def units_of(stage: int, n_stages: int, n_layers: int) -> range:
     first = 1 + stage * each + min(stage, rest)  # unit 0 is `embed`, layer i is unit i + 1
     end = first + each + (stage < rest)
     return range(first if stage else 0, end if stage < n_stages - 1 else n_layers + 2)
+
+
+def parts_of(model: Transformer, units: range) -> tuple[Transformer, nn.Module | None]:
+    """These units of a model: those before the output unit, and it, if it is one of them."""
+    part = Transformer(model.config, units=())
+    part.embed = model.embed if 0 in units else None
+    for name, layer in model.layers.items():
+        if int(name) + 1 in units:
+            part.layers[name] = layer
+    return part, model.output if model.config.n_units - 1 in units else None
 
 
 # ---- schedules: what a rank of p does with m micro-batches, in order ----

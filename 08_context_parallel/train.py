@@ -55,11 +55,12 @@ from common.collectives import (
     irecv,
     isend,
 )
+from common.counter_rng import Positions
 
 # isort: split
 from common.arguments import base_parser, check_cp, model_config, positive, positive_int, seconds
 from common.checkpoint import training_state
-from common.counter_rng import CounterDropout, Positions
+from common.counter_rng import CounterDropout
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, group_along, setup, world_size
 from common.loss import IGNORED

@@ -29,7 +29,7 @@ Run it:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -41,7 +41,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import all_reduce, all_reduce_control, all_to_all_single, broadcast
+from common.collectives import (
+    all_reduce,
+    all_reduce_control,
+    all_to_all_single,
+    broadcast,
+    global_norm,
+)
+from common.loss import in_autocast_dtype
 
 # isort: split
 from common.arguments import (
@@ -56,9 +63,9 @@ from common.arguments import (
 from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, group_along, print0, setup, world_size
-from common.loss import IGNORED, in_autocast_dtype
-from common.model import MLP, Linear, Transformer, TransformerConfig, init_weights
-from common.optimization import adamw_settings, global_norm, learning_rate, set_learning_rate
+from common.loss import IGNORED
+from common.model import MLP, Transformer, init_weights
+from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
@@ -72,26 +79,38 @@ from common.run import Run
 
 def expert_parallel(model: Transformer, group: ProcessGroup) -> Transformer:
     """Replace every layer's MLP, in place, with a mixture of experts sharded over `group`."""
+    config = model.config
     for layer in model.layers.values():
-        layer.mlp = MixtureOfExperts(model.config, group)
+        layer.mlp = MixtureOfExperts(
+            config.d_model, config.n_experts, config.top_k, lambda _: MLP(config), group
+        )
     return model
 
 
 class MixtureOfExperts(nn.Module):
     """E experts, of which each token uses the k that its router scores highest.
 
+    make_expert: returns the expert of a global index, a module from [rows, d] to [rows, d].
     experts: those of this rank, by global index. bias: [E], added to the scores to choose
     experts, not to weight them. load: [E], tokens of this rank per expert since `balance_load`.
     """
 
-    def __init__(self, config: TransformerConfig, group: ProcessGroup):
+    def __init__(
+        self,
+        d_model: int,
+        n_experts: int,
+        top_k: int,
+        make_expert: Callable[[int], nn.Module],
+        group: ProcessGroup,
+    ):
         super().__init__()
-        self.group, self.n_experts, self.top_k = group, config.n_experts, config.top_k
-        self.router = Linear(config.d_model, self.n_experts)
-        self.register_buffer("bias", torch.zeros(self.n_experts))
-        n_local = self.n_experts // group.size()
+        self.group, self.n_experts, self.top_k = group, n_experts, top_k
+        self.router = nn.Linear(d_model, n_experts, bias=False)
+        self.register_buffer("bias", torch.zeros(n_experts))
+        n_local = n_experts // group.size()
         first = group.rank() * n_local
-        self.experts = nn.ModuleDict({str(first + i): MLP(config) for i in range(n_local)})
+        own = range(first, first + n_local)
+        self.experts = nn.ModuleDict({str(i): make_expert(i) for i in own})
         self.load: Tensor | int = 0
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same

@@ -38,13 +38,14 @@ from torch.distributed import ProcessGroup, Work
 from torch.nn.functional import ScalingType
 
 from common.collectives import all_reduce, all_reduce_control, broadcast
+from common.loss import in_autocast_dtype
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive, seconds
 from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, fail, setup, world_size
-from common.loss import IGNORED, in_autocast_dtype
+from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
 from common.run import Run

@@ -376,11 +376,12 @@ def our_pipeline(schedule: str, virtual_stages: int = 1) -> Callable[[Shape], St
         groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
         splits = schedule == "zero-bubble"
         stage_class = stage.ZeroBubbleStage if splits else stage.PipelineStage
-        stages = {number: stage_class(model, units[number], False) for number in units}
+        parts = {number: stage.parts_of(model, units[number]) for number in units}
+        stages = {number: stage_class(*part, False) for number, part in parts.items()}
         actions = stage.SCHEDULES[schedule]
         if virtual_stages > 1:
             actions = partial(actions, v=virtual_stages)
-        pipeline = stage.Pipeline(stages, actions, *groups)
+        pipeline = stage.Pipeline(stages, actions, *groups, shape.config.d_model)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
         def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -466,8 +467,8 @@ def our_mesh(shape: Shape) -> Step:
     model = Transformer(shape.config, units=units)
     init_weights(model, seed=1)
     stage.tensor_parallel(model.to(device()), mesh.tp)
-    stages = {mesh.pp.rank(): stage.PipelineStage(model, units, False)}
-    pipeline = stage.MeshPipeline(stages, stage.one_f_one_b, mesh)
+    stages = {mesh.pp.rank(): stage.PipelineStage(*stage.parts_of(model, units), False)}
+    pipeline = stage.MeshPipeline(stages, stage.one_f_one_b, mesh, shape.config.d_model)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:

@@ -286,14 +286,6 @@ def has_restarted(folder: Path) -> bool:
     return False
 
 
-def annotate(name: str) -> contextlib.AbstractContextManager:
-    """Name the work inside in the trace of --profile."""
-    # record_function takes 0.2 ms even if nothing is traced; only a private function tells whether
-    if torch.autograd._profiler_enabled():
-        return torch.profiler.record_function(name)
-    return contextlib.nullcontext()
-
-
 def git_commit() -> str | None:
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):

@@ -94,8 +94,9 @@ def pipeline_on(
     stage.init_shards(model, 1, mesh.tp, torch.device("cpu"))
     actions = partial(stage.interleaved_1f1b, v=v)
     sequence_shards = mesh.tp.size() if sequence_parallel else 1
-    stages = {number: stage.PipelineStage(model, units[number], autocast) for number in units}
-    pipeline = stage.MeshPipeline(stages, actions, mesh, sequence_shards)
+    parts = {number: stage.parts_of(model, units[number]) for number in units}
+    stages = {number: stage.PipelineStage(*part, autocast) for number, part in parts.items()}
+    pipeline = stage.MeshPipeline(stages, actions, mesh, CONFIG.d_model, sequence_shards)
     return stage, mesh, model, pipeline
 
 

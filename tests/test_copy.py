@@ -1,110 +1,218 @@
-"""The READMEs' section "Copy": a technique and two files, in a folder alone, train an MLP.
+"""The READMEs' section "Copy": what it lists, in a folder alone, trains another model.
 
-Then every rank saves, loses and loads its state, by the section's second block.
+The first paragraph of a section says what to take, its first block trains a model, and its second
+one saves and loads the state, which every rank loses in between. The same block runs once more.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
-from stages import REPO, stage_path
+from stages import REPO, stage_file, stage_path, stages
 from torch import nn
 
-# the README's lines get batches, and at the end every rank saves its model's full output
+COPIED = stages()[1:]
+
+# The README's lines get batches: of two parts, if there are several ranks, or without an argument
+# the full ones. Sequences are 12 tokens long.
 BEFORE = """
-import sys
+import os
 import torch
 
-def batches(rank):
+def batches(part=None):
+    n = 1 if part is None else min(2, int(os.environ.get("WORLD_SIZE", 1)))
     for step in range(5):
-        torch.manual_seed(100 * step + rank)
-        yield torch.randn(6, 8), torch.randn(6, 8)
+        torch.manual_seed(step)
+        x, y = torch.randn(2, 4, 12, WIDTH)
+        yield x.chunk(n)[part or 0], 30 * y.chunk(n)[part or 0]  # so that gradients are clipped
 """
 PATH = """
 path = f"state-{dist.get_rank()}.pt"
 """
 LOSE = """
-for p in params:
+for p in locals().get("params") or [*model.parameters(), *model.buffers()]:
     p.data.zero_()
+for value in [v for v in locals().values() if isinstance(v, torch.optim.Optimizer)]:
+    for state in getattr(value, "optimizer", value).state.values():
+        for moment in state.values():
+            if torch.is_tensor(moment):
+                moment.zero_()
 """
+# at the end every rank saves the model's output; of a sequence of which it has a part, its part
 AFTER = """
+import sys
 with torch.no_grad():
-    torch.save(model(torch.ones(1, 8)), f"output-{dist.get_rank()}.pt")
+    x = torch.linspace(-1, 1, 12 * WIDTH).view(1, 12, WIDTH)
+    if "ring" in locals():
+        x = local_tokens(x, ring.positions, 12)
+    if "pipeline" in locals():
+        for number in range(pipeline.n_stages):
+            if number in pipeline.stages:
+                x = pipeline.stages[number].part(x)
+            dist.broadcast(x, group=pipeline.to_lower, group_src=number % pipeline.p)
+    else:
+        x = model(x)
+own = ring.positions if "ring" in locals() else [range(12)]
+common = sorted(name for name in sys.modules if name.startswith("common."))
+torch.save([x, [i for chunk in own for i in chunk], common], f"output-{dist.get_rank()}.pt")
 dist.destroy_process_group()
 """
 
 
-def technique_of(stage: str) -> str:
-    """The imports down to `# isort: split`, and the technique's section."""
-    text = (REPO / stage_path(stage)).read_text()
-    rule = "# " + "-" * 96 + "\n"
-    banner = text.index(rule + "# The technique")
-    imports = text[text.index("from __future__") : text.index("# isort: split")]
-    return imports + text[banner : text.index(rule + "# The training loop")]
+@dataclass
+class Section:
+    """A stage's section "Copy"."""
+
+    stage: str
+
+    def __post_init__(self):
+        readme = stage_path(self.stage).with_name("README.md").read_text()
+        assert "\n## Copy\n" in readme, f"{self.stage}'s README has no section Copy"
+        text = readme[readme.index("\n## Copy\n") + 1 :].split("\n## ")[0]
+        self.what_to_take = text[: text.index("```")]
+        self.example, self.saving = re.findall(r"```python\n(.*?)```", text, re.S)
+        (self.file,) = re.findall(r"\bas `(\w+\.py)`", self.what_to_take)
+        self.common = re.findall(r"`(common/\w+\.py)`", self.what_to_take)
+        without = re.search(r"without (`\w+`)", self.what_to_take)
+        self.without = without[1].strip("`") if without else None
+        ranks = re.search(r"on each of (\d+) ranks", self.what_to_take)
+        self.ranks = int(ranks[1]) if ranks else 2
+        self.width = int(re.search(r"Linear\((\d+)", self.example)[1])
+
+    def technique(self) -> str:
+        """The file that the first paragraph describes."""
+        text = stage_path(self.stage).read_text()
+        rule = "# " + "-" * 96 + "\n"
+        taken = [text[text.index("from __future__") : text.index("# isort: split")]]
+        _, *sections = re.split(rf"(?m)^{rule}(?=# )", text)  # each begins with its title
+        taken += [section for section in sections if section.startswith("# The technique")]
+        if "repeats" in self.what_to_take:
+            (repeated,) = [part for part in sections if re.match("# .*epeated to the letter", part)]
+            taken.append(repeated[: repeated.index("\nif __name__")])
+        code = "".join(taken)
+        if self.without:
+            (gone,) = [
+                node
+                for node in ast.parse(code).body
+                if isinstance(node, ast.FunctionDef) and node.name == self.without
+            ]
+            lines = code.splitlines(keepends=True)
+            code = "".join(lines[: gone.lineno - 1] + lines[gone.end_lineno :])
+        return code
+
+    def loop(self) -> str:
+        return self.example[self.example.index("for x, y in ") :]
+
+    def script(self) -> str:
+        # the same initial weights on every rank, as the plain model's
+        example = self.example.replace("\nunits = [", "\ntorch.manual_seed(0)\nunits = [")
+        save, load = self.saving.split("\n\n")
+        lines = example + PATH + save + LOSE + load + self.loop() + AFTER
+        # in a function: at exit, a process group that a global refers to can abort
+        script = BEFORE + "def main():\n" + indent(lines, "    ") + "\nmain()\n"
+        return script.replace("WIDTH", str(self.width))
+
+    def plain_model(self) -> nn.Module:
+        """The example's `units`, and what they need of the lines above them."""
+        space: dict = {}
+        lines = []
+        for node in ast.parse(self.example).body:
+            code = ast.unparse(node)
+            if f"from {self.file.removesuffix('.py')} import" in code or "init_process" in code:
+                continue
+            if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
+                lines.append(code)
+            if code.startswith("units = "):
+                lines += ["torch.manual_seed(0)", code]
+        exec("\n".join(lines), space)
+        return nn.Sequential(*space["units"])
 
 
-def plain_output(clip: float, lr: float, with_muon: bool) -> torch.Tensor:
-    """Plain PyTorch on the batches of both ranks. with_muon: for the matrices."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
-    matrices = [p for p in model.parameters() if p.dim() == 2 and with_muon]
-    others = [p for p in model.parameters() if p not in set(matrices)]
-    optimizers = [torch.optim.AdamW(others, lr=lr)]
-    if with_muon:
-        optimizers += [torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")]
+def plain_output(section: Section) -> torch.Tensor:
+    """Plain PyTorch on the full batches."""
+    model = section.plain_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     space: dict = {}
-    exec(BEFORE, space)
-    for parts in zip(*(space["batches"](rank) for rank in range(2)), strict=True):
-        for x, y in parts:
-            (nn.functional.mse_loss(model(x), y) / 2).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-        for optimizer in optimizers:
+    exec(BEFORE.replace("WIDTH", str(section.width)), space)
+    for _ in range(2):
+        for x, y in space["batches"]():
+            nn.functional.mse_loss(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
-        return model(torch.ones(1, 8))
+        width = section.width
+        return model(torch.linspace(-1, 1, 12 * width).view(1, 12, width))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "file"),
-    [("02", "ddp.py"), ("03", "zero.py"), ("04", "fsdp.py"), ("11", "muon.py")],
-)
-def test_a_copied_technique_trains_another_model(tmp_path, stage, file):
-    readme = ((REPO / stage_path(stage)).parent / "README.md").read_text()
-    section = readme[readme.index("## Copy") :]
-    example, *saving = re.findall(r"```python\n(.*?)```", section, re.S)
-    assert file in section
-    (tmp_path / file).write_text(technique_of(stage))
-    for name in re.findall(r"`(common/\w+\.py)`", section[: section.index("```")]):
-        (tmp_path / "common").mkdir(exist_ok=True)
-        shutil.copy(REPO / name, tmp_path / name)
-    # the same initial weights on every rank, as the plain model's
-    example = example.replace("units = [", "torch.manual_seed(0)\nunits = [")
-    if saving:
-        save, load = saving[0].split("\n\n")
-        example += PATH + save + LOSE + load
-    (tmp_path / "run.py").write_text(BEFORE + example + AFTER)
+def outputs(folder: Path, ranks: int) -> list:
+    """Run the script on so many ranks; what each has saved."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*command, "run.py"],
-        cwd=tmp_path,
+        [sys.executable, *launcher, "run.py"],
+        cwd=folder,
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = plain_output(clip=1.0, lr=0.01, with_muon=stage == "11")
-    off = 2e-4 if stage == "11" else 1e-5  # Muon computes in bfloat16
-    for rank in range(2):
-        output = torch.load(Path(tmp_path) / f"output-{rank}.pt")
-        torch.testing.assert_close(output, expected, rtol=0, atol=off)
+    return [torch.load(folder / f"output-{rank}.pt") for rank in range(ranks)]
+
+
+@pytest.fixture(params=COPIED)
+def section(request) -> Section:
+    return Section(request.param)
+
+
+@pytest.mark.slow
+def test_a_copied_technique_trains_another_model(tmp_path, section):
+    """As the plain model; a stage that computes something else, as the same lines on one rank."""
+    (tmp_path / section.file).write_text(section.technique())
+    for name in section.common:
+        (tmp_path / "common").mkdir(exist_ok=True)
+        shutil.copy(REPO / name, tmp_path / name)
+    (tmp_path / "run.py").write_text(section.script())
+    found = outputs(tmp_path, section.ranks)
+    if stage_file(section.stage).reference == section.stage:
+        ((expected, *_),) = outputs(tmp_path, 1)
+    else:
+        expected = plain_output(section)
+    atol = stage_file(section.stage).tolerance.get("loss", 1e-5)
+    for output, positions, _ in found:
+        torch.testing.assert_close(output, expected[:, positions], rtol=0, atol=atol)
+
+
+def test_the_section_lists_what_the_copy_imports(tmp_path, section):
+    """No file more or less, and no name in the copy that its imports do not define."""
+    code = section.technique()
+    needed, queue = set(), [code]
+    while queue:
+        for name in re.findall(r"^from (common\.\w+) import", queue.pop(), re.M):
+            file = name.replace(".", "/") + ".py"
+            if file not in needed:
+                needed.add(file)
+                queue.append((REPO / file).read_text())
+    assert needed == set(section.common)
+    (tmp_path / section.file).write_text(code)
+    ruff = [Path(sys.executable).with_name("ruff"), "check", "--isolated", "--select", "F821"]
+    done = subprocess.run([*ruff, section.file], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_readme_has_a_line_for_every_section():
+    readme = (REPO / "README.md").read_text()
+    copy = readme[readme.index("\n## Copy\n") + 1 :].split("\n## ")[0]
+    linked = re.findall(r"^\| \[(\d\d)\]\((\w+)/README\.md#copy\)", copy, re.M)
+    assert linked == [(stage, stage_path(stage).parent.name) for stage in COPIED]

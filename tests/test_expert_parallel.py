@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from common.counter_rng import sample_keys
-from common.model import Transformer, TransformerConfig, init_weights
+from common.model import MLP, Transformer, TransformerConfig, init_weights
 
 pytestmark = pytest.mark.slow
 
@@ -363,7 +363,8 @@ def test_dry_run_holds_and_sends_what_a_balanced_run_does(pools, corpus_dir, own
 def saved_for_backward(top_k: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes of floating-point activations that a balanced mixture keeps, and tokens."""
     stage, d = load_stage("09"), 256
-    mixture = stage.MixtureOfExperts(replace(CONFIG, d_model=d, top_k=top_k), dist.group.WORLD)
+    config, group = replace(CONFIG, d_model=d, top_k=top_k), dist.group.WORLD
+    mixture = stage.MixtureOfExperts(d, config.n_experts, top_k, lambda _: MLP(config), group)
     init_weights(mixture, 1)
     weights = {p.untyped_storage().data_ptr() for p in mixture.parameters()}
     kept = {}
@@ -399,7 +400,8 @@ def test_a_mixture_keeps_what_the_formula_says(pools, top_k):
 def gradient_of_copies() -> float:
     """Under bfloat16, the error of a token's gradient against the float64 sum over its copies."""
     stage = load_stage("09")
-    mixture = stage.MixtureOfExperts(replace(CONFIG, top_k=8), group_of(1))
+    config = replace(CONFIG, top_k=8)
+    mixture = stage.MixtureOfExperts(32, config.n_experts, 8, lambda _: MLP(config), group_of(1))
     x, grad = torch.randn(64, 32, requires_grad=True), torch.randn(64, 32)
     weights, chosen = torch.randn(64, 8).softmax(-1), torch.arange(8).expand(64, 8)
     with (

@@ -53,11 +53,11 @@ def pipeline_of(
     init_weights(model, 1)
     groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
     kind = stage.ZeroBubbleStage if schedule == "zero-bubble" else stage.PipelineStage
-    stages = {number: kind(model, units[number], autocast) for number in units}
+    stages = {number: kind(*stage.parts_of(model, units[number]), autocast) for number in units}
     actions = stage.SCHEDULES[schedule]
     if n_stages > p:
         actions = partial(actions, v=n_stages // p)
-    return stage.Pipeline(stages, actions, *groups), model
+    return stage.Pipeline(stages, actions, *groups, config.d_model), model
 
 
 # ---- backward in two parts ----

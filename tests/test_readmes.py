@@ -23,8 +23,7 @@ READMES = sorted(
 )
 LESSONS = [path for path in READMES if re.match(r"\d\d_", str(path))]
 # files of a corpus, a run or a site: not in the repository
-NOT_OURS = "gpu-check.md train.txt valid.txt test.txt table.md all.pt ddp.py edited.py zero.py"
-NOT_OURS = {*NOT_OURS.split(), "fsdp.py", "muon.py"}
+NOT_OURS = {*"gpu-check.md train.txt valid.txt test.txt table.md all.pt edited.py".split()}
 # flags of torchrun, srun, sbatch, mpirun, pip, git and nvidia-smi
 OTHERS_FLAGS = set(
     "--standalone --nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id"
@@ -81,9 +80,10 @@ def test_links_lead_somewhere(readme):
 
 def test_named_files_exist(readme):
     folders = [REPO, (REPO / readme).parent, *REPO.glob("[0-9][0-9]_*")]
+    copies = re.findall(r" as `(\w+\.py)`", text_of(readme))  # files that a reader makes
     for code in code_of(readme):
         for name in re.findall(r"(?<![\w./*-])[\w][\w./-]*\.(?:py|md|sh|svg|sbatch|toml)\b", code):
-            if Path(name).name not in NOT_OURS and not name.startswith("runs/"):
+            if Path(name).name not in {*NOT_OURS, *copies} and not name.startswith("runs/"):
                 assert any((folder / name).exists() for folder in folders), name
 
 
