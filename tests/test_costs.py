@@ -14,8 +14,10 @@ from functools import cache
 from unittest.mock import patch
 
 import pytest
+import torch
 from dry_run import dry_run
 from harness import StageRun, load_stage, runs_for, stage_file, true_ledger
+from torch import nn
 
 pytestmark = pytest.mark.slow
 
@@ -173,6 +175,19 @@ def expert_parallel(x: Expected) -> None:
 
 
 # a stage that is not here costs what the stage costs that it is compared with
+def muon(x: Expected) -> None:
+    d = x.d
+    shapes = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * x.L
+    matrices = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    owners = load_stage("11").choose_owners(matrices, x.n)
+    owned = sum(p.numel() for p in matrices if owners[p] == x.rank)
+    every = 12 * d * d * x.L
+    x.hold(4 * x.P, 4 * (x.P - every + owned), 8 * (x.P - every) + 4 * owned)
+    x.send("all_reduce", "world", x.n, 4 * (x.P - every))
+    x.send("reduce", "world", x.n, 4 * every)
+    x.send("broadcast", "world", x.n, 4 * every)
+
+
 COSTS: dict[str, Callable[[Expected], None]] = {
     "02": ddp,
     "03": zero,
@@ -182,6 +197,7 @@ COSTS: dict[str, Callable[[Expected], None]] = {
     "07": mesh,
     "08": context_parallel,
     "09": expert_parallel,
+    "11": muon,
 }
 
 
