@@ -67,10 +67,8 @@ def with_blanks(number: str) -> str:
 
 def blanks_of(source: str) -> list[str]:
     """The definitions that are still to be written, in the order of the exercise."""
-    return [name for _, name in sorted(
-        (int(number), name)
-        for number, name in re.findall(r'NotImplementedError\("exercise (\d+) of \d+: (.*)"\)', source)
-    )]
+    found = re.findall(r'NotImplementedError\("exercise (\d+) of \d+: (.*)"\)', source)
+    return [name for _, name in sorted((int(number), name) for number, name in found)]
 
 
 def filled(source: str, number: str) -> tuple[str, list[int]]:
