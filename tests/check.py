@@ -36,6 +36,7 @@ from test_late_backend import test_checkpoint_and_resume_over_the_late_backend a
 # stage; script: as the user names it; loaded: the file that runs; lines: of it, in the script
 CHECK = json.loads(os.environ.get("CHECK", "{}"))
 PATIENCE = 60.0  # seconds per run
+MORE = "\nfrom there:\n"  # between what differs and where it begins
 MEANS = {
     "communication": "a collective is missing, sends too much, or runs once per micro-batch",
     "memory": "something lives longer than in the stage: full parameters, gradients, a copy",
@@ -74,7 +75,7 @@ def each(runs: list[Run], check: Callable[[Run], None]) -> None:
 def plain(text: str) -> str:
     """A hang, an exception or a difference in one line, with the script's line; then what is said
     already in more lines."""
-    text, _, more = text.partition("\n\n")
+    text, _, more = text.partition(MORE)
     hangs = "did not finish in time" in text
     frames = re.findall(rf'File "{re.escape(CHECK["loaded"])}", line (\d+),? in (\w+)', text)
     where = ""
@@ -121,7 +122,7 @@ def parity(reproduce, pools, corpus_dir, tmp_path):
                 if run.purpose == "bf16":
                     raise
                 more = where_it_begins(run, pools, corpus_dir, tmp_path)
-                raise AssertionError(f"{plain(str(error))}\n\n{more}") from error
+                raise AssertionError(f"{plain(str(error))}{MORE}{more}") from error
 
         return check
 
@@ -133,7 +134,7 @@ def where_it_begins(run: Run, pools, corpus_dir: Path, folder: Path) -> str:
     number, flags = stage_file(run.stage).reference, first_difference.FLAGS.split()
     both = [*flags, "--data", str(corpus_dir), "--resume", "never", "--run-dir"]
     alone = [*run.reference_argv, *both, str(folder / "reference")]
-    pools(1, group=number != "01").run(train_own, number, alone)
+    pools(1, group=number != "01").run(train_script, number, alone)
     try:
         late = pools(run.ranks, backend="late")
         late.run(train, run.stage, [*run.argv, *both, str(folder / "run")])
@@ -221,16 +222,21 @@ def test_saved_and_resumed(pools, corpus_dir, tmp_path):
 class Report:
     """pytest's plugin that writes one line per check, in place of pytest's own report."""
 
-    def __init__(self, checks: dict[str, str]):
-        self.checks = checks  # tests in other files, by the name of the check
+    def __init__(self, number: str, checks: dict[str, list[str]]):
+        self.number, self.checks = number, checks  # tests in other files, by the name of the check
         self.pending: dict[str, int] = {}  # tests of each check that have not run
         self.message, self.crosses, self.ticks, self.stopped = "", 0, 0, False
 
     def pytest_sessionstart(self) -> None:
-        import check  # this file: as a module it can be found by the workers
+        pool_of, own = harness.Pool, {f"SCRIPT_{self.number}": ""}
 
-        harness.Pool = functools.partial(harness.Pool, timeout=PATIENCE)
-        harness.train = check.train_own  # of a reference, which may be the stage's own run
+        def pool(size: int, *args, **kwargs) -> harness.Pool:
+            # one process runs references, which may be the stage's own
+            return pool_of(
+                size, *args, timeout=PATIENCE, environment=own if size == 1 else {}, **kwargs
+            )
+
+        harness.Pool = pool
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -304,7 +310,9 @@ def main() -> int:
         return 1
     if blanks := blanks_of(text):
         print(f"  - with the stage's own code in {len(blanks)} blanks: {', '.join(blanks)}")
-    report = Report({name: test.split(" ") for name, test in stage_file(number).checks.items()})
+    report = Report(
+        number, {name: test.split(" ") for name, test in stage_file(number).checks.items()}
+    )
     with tempfile.TemporaryDirectory() as folder:
         loaded = Path(folder) / own.parent.name / "train.py"
         loaded.parent.mkdir()
