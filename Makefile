@@ -106,6 +106,13 @@ dry-run-%: $$(folder)/train.py $(READY) ## what RANK= of RANKS= would hold and s
 	@$(BIN)/python tools/dry_run.py $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) $(ARGS)
 plan: $(READY) ## the fastest layouts on NODES= GPUS= GPU= NETWORK=; without: every stage's memory
 	@$(BIN)/python tools/$(if $(GPU)$(GPUS),plan.py $(ARGS),dry_run.py plan)
+# ---- write ----
+exercise-%: $$(folder)/train.py $(READY) ## write stage NN yourself: its script with blanks, in exercises/
+	@$(BIN)/python tools/exercise.py $* $(if $(OVERWRITE),--overwrite)
+check-%: $$(folder)/train.py $(READY) ## check that exercise, or SCRIPT= a changed copy of the stage's script
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/check.py $* $(SCRIPT)
+first-difference: $(READY) ## where the runs A= and B= begin to differ (B= is the reference)
+	@$(BIN)/python tools/first_difference.py $(if $(A)$(B),$(A) $(B),--help)
 # ---- check ----
 pytest = $(BIN)/python -m pytest tests -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(READY) ## the tests to run after every change, in at most three minutes on two cores

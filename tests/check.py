@@ -121,7 +121,7 @@ def parity(reproduce, pools, corpus_dir, tmp_path):
             except AssertionError as error:
                 if run.purpose == "bf16":
                     raise
-                more = where_it_begins(run, pools, corpus_dir, tmp_path)
+                more = where_it_begins(error, run, pools, corpus_dir, tmp_path)
                 raise AssertionError(f"{plain(str(error))}{MORE}{more}") from error
 
         return check
@@ -129,8 +129,9 @@ def parity(reproduce, pools, corpus_dir, tmp_path):
     return with_flags
 
 
-def where_it_begins(run: Run, pools, corpus_dir: Path, folder: Path) -> str:
-    """The first difference, over the late backend: on Gloo a missing wait has random results."""
+def where_it_begins(first: Exception, run: Run, pools, corpus_dir: Path, folder: Path) -> str:
+    """The first difference, over the late backend: on Gloo a missing wait has random results.
+    first: the error on Gloo."""
     number, flags = stage_file(run.stage).reference, first_difference.FLAGS.split()
     both = [*flags, "--data", str(corpus_dir), "--resume", "never", "--run-dir"]
     alone = [*run.reference_argv, *both, str(folder / "reference")]
@@ -139,12 +140,16 @@ def where_it_begins(run: Run, pools, corpus_dir: Path, folder: Path) -> str:
         late = pools(run.ranks, backend="late")
         late.run(train, run.stage, [*run.argv, *both, str(folder / "run")])
     except AssertionError as error:
-        if re.search(r"(loss|norm) of step \d is nan", str(error)):
+        if not is_nan(first) and is_nan(error):
             return "likely cause: NaN: a buffer is used before its collective's wait()"
         return f"with collectives as late as on NCCL: {plain(str(error))}"
     states = [first_difference.read(folder / name) for name in ("run", "reference")]
     tolerance = stage_file(run.stage).tolerance.get("norm", 1e-4)
     return "\n".join(first_difference.compare(*states, tolerance) or [AGREES])
+
+
+def is_nan(error: Exception) -> bool:
+    return bool(re.search(r"(loss|norm) of step \d+ is nan", str(error)))
 
 
 def test_losses(parity):
