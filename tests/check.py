@@ -45,6 +45,7 @@ MEANS = {
     "bfloat16": "a sum, or what is sent or kept, has another dtype than in the stage",
     "saved_and_resumed": "the state that is saved is not the state of training",
     "overlap": "a wait follows its collective at once, or a collective starts too late",
+    "emulation": "a scale, a rounding, or the dtype of a matmul's operand is another",
     "schedules": "an action is missing, out of order or too early",
 }
 AGREES = (

@@ -118,8 +118,8 @@ def read(path: Path) -> State:
         prefix = next((prefix for prefix in FACTORS if name.startswith(prefix)), "")
         if prefix:
             state.gradients[name.removeprefix(prefix)] = tensor.double() * FACTORS[prefix]
-        elif name.startswith("model."):
-            state.weights[name.removeprefix("model.")] = tensor.double()
+        elif any(f"{prefix}{name.removeprefix('model.')}" in found for prefix in FACTORS):
+            state.weights[name.removeprefix("model.")] = tensor.double()  # others are buffers
         elif name != "step" and not name.startswith("optim.exp_avg_sq."):
             state.others[name] = tensor.double()
     return state
