@@ -204,15 +204,17 @@ def test_memory(pools, corpus_dir):
 
 
 def test_as_late_as_NCCL(reproduce):
-    runs = [*chosen("late"), *chosen("late-bf16")]
+    runs = chosen("late")
     if "--bucket-cap-mb" in stage_file(CHECK["stage"]).flags:  # a tiny model has one bucket
         tiny = ("--bucket-cap-mb", "0.002")
         runs += [replace(run, flags=(*run.flags, *tiny)) for run in chosen("late")]
     each(runs, functools.partial(assert_parity_over_the_late_backend, reproduce))
 
 
-def test_bfloat16(parity):
+def test_bfloat16(parity, reproduce):
     each(chosen("bf16"), parity("--steps 8"))
+    if late := chosen("late-bf16"):
+        each(late, functools.partial(assert_parity_over_the_late_backend, reproduce))
 
 
 def test_saved_and_resumed(pools, corpus_dir, tmp_path):
