@@ -86,7 +86,7 @@ def plain(text: str) -> str:
     if hangs:
         return f"hangs: a rank has waited for {PATIENCE:.0f} s{where}"
     lines = [line for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    said = (lines or text.splitlines() or [""])[0][:300]
+    said = (lines or text.splitlines() or ["the results differ"])[0][:300]
     return f"{said}{where}\n{more}".rstrip()
 
 
@@ -219,7 +219,7 @@ def test_bfloat16(parity, reproduce):
 
 def test_saved_and_resumed(pools, corpus_dir, tmp_path):
     def check(run: Run) -> None:
-        resume_bitwise(pools, corpus_dir, tmp_path / str(run.ranks), run)
+        resume_bitwise(pools, corpus_dir, tmp_path / run.id, run)
 
     each(chosen("resume"), check)
 
