@@ -109,6 +109,13 @@ dry-run-all: $(READY) ### every stage on 8 to 4096 ranks, in one table
 	@$(BIN)/python tools/dry_run.py all
 plan: $(READY) ## the fastest layouts of a model on NODES= GPUS= GPU= NETWORK=
 	@$(BIN)/python tools/planner/plan.py $(ARGS)
+# ---- write ----
+exercise-%: $$(folder)/train.py $(READY) ## write stage NN yourself: its script with blanks, in exercises/
+	@$(BIN)/python tools/exercise.py $* $(if $(OVERWRITE),--overwrite)
+check-%: $$(folder)/train.py $(READY) ## check that exercise, or SCRIPT= a changed copy of the stage's script
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/check.py $* $(SCRIPT)
+first-difference: $(READY) ## where the runs A= and B= begin to differ (B= is the reference)
+	@$(BIN)/python tools/first_difference.py $(if $(A)$(B),$(A) $(B),--help)
 # ---- check ----
 pytest = $(BIN)/python -m pytest tests -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(READY) ## the tests to run after every change, in at most three minutes on two cores

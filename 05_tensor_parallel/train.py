@@ -118,7 +118,7 @@ class TensorParallelModule(nn.Module):
 
 
 class ColumnParallelLinear(TensorParallelModule):
-    """y = x W^T, of which each rank computes some features from all features of x."""
+    """y = x W^T in the dtype of autocast; each rank computes some features from all of x."""
 
     shard_dim = 0  # weight: [out / tp, in]
 

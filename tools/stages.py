@@ -15,6 +15,10 @@ says what the tools and the tests need to know of it. Nothing outside of the fol
     replay = "some_module"          a module of tools/: with `record(folder)` around the reference
                                     run and `replay(folder)` around the others they are comparable
     ranks_differ = "why"            where ranks issue different collectives or hold more than others
+    exercise = ["Class.method", "function", ...]    what `make exercise-NN` blanks, in the order in
+                                    which to write it
+    checks = { name = "test_file.py word" }     tests of its own that `make check-NN` runs: those
+                                    of the file whose names contain every word
     [renamed]                       NewClass = ["OldClass", ...]: what to compare it with
     [refined]                       "Class: method method" or "function" = "why it is not identical
                                     to the definition of an earlier stage"
@@ -43,6 +47,7 @@ The purposes, each with the arguments in `BASE` that a run's flags are added to:
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 import tomllib
@@ -74,6 +79,7 @@ BASE = {
 ONCE = ("kill", "save", "load")
 FIELDS = "title compare diff_lines flags reference tolerance replay ranks_differ".split()
 FIELDS += ["renamed", "refined", "exempt", "runs"]
+FIELDS += ["exercise", "checks"]
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,8 @@ class StageFile:
     renamed: dict[str, list[str]] = field(default_factory=dict)
     refined: dict[str, str] = field(default_factory=dict)
     exempt: dict[str, str] = field(default_factory=dict)
+    exercise: tuple[str, ...] = ()
+    checks: dict[str, str] = field(default_factory=dict)
     runs: tuple[StageRun, ...] = ()
 
     def for_(self, purpose: str) -> list[StageRun]:
@@ -143,11 +151,19 @@ def stage_path(number: str) -> Path:
     return stage_paths()[number]
 
 
-@cache
 def load_stage(number: str) -> ModuleType:
-    """`train.py` of a stage as a module; the name of its folder is no identifier for `import`."""
+    """`train.py` of a stage as a module; the name of its folder is no identifier for `import`.
+
+    SCRIPT_04=path in the environment puts another script in the place of stage 04's: every test of
+    a stage can test a changed copy of its script.
+    """
+    return load_script(Path(os.environ.get(f"SCRIPT_{number}") or stage_path(number)), number)
+
+
+@cache
+def load_script(path: Path, number: str) -> ModuleType:
     name = f"stage_{number}"
-    spec = importlib.util.spec_from_file_location(name, stage_path(number))
+    spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -205,6 +221,7 @@ def _read(number: str, repo: Path) -> tuple[dict, list[StageRun], list[str]]:
         if name in values and (values[name] not in stages(repo) or values[name] > number):
             found.append(f"{name} = {values.pop(name)!r} is not one of the stages up to this one")
     values["flags"] = tuple(values.get("flags", "").split())
+    values["exercise"] = tuple(values.get("exercise", ()))
     runs: list[StageRun] = []
     for entry in values.pop("runs", []):
         try:

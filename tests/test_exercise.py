@@ -1,0 +1,157 @@
+"""Learn by writing: exercises, the checks of a script, and where two runs begin to differ."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from exercise import blanks_of, filled, with_blanks
+from first_difference import FLAGS, State, compare, read
+from harness import REPO, load_stage, stage_file, stage_path, stages
+
+TINY = "--d-model 16 --n-layers 1 --n-heads 2 --seq-len 8 --global-batch-size 4".split()
+
+
+@pytest.mark.parametrize("stage", stages()[1:])
+def test_an_exercise_has_the_blanks_of_its_stage_and_is_the_stage_when_they_are_filled(stage):
+    exercise, own = with_blanks(stage), stage_path(stage).read_text()
+    assert blanks_of(exercise) == list(stage_file(stage).exercise) != []
+    assert "exercise 1 of " in exercise and compile(exercise, stage, "exec")
+    text, lines = filled(exercise, stage)
+    assert text == own and len(lines) == len(own.splitlines())
+
+
+def test_a_blank_keeps_its_docstring_and_checks():
+    body = with_blanks("04").partition("def enter(")[2].partition("def leave(")[0]
+    assert '"""The gradient of' in body and body.count("raise RuntimeError") == 2
+    assert body.rstrip().endswith('exercise 11 of 16: FullyShardedDataParallel.enter")')
+
+
+@pytest.mark.parametrize("stage", stages()[1:])
+def test_the_checks_of_a_stage_file_select_tests(stage):
+    for which in stage_file(stage).checks.values():
+        file, pattern = which.split(" ")
+        assert re.search(rf"def test_\w*({pattern})|{pattern}", (REPO / "tests" / file).read_text())
+
+
+def test_load_stage_takes_the_script_of_the_environment(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("name = 'another'\n")
+    monkeypatch.setenv("SCRIPT_04", str(script))
+    assert load_stage("04").name == "another"
+    monkeypatch.delenv("SCRIPT_04")
+    assert load_stage("04").FullyShardedDataParallel
+
+
+@pytest.mark.slow
+def test_an_exercise_runs_by_torchrun_until_its_first_blank(tmp_path):
+    folder = tmp_path / "02_ddp"
+    folder.mkdir()
+    (tmp_path / "common").symlink_to(REPO / "common")
+    (folder / "train.py").write_text(with_blanks("02"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    argv = [*command, folder / "train.py", *TINY, "--data", "sample", "--steps", "1"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode and "exercise 1 of 9: split_into_buckets" in done.stderr
+
+
+BUGS = {  # stage, what is changed, and into what; what is said
+    "sum": ("02", "bucket.n_ranks if self.synchronizes else 1", "1", "x 2: a sum"),
+    "wait": (
+        "05",
+        "        work.wait()\n        return grad_x",
+        "        return grad_x",
+        "NaN: a buf",
+    ),
+    "norms": ("05", "        if args.sequence_parallel:", "        if False:", "only norms"),
+    "blocks": ("02", "async_op=True)", "async_op=True)\n        self.reduction.wait()", "overlap:"),
+    "stage": ("02", "", "", "✓ overlap"),
+}
+
+
+@pytest.mark.quick_cases("sum")
+@pytest.mark.parametrize("bug", BUGS)
+def test_make_check_names_a_planted_bug(bug, tmp_path):
+    stage, old, new, said = BUGS[bug]
+    text = stage_path(stage).read_text()
+    assert not old or text.count(old) == 1
+    (tmp_path / "copy.py").write_text(text.replace(old, new) if old else text)
+    command = [sys.executable, REPO / "tests/check.py", stage, tmp_path / "copy.py"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "RUNS_"))}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert said in done.stdout, done.stdout + done.stderr
+    assert done.returncode == (1 if old else 0), done.stdout
+    if bug == "blocks":
+        assert "✗ overlap" in done.stdout and done.stdout.count("✗") == 1
+    if said.startswith(("x", "only", "NaN")):
+        assert "likely cause: " + said in done.stdout
+
+
+# ---- the first difference ----
+
+NAMES = ["output.head.weight", "layers.1.attn.wo.weight", "layers.1.attn_norm.offset"]
+NAMES += ["layers.0.mlp.w1.weight", "embed.tokens.weight"]
+
+
+def gradients() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn((8, 4) if "weight" in name else (4,)).double() for name in NAMES}
+
+
+def scale(by: float, *names: str):
+    return {name: g * by if name in (names or NAMES) else g for name, g in gradients().items()}
+
+
+def noise(*names: str, rows: slice = slice(None)):
+    found = gradients()
+    for name in names:
+        found[name][rows] += torch.rand_like(found[name][rows]) + 0.5
+    return found
+
+
+PATTERNS = {
+    "": gradients(),
+    "x 2: a sum": scale(2),
+    "x 1/4: divided twice": scale(0.25, NAMES[1]),
+    "zero": scale(0, NAMES[0]),
+    "NaN": scale(float("nan"), NAMES[3]),
+    "only norms": noise(NAMES[2]),
+    "one rank's part": noise(NAMES[1], NAMES[3], rows=slice(4, 8)),
+    "the gradient of the hidden states is wrong from layers.0.mlp.w1": noise(NAMES[3], NAMES[4]),
+    "no cause": noise(NAMES[0], NAMES[3]),
+}
+
+
+@pytest.mark.parametrize("said", PATTERNS)
+def test_a_clear_pattern_has_a_likely_cause_and_no_other_has(said):
+    weights = {name: torch.zeros(4).double() for name in NAMES}
+    reference = State(weights, gradients(), {}, [], set())
+    lines = compare(State(weights, PATTERNS[said], {}, [], {2, 4}), reference)
+    causes = [line for line in lines if line.startswith("likely cause: ")]
+    assert bool(lines) == bool(said)
+    assert [c.startswith(f"likely cause: {said}") for c in causes] == [True] * (
+        said not in ("", "no cause")
+    )
+    if said.startswith("one"):
+        assert sum("rows 4 to 7 of 8" in line for line in lines) == 2
+
+
+def test_the_first_difference_of_two_runs_and_its_errors(pools, corpus_dir, tmp_path, capsys):
+    argv = [*TINY, "--data", str(corpus_dir), *FLAGS.split(), "--run-dir"]
+    pools(1, group=False).train("01", [*argv, str(tmp_path / "one")])
+    pools(2).train("02", [*argv, str(tmp_path / "two")])
+    pools(2).train("02", [*argv, str(tmp_path / "clipped"), "--grad-clip", "1"])
+    pools(2).train("02", [*argv, str(tmp_path / "seed"), "--seed", "2"])
+    one, two, seed = (read(tmp_path / name) for name in ("one", "two", "seed"))
+    assert compare(two, one) == []
+    assert compare(seed, one)[-1].startswith("likely cause: initial values")
+    for path, what in ((tmp_path / "clipped", "clipped"), (Path("/nowhere"), "no checkpoint")):
+        with pytest.raises(SystemExit):
+            read(path)
+        said = capsys.readouterr().err
+        assert what in said and said.count("--grad-clip 0") == 2

@@ -1,0 +1,113 @@
+"""Write a technique yourself: the stage's script with blanks, in exercises/NN_name/train.py.
+
+    python tools/exercise.py 02 [--overwrite]
+
+The definitions that `exercise` in the stage's `stage.toml` names keep their signatures, docstrings
+and checks. Fill them in that order; `make check-02` checks what is there, with the stage's own code
+in the blanks that are left. Git ignores the folder, so `git clean -fdX` deletes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from stages import REPO, stage_file, stage_path, stages
+
+from common.distributed import fail
+
+Lines = tuple[int, int]  # of a file: the first, and the one after the last; counted from 0
+
+
+def bodies(source: str) -> dict[str, Lines]:
+    """The lines to write of every function and method, after its docstring and leading checks."""
+    found = {}
+
+    def visit(nodes: list[ast.stmt], prefix: str) -> None:
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.FunctionDef):
+                start = node.body[0].lineno - 1
+                if ast.get_docstring(node) is not None:
+                    start = node.body[0].end_lineno
+                for statement in itertools.takewhile(is_of_a_check, node.body):
+                    if isinstance(statement, ast.If):
+                        start = statement.end_lineno
+                found[prefix + node.name] = (start, node.end_lineno)
+
+    visit(ast.parse(source).body, "")
+    return found
+
+
+def is_of_a_check(statement: ast.stmt) -> bool:
+    """Whether it is a docstring, an assignment, or an `if` whose block raises."""
+    if isinstance(statement, ast.If):
+        return isinstance(statement.body[-1], ast.Raise) and not statement.orelse
+    is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_docstring or isinstance(statement, ast.Assign)
+
+
+def with_blanks(number: str) -> str:
+    """The script of a stage, with a line that raises in place of each body to write."""
+    source, names = stage_path(number).read_text(), stage_file(number).exercise
+    lines, places = source.splitlines(), bodies(source)
+    for place, name in sorted(((places[name], name) for name in names), reverse=True):
+        indent = " " * (4 + 4 * name.count("."))
+        what = f"exercise {names.index(name) + 1} of {len(names)}: {name}"
+        lines[slice(*place)] = [f'{indent}raise NotImplementedError("{what}")']
+    return "\n".join(lines) + "\n"
+
+
+def blanks_of(source: str) -> list[str]:
+    """The definitions that are still to be written, in the order of the exercise."""
+    found = re.findall(r'NotImplementedError\("exercise (\d+) of \d+: (.*)"\)', source)
+    return [name for _, name in sorted((int(number), name) for number, name in found)]
+
+
+def filled(source: str, number: str) -> tuple[str, list[int]]:
+    """A script whose blanks have the stage's own bodies, and of each of its lines the number in
+    `source`."""
+    own = stage_path(number).read_text()
+    lines = source.splitlines()
+    origins, own_places, places = list(range(1, len(lines) + 1)), bodies(own), bodies(source)
+    for start, end, name in sorted(((*places[n], n) for n in blanks_of(source)), reverse=True):
+        body = own.splitlines()[slice(*own_places[name])]
+        lines[start:end], origins[start:end] = body, [end] * len(body)
+    return "\n".join(lines) + "\n", origins
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("stage", choices=stages())
+    parser.add_argument("--overwrite", action="store_true", help="an existing file; keeps a copy")
+    args = parser.parse_args()
+    names = stage_file(args.stage).exercise
+    if not names:
+        fail(f"stage {args.stage} has no exercise")
+    path = REPO / "exercises" / stage_path(args.stage).parent.name / "train.py"
+    shown = path.relative_to(REPO)
+    if path.exists():
+        if not args.overwrite:
+            fail(f"{shown} exists: pass OVERWRITE=1 to begin again (a copy of it is kept)")
+        copies = (path.with_name(f"train-{i}.py") for i in itertools.count(1))
+        kept = path.rename(next(copy for copy in copies if not copy.exists()))
+        print(f"your earlier version is now {kept.relative_to(REPO)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    common = REPO / "exercises/common"
+    if not common.is_symlink():
+        common.symlink_to("../common")
+    path.write_text(with_blanks(args.stage))
+    print(f"{shown}: write, in this order,")
+    print("\n".join(f"  {i:2}  {name}" for i, name in enumerate(names, 1)))
+    print(f"then: make check-{args.stage}, after each of them if you like")
+
+
+if __name__ == "__main__":
+    main()

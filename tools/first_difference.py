@@ -1,0 +1,256 @@
+"""Where two runs begin to differ: weights, losses, then the gradient of every parameter.
+
+    python tools/first_difference.py RUN REFERENCE
+
+Train both in the same way, but for the topology: with a learning rate of almost zero, without
+clipping, and with a checkpoint after the first step. For example:
+
+    {train}
+
+A checkpoint of any stage holds the parameters of the plain model and AdamW's first moment, a tenth
+of the gradient after one step, so the two may be of different stages and on different topologies.
+RUN and REFERENCE may also be any two checkpoints of torch.distributed.checkpoint: tensors of other
+names are compared as they are. Exit status 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from common.distributed import fail
+from common.storage import DCP, MetadataUnpickler
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+FLAGS = "--steps 2 --log-every 1 --checkpoint-every 1 --grad-clip 0 --lr 1e-30 --dtype float32"
+TRAIN = f"""python 01_single_gpu/train.py {FLAGS} --run-dir runs/reference
+    torchrun --nproc-per-node 2 02_ddp/train.py {FLAGS} --run-dir runs/a"""
+FACTORS = {"optim.exp_avg.": 10, "optim.momentum.": 20}  # from the state of one step to a gradient
+BACKWARD = "head norm w2 w1 router mlp_norm wo wqkv attn_norm tokens".split()  # within a unit
+Tensors = dict[str, Tensor]
+
+
+class State(NamedTuple):
+    """A run after its first step. metrics: its first lines. parts: into how many parts it is split,
+    as ranks, as micro-batches, and along the axes of its mesh."""
+
+    weights: Tensors
+    gradients: Tensors
+    others: Tensors
+    metrics: list[dict]
+    parts: set[int]
+
+
+class Difference(NamedTuple):
+    """where: per dimension, the first index that differs and the one after the last. ratio: to the
+    reference in this range, None if there is none. size: relative to the largest element."""
+
+    name: str
+    shape: torch.Size
+    where: list[tuple[int, int]]
+    ratio: float | None
+    size: float
+
+    def __str__(self) -> str:
+        off = f"off by {self.size:.1g} of the largest"
+        how = off if self.ratio is None else f"x {self.ratio:.4g}"
+        named = zip(("rows", "columns"), self.where, self.shape, strict=False)
+        ranges = [f"{axis} {a} to {b - 1} of {n}" for axis, (a, b), n in named if b - a < n]
+        return f"  {self.name:32} {how:26} {', '.join(ranges)}".rstrip()
+
+
+class Reader(dcp.FileSystemReader):
+    """PyTorch's reader. The metadata may be from any program, but no class in it can run code."""
+
+    def read_metadata(self, *_, **__) -> dcp.Metadata:
+        return Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+
+
+class Unpickler(MetadataUnpickler):
+    def find_class(self, module: str, name: str):
+        if (module, name) in {
+            ("pathlib", "PosixPath"),
+            (f"{DCP}.metadata", "BytesStorageMetadata"),
+        }:
+            return super(MetadataUnpickler, self).find_class(module, name)
+        return super().find_class(module, name)
+
+
+def read(path: Path) -> State:
+    """A run's folder, or any checkpoint."""
+    state = State({}, {}, {}, [], set())
+    if not (path / ".metadata").is_file():
+        run, path = path, path / "checkpoints" / "step-00000001"
+        if not (path / ".metadata").is_file():
+            fail(f"{run} has no checkpoint of step 1. Train both again:\n    {TRAIN}")
+        config = json.loads((run / "config.json").read_text())
+        flags = config["arguments"]
+        if flags["grad_clip"]:
+            fail(f"{run} has clipped its gradients. Train both again:\n    {TRAIN}")
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        state.metrics.extend(map(json.loads, lines[:2]))
+        micro_batches = flags["global_batch_size"] // flags["dp"] // flags["micro_batch_size"]
+        degrees = [flags.get(axis) or 1 for axis in ("dp", "tp", "pp", "cp", "ep", "shard_size")]
+        state.parts.update({config["world_size"], micro_batches, *degrees} - {1})
+    try:
+        reader = Reader(path)
+        entries = reader.read_metadata().state_dict_metadata.items()
+        entries = [(name, entry) for name, entry in entries if hasattr(entry, "properties")]
+        found = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries}
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    except Exception as error:
+        fail(f"{path} cannot be read: {str(error).splitlines()[0]}")
+    for name, tensor in found.items():
+        prefix = next((prefix for prefix in FACTORS if name.startswith(prefix)), "")
+        if prefix:
+            state.gradients[name.removeprefix(prefix)] = tensor.double() * FACTORS[prefix]
+        elif any(f"{prefix}{name.removeprefix('model.')}" in found for prefix in FACTORS):
+            state.weights[name.removeprefix("model.")] = tensor.double()  # others are buffers
+        elif name != "step" and not name.startswith("optim.exp_avg_sq."):
+            state.others[name] = tensor.double()
+    return state
+
+
+def in_order_of_backward(name: str) -> tuple[int, int]:
+    layer = re.search(r"layers\.(\d+)\.", name)
+    unit = -int(layer[1]) if layer else 1 if name.startswith("embed") else -(10**6)
+    return unit, next((i for i, part in enumerate(BACKWARD) if part in name.split(".")), 99)
+
+
+def differences(ours: Tensors, theirs: Tensors, tolerance: float) -> list[Difference]:
+    """The tensors that differ by more than `tolerance` of their largest element. Where all of it is
+    almost zero, that is rounding: a hundredth of the largest of all tensors counts as well."""
+    largest = {name: float(t.abs().max()) for name, t in theirs.items() if t.numel()}
+    found = []
+    for name in sorted(ours.keys() & largest.keys(), key=in_order_of_backward):
+        a, b = ours[name], theirs[name]
+        if a.shape != b.shape:
+            fail(f"{name} is {list(a.shape)} in one and {list(b.shape)} in the other")
+        scale = max(largest[name], 0.01 * max(largest.values()), 1e-8)
+        differs = ~((a - b).abs() <= tolerance * scale)  # also where a is NaN
+        if not differs.any():
+            continue
+        indices = differs.nonzero()  # [elements, dimensions]
+        where = [(int(i.min()), int(i.max()) + 1) for i in indices.t()]
+        box = tuple(slice(*each) for each in where)
+        x, y = a[box].flatten(), b[box].flatten()
+        ratio = float(x @ y / (y @ y).clamp(min=1e-300))
+        if (x - ratio * y).abs().max() > 20 * tolerance * scale:
+            ratio = None
+        found.append(Difference(name, a.shape, where, ratio, float((a - b).abs().max()) / scale))
+    return found
+
+
+def likely_cause(found: list[Difference], names: list[str], parts: set[int]) -> str:
+    """What a clear pattern of the gradients usually means; "" where there is none.
+
+    names: of all gradients, in the order of backward.
+    """
+    ratios = {each.ratio if each.ratio is None else round(each.ratio, 2) for each in found}
+    if any(each.ratio is not None and math.isnan(each.ratio) for each in found):
+        return "NaN: a buffer is used before its collective's wait()"
+    ratio = ratios.pop() if len(ratios) == 1 else None
+    if ratio == 0:
+        return "zero: these gradients are lost, or never computed"
+    for n in parts if ratio is not None else ():
+        if abs(ratio - n) < 0.01 * n:
+            return f"x {n}: a sum in place of a mean, over {n} ranks or micro-batches"
+        if abs(ratio - 1 / n) < 0.01:
+            return f"x 1/{n}: divided twice, or one of {n} equal parts is not added"
+    if all("norm" in each.name for each in found):
+        return "only norms: with the sequence sharded, a rank has partial sums of their gradients"
+    if all(is_one_part(each, parts) for each in found):
+        return "one rank's part of each: what this rank holds or adds is wrong"
+    first = names.index(found[0].name)
+    if first > 0 and [each.name for each in found] == names[first:]:
+        return f"the gradient of the hidden states is wrong from {names[first]} on backwards"
+    return ""
+
+
+def is_one_part(difference: Difference, parts: set[int]) -> bool:
+    """Whether only one of n equal parts along some dimension differs."""
+    for (first, end), size in zip(difference.where, difference.shape, strict=True):
+        for part in (size // n for n in parts if size >= n):
+            if first // part == (end - 1) // part:
+                return True
+    return False
+
+
+def compare(run: State, reference: State, tolerance: float = 1e-4) -> list[str]:
+    """What differs, line by line; empty if nothing does. tolerance: of gradients, relative."""
+    alone = {*run.weights, *run.others} ^ {*reference.weights, *reference.others}
+    if not ({*run.weights, *run.others} & {*reference.weights, *reference.others}):
+        fail("the two have no tensor in common")
+    lines = [f"in one of the two only: {', '.join(sorted(alone)[:4])}"] if alone else []
+    weights = differences(run.weights, reference.weights, 1e-5)
+    others = differences(run.others, reference.others, tolerance)
+    gradients = differences(run.gradients, reference.gradients, tolerance)
+    pairs = list(zip(run.metrics, reference.metrics, strict=False))
+    losses = [(a, b) for a, b in pairs if not is_close(a["loss"], b["loss"], 0.1 * tolerance)]
+    norms = [
+        (a, b) for a, b in pairs[:1] if not is_close(a["grad_norm"], b["grad_norm"], tolerance)
+    ]
+    if weights:
+        lines.append(f"{len(weights)} of {len(reference.weights)} weights differ before the step:")
+        lines += map(str, weights)
+    for a, b in losses[:1]:
+        both = f"{a['loss']:.7g}, in the reference {b['loss']:.7g}"
+        lines.append(f"step {a['step']} is the first whose loss differs: {both}")
+    if gradients:
+        of = f"{len(gradients)} of {len(reference.gradients)}"
+        lines.append(f"{of} gradients differ in the first step, in the order of backward:")
+        lines += map(str, gradients)
+    if others:
+        lines.append(f"{len(others)} of {len(reference.others)} other tensors differ:")
+        lines += map(str, others)
+    cause = ""
+    if weights:
+        cause = "initial values, their broadcast, or which part of them a rank takes"
+    elif gradients:
+        names = sorted(reference.gradients, key=in_order_of_backward)
+        cause = likely_cause(gradients, names, run.parts)
+        if losses and losses[0] == pairs[0] and not cause.startswith(("NaN", "x")):
+            cause = "forward or its data: the first loss differs, with equal weights"
+    elif norms:
+        a, b = (metrics["grad_norm"] for metrics in norms[0])
+        lines.append(f"the gradients agree, but not their norm: {a:.7g}, in the reference {b:.7g}")
+        cause = "the norm is that of one rank's part, or counts replicated gradients once per rank"
+    elif losses:
+        cause = "the loss as it is logged, or data and dropout of a later step: gradients agree"
+    return [*lines, f"likely cause: {cause}"] if cause else lines
+
+
+def is_close(a: float, b: float, tolerance: float) -> bool:
+    return abs(a - b) <= tolerance * abs(b)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.replace("{train}", TRAIN),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("reference", type=Path, metavar="REFERENCE")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of gradients, relative")
+    args = parser.parse_args()
+    lines = compare(read(args.run), read(args.reference), args.tolerance)
+    print("\n".join(lines or ["the same weights, losses and gradients in the first step"]))
+    return int(bool(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
