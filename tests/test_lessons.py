@@ -219,7 +219,8 @@ NEW = OLD.replace("morning", "evening").replace("def gone", "def fresh").replace
 def repository(folder: Path, readme: str = "", old: str = OLD, new: str = NEW) -> Path:
     """A small repository of two stages."""
     text = {
-        "README.md": "# Title\n\nLead.\n\n## How to read it\n\n## Which technique when\n",
+        "README.md": "# Title\n\nLead.\n\n## How to read it\n",
+        "PLANNING.md": "# Plan\n\n## Which technique when\n",
         "01_one/README.md": "# 01 · One\n\nFirst.\n",
         "01_one/train.py": old,
         "02_two/README.md": readme or "# 02 · Two\n\nSecond.\n",

@@ -395,7 +395,7 @@ def test_an_unknown_value_ends_with_one_line_and_status_2(column, tmp_path):
         writer = csv.DictWriter(out, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    command = [sys.executable, "tools/step_time.py", str(file)]
+    command = [sys.executable, "tools/planner/step_errors.py", str(file)]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert f"{file}, row 2: {column} 'fsdp3' is not one of " in done.stderr

@@ -104,7 +104,8 @@ class Site:
         toc += [Entry(2, "figures", "Figures of your runs")] if runs else []
         toc += [Entry(2, "cost", "Which technique when")]
         picture = Markup(curves(runs)) if runs else ""
-        content = {"readme": readme, "runs": runs, "picture": picture}
+        planning = self.document("PLANNING.md")
+        content = {"readme": readme, "planning": planning, "runs": runs, "picture": picture}
         return self.render("index", readme.title, toc, **content)
 
     def readme(self, path: str, number: str = "") -> str:
