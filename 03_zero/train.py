@@ -165,6 +165,48 @@ class ZeroRedundancyOptimizer:
             for bucket in self.buckets:
                 bucket.waiting_for = set(bucket.params)
 
+    # ---- stage 3: units whose parameters are full only while they compute ----
+
+    def run(self, bucket: FlatParameter, forward: Callable, *args, **kwargs) -> Tensor:
+        """In place of a unit's `forward`: the unit has parameters in here and nowhere else."""
+        recomputes = bucket is self.entered  # activation checkpointing runs it again in backward
+        if self.entered is not None and not recomputes:
+            stuck = f"the last backward did not leave unit {self.entered.name}"
+            raise RuntimeError(f"{stuck}: restart the run; or a checkpoint() contains two units")
+        bucket.unshard()
+        bucket.wait()
+        args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
+        with bucket.parameters(self.leave):
+            output = forward(*args, **kwargs)
+        own = bucket.full.untyped_storage()
+        if not isinstance(output, Tensor) or output.untyped_storage() is own:
+            raise TypeError(f"unit {bucket.name} returns {type(output)}, not one tensor of its own")
+        if recomputes:
+            return output  # unsharded, for the backward that follows
+        bucket.reshard()
+        return bucket.await_backward(output, self.enter) if torch.is_grad_enabled() else output
+
+    def enter(self, bucket: FlatParameter, version: int, grad: Tensor) -> None:
+        """The gradient of the unit's output has been computed: the unit's backward is next."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
+        if bucket.shard._version != version:
+            raise RuntimeError("backward through a graph from before the optimizer's last step")
+        self.entered = bucket
+        if bucket.unshards_in_backward:
+            bucket.unshard()
+            bucket.wait()
+
+    def leave(self, bucket: FlatParameter, grads: Tensor) -> None:
+        """Backward has computed `grads`, all of the unit's gradients: it is done with the unit."""
+        self.entered = None
+        bucket.reshard()
+        bucket.collect(grads)
+        bucket.start_reduction()
+        previous, self.in_flight = self.in_flight, bucket
+        if previous not in (None, bucket):  # at most two units have full gradients
+            previous.finish_reduction()  # after the launch: the network is busy meanwhile
+
     # ---- all stages: finish the reductions, step, gather ----
 
     @torch.no_grad()
@@ -212,48 +254,6 @@ class ZeroRedundancyOptimizer:
         self.optimizer.zero_grad()
         for param in self.bucket_of:
             param.grad = None
-
-    # ---- stage 3: units whose parameters are full only while they compute ----
-
-    def run(self, bucket: FlatParameter, forward: Callable, *args, **kwargs) -> Tensor:
-        """In place of a unit's `forward`: the unit has parameters in here and nowhere else."""
-        recomputes = bucket is self.entered  # activation checkpointing runs it again in backward
-        if self.entered is not None and not recomputes:
-            stuck = f"the last backward did not leave unit {self.entered.name}"
-            raise RuntimeError(f"{stuck}: restart the run; or a checkpoint() contains two units")
-        bucket.unshard()
-        bucket.wait()
-        args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        with bucket.parameters(self.leave):
-            output = forward(*args, **kwargs)
-        own = bucket.full.untyped_storage()
-        if not isinstance(output, Tensor) or output.untyped_storage() is own:
-            raise TypeError(f"unit {bucket.name} returns {type(output)}, not one tensor of its own")
-        if recomputes:
-            return output  # unsharded, for the backward that follows
-        bucket.reshard()
-        return bucket.await_backward(output, self.enter) if torch.is_grad_enabled() else output
-
-    def enter(self, bucket: FlatParameter, version: int, grad: Tensor) -> None:
-        """The gradient of the unit's output has been computed: the unit's backward is next."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-        if bucket.shard._version != version:
-            raise RuntimeError("backward through a graph from before the optimizer's last step")
-        self.entered = bucket
-        if bucket.unshards_in_backward:
-            bucket.unshard()
-            bucket.wait()
-
-    def leave(self, bucket: FlatParameter, grads: Tensor) -> None:
-        """Backward has computed `grads`, all of the unit's gradients: it is done with the unit."""
-        self.entered = None
-        bucket.reshard()
-        bucket.collect(grads)
-        bucket.start_reduction()
-        previous, self.in_flight = self.in_flight, bucket
-        if previous not in (None, bucket):  # at most two units have full gradients
-            previous.finish_reduction()  # after the launch: the network is busy meanwhile
 
 
 class Bucket:

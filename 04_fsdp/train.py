@@ -119,6 +119,15 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Start no all-reduce over replicas. Each micro-batch is reduce-scattered."""
+        self.synchronizes = False
+        try:
+            yield
+        finally:
+            self.synchronizes = True
+
     def run(self, bucket: FlatParameter, forward: Callable, *args, **kwargs) -> Tensor:
         """In place of a unit's `forward`: the unit has parameters in here and nowhere else."""
         recomputes = bucket is self.entered  # activation checkpointing runs it again in backward
@@ -163,15 +172,6 @@ class FullyShardedDataParallel(nn.Module):
         previous, self.in_flight = self.in_flight, bucket
         if previous not in (None, bucket):  # at most two units have full gradients
             previous.finish_reduction()  # after the launch: the network is busy meanwhile
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Start no all-reduce over replicas. Each micro-batch is reduce-scattered."""
-        self.synchronizes = False
-        try:
-            yield
-        finally:
-            self.synchronizes = True
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
@@ -317,6 +317,14 @@ class FlatParameter:
         self.is_last = synchronizes and self.awaited == 0
         self.grads = grads.to(self.reduce_dtype)
 
+    def check_gradient(self) -> None:
+        expected = None if self.average is None else self.incomplete
+        if self.shard.grad is not expected or self.replication is not None:
+            raise RuntimeError(
+                "all micro-batches but the last of a step belong in no_sync(), and "
+                "zero_grad(set_to_none=True) belongs after the optimizer's step, nowhere else"
+            )
+
     def start_reduction(self) -> None:
         """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `grads`."""
         owned = self.grads[self.owned]
@@ -333,14 +341,6 @@ class FlatParameter:
         self.reduction = self.grads = None
         if self.is_last:
             self.start_all_reduce()
-
-    def check_gradient(self) -> None:
-        expected = None if self.average is None else self.incomplete
-        if self.shard.grad is not expected or self.replication is not None:
-            raise RuntimeError(
-                "all micro-batches but the last of a step belong in no_sync(), and "
-                "zero_grad(set_to_none=True) belongs after the optimizer's step, nowhere else"
-            )
 
     def finish_step(self) -> None:
         """Give the optimizer the average, zeros if no rank has run the unit."""
