@@ -113,7 +113,7 @@ plan: $(READY) ## the fastest layouts of a model on NODES= GPUS= GPU= NETWORK=
 exercise-%: $$(folder)/train.py $(READY) ## write stage NN yourself: its script with blanks, in exercises/
 	@$(BIN)/python tools/exercise.py $* $(if $(OVERWRITE),--overwrite)
 check-%: $$(folder)/train.py $(READY) ## check that exercise, or SCRIPT= a changed copy of the stage's script
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/check.py $* $(SCRIPT)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/check_script.py $* $(SCRIPT)
 first-difference: $(READY) ## where the runs A= and B= begin to differ (B= is the reference)
 	@$(BIN)/python tools/first_difference.py $(if $(A)$(B),$(A) $(B),--help)
 # ---- check ----

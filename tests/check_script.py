@@ -1,6 +1,6 @@
 """`make check-NN`: hold a script to its stage, from the cheapest check to the strictest.
 
-    python tests/check.py 02 [SCRIPT]       default: exercises/02_ddp/train.py
+    python tests/check_script.py 02 [SCRIPT]       default: exercises/02_ddp/train.py
 
 SCRIPT is an exercise, whose blanks have the stage's own code meanwhile, or any changed copy of the
 stage's script. The runs are those of `stage.toml` on two to four ranks, with fewer steps. This is a
