@@ -187,7 +187,7 @@ class ZeroRedundancyOptimizer:
         return bucket.await_backward(output, self.enter) if torch.is_grad_enabled() else output
 
     def enter(self, bucket: FlatParameter, version: int, grad: Tensor) -> None:
-        """The gradient of the unit's output has been computed: the unit's backward is next."""
+        """Prepare the unit's backward, which is next. Idempotent: the unit has several hooks."""
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: the reduced gradients have no graph")
         if bucket.shard._version != version:
@@ -211,7 +211,7 @@ class ZeroRedundancyOptimizer:
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """After the last backward of a step: wait until each shard has its average gradient."""
+        """After a step's last backward: give each shard its average gradient, unless it has it."""
         fewest = min(bucket.awaited for bucket in self.buckets)  # above 0: a loss was discarded
         missing = [bucket.name for bucket in self.buckets if bucket.awaited > fewest]
         if missing:
@@ -281,7 +281,7 @@ class Bucket:
         self.awaited = 0  # stage 3 counts with it
         self.grads = self.average = None
         self.reduction: Work | None = None  # the reduce-scatter in flight
-        self.incomplete = NoGradient(self.shard)  # in place of `shard.grad` until the step ends
+        self.incomplete = NoGradient(self.shard)  # `shard.grad` from start_reduction to finish_step
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
         sizes = [p.numel() for p in self.params]
@@ -347,7 +347,7 @@ class ShardedGradientBucket(Bucket):
         param.grad = None
 
     def finish_reduction(self) -> None:
-        """Add the average to that of earlier micro-batches and free the full gradients."""
+        """If a reduction is in flight: add its average to earlier ones, free the full gradients."""
         if self.reduction is None:
             return
         self.reduction.wait()
@@ -359,8 +359,8 @@ class ShardedGradientBucket(Bucket):
 class Gather(torch.autograd.Function):
     """A unit's parameters as a function of its shard. Its adjoint is a reduce-scatter.
 
-    forward: shard [length] -> [N * length], which an all-gather has written to `full` before.
-    backward: gives the gradient of it, [N * length], to `leave`, which starts the reduce-scatter.
+    forward: shard [length] -> the gathered `full`, [N * length], with its own version counter.
+    backward: gives the gradient, [N * length], to `leave` to reduce-scatter, none to autograd.
     """
 
     @staticmethod
@@ -403,10 +403,10 @@ class FlatParameter(ShardedGradientBucket):
         self.awaited = 0  # how many forwards of this step still await their backward
         self.grads = self.average = None
         self.reduction: Work | None = None  # the reduce-scatter in flight
-        self.incomplete = NoGradient(self.shard)  # in place of `shard.grad` until the step ends
+        self.incomplete = NoGradient(self.shard)  # `shard.grad` from start_reduction to finish_step
 
     def unshard(self) -> None:
-        """Start the all-gather that fills `full`, unless it is there or in flight."""
+        """Start the all-gather that fills `full`, unless it is up to date or in flight."""
         if self.version != self.shard._version:
             self.reshard()  # of an earlier step
             self.version = self.shard._version
@@ -421,7 +421,7 @@ class FlatParameter(ShardedGradientBucket):
             self.gathering = None
 
     def reshard(self) -> None:
-        """Free the full parameters: the storage shrinks to nothing until the next `unshard`."""
+        """Wait for any all-gather, then free `full`: no storage until the next `unshard`."""
         self.wait()
         self.full.untyped_storage().resize_(0)
         self.version = None
@@ -458,14 +458,14 @@ class FlatParameter(ShardedGradientBucket):
         return view
 
     def collect(self, grads: Tensor) -> None:
-        """Take the gradients of all parameters from autograd: [N * length]."""
+        """Finish the unit's previous reduction, then take all its gradients: [N * length]."""
         self.finish_reduction()  # of the previous micro-batch, if it is still in flight
         self.check_gradient()
         self.awaited = max(self.awaited - 1, 0)  # 0 if a graph is used again
         self.grads = grads.to(self.shard.dtype)
 
     def finish_step(self) -> None:
-        """Give the optimizer the average, zeros if no rank has run the unit."""
+        """Give the optimizer the average, zeros if no rank has run the unit; reset `awaited`."""
         self.check_gradient()
         self.shard.grad = torch.zeros_like(self.shard) if self.average is None else self.average
         self.average, self.awaited = None, 0

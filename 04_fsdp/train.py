@@ -151,7 +151,7 @@ class FullyShardedDataParallel(nn.Module):
         return bucket.await_backward(output, self.enter) if torch.is_grad_enabled() else output
 
     def enter(self, bucket: FlatParameter, version: int, grad: Tensor) -> None:
-        """The gradient of the unit's output has been computed: the unit's backward is next."""
+        """Prepare the unit's backward, which is next. Idempotent: the unit has several hooks."""
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: the reduced gradients have no graph")
         if bucket.shard._version != version:
@@ -175,7 +175,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """After the last backward of a step: wait until each shard has its average gradient."""
+        """After a step's last backward: give each shard its average gradient, unless it has it."""
         fewest = min(bucket.awaited for bucket in self.buckets)  # above 0: a loss was discarded
         missing = [bucket.name for bucket in self.buckets if bucket.awaited > fewest]
         if missing:
@@ -202,8 +202,8 @@ class FullyShardedDataParallel(nn.Module):
 class Gather(torch.autograd.Function):
     """A unit's parameters as a function of its shard. Its adjoint is a reduce-scatter.
 
-    forward: shard [length] -> [N * length], which an all-gather has written to `full` before.
-    backward: gives the gradient of it, [N * length], to `leave`, which starts the reduce-scatter.
+    forward: shard [length] -> the gathered `full`, [N * length], with its own version counter.
+    backward: gives the gradient, [N * length], to `leave` to reduce-scatter, none to autograd.
     """
 
     @staticmethod
@@ -255,10 +255,10 @@ class FlatParameter:
         self.grads = self.average = None
         self.reduction: Work | None = None  # the reduce-scatter in flight
         self.replication: Work | None = None  # the all-reduce in flight
-        self.incomplete = NoGradient(self.shard)  # in place of `shard.grad` until the step ends
+        self.incomplete = NoGradient(self.shard)  # `shard.grad` from start_reduction to finish_step
 
     def unshard(self) -> None:
-        """Start the all-gather that fills `full`, unless it is there or in flight."""
+        """Start the all-gather that fills `full`, unless it is up to date or in flight."""
         if self.version != self.shard._version:
             self.reshard()  # of an earlier step
             self.version = self.shard._version
@@ -273,7 +273,7 @@ class FlatParameter:
             self.gathering = None
 
     def reshard(self) -> None:
-        """Free the full parameters: the storage shrinks to nothing until the next `unshard`."""
+        """Wait for any all-gather, then free `full`: no storage until the next `unshard`."""
         self.wait()
         self.full.untyped_storage().resize_(0)
         self.version = None
@@ -310,7 +310,7 @@ class FlatParameter:
         return view
 
     def collect(self, grads: Tensor, synchronizes: bool) -> None:
-        """Take the gradients of all parameters from autograd: [N * length]."""
+        """Finish the unit's previous reduction, then take all its gradients: [N * length]."""
         self.finish_reduction()  # of the previous micro-batch, if it is still in flight
         self.check_gradient()
         self.awaited = max(self.awaited - 1, 0)  # 0 if a graph is used again
@@ -332,7 +332,7 @@ class FlatParameter:
         self.shard.grad = self.incomplete
 
     def finish_reduction(self) -> None:
-        """Add the average to that of earlier micro-batches and free the full gradients."""
+        """If a reduction is in flight: add its average to earlier ones, free the full gradients."""
         if self.reduction is None:
             return
         self.reduction.wait()
@@ -343,7 +343,7 @@ class FlatParameter:
             self.start_all_reduce()
 
     def finish_step(self) -> None:
-        """Give the optimizer the average, zeros if no rank has run the unit."""
+        """Give the optimizer the average, zeros if no rank has run the unit; reset `awaited`."""
         if self.replication is not None:
             self.replication.wait()
             self.replication = None
@@ -353,7 +353,7 @@ class FlatParameter:
         self.reshard()
 
     def start_all_reduce(self) -> None:
-        """Hybrid sharding: start to all-reduce the average over the replicas, once per step."""
+        """With replicas: start to all-reduce the average over them, if it exists, once per step."""
         if self.n_replicas > 1 and self.average is not None and self.replication is None:
             self.replication = all_reduce(self.average, group=self.replicate_group, async_op=True)
 
