@@ -203,7 +203,7 @@ class Gather(torch.autograd.Function):
     """A unit's parameters as a function of its shard. Its adjoint is a reduce-scatter.
 
     forward: shard [length] -> the gathered `full`, [N * length], with its own version counter.
-    backward: gives the gradient, [N * length], to `leave` to reduce-scatter, none to autograd.
+    backward: hands the gradient, [N * length], to `leave`, which reduces it; autograd gets None.
     """
 
     @staticmethod
@@ -273,7 +273,7 @@ class FlatParameter:
             self.gathering = None
 
     def reshard(self) -> None:
-        """Wait for any all-gather, then free `full`: no storage until the next `unshard`."""
+        """Free the memory of `full` until the next `unshard`, after an all-gather in flight."""
         self.wait()
         self.full.untyped_storage().resize_(0)
         self.version = None
@@ -332,7 +332,7 @@ class FlatParameter:
         self.shard.grad = self.incomplete
 
     def finish_reduction(self) -> None:
-        """If a reduction is in flight: add its average to earlier ones, free the full gradients."""
+        """If a reduction is in flight, add its average to the earlier ones and free `grads`."""
         if self.reduction is None:
             return
         self.reduction.wait()
