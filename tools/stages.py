@@ -17,8 +17,8 @@ says what the tools and the tests need to know of it. Nothing outside of the fol
     ranks_differ = "why"            where ranks issue different collectives or hold more than others
     exercise = ["Class.method", "function", ...]    what `make exercise-NN` blanks, in the order in
                                     which to write it
-    checks = { name = "test_file.py word" }     tests of its own that `make check-NN` runs: those
-                                    of the file whose names contain every word
+    checks = { name = "test_file.py word|word" }    tests of its own that `make check-NN` runs:
+                                    those of the file whose names contain one of the words
     [renamed]                       NewClass = ["OldClass", ...]: what to compare it with
     [refined]                       "Class: method method" or "function" = "why it is not identical
                                     to the definition of an earlier stage"
