@@ -221,7 +221,7 @@ class Report:
     """pytest's plugin that writes one line per check, in place of pytest's own report."""
 
     def __init__(self) -> None:
-        self.ticks, self.crosses, self.losses_differ = 0, 0, False
+        self.marks, self.losses_differ = "", False
         self.failed: list[str] = []  # tests in other files
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -229,39 +229,32 @@ class Report:
             pytest.skip(SKIPPED)
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> None:
-        name = item.name.removeprefix("test_")
+        name, message = item.name.removeprefix("test_"), str(call.excinfo and call.excinfo.value)
         failed = call.excinfo and not call.excinfo.errisinstance(pytest.skip.Exception)
         if item.path != Path(__file__):
             self.failed += [name.replace("_", " ")] if failed else []
         elif failed:
-            self.cross(name, str(call.excinfo.value))
             self.losses_differ |= name in ("losses", "accumulation_dropout_and_clipping")
+            self.say("✗", name, message)
         elif call.excinfo:
-            self.say("-", name, str(call.excinfo.value))
+            self.say("-", name, message)
         elif call.when == "call":
-            self.tick(name)
+            self.say("✓", name)
 
-    def run(self, name: str, file: str, pattern: str) -> None:
-        """Run tests of another file, whose names match, as one check."""
+    def run(self, name: str, file: str, words: str) -> None:
+        """Run the tests of another file whose names contain one of the words, as one check."""
         if self.losses_differ:
             return self.say("-", name, SKIPPED)
-        words = pattern.replace("|", " or ")
-        status = pytest.main([*QUIET, str(REPO / "tests" / file), "-k", words], plugins=[self])
-        if status == 0:
-            return self.tick(name)
-        self.cross(name, f'"{self.failed[0] if self.failed else file}" does not hold')
-
-    def tick(self, name: str) -> None:
-        self.ticks += 1
-        self.say("✓", name)
-
-    def cross(self, name: str, message: str) -> None:
-        self.crosses += 1
-        self.say("✗", name, f"{message}\n{MEANS.get(name, '')}".rstrip())
+        self.failed, which = [], [str(REPO / "tests" / file), "-k", words.replace("|", " or ")]
+        if pytest.main([*QUIET, *which], plugins=[self]) == 0:
+            return self.say("✓", name)
+        self.say("✗", name, f'"{self.failed[0] if self.failed else file}" does not hold')
 
     def say(self, mark: str, name: str, message: str = "") -> None:
-        first, *more = f"  {mark} {name.replace('_', ' ')}: {message}".split("\n")
-        print("\n      ".join([first.removesuffix(": "), *more]), flush=True)
+        self.marks += mark
+        lines = [f"  {mark} {name.replace('_', ' ')}{': ' * bool(message)}{message}"]
+        lines += [MEANS[name]] if mark == "✗" and name in MEANS else []
+        print("\n".join(lines).replace("\n", "\n      "), flush=True)
 
 
 def main() -> int:
@@ -301,7 +294,7 @@ def main() -> int:
             report.run(name, *tests.split(" "))
     if "overlap" not in stage_file(number).checks:
         print("  - overlap: not checked")
-    return 1 if report.crosses else 0 if report.ticks else 2
+    return 1 if "✗" in report.marks else 0 if "✓" in report.marks else 2
 
 
 if __name__ == "__main__":
