@@ -161,11 +161,11 @@ def test_a_preflight_replaces_the_data_sheets_rates(tmp_path):
     file.write_text(
         '{"summary": {"matmul_bfloat16": 5e14, "inside_node": 3e11, "across_nodes": 4e10}}'
     )
-    gpu, card = plan.gpu_of("h100", str(file), "", 16)
+    gpu, card = plan.gpu_of("h100", str(file), None, 16)
     assert (gpu.nvlink, card) == (3e11, 4e10)
     assert gpu.matmul == GPUS["h100"].matmul  # MFU stays a part of the data sheet's rate
     assert gpu.matmul * gpu.efficiency == pytest.approx(5e14)
     assert gpu.memory_bandwidth == GPUS["h100"].memory_bandwidth
-    slow, _ = plan.gpu_of("h100", str(file), "0.5", 16)
+    slow, _ = plan.gpu_of("h100", str(file), 0.5, 16)
     times = [plan.step_time(model(gpu=each)).seconds for each in (gpu, slow)]
     assert times[0] < times[1]
