@@ -51,7 +51,7 @@ import os
 import re
 import sys
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -77,9 +77,6 @@ BASE = {
     "plan": "--d-model 4096 --n-layers 16 --n-heads 64 --seq-len 1024 --activation-checkpointing",
 }
 ONCE = ("kill", "save", "load")
-FIELDS = "title compare diff_lines flags reference tolerance replay ranks_differ".split()
-FIELDS += ["renamed", "refined", "exempt", "runs"]
-FIELDS += ["exercise", "checks"]
 
 
 @dataclass(frozen=True)
@@ -133,6 +130,8 @@ class StageFile:
     def for_(self, purpose: str) -> list[StageRun]:
         return [run for run in self.runs if run.purpose == purpose]
 
+
+FIELDS = {each.name for each in fields(StageFile)} - {"number"}
 
 # ---- numbers and scripts ----
 
@@ -214,7 +213,7 @@ def _read(number: str, repo: Path) -> tuple[dict, list[StageRun], list[str]]:
         return {}, [], ["there is none: copy 02_ddp/stage.toml and change it (tools/stages.py)"]
     except tomllib.TOMLDecodeError as error:
         return {}, [], [f"it is no TOML: {error}"]
-    found = [f"remove {name!r}, which means nothing" for name in values.keys() - set(FIELDS)]
+    found = [f"remove {name!r}, which means nothing" for name in values.keys() - FIELDS]
     for name in [name for name in values if name not in FIELDS]:
         del values[name]
     for name in ("compare", "reference"):
