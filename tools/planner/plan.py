@@ -72,24 +72,20 @@ def layouts(model: Job) -> Iterator[tuple[str, str, Job]]:
             yield "04", hybrid, replace(job, shard_ranks=model.per_node)
     for sp in ("", "--sequence-parallel"):
         yield "05", sp, replace(dp, tp=n, sequence_parallel=bool(sp))
-    for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)):
-        pipeline = replace(dp, schedule=schedule, virtual=virtual)
-        yield "06", f"--schedule {schedule}", replace(pipeline, pp=n)
-        for pp in range(1, n + 1):
-            for tp in range(1, n // pp + 1):
-                if (
-                    n % (pp * tp)
-                    or pp * tp in (1, n)
-                    and 1 in (pp, tp)
-                    or schedule in ("gpipe", "zero-bubble")
-                ):
-                    continue  # 02, 05 and 06 have it
-                if pp == 1 and schedule != "1f1b":
-                    continue
-                for sp in ("", " --sequence-parallel") if tp > 1 else ("",):
-                    name = f" --schedule {schedule}" if pp > 1 else ""
-                    job = replace(pipeline, pp=pp, tp=tp, sequence_parallel=bool(sp))
-                    yield "07", f"--pp {pp} --tp {tp}{name}{sp}", job
+    schedules = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}  # virtual stages
+    for schedule, virtual in schedules.items():
+        job = replace(dp, pp=n, schedule=schedule, virtual=virtual)
+        yield "06", f"--schedule {schedule}", job
+    degrees = [(pp, tp) for pp in range(1, n + 1) for tp in range(1, n + 1) if n % (pp * tp) == 0]
+    for pp, tp in degrees:
+        if 1 in (pp, tp) and pp * tp in (1, n):
+            continue  # 02, 05 and 06 have it
+        for schedule in ("1f1b", "interleaved") if pp > 1 else ("1f1b",):
+            for sp in ("", " --sequence-parallel") if tp > 1 else ("",):
+                name = f" --schedule {schedule}" if pp > 1 else ""
+                job = replace(dp, pp=pp, tp=tp, schedule=schedule, virtual=schedules[schedule])
+                job = replace(job, sequence_parallel=bool(sp))
+                yield "07", f"--pp {pp} --tp {tp}{name}{sp}", job
 
 
 def divides(job: Job) -> bool:
