@@ -4,8 +4,8 @@
 
 SCRIPT is an exercise, whose blanks have the stage's own code meanwhile, or any changed copy of the
 stage's script. The runs are those of `stage.toml` on two to four ranks, with fewer steps. This is a
-session of pytest with the fixtures of all tests; each test below is one line of the report.
-Exit status 1 with a cross, 2 if nothing could be checked.
+session of pytest with the fixtures of all tests; each test below is one line of the report, and so
+is each entry of `checks` in `stage.toml`. Exit status 1 with a cross, 2 if nothing was checked.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from test_late_backend import test_checkpoint_and_resume_over_the_late_backend a
 
 # stage; script: as the user names it; loaded: the file that runs; lines: of it, in the script
 CHECK = json.loads(os.environ.get("CHECK", "{}"))
-PATIENCE = 60.0  # seconds per run
-MORE = "\nfrom there:\n"  # between what differs and where it begins
+PATIENCE = 60.0 * max(1.0, os.getloadavg()[0] / os.cpu_count())  # seconds; more where it is busy
+QUIET = "-o addopts= -p no:terminal -p no:xdist -p no:cacheprovider".split()
 MEANS = {
     "communication": "a collective is missing, sends too much, or runs once per micro-batch",
     "memory": "something lives longer than in the stage: full parameters, gradients, a copy",
@@ -46,8 +46,12 @@ MEANS = {
     "saved_and_resumed": "the state that is saved is not the state of training",
     "overlap": "a wait follows its collective at once, or a collective starts too late",
     "emulation": "a scale, a rounding, or the dtype of a matmul's operand is another",
+    "numbers": "a large number overflows, or a sum or a factor has too few digits",
+    "update": "a matrix is not updated as by Muon on one process, or not on every rank",
+    "owners": "a rank keeps, computes or sends what belongs to another one",
     "schedules": "an action is missing, out of order or too early",
 }
+SKIPPED = "not checked: first make the losses agree"
 AGREES = (
     "without clipping, the first step agrees up to its gradients: look at clipping, at the "
     "optimizer's step, at what is sent after it, and at evaluation"
@@ -61,8 +65,8 @@ def chosen(purpose: str) -> list[StageRun]:
     return [run for run in runs if run.ranks < 4 or run.flags not in few]
 
 
-def each(runs: list[StageRun], check: Callable[[StageRun], None]) -> None:
-    """Check every run. The first failure is told in plain words."""
+def each(runs: list[StageRun], check: Callable, explain: Callable | None = None) -> None:
+    """Check every run. The first failure is told in plain words; `explain` adds lines to it."""
     if not runs:
         pytest.skip("the stage has no such run")
     for run in runs:
@@ -70,13 +74,13 @@ def each(runs: list[StageRun], check: Callable[[StageRun], None]) -> None:
             check(run)
         except AssertionError as error:
             what = " ".join([f"{run.ranks} ranks", *run.flags])
-            raise AssertionError(f"{what}: {plain(str(error))}") from error
+            more = explain(run, error) if explain else []
+            raise AssertionError("\n".join([f"{what}: {plain(error)}", *more])) from error
 
 
-def plain(text: str) -> str:
-    """A hang, an exception or a difference in one line, with the script's line; then what is said
-    already in more lines."""
-    text, _, more = text.partition(MORE)
+def plain(error: AssertionError) -> str:
+    """A hang, an exception or a difference in one line, with the script's line."""
+    text = str(error)
     hangs = "did not finish in time" in text
     frames = re.findall(rf'File "{re.escape(CHECK["loaded"])}", line (\d+),? in (\w+)', text)
     where = ""
@@ -84,10 +88,9 @@ def plain(text: str) -> str:
         number, name = frames[0 if hangs else -1]  # a hang's stack begins with the last call
         where = f" (line {CHECK['lines'][int(number) - 1]}, in {name})"
     if hangs:
-        return f"hangs: a rank has waited for {PATIENCE:.0f} s{where}"
-    lines = [line for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    said = (lines or text.splitlines() or ["the results differ"])[0][:300]
-    return f"{said}{where}\n{more}".rstrip()
+        return f"hangs: a rank has not finished in time{where}"
+    raised = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", text, re.M)
+    return (raised or text.splitlines() or ["the results differ"])[0][:300] + where
 
 
 def lines_with(name: str) -> str:
@@ -97,73 +100,60 @@ def lines_with(name: str) -> str:
     return f" (lines {', '.join(found)})" if found else ""
 
 
-def train_script(stage: str, argv: list[str]) -> list[dict]:
-    return harness.load_stage(stage).main(argv)
-
-
-def train_own(stage: str, argv: list[str]) -> list[dict]:
-    return load_script(stage_path(stage), stage).main(argv)
-
-
 # ---- the checks, in order ----
 
 
 @pytest.fixture
-def parity(reproduce, pools, corpus_dir, tmp_path):
-    """`parity(flags)(run)`: with these flags, the run has its reference's losses and norms. A
-    failure says where the two begin to differ."""
+def parity(reproduce):
+    """`parity(flags)(run)`: with these flags, the run has its reference's losses and norms."""
 
-    def with_flags(flags: str) -> Callable[[StageRun], None]:
-        def check(run: StageRun) -> None:
-            try:
-                every, expected = reproduce(run, train_script, flags=flags.split())
-                for metrics in every:
-                    harness.assert_reproduces(run, metrics, expected)
-            except AssertionError as error:
-                if run.purpose == "bf16":
-                    raise
-                more = where_it_begins(error, run, pools, corpus_dir, tmp_path)
-                raise AssertionError(f"{plain(str(error))}{MORE}{more}") from error
+    def check(flags: str, run: StageRun) -> None:
+        every, expected = reproduce(run, flags=flags.split())
+        for metrics in every:
+            harness.assert_reproduces(run, metrics, expected)
 
-        return check
-
-    return with_flags
+    return lambda flags: functools.partial(check, flags)
 
 
-def where_it_begins(first: Exception, run: StageRun, pools, corpus_dir: Path, folder: Path) -> str:
-    """The first difference, over the late backend: on Gloo a missing wait has random results.
-    first: the error on Gloo."""
-    number, flags = stage_file(run.stage).reference, first_difference.FLAGS.split()
-    both = [*flags, "--data", str(corpus_dir), "--resume", "never", "--run-dir"]
-    alone = [*run.reference_argv, *both, str(folder / "reference")]
-    pools(1, group=number != "01").run(train_script, number, alone)
-    try:
-        late = pools(run.ranks, backend="late")
-        late.run(train, run.stage, [*run.argv, *both, str(folder / "run")])
-    except AssertionError as error:
-        if not is_nan(first) and is_nan(error):
-            return "likely cause: NaN: a buffer is used before its collective's wait()"
-        return f"with collectives as late as on NCCL: {plain(str(error))}"
-    states = [first_difference.read(folder / name) for name in ("run", "reference")]
-    tolerance = stage_file(run.stage).tolerance.get("norm", 1e-4)
-    return "\n".join(first_difference.compare(*states, tolerance) or [AGREES])
+@pytest.fixture
+def where_it_begins(pools, corpus_dir, tmp_path):
+    """The first difference of a run that has failed, over the late backend: on Gloo a missing wait
+    has random results."""
+
+    def lines(run: StageRun, error: AssertionError) -> list[str]:
+        number, flags = stage_file(run.stage).reference, first_difference.FLAGS.split()
+        both = [*flags, "--data", str(corpus_dir), "--resume", "never", "--run-dir"]
+        alone = [*run.reference_argv, *both, str(tmp_path / "reference")]
+        pools(1, group=number != "01").run(harness.train, number, alone)
+        try:
+            late = pools(run.ranks, backend="late")
+            late.run(train, run.stage, [*run.argv, *both, str(tmp_path / "run")])
+        except AssertionError as late_error:
+            if is_nan(late_error) and not is_nan(error):
+                return ["likely cause: NaN: a buffer is used before its collective's wait()"]
+            return [f"with collectives as late as on NCCL: {plain(late_error)}"]
+        states = [first_difference.read(tmp_path / name) for name in ("run", "reference")]
+        tolerance = stage_file(run.stage).tolerance.get("norm", 1e-4)
+        return first_difference.compare(*states, tolerance) or [AGREES]
+
+    return lines
 
 
-def is_nan(error: Exception) -> bool:
+def is_nan(error: AssertionError) -> bool:
     return bool(re.search(r"(loss|norm) of step \d+ is nan", str(error)))
 
 
-def test_losses(parity):
-    each(chosen("parity"), parity("--steps 4 --eval-every 2"))
+def test_losses(parity, where_it_begins):
+    each(chosen("parity"), parity("--steps 4 --eval-every 2"), where_it_begins)
 
 
-def test_accumulation_dropout_and_clipping(parity):
+def test_accumulation_dropout_and_clipping(parity, where_it_begins):
     runs = chosen("accumulation")
     known = {run.flags for run in [*runs, *chosen("parity")]}
     for run in chosen("late"):  # where the losses differ here, no wait is missing
         if run.flags not in known:
             runs.append(replace(run, purpose="accumulation"))
-    each(runs, parity("--steps 3 --eval-every 3"))
+    each(runs, parity("--steps 3 --eval-every 3"), where_it_begins)
 
 
 @functools.cache
@@ -175,9 +165,9 @@ def costs(run: StageRun, pool: harness.Pool, corpus_dir: Path) -> list[tuple]:
 
 def cost(stage: str, argv: list[str]) -> tuple:
     found = []
-    for job in (train_own, train_script):
+    for module in (load_script(stage_path(stage), stage), harness.load_stage(stage)):
         with count_collectives() as counted, PeakMemory() as peak:
-            job(stage, argv)
+            module.main(argv)
         found.append((counted.payload, peak.above))
     return tuple(found)
 
@@ -230,74 +220,41 @@ def test_saved_and_resumed(pools, corpus_dir, tmp_path):
 class Report:
     """pytest's plugin that writes one line per check, in place of pytest's own report."""
 
-    def __init__(self, number: str, checks: dict[str, list[str]]):
-        self.number, self.checks = number, checks  # tests in other files, by the name of the check
-        self.pending: dict[str, int] = {}  # tests of each check that have not run
-        self.message, self.crosses, self.ticks, self.stopped = "", 0, 0, False
-
-    def pytest_sessionstart(self) -> None:
-        pool_of, own = harness.Pool, {f"SCRIPT_{self.number}": ""}
-
-        def pool(size: int, *args, **kwargs) -> harness.Pool:
-            # one process runs references, which may be the stage's own
-            return pool_of(
-                size, *args, timeout=PATIENCE, environment=own if size == 1 else {}, **kwargs
-            )
-
-        harness.Pool = pool
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            print(report.longrepr)
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if self.name_of(item.nodeid)]
-        items.sort(key=lambda item: item.path != Path(__file__))
-        for item in items:
-            name = self.name_of(item.nodeid)
-            self.pending[name] = self.pending.get(name, 0) + 1
-
-    def name_of(self, nodeid: str) -> str:
-        """The check that a test belongs to, or ""."""
-        file, _, test = nodeid.partition("::")
-        if file.endswith(Path(__file__).name):
-            return test.removeprefix("test_")
-        for name, (its_file, pattern) in self.checks.items():
-            if file.endswith(its_file) and re.search(pattern, test):
-                return name
-        return ""
+    def __init__(self) -> None:
+        self.marks, self.losses_differ = "", False
+        self.failed: list[str] = []  # tests in other files
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if self.stopped:
-            pytest.skip("not checked: first make the losses agree")
+        if self.losses_differ:
+            pytest.skip(SKIPPED)
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> None:
-        if call.excinfo is not None:
-            self.message = str(call.excinfo.value)
+        name, message = item.name.removeprefix("test_"), str(call.excinfo and call.excinfo.value)
+        failed = call.excinfo and not call.excinfo.errisinstance(pytest.skip.Exception)
+        if item.path != Path(__file__):
+            self.failed += [name.replace("_", " ")] if failed else []
+        elif failed:
+            self.losses_differ |= name in ("losses", "accumulation_dropout_and_clipping")
+            self.say("✗", name, message)
+        elif call.excinfo:
+            self.say("-", name, message)
+        elif call.when == "call":
+            self.say("✓", name)
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = self.name_of(report.nodeid)
-        if name not in self.pending:
-            return  # another test of this check has failed
-        if report.skipped:
-            self.say("-", name, self.message)
-        elif report.failed:
-            if name in self.checks:
-                test = report.nodeid.partition("::test_")[2]
-                self.message = f'"{test.replace("_", " ")}" does not hold'
-            self.say("✗", name, f"{self.message}\n{MEANS.get(name, '')}".rstrip())
-            self.crosses += 1
-            self.stopped = self.stopped or name in ("losses", "accumulation_dropout_and_clipping")
-        elif report.when == "call":
-            self.pending[name] -= 1
-            if self.pending[name] == 0:
-                self.say("✓", name)
-                self.ticks += 1
+    def run(self, name: str, file: str, words: str) -> None:
+        """Run the tests of another file whose names contain one of the words, as one check."""
+        if self.losses_differ:
+            return self.say("-", name, SKIPPED)
+        self.failed, which = [], [str(REPO / "tests" / file), "-k", words.replace("|", " or ")]
+        if pytest.main([*QUIET, *which], plugins=[self]) == 0:
+            return self.say("✓", name)
+        self.say("✗", name, f'"{self.failed[0] if self.failed else file}" does not hold')
 
     def say(self, mark: str, name: str, message: str = "") -> None:
-        self.pending.pop(name)
-        first, *more = f"  {mark} {name.replace('_', ' ')}: {message}".split("\n")
-        print("\n      ".join([first.removesuffix(": "), *more]), flush=True)
+        self.marks += mark
+        lines = [f"  {mark} {name.replace('_', ' ')}{': ' * bool(message)}{message}"]
+        lines += [MEANS[name]] if mark == "✗" and name in MEANS else []
+        print("\n".join(lines).replace("\n", "\n      "), flush=True)
 
 
 def main() -> int:
@@ -305,7 +262,7 @@ def main() -> int:
     parser.add_argument("stage", choices=stages()[1:])
     parser.add_argument("script", nargs="?", type=Path)
     args = parser.parse_args()
-    number, own = args.stage, stage_path(args.stage)
+    number, own, own_pool = args.stage, stage_path(args.stage), harness.Pool
     script = (args.script or REPO / "exercises" / own.parent.name / "train.py").resolve()
     try:
         text = script.read_text()
@@ -318,9 +275,13 @@ def main() -> int:
         return 1
     if blanks := blanks_of(text):
         print(f"  - with the stage's own code in {len(blanks)} blanks: {', '.join(blanks)}")
-    report = Report(
-        number, {name: test.split(" ") for name, test in stage_file(number).checks.items()}
-    )
+
+    def pool(size: int, *args, **kwargs) -> harness.Pool:
+        # one process runs references, which may be the stage's own
+        own_script = {f"SCRIPT_{number}": ""} if size == 1 else {}
+        return own_pool(size, *args, timeout=PATIENCE, environment=own_script, **kwargs)
+
+    harness.Pool, report = pool, Report()
     with tempfile.TemporaryDirectory() as folder:
         loaded = Path(folder) / own.parent.name / "train.py"
         loaded.parent.mkdir()
@@ -328,12 +289,12 @@ def main() -> int:
         loaded.write_text(text)
         check = {"stage": number, "script": str(script), "loaded": str(loaded), "lines": lines}
         os.environ |= {f"SCRIPT_{number}": str(loaded), "CHECK": json.dumps(check)}
-        files = {str(REPO / "tests" / file) for file, _ in report.checks.values()}
-        quiet = "-o addopts= -p no:terminal -p no:xdist -p no:cacheprovider".split()
-        pytest.main([*quiet, __file__, *files], plugins=[report])
-    if "overlap" not in report.checks:
+        pytest.main([*QUIET, __file__], plugins=[report])
+        for name, tests in stage_file(number).checks.items():
+            report.run(name, *tests.split(" "))
+    if "overlap" not in stage_file(number).checks:
         print("  - overlap: not checked")
-    return 1 if report.crosses else 0 if report.ticks else 2
+    return 1 if "✗" in report.marks else 0 if "✓" in report.marks else 2
 
 
 if __name__ == "__main__":

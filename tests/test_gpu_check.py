@@ -119,7 +119,7 @@ def test_without_a_gpu_it_says_so():
 
 def test_float8_matmuls_are_judged_by_their_error(monkeypatch):
     monkeypatch.chdir(REPO)
-    outcome = Check(1, on_cpu=True).float8(100)
+    outcome = Check(1, on_cpu=True).script(check.MATMULS, 100)
     assert not outcome.is_failure, outcome.text
     first = next(line for line in outcome.text.splitlines() if "float32 " in line)
     assert first.startswith("dX, e5m2 x e4m3, rowwise")
@@ -150,7 +150,7 @@ def test_workers_run_stages_one_after_another_and_start_again_after_a_failure(
 def test_rows_on_the_cpu_agree_with_stage_01(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(check, "CURVE", TINY)
-    (tmp_path / check.RUNS).mkdir(parents=True)
+    (tmp_path / check.FOLDER).mkdir(parents=True)
     tried = Check(2, on_cpu=True)
 
     def small(*args, train=tried.train, **more):  # the checkpoint's run names its flags

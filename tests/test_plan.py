@@ -104,16 +104,7 @@ def command(monkeypatch, capsys):
     """`make plan` in this process: exit status, stdout, stderr."""
 
     def run(words: str = "", **variables: str) -> tuple[int, str, str]:
-        for name in (
-            "NODES",
-            "GPUS",
-            "GPU",
-            "NETWORK",
-            "EFFICIENCY",
-            "PREFLIGHT",
-            "EXPLAIN",
-            "SVG",
-        ):
+        for name in "NODES GPUS GPU NETWORK EFFICIENCY PREFLIGHT EXPLAIN".split():
             monkeypatch.setenv(name, variables.get(name, ""))
         monkeypatch.setattr("sys.argv", ["plan.py", *words.split()])
         status = 0
@@ -148,14 +139,13 @@ def test_wrong_arguments_end_with_one_line_and_status_2(command, variables, said
     assert status == 2 and errors.count("\n") == 1 and said in errors
 
 
-def test_the_plan_of_the_example_takes_at_most_20_seconds(command, tmp_path):
+def test_the_plan_of_the_example_takes_at_most_20_seconds(command):
     start = time.process_time()
     variables = {"NODES": "16", "GPUS": "8", "GPU": "h100", "NETWORK": "50", "EXPLAIN": "1"}
-    status, said, _ = command(SHAPE, **variables, SVG=str(tmp_path / "plan.svg"))
+    status, said, _ = command(SHAPE, **variables)
     assert time.process_time() - start < 20
     assert status == 0 and 'make submit-04 NODES=16 GPUS=8 ARGS="--d-model 4096' in said
     assert "a tie: measure these" in said and "by formula" in said
-    assert (tmp_path / "plan.svg").read_text().count("<rect") > 100
 
 
 def test_no_figure_is_printed_for_a_latency_bound_step(command):
@@ -171,11 +161,11 @@ def test_a_preflight_replaces_the_data_sheets_rates(tmp_path):
     file.write_text(
         '{"summary": {"matmul_bfloat16": 5e14, "inside_node": 3e11, "across_nodes": 4e10}}'
     )
-    gpu, card = plan.gpu_of("h100", str(file), "", 16)
+    gpu, card = plan.gpu_of("h100", str(file), None, 16)
     assert (gpu.nvlink, card) == (3e11, 4e10)
     assert gpu.matmul == GPUS["h100"].matmul  # MFU stays a part of the data sheet's rate
     assert gpu.matmul * gpu.efficiency == pytest.approx(5e14)
     assert gpu.memory_bandwidth == GPUS["h100"].memory_bandwidth
-    slow, _ = plan.gpu_of("h100", str(file), "0.5", 16)
+    slow, _ = plan.gpu_of("h100", str(file), 0.5, 16)
     times = [plan.step_time(model(gpu=each)).seconds for each in (gpu, slow)]
     assert times[0] < times[1]

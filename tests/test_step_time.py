@@ -296,7 +296,7 @@ def test_sequence_parallelism_hides_half_as_much_behind_the_weight_gradients():
 
 @cache
 def published() -> list:
-    return step_errors.runs_of(step_errors.RUNS)
+    return step_errors.runs_of(step_errors.PUBLISHED)
 
 
 def odd() -> list:
@@ -334,7 +334,8 @@ def test_the_constants_and_the_range_are_those_that_the_fit_gives():
     # the table: rows, median and 90th percentile of a source and of all
     columns = r"^\| [^|]+ \| (\d+) \| ([\d.]+) % \| ([\d.]+) % \|$"
     table = re.findall(columns, (REPO / "benchmarks/README.md").read_text(), re.M)
-    by_source = [[run for run in found if run[1] == s] for s in {run[1] for run in found}]
+    sources = {row.source for row, _ in found}
+    by_source = [[each for each in found if each[0].source == s] for s in sources]
     expected = [(len(own), *step_errors.summary(own)[:2]) for own in (*by_source, found)]
     stated = sorted(tuple(map(float, row)) for row in table)
     for row, counted in zip(stated, sorted(expected), strict=True):
@@ -342,7 +343,7 @@ def test_the_constants_and_the_range_are_those_that_the_fit_gives():
 
 
 def test_the_predicted_best_of_bigscience_runs_costs_at_most_a_tenth_more_than_the_best():
-    rows = list(csv.DictReader(step_errors.RUNS.open()))
+    rows = list(csv.DictReader(step_errors.PUBLISHED.open()))
     chosen = [
         run
         for run, row in zip(published(), rows, strict=True)
@@ -360,7 +361,7 @@ def test_the_predicted_best_of_bigscience_runs_costs_at_most_a_tenth_more_than_t
 
 
 def test_a_report_has_a_line_per_source_and_counts_rows_that_lack_fields(tmp_path):
-    rows = list(csv.DictReader(step_errors.RUNS.open()))[:4]
+    rows = list(csv.DictReader(step_errors.PUBLISHED.open()))[:4]
     rows[1]["source"], rows[2]["micro_batch"], rows[3]["gpu"] = "other", "", "V100"
     file = tmp_path / "runs.csv"
     with file.open("w", newline="") as out:
@@ -388,7 +389,7 @@ def test_a_missing_file_ends_with_one_line_and_status_2(words):
 
 @pytest.mark.parametrize("column", ["recompute", "sharding", "schedule"])
 def test_an_unknown_value_ends_with_one_line_and_status_2(column, tmp_path):
-    rows = list(csv.DictReader(step_errors.RUNS.open()))[:3]
+    rows = list(csv.DictReader(step_errors.PUBLISHED.open()))[:3]
     rows[1][column] = "fsdp3"
     file = tmp_path / "runs.csv"
     with file.open("w", newline="") as out:

@@ -22,27 +22,18 @@ from stages import REPO, stage_file, stage_path, stages
 
 from common.distributed import fail
 
-Lines = tuple[int, int]  # of a file: the first, and the one after the last; counted from 0
 
-
-def bodies(source: str) -> dict[str, Lines]:
-    """The lines to write of every function and method, after its docstring and leading checks."""
-    found = {}
-
-    def visit(nodes: list[ast.stmt], prefix: str) -> None:
-        for node in nodes:
-            if isinstance(node, ast.ClassDef):
-                visit(node.body, f"{prefix}{node.name}.")
-            elif isinstance(node, ast.FunctionDef):
-                start = node.body[0].lineno - 1
-                if ast.get_docstring(node) is not None:
-                    start = node.body[0].end_lineno
-                for statement in itertools.takewhile(is_of_a_check, node.body):
-                    if isinstance(statement, ast.If):
-                        start = statement.end_lineno
-                found[prefix + node.name] = (start, node.end_lineno)
-
-    visit(ast.parse(source).body, "")
+def bodies(source: str) -> dict[str, slice]:
+    """The lines to write of every function and method: what follows its docstring and checks."""
+    found, module = {}, ast.parse(source)
+    for owner in [module, *(node for node in module.body if isinstance(node, ast.ClassDef))]:
+        prefix = "" if owner is module else f"{owner.name}."
+        for function in (node for node in owner.body if isinstance(node, ast.FunctionDef)):
+            start = function.body[0].lineno - 1
+            for statement in itertools.takewhile(is_of_a_check, function.body):
+                if not isinstance(statement, ast.Assign):  # stays only if a check follows
+                    start = statement.end_lineno
+            found[prefix + function.name] = slice(start, function.end_lineno)
     return found
 
 
@@ -54,15 +45,23 @@ def is_of_a_check(statement: ast.stmt) -> bool:
     return is_docstring or isinstance(statement, ast.Assign)
 
 
+def with_bodies(source: str, new: dict[str, list[str]]) -> tuple[str, list[int]]:
+    """`source` with new lines for these bodies, and of each of its lines the number in `source`."""
+    lines, places = source.splitlines(), bodies(source)
+    numbers = list(range(1, len(lines) + 1))
+    for name in sorted(new, key=lambda name: places[name].start, reverse=True):
+        lines[places[name]] = new[name]
+        numbers[places[name]] = [places[name].stop] * len(new[name])
+    return "\n".join(lines) + "\n", numbers
+
+
 def with_blanks(number: str) -> str:
     """The script of a stage, with a line that raises in place of each body to write."""
-    source, names = stage_path(number).read_text(), stage_file(number).exercise
-    lines, places = source.splitlines(), bodies(source)
-    for place, name in sorted(((places[name], name) for name in names), reverse=True):
-        indent = " " * (4 + 4 * name.count("."))
-        what = f"exercise {names.index(name) + 1} of {len(names)}: {name}"
-        lines[slice(*place)] = [f'{indent}raise NotImplementedError("{what}")']
-    return "\n".join(lines) + "\n"
+    names, blanks = stage_file(number).exercise, {}
+    for i, name in enumerate(names, 1):
+        what = f'"exercise {i} of {len(names)}: {name}"'
+        blanks[name] = [" " * (4 + 4 * name.count(".")) + f"raise NotImplementedError({what})"]
+    return with_bodies(stage_path(number).read_text(), blanks)[0]
 
 
 def blanks_of(source: str) -> list[str]:
@@ -72,15 +71,10 @@ def blanks_of(source: str) -> list[str]:
 
 
 def filled(source: str, number: str) -> tuple[str, list[int]]:
-    """A script whose blanks have the stage's own bodies, and of each of its lines the number in
-    `source`."""
+    """A script whose blanks have the stage's own bodies, and the numbers of its lines."""
     own = stage_path(number).read_text()
-    lines = source.splitlines()
-    origins, own_places, places = list(range(1, len(lines) + 1)), bodies(own), bodies(source)
-    for start, end, name in sorted(((*places[n], n) for n in blanks_of(source)), reverse=True):
-        body = own.splitlines()[slice(*own_places[name])]
-        lines[start:end], origins[start:end] = body, [end] * len(body)
-    return "\n".join(lines) + "\n", origins
+    lines, places = own.splitlines(), bodies(own)
+    return with_bodies(source, {name: lines[places[name]] for name in blanks_of(source)})
 
 
 def main() -> None:

@@ -73,21 +73,18 @@ class Difference(NamedTuple):
         return f"  {self.name:32} {how:26} {', '.join(ranges)}".rstrip()
 
 
-class Reader(dcp.FileSystemReader):
-    """PyTorch's reader. The metadata may be from any program, but no class in it can run code."""
-
-    def read_metadata(self, *_, **__) -> dcp.Metadata:
-        return Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
-
-
 class Unpickler(MetadataUnpickler):
+    """No class in metadata can run code. Those of other programs have two more harmless ones."""
+
     def find_class(self, module: str, name: str):
-        if (module, name) in {
-            ("pathlib", "PosixPath"),
-            (f"{DCP}.metadata", "BytesStorageMetadata"),
-        }:
+        if f"{module}.{name}" in ("pathlib.PosixPath", f"{DCP}.metadata.BytesStorageMetadata"):
             return super(MetadataUnpickler, self).find_class(module, name)
         return super().find_class(module, name)
+
+
+class Reader(dcp.FileSystemReader):
+    def read_metadata(self, *_, **__) -> dcp.Metadata:
+        return Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
 
 
 def read(path: Path) -> State:
@@ -190,52 +187,54 @@ def is_one_part(difference: Difference, parts: set[int]) -> bool:
     return False
 
 
+def table(found: list[Difference], among: Tensors, what: str) -> list[str]:
+    return [f"{len(found)} of {len(among)} {what}:", *map(str, found)] if found else []
+
+
+def first_other(name: str, run: list[dict], reference: list[dict], tolerance: float) -> tuple:
+    """The first step in which a metric differs, and both of its values; () if it never does."""
+    for ours, theirs in zip(run, reference, strict=False):
+        a, b = ours[name], theirs[name]
+        if not math.isclose(a, b, rel_tol=tolerance):
+            return ours["step"], f"{a:.7g}, in the reference {b:.7g}"
+    return ()
+
+
 def compare(run: State, reference: State, tolerance: float = 1e-4) -> list[str]:
     """What differs, line by line; empty if nothing does. tolerance: of gradients, relative."""
-    alone = {*run.weights, *run.others} ^ {*reference.weights, *reference.others}
-    if not ({*run.weights, *run.others} & {*reference.weights, *reference.others}):
+    names, known = ({*state.weights, *state.others} for state in (run, reference))
+    if not names & known:
         fail("the two have no tensor in common")
-    lines = [f"in one of the two only: {', '.join(sorted(alone)[:4])}"] if alone else []
+    alone = sorted(names ^ known)
     weights = differences(run.weights, reference.weights, 1e-5)
-    others = differences(run.others, reference.others, tolerance)
     gradients = differences(run.gradients, reference.gradients, tolerance)
-    pairs = list(zip(run.metrics, reference.metrics, strict=False))
-    losses = [(a, b) for a, b in pairs if not is_close(a["loss"], b["loss"], 0.1 * tolerance)]
-    norms = [
-        (a, b) for a, b in pairs[:1] if not is_close(a["grad_norm"], b["grad_norm"], tolerance)
-    ]
-    if weights:
-        lines.append(f"{len(weights)} of {len(reference.weights)} weights differ before the step:")
-        lines += map(str, weights)
-    for a, b in losses[:1]:
-        both = f"{a['loss']:.7g}, in the reference {b['loss']:.7g}"
-        lines.append(f"step {a['step']} is the first whose loss differs: {both}")
-    if gradients:
-        of = f"{len(gradients)} of {len(reference.gradients)}"
-        lines.append(f"{of} gradients differ in the first step, in the order of backward:")
-        lines += map(str, gradients)
-    if others:
-        lines.append(f"{len(others)} of {len(reference.others)} other tensors differ:")
-        lines += map(str, others)
+    others = differences(run.others, reference.others, tolerance)
+    loss = first_other("loss", run.metrics, reference.metrics, 0.1 * tolerance)
+    norm = first_other("grad_norm", run.metrics[:1], reference.metrics, tolerance)
+
+    lines = [f"in one of the two only: {', '.join(alone[:4])}"] if alone else []
+    lines += table(weights, reference.weights, "weights differ before the step")
+    if loss:
+        lines.append(f"step {loss[0]} is the first whose loss differs: {loss[1]}")
+    order = "gradients differ in the first step, in the order of backward"
+    lines += table(gradients, reference.gradients, order)
+    lines += table(others, reference.others, "other tensors differ")
+    if norm and not weights and not gradients:
+        lines.append(f"the gradients agree, but not their norm: {norm[1]}")
+
     cause = ""
     if weights:
         cause = "initial values, their broadcast, or which part of them a rank takes"
     elif gradients:
-        names = sorted(reference.gradients, key=in_order_of_backward)
-        cause = likely_cause(gradients, names, run.parts)
-        if losses and losses[0] == pairs[0] and not cause.startswith(("NaN", "x")):
+        order = sorted(reference.gradients, key=in_order_of_backward)
+        cause = likely_cause(gradients, order, run.parts)
+        if loss and loss[0] == run.metrics[0]["step"] and not cause.startswith(("NaN", "x")):
             cause = "forward or its data: the first loss differs, with equal weights"
-    elif norms:
-        a, b = (metrics["grad_norm"] for metrics in norms[0])
-        lines.append(f"the gradients agree, but not their norm: {a:.7g}, in the reference {b:.7g}")
+    elif norm:
         cause = "the norm is that of one rank's part, or counts replicated gradients once per rank"
-    elif losses:
+    elif loss:
         cause = "the loss as it is logged, or data and dropout of a later step: gradients agree"
     return [*lines, f"likely cause: {cause}"] if cause else lines
-
-
-def is_close(a: float, b: float, tolerance: float) -> bool:
-    return abs(a - b) <= tolerance * abs(b)
 
 
 def main() -> int:

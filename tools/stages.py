@@ -17,8 +17,8 @@ says what the tools and the tests need to know of it. Nothing outside of the fol
     ranks_differ = "why"            where ranks issue different collectives or hold more than others
     exercise = ["Class.method", "function", ...]    what `make exercise-NN` blanks, in the order in
                                     which to write it
-    checks = { name = "test_file.py word" }     tests of its own that `make check-NN` runs: those
-                                    of the file whose names contain every word
+    checks = { name = "test_file.py word|word" }    tests of its own that `make check-NN` runs:
+                                    those of the file whose names contain one of the words
     [renamed]                       NewClass = ["OldClass", ...]: what to compare it with
     [refined]                       "Class: method method" or "function" = "why it is not identical
                                     to the definition of an earlier stage"
@@ -51,7 +51,7 @@ import os
 import re
 import sys
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -77,9 +77,6 @@ BASE = {
     "plan": "--d-model 4096 --n-layers 16 --n-heads 64 --seq-len 1024 --activation-checkpointing",
 }
 ONCE = ("kill", "save", "load")
-FIELDS = "title compare diff_lines flags reference tolerance replay ranks_differ".split()
-FIELDS += ["renamed", "refined", "exempt", "runs"]
-FIELDS += ["exercise", "checks"]
 
 
 @dataclass(frozen=True)
@@ -133,6 +130,8 @@ class StageFile:
     def for_(self, purpose: str) -> list[StageRun]:
         return [run for run in self.runs if run.purpose == purpose]
 
+
+FIELDS = {each.name for each in fields(StageFile)} - {"number"}
 
 # ---- numbers and scripts ----
 
@@ -214,7 +213,7 @@ def _read(number: str, repo: Path) -> tuple[dict, list[StageRun], list[str]]:
         return {}, [], ["there is none: copy 02_ddp/stage.toml and change it (tools/stages.py)"]
     except tomllib.TOMLDecodeError as error:
         return {}, [], [f"it is no TOML: {error}"]
-    found = [f"remove {name!r}, which means nothing" for name in values.keys() - set(FIELDS)]
+    found = [f"remove {name!r}, which means nothing" for name in values.keys() - FIELDS]
     for name in [name for name in values if name not in FIELDS]:
         del values[name]
     for name in ("compare", "reference"):

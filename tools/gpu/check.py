@@ -34,16 +34,19 @@ from statistics import median
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "planner"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pictures"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from overlap import Span, duration, overlapped
 from stages import REPO, load_stage, runs_for, stage_file, stage_path, stages
 from step_time import GPUS, Job, step_time
 
 from common.data import load_corpus
 
-RUNS = Path("runs", "gpu-check")
+FOLDER = Path("runs", "gpu-check")
+MATMULS = "10_fp8/cost.py matmuls"
 CURVE = "--data sample --steps 20 --log-every 1"
 FAILURE = 1e-3  # in a loss
 MEMORY = 0.05  # measured against the dry run
@@ -177,7 +180,7 @@ class Check:
 
     def train(self, size: int, stage: str, flags: str, seconds: float, deterministic=False) -> list:
         self.count += 1
-        folder = RUNS / f"{self.count:03d}-{stage}"
+        folder = FOLDER / f"{self.count:03d}-{stage}"
         argv = [*flags.split(), "--run-dir", str(folder)]
         # CUDA reads the variable when a process begins to use it: such stages have their own ones
         one_queue = "CUDA_DEVICE_MAX_CONNECTIONS" in stage_path(stage).read_text()
@@ -198,8 +201,9 @@ class Check:
         return self.references[number, flags]
 
     def rows(self) -> Iterator[Row]:
-        yield Row("preflight", "this machine", self.preflight)
-        yield Row("float8", "10's matmuls, dX rowwise first", self.float8)
+        preflight = f"tools/gpu/preflight.py --nproc {self.n} --out {FOLDER}/preflight.json"
+        yield Row("preflight", "this machine", partial(self.script, preflight))
+        yield Row("float8", "10's matmuls, dX rowwise first", partial(self.script, MATMULS))
         for stage, size, flags in self.defaults():
             for dtype in ("float32", "bfloat16"):
                 how = f"{CURVE} --dtype {dtype}"
@@ -218,7 +222,8 @@ class Check:
             for stage in ("02", "04", "05", "06"):
                 yield Row("overlap", f"{stage} on {self.n}", partial(self.overlap, stage))
         yield Row("checkpoint", "02, saved and resumed", self.checkpoint)
-        yield Row("bench", "make bench", self.bench)
+        bench = f"benchmarks/bench.py --pairs 10{' --rows 01-loss' * self.on_cpu}"
+        yield Row("bench", "make bench", partial(self.script, bench))
         for run in runs_for("parity"):
             if run.ranks <= self.n:
                 flags, reference = " ".join(run.argv), " ".join(run.reference_argv)
@@ -269,14 +274,9 @@ class Check:
         far = " (more than 5 % apart)" if abs(peaks[0] / predicted - 1) > MEMORY else ""
         return f"; peak {peaks[0] / 1e6:.0f} MB, predicted {predicted / 1e6:.0f}{far}"
 
-    def preflight(self, seconds: float) -> Outcome:
-        out = RUNS / "preflight.json"
-        flags = ["--nproc", str(self.n), "--out", str(out)]
-        code, text = command(["tools/gpu/preflight.py", *flags], self.environment, seconds)
-        return Outcome(f"status {code}\n\n{text}", code != 0)
-
-    def float8(self, seconds: float) -> Outcome:
-        code, text = command(["10_fp8/cost.py", "matmuls"], self.environment, seconds)
+    def script(self, words: str, seconds: float) -> Outcome:
+        """A script of this repository: its exit status and its output."""
+        code, text = command(words.split(), self.environment, seconds)
         return Outcome(f"status {code}\n\n{text}", code != 0)
 
     def speed(self, stage: str, size: int, flags: str, seconds: float) -> Outcome:
@@ -294,22 +294,17 @@ class Check:
         flags = "--data sample --steps 8 --preset small --profile"
         size = max(s for number, s, _ in self.defaults() if number == stage)
         self.train(size, stage, flags, seconds)
-        folder = RUNS / f"{self.count:03d}-{stage}" / "profile"
+        folder = FOLDER / f"{self.count:03d}-{stage}" / "profile"
         return Outcome(f"{hidden_share(read_trace(folder)):.0%} of NCCL's time behind computation")
 
     def checkpoint(self, seconds: float) -> Outcome:
         flags = "--data sample --steps 20 --log-every 1 --checkpoint-every 10"
         train = partial(self.train, self.n, "02", seconds=seconds, deterministic=True)
         straight = train(flags=flags)[0][0]
-        saved = RUNS / f"{self.count:03d}-02" / "checkpoints" / "step-00000010"
+        saved = FOLDER / f"{self.count:03d}-02" / "checkpoints" / "step-00000010"
         resumed = train(flags=f"{flags} --resume {saved}")[0][0]
         same = [x["loss"] for x in resumed] == [x["loss"] for x in straight[10:]]
         return Outcome("the same bits" if same else "the losses differ", not same)
-
-    def bench(self, seconds: float) -> Outcome:
-        flags = ["--pairs", "10", *(["--rows", "01-loss"] if self.on_cpu else [])]
-        code, text = command(["benchmarks/bench.py", *flags], self.environment, seconds)
-        return Outcome(f"status {code}\n\n{text}", code != 0)
 
 
 def allowed(stage: str, flags: str) -> float:
@@ -360,22 +355,13 @@ def read_trace(folder: Path) -> list[dict]:
 
 def hidden_share(events: list[dict]) -> float:
     """The share of the time of NCCL's kernels in which another kernel computes."""
-    kernels = [e for e in events if e.get("cat") == "kernel"]
-    spans = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in kernels]
-    edges = sorted({edge for start, end, _ in spans for edge in (start, end)})
-    running, hidden, total = {True: 0, False: 0}, 0.0, 0.0
-    changes: dict[float, list[tuple[bool, int]]] = {edge: [] for edge in edges}
-    for start, end, is_nccl in spans:
-        changes[start].append((is_nccl, 1))
-        changes[end].append((is_nccl, -1))
-    for now, then in zip(edges, edges[1:], strict=False):
-        for is_nccl, change in changes[now]:
-            running[is_nccl] += change
-        total += (then - now) * (running[True] > 0)
-        hidden += (then - now) * (running[True] > 0 and running[False] > 0)
-    if not total:
+    nccl, others = [], []
+    for e in (e for e in events if e.get("cat") == "kernel"):
+        spans = nccl if "nccl" in e["name"].lower() else others
+        spans.append(Span(e["ts"], e["ts"] + e["dur"], ""))
+    if not nccl:
         raise RowFailed("the trace has no kernel of NCCL")
-    return hidden / total
+    return overlapped(nccl, others) / duration(nccl)
 
 
 # ---- the report ----
@@ -440,8 +426,8 @@ def main(argv: list[str] | None = None) -> int:
     if n == 0:
         print("gpu-check: PyTorch sees no GPU on this machine", file=sys.stderr)
         return 2
-    shutil.rmtree(RUNS, ignore_errors=True)
-    RUNS.mkdir(parents=True)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
     check = Check(n, bool(args.cpu))
 
     def write(text: str) -> None:

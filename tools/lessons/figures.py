@@ -14,7 +14,7 @@ COLOURS = ["grey", "blue", "green", "orange", "purple", "pink", "teal"]
 WIDTH, LEFT, TOP, BOTTOM = 720, 56, 44, 330
 
 
-class Run(NamedTuple):
+class QuickstartRun(NamedTuple):
     """A run's figures. name: of its folder. lines: those that have a loss."""
 
     name: str
@@ -29,18 +29,18 @@ def is_figure(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def read_runs(folder: Path) -> list[Run]:
+def read_runs(folder: Path) -> list[QuickstartRun]:
     found = []
     for path in sorted(folder.glob("quickstart/[0-9][0-9]_*/metrics.jsonl")):
         written = path.read_text().split("\n")[:-1]  # the last line may be incomplete
         lines = [line for line in map(json.loads, written) if is_figure(line.get("loss"))]
         if lines:
             ranks = json.loads(path.with_name("config.json").read_text())["world_size"]
-            found.append(Run(path.parent.name, ranks, lines))
+            found.append(QuickstartRun(path.parent.name, ranks, lines))
     return found
 
 
-def curves(runs: list[Run]) -> Picture:
+def curves(runs: list[QuickstartRun]) -> Picture:
     """One curve per run. Equal ones hide one another, so each is narrower than the one below."""
     losses = [line["loss"] for run in runs for line in run.lines]
     last = max(line["step"] for run in runs for line in run.lines)

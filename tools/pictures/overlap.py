@@ -17,6 +17,7 @@ import argparse
 import json
 from bisect import bisect_right
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,7 +140,7 @@ def duration(spans: list[Span]) -> float:
 
 def overlapped(first: list[Span], second: list[Span]) -> float:
     """ms in which a span of each list is active."""
-    pairs = ((a, b) for a in union(first) for b in union(second))
+    pairs = product(union(first), union(second))
     return sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a, b in pairs)
 
 

@@ -12,8 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -21,9 +19,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-import torch.distributed as dist
-from stages import stage_path
+from stages import REPO, stage_path
 from step_time import Gpu, Job, step_time
 
 RUNS = [  # stage, ranks, flags of the stage, fields of the job
@@ -37,19 +33,25 @@ RUNS = [  # stage, ranks, flags of the stage, fields of the job
 ]
 SIZES = [(256, 4, 128), (512, 4, 256), (768, 6, 256)]  # d_model, layers, seq_len
 BATCH, MICRO, STEPS = 8, 2, 4
+WORDS = 2304  # of the sample, padded
 
 
 def measure_here(ranks: int) -> Gpu:
-    """This machine as `ranks` devices that work at the same time."""
+    """This machine as `ranks` devices that work at the same time, by a preflight of its CPU."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rates.json"
-        words = ["--nproc-per-node", str(ranks), __file__, "rates", str(out)]
-        torchrun(words)
-        matmul, memory, ring = json.loads(out.read_text())
+        out = Path(folder) / "preflight.json"
+        command = [sys.executable, REPO / "tools/gpu/preflight.py", "--nproc", str(ranks)]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [*command, "--out", out], env=environment, capture_output=True, text=True
+        )
+        if not out.exists():
+            raise SystemExit(done.stderr[-2000:])
+        rates = json.loads(out.read_text())["summary"]
     return Gpu(
-        matmul=matmul,
-        memory_bandwidth=memory,
-        nvlink=ring,
+        matmul=rates["matmul_float32"],
+        memory_bandwidth=rates["memory"],
+        nvlink=rates.get("inside_node", rates["memory"]),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks,
         efficiency=1.0,
         attention=0.5,
@@ -69,34 +71,6 @@ def torchrun(words: list[str]) -> None:
     )
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
-
-
-def rates(out: str) -> None:
-    """Rank 0 writes FLOP/s, bytes/s of a copy and bytes/s of a ring, each the slowest rank's."""
-    dist.init_process_group("gloo")
-    size, edge = dist.get_world_size(), 768
-    a, b = torch.randn(edge, edge), torch.randn(edge, edge)
-    buffer, copy = torch.ones(2**22), torch.ones(2**22)  # 16 MB each
-    jobs: list[tuple[float, Callable[[], object]]] = [
-        (2 * edge**3, lambda: a @ b),
-        (2 * buffer.nbytes, lambda: copy.copy_(buffer)),
-    ]
-    if size > 1:
-        jobs.append((2 * (size - 1) / size * buffer.nbytes, lambda: dist.all_reduce(buffer)))
-    found = []
-    for work, job in jobs:
-        times = []
-        for _ in range(12):
-            dist.barrier()
-            start = time.perf_counter()
-            job()
-            times.append(time.perf_counter() - start)
-        slowest = torch.tensor(median(times[2:]))
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        found.append(work / slowest.item())
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps([*found, found[1]][:3]))
-    dist.destroy_process_group()
 
 
 def measured(stage: str, ranks: int, flags: str) -> float:
@@ -145,10 +119,5 @@ def main() -> None:
     print(f"\nmedian error {median(map(abs, errors)):.0%}, bias {median(errors):+.0%}")
 
 
-WORDS = 2304  # of the sample, padded
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["rates"]:
-        rates(sys.argv[2])
-    else:
-        main()
+    main()

@@ -8,7 +8,6 @@
     EFFICIENCY=0.55   achieved part of the data sheet's matmul rate, where it has been measured
     PREFLIGHT=FILE    rates of this cluster instead of the data sheet's, from `make preflight`
     EXPLAIN=1         the formulas of the best layout, with its numbers
-    SVG=FILE          draw step time and memory of all layouts
     ARGS=             the model's flags, as in every stage, and --global-batch-size
 
 Step times come from `step_time`. Bytes and memory are formulas, because a dry run takes seconds per
@@ -21,9 +20,9 @@ import json
 import math
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from step_errors import caveats
 from step_time import GPUS, Gpu, Job, step_time
 
-from common.arguments import PRESETS, SHAPE, base_parser
+from common.arguments import PRESETS, SHAPE, base_parser, positive, positive_int
 from common.distributed import fail
 
 VOCABULARY = 33_280  # WikiText-2's 33,278, padded
@@ -56,7 +55,7 @@ class Layout:
 
 
 def layouts(model: Job) -> Iterator[tuple[str, str, Job]]:
-    """(stage, flags, job) of every layout whose sizes divide, and of others; `runs` tells them."""
+    """(stage, flags, job) of every layout whose sizes divide, and of others; `divides` tells."""
     n, nodes = model.ranks, model.ranks // model.per_node
     dp = replace(model, casts_weights=True)
     yield "02", "", dp
@@ -73,24 +72,20 @@ def layouts(model: Job) -> Iterator[tuple[str, str, Job]]:
             yield "04", hybrid, replace(job, shard_ranks=model.per_node)
     for sp in ("", "--sequence-parallel"):
         yield "05", sp, replace(dp, tp=n, sequence_parallel=bool(sp))
-    for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)):
-        pipeline = replace(dp, schedule=schedule, virtual=virtual)
-        yield "06", f"--schedule {schedule}", replace(pipeline, pp=n)
-        for pp in range(1, n + 1):
-            for tp in range(1, n // pp + 1):
-                if (
-                    n % (pp * tp)
-                    or pp * tp in (1, n)
-                    and 1 in (pp, tp)
-                    or schedule in ("gpipe", "zero-bubble")
-                ):
-                    continue  # 02, 05 and 06 have it
-                if pp == 1 and schedule != "1f1b":
-                    continue
-                for sp in ("", " --sequence-parallel") if tp > 1 else ("",):
-                    name = f" --schedule {schedule}" if pp > 1 else ""
-                    job = replace(pipeline, pp=pp, tp=tp, sequence_parallel=bool(sp))
-                    yield "07", f"--pp {pp} --tp {tp}{name}{sp}", job
+    schedules = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}  # virtual stages
+    for schedule, virtual in schedules.items():
+        job = replace(dp, pp=n, schedule=schedule, virtual=virtual)
+        yield "06", f"--schedule {schedule}", job
+    degrees = [(pp, tp) for pp in range(1, n + 1) for tp in range(1, n + 1) if n % (pp * tp) == 0]
+    for pp, tp in degrees:
+        if 1 in (pp, tp) and pp * tp in (1, n):
+            continue  # 02, 05 and 06 have it
+        for schedule in ("1f1b", "interleaved") if pp > 1 else ("1f1b",):
+            for sp in ("", " --sequence-parallel") if tp > 1 else ("",):
+                name = f" --schedule {schedule}" if pp > 1 else ""
+                job = replace(dp, pp=pp, tp=tp, schedule=schedule, virtual=schedules[schedule])
+                job = replace(job, sequence_parallel=bool(sp))
+                yield "07", f"--pp {pp} --tp {tp}{name}{sp}", job
 
 
 def divides(job: Job) -> bool:
@@ -259,18 +254,20 @@ def plan(model: Job, fixed: Namespace) -> tuple[list[tuple[float, Layout]], Coun
             dropped["sizes that do not divide"] += 1
         for size in sizes:
             for full in (True,) if fixed.activation_checkpointing else (False, True):
-                run = replace(job, micro_batch=size, recompute="full" if full else "none")
-                memory = peak_memory(run, rows=2048 if model.gpu.overlaps else 256)
+                sized = replace(job, micro_batch=size, recompute="full" if full else "none")
+                memory = peak_memory(sized, rows=2048 if model.gpu.overlaps else 256)
                 if memory > USABLE * model.gpu.memory:
                     dropped["too little memory"] += 1
                     continue
                 words = [flags, f"--micro-batch-size {size}", "--activation-checkpointing" * full]
-                layout = Layout(stage, " ".join(filter(None, words)), run, memory)
-                found.append((step_time(run).seconds, layout))
+                layout = Layout(stage, " ".join(filter(None, words)), sized, memory)
+                found.append((step_time(sized).seconds, layout))
     return sorted(found, key=lambda pair: pair[0]), dropped
 
 
-def gpu_of(name: str, preflight: str, efficiency: str, ranks: int) -> tuple[Gpu, float | None]:
+def gpu_of(
+    name: str, preflight: str, efficiency: float | None, ranks: int
+) -> tuple[Gpu, float | None]:
     """The device, and the bytes/s of its network card if they were measured.
 
     `preflight.json` has an object "summary", with rates per GPU in FLOP/s and bytes/s, in one
@@ -300,14 +297,7 @@ def gpu_of(name: str, preflight: str, efficiency: str, ranks: int) -> tuple[Gpu,
             changes["efficiency"] = rate / gpu.matmul  # MFU stays a part of the data sheet's rate
         gpu = replace(gpu, held_to="a preflight", **{k: v for k, v in changes.items() if v})
         card = figures.get("across_nodes")
-    if efficiency:
-        try:
-            gpu = replace(gpu, efficiency=float(efficiency))
-        except ValueError:
-            fail(f"EFFICIENCY={efficiency}: pass a part of the data sheet's rate, such as 0.55")
-        if not 0 < gpu.efficiency <= 1:
-            fail(f"EFFICIENCY={efficiency}: pass a part between 0 and 1, such as 0.55")
-    return gpu, card
+    return replace(gpu, efficiency=efficiency or gpu.efficiency), card
 
 
 def show(found: list[tuple[float, Layout]], model: Job, command: str, explain: bool) -> None:
@@ -338,58 +328,37 @@ def show(found: list[tuple[float, Layout]], model: Job, command: str, explain: b
 
 
 PARTS = ("compute", "tp", "pipeline", "dp", "optimizer")
-COLORS = {"02": "blue", "03": "teal", "04": "green", "05": "orange", "06": "pink", "07": "purple"}
 
 
-def draw(found: list[tuple[float, Layout]]) -> str:
-    """Every layout as a square: to the right more memory, above a longer step (logarithmic)."""
-    sys.path.insert(0, str(Path(__file__).parent / "pictures"))
-    from svg import Picture
-
-    picture = Picture(720, 460, "Step time and memory of every layout that fits")
-    most, best = max(x.memory for _, x in found), found[0][0]
-    span = math.log(max(found[-1][0] / best, 1.01))
-    for seconds, layout in reversed(found):
-        x, y = 60 + 620 * layout.memory / most, 400 - 320 * math.log(seconds / best) / span
-        hint = f"{layout.stage} {layout.flags}: {seconds:.3g} s, {layout.memory / 1e9:.1f} GB"
-        picture.rect(x, y, 7, 7, COLORS[layout.stage], hint)
-    picture.line(56, 410, 690, 410, "ink")
-    picture.text(60, 428, "0 GB")
-    picture.text(690, 428, f"{most / 1e9:.0f} GB", anchor="end")
-    picture.text(52, 405, f"{best:.2g} s", anchor="end")
-    picture.text(52, 88, f"{found[-1][0]:.2g} s", anchor="end")
-    picture.legend(60, 448, {color: stage for stage, color in COLORS.items()})
-    return str(picture)
+def variable(name: str, read: Callable, to_pass: str, default: float | None = None):
+    """A variable of `make plan`, read by one of argparse's types."""
+    text = os.environ.get(name, "")
+    try:
+        return read(text) if text else default
+    except (ValueError, ArgumentTypeError):
+        fail(f"{name}={text}: pass {to_pass}")
 
 
 def main() -> None:
-    given = {name: os.environ.get(name, "") for name in ("GPU", "PREFLIGHT", "EFFICIENCY", "SVG")}
-    counts = {"NODES": 1, "GPUS": 1}
-    for name in counts:
-        text = os.environ.get(name, "")
-        if text:
-            counts[name] = (
-                int(text)
-                if text.isdigit() and int(text) > 0
-                else fail(f"{name}={text}: pass a number above 0")
-            )
+    nodes = variable("NODES", positive_int, "a number above 0", 1)
+    per_node = variable("GPUS", positive_int, "a number above 0", 1)
+    network = variable("NETWORK", positive, "the GB/s of one GPU's network card, such as 50")
+    part = "the achieved part of the data sheet's rate, such as 0.55"
+    efficiency = variable("EFFICIENCY", positive, part)
+    if efficiency and efficiency > 1:
+        fail(f"EFFICIENCY={efficiency:g}: pass {part}")
     args = base_parser(__doc__).parse_args()
     for name, value in zip(SHAPE, PRESETS[args.preset], strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.d_model % args.n_heads:
         fail(f"--d-model {args.d_model} is not a multiple of --n-heads {args.n_heads}")
-    ranks = counts["NODES"] * counts["GPUS"]
-    name = given["GPU"].lower() or fail(f"GPU=: pass one of {', '.join(GPUS)}, cpu")
-    gpu, card = gpu_of(name, given["PREFLIGHT"], given["EFFICIENCY"], ranks)
-    network = os.environ.get("NETWORK", "")
+    ranks, name = nodes * per_node, os.environ.get("GPU", "").lower()
+    gpu, card = gpu_of(name, os.environ.get("PREFLIGHT", ""), efficiency, ranks)
     if network:
-        try:
-            card = 1e9 * float(network)
-        except ValueError:
-            fail(f"NETWORK={network}: pass the GB/s of one GPU's network card, such as 50")
-    if card is None and counts["NODES"] > 1:
-        fail(f"NODES={counts['NODES']} needs NETWORK=, the GB/s of a GPU's network card")
+        card = 1e9 * network
+    if card is None and nodes > 1:
+        fail(f"NODES={nodes} needs NETWORK=, the GB/s of a GPU's network card")
     model = Job(
         layers=args.n_layers,
         d_model=args.d_model,
@@ -399,12 +368,12 @@ def main() -> None:
         global_batch=args.global_batch_size,
         ranks=ranks,
         gpu=gpu,
-        per_node=counts["GPUS"],
+        per_node=per_node,
         network=card or math.inf,
         dtype=args.dtype or ("float32" if name == "cpu" else "bfloat16"),
     )
     found, dropped = plan(model, args)
-    gpus = f"{counts['NODES']} x {counts['GPUS']} {name} (held to {gpu.held_to})"
+    gpus = f"{nodes} x {per_node} {name} (held to {gpu.held_to})"
     batch = f"{model.global_batch} sequences of {model.seq} tokens"
     print(f"{gpus}, {parameters(model):,.0f} parameters, {batch}")
     left_out = "; ".join(f"{count} with {reason}" for reason, count in dropped.items())
@@ -413,13 +382,10 @@ def main() -> None:
         fail(f"no layout fits on {ranks} x {name}: {left_out}")
     shape = " ".join(f"--{k.replace('_', '-')} {getattr(args, k)}" for k in SHAPE)
     words = f"{shape} --global-batch-size {args.global_batch_size}"
-    if counts["NODES"] > 1:
-        start = f"make submit-{{stage}} NODES={counts['NODES']} GPUS={counts['GPUS']}"
-    else:
-        start = f"make run-{{stage}} NPROC={counts['GPUS']}"
+    start = f"make run-{{stage}} NPROC={per_node}"
+    if nodes > 1:
+        start = f"make submit-{{stage}} NODES={nodes} GPUS={per_node}"
     show(found, model, f'{start} ARGS="{words} {{flags}}"', bool(os.environ.get("EXPLAIN")))
-    if given["SVG"]:
-        Path(given["SVG"]).write_text(draw(found))
 
 
 if __name__ == "__main__":

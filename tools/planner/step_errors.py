@@ -15,15 +15,16 @@ from __future__ import annotations
 import csv
 import math
 import sys
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 from statistics import fmean, median
+from typing import NamedTuple
 from unittest.mock import patch
 
 import step_time
 from step_time import FITTED, GPUS, TOO_SHORT, Job
 
-RUNS = Path(__file__).resolve().parents[2] / "benchmarks" / "published_runs.csv"
+PUBLISHED = Path(__file__).resolve().parents[2] / "benchmarks" / "published_runs.csv"
 NAMES = {"a100-80": "a100", "a100-80gb": "a100", "a100-40gb": "a100-40", "h100-80": "h100"}
 KNOWN = {  # the values that a column may have, or nothing: the default
     "recompute": ("none", "selective", "op-sac", "full"),
@@ -109,9 +110,17 @@ def caveats(job: Job, seconds: float | None = None) -> list[str]:
     return [reason for reason, holds in found.items() if holds]
 
 
-def runs_of(path: str | Path) -> list[tuple[int, str, Job | None, float]]:
-    """(number, source, run, measured seconds) of every row; None for a run that lacks a field.
-    Exits with status 2 at a value that the model does not know."""
+class Row(NamedTuple):
+    """A published run. job: None if it lacks a field that the model needs."""
+
+    number: int  # from 0
+    source: str
+    job: Job | None
+    seconds: float  # per step, as measured
+
+
+def runs_of(path: str | Path) -> list[Row]:
+    """All rows. Exits with status 2 at a value that the model does not know."""
     found = []
     with open(path, newline="") as file:
         for number, row in enumerate(csv.DictReader(file)):
@@ -122,43 +131,44 @@ def runs_of(path: str | Path) -> list[tuple[int, str, Job | None, float]]:
                     sys.exit(2)
             try:
                 job = job_of(row)
-                found.append((number, row.get("source", ""), job, measured(row, job)))
+                found.append(Row(number, row.get("source", ""), job, measured(row, job)))
             except (ValueError, KeyError, TypeError, ZeroDivisionError):
-                found.append((number, row.get("source", ""), None, math.nan))
+                found.append(Row(number, row.get("source", ""), None, math.nan))
     return found
 
 
-def errors(runs, constants: dict[str, float] = FITTED) -> list[tuple[int, str, Job, float]]:
-    """(number, source, run, predicted / measured - 1) of the runs that can be modelled."""
+Errors = list[tuple[Row, float]]  # predicted / measured - 1
+
+
+def errors(rows: list[Row], constants: dict[str, float] = FITTED) -> Errors:
+    """Of the rows that can be modelled."""
     with patch.dict(step_time.FITTED, constants):
         return [
-            (number, source, job, step_time.step_time(job).seconds / seconds - 1)
-            for number, source, job, seconds in runs
-            if job is not None
+            (row, step_time.step_time(row.job).seconds / row.seconds - 1)
+            for row in rows
+            if row.job is not None
         ]
 
 
-def in_domain(runs, constants: dict[str, float] = FITTED) -> list:
+def in_domain(rows: list[Row], constants: dict[str, float] = FITTED) -> list[Row]:
     with patch.dict(step_time.FITTED, constants):
         return [
-            run
-            for run in runs
-            if run[2] is not None and not caveats(run[2], step_time.step_time(run[2]).seconds)
+            row
+            for row in rows
+            if row.job is not None and not caveats(row.job, step_time.step_time(row.job).seconds)
         ]
 
 
-def fit(runs) -> dict[str, float]:
+def fit(rows: list[Row]) -> dict[str, float]:
     """The three constants with the least mean |log(predicted / measured)|. A row weighs one over
     the root of its source's number of rows: else one program with many rows decides alone."""
-    runs = in_domain(runs)
-    rows = defaultdict(int)
-    for _, source, *_ in runs:
-        rows[source] += 1
+    rows = in_domain(rows)
+    count = Counter(row.source for row in rows)
 
     def loss(constants: dict[str, float]) -> float:
-        found = errors(runs, constants)
-        weights = [rows[source] ** -0.5 for _, source, *_ in found]
-        misses = [abs(math.log1p(error)) for *_, error in found]
+        found = errors(rows, constants)
+        weights = [count[row.source] ** -0.5 for row, _ in found]
+        misses = [abs(math.log1p(error)) for _, error in found]
         return sum(w * x for w, x in zip(weights, misses, strict=True)) / sum(weights)
 
     constants, width = {"A100": 0.8, "H100": 0.6, "link": 0.6}, 0.1
@@ -175,12 +185,13 @@ def fit(runs) -> dict[str, float]:
     return constants
 
 
-def left_out(runs) -> list[tuple[int, str, Job, float]]:
+def left_out(rows: list[Row]) -> Errors:
     """Every source's errors inside the domain, by constants that were fitted without it."""
     found = []
-    for source in sorted({source for _, source, *_ in runs}):
-        constants = fit([run for run in runs if run[1] != source])
-        found += errors(in_domain([run for run in runs if run[1] == source], constants), constants)
+    for source in sorted({row.source for row in rows}):
+        constants = fit([row for row in rows if row.source != source])
+        own = [row for row in rows if row.source == source]
+        found += errors(in_domain(own, constants), constants)
     return found
 
 
@@ -189,57 +200,52 @@ def quantile(values: list[float], part: float) -> float:
     return values[min(len(values) - 1, math.ceil(part * len(values)) - 1)]
 
 
-def summary(found) -> tuple[float, float, float]:
+def summary(found: Errors) -> tuple[float, float, float]:
     """Median and 90th percentile of |error|, and the bias (the median error), in percent."""
-    sizes = [100 * abs(error) for *_, error in found]
-    return median(sizes), quantile(sizes, 0.9), 100 * median(error for *_, error in found)
+    percent = [100 * error for _, error in found]
+    sizes = [abs(x) for x in percent]
+    return median(sizes), quantile(sizes, 0.9), median(percent)
 
 
 def report(path: str | Path) -> None:
     """One line per source, then one for all."""
-    runs = runs_of(path)
-    found = errors(runs)
-    inside = {number for number, *_ in in_domain(runs)}
+    rows = runs_of(path)
+    found = errors(rows)
+    inside = in_domain(rows)
     print(
         f"{'source':20}{'rows':>6}{'modelled':>10}{'in domain':>11}"
         f"{'median':>9}{'90 %':>8}{'bias':>9}"
     )
-    for source in dict.fromkeys(source for _, source, *_ in runs):
-        own = [run for run in found if run[1] == source]
-        rows = sum(s == source for _, s, *_ in runs)
-        line = f"{source:20}{rows:6}{len(own):10}{sum(r[0] in inside for r in own):11}"
+    for source, count in Counter(row.source for row in rows).items():
+        own = [(row, error) for row, error in found if row.source == source]
+        line = f"{source:20}{count:6}{len(own):10}{sum(row in inside for row, _ in own):11}"
         if own:
-            middle, high, bias = summary(own)
-            line += f"{middle:7.1f} %{high:6.1f} %{bias:+7.1f} %"
+            line += "{:7.1f} %{:6.1f} %{:+7.1f} %".format(*summary(own))
         print(line)
-    if len(found) < len(runs):
-        print(f"{len(runs) - len(found)} rows lack a field that the model needs")
-    for name, own in (("in domain", [r for r in found if r[0] in inside]), ("all", found)):
+    if len(found) < len(rows):
+        print(f"{len(rows) - len(found)} rows lack a field that the model needs")
+    for name, own in (("in domain", errors(inside)), ("all", found)):
         if own:
             middle, high, _ = summary(own)
             print(f"{name}: {len(own)} rows, median {middle:.1f} %, 90th percentile {high:.1f} %")
-        elif name == "all":
-            print("all: 0 rows")
+    if not found:
+        print("all: 0 rows")
 
 
 def judge_constants() -> None:
     """Fit the constants again, and print the errors of each source when it is left out."""
-    runs = runs_of(RUNS)
-    print("fitted to the even rows:", fit([run for run in runs if run[0] % 2 == 0]))
-    outside = left_out(runs)
+    rows = runs_of(PUBLISHED)
+    print("fitted to the even rows:", fit([row for row in rows if row.number % 2 == 0]))
+    found = left_out(rows)
     print(
-        "left-out sources: median {:.1f} %, 90 % {:.1f} %, bias {:+.1f} %".format(*summary(outside))
+        "left-out sources: median {:.1f} %, 90 % {:.1f} %, bias {:+.1f} %".format(*summary(found))
     )
-    ratios = [1 / (1 + error) for *_, error in outside]
-    print(
-        f"measured / predicted: 10 % {quantile(ratios, 0.1):.2f}, 90 % {quantile(ratios, 0.9):.2f}"
-    )
-    by = defaultdict(list)
-    for run in outside:
-        by[run[1]].append(run)
-    for source, own in by.items():
-        print(f"  {source:20}{len(own):4}   {summary(own)[0]:5.1f} {summary(own)[1]:6.1f}")
-    print(f"mean {fmean(abs(e) for *_, e in outside):.3f}")
+    low, high = (quantile([1 / (1 + error) for _, error in found], part) for part in (0.1, 0.9))
+    print(f"measured / predicted: 10 % {low:.2f}, 90 % {high:.2f}")
+    for source, count in Counter(row.source for row, _ in found).items():
+        middle, high, _ = summary([(row, error) for row, error in found if row.source == source])
+        print(f"  {source:20}{count:4}   {middle:5.1f} {high:6.1f}")
+    print(f"mean {fmean(abs(error) for _, error in found):.3f}")
 
 
 if __name__ == "__main__":
