@@ -104,7 +104,7 @@ def command(monkeypatch, capsys):
     """`make plan` in this process: exit status, stdout, stderr."""
 
     def run(words: str = "", **variables: str) -> tuple[int, str, str]:
-        for name in "NODES GPUS GPU NETWORK EFFICIENCY PREFLIGHT EXPLAIN".split():
+        for name in "NODES GPUS GPU NETWORK EFFICIENCY PREFLIGHT EXPLAIN SVG".split():
             monkeypatch.setenv(name, variables.get(name, ""))
         monkeypatch.setattr("sys.argv", ["plan.py", *words.split()])
         status = 0
@@ -139,13 +139,14 @@ def test_wrong_arguments_end_with_one_line_and_status_2(command, variables, said
     assert status == 2 and errors.count("\n") == 1 and said in errors
 
 
-def test_the_plan_of_the_example_takes_at_most_20_seconds(command):
+def test_the_plan_of_the_example_takes_at_most_20_seconds(command, tmp_path):
     start = time.process_time()
     variables = {"NODES": "16", "GPUS": "8", "GPU": "h100", "NETWORK": "50", "EXPLAIN": "1"}
-    status, said, _ = command(SHAPE, **variables)
+    status, said, _ = command(SHAPE, **variables, SVG=str(tmp_path / "plan.svg"))
     assert time.process_time() - start < 20
     assert status == 0 and 'make submit-04 NODES=16 GPUS=8 ARGS="--d-model 4096' in said
     assert "a tie: measure these" in said and "by formula" in said
+    assert (tmp_path / "plan.svg").read_text().count("<rect") > 100
 
 
 def test_no_figure_is_printed_for_a_latency_bound_step(command):

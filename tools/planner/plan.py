@@ -8,6 +8,7 @@
     EFFICIENCY=0.55   achieved part of the data sheet's matmul rate, where it has been measured
     PREFLIGHT=FILE    rates of this cluster instead of the data sheet's, from `make preflight`
     EXPLAIN=1         the formulas of the best layout, with its numbers
+    SVG=FILE          draw step time and memory of all layouts
     ARGS=             the model's flags, as in every stage, and --global-batch-size
 
 Step times come from `step_time`. Bytes and memory are formulas, because a dry run takes seconds per
@@ -26,10 +27,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pictures"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from step_errors import caveats
 from step_time import GPUS, Gpu, Job, step_time
+from svg import Picture
 
 from common.arguments import PRESETS, SHAPE, base_parser, positive, positive_int
 from common.distributed import fail
@@ -328,6 +331,25 @@ def show(found: list[tuple[float, Layout]], model: Job, command: str, explain: b
 
 
 PARTS = ("compute", "tp", "pipeline", "dp", "optimizer")
+COLORS = {"02": "blue", "03": "teal", "04": "green", "05": "orange", "06": "pink", "07": "purple"}
+
+
+def draw(found: list[tuple[float, Layout]]) -> str:
+    """Every layout as a square: to the right more memory, above a longer step (logarithmic)."""
+    picture = Picture(720, 460, "Step time and memory of every layout that fits")
+    most, best = max(x.memory for _, x in found), found[0][0]
+    span = math.log(max(found[-1][0] / best, 1.01))
+    for seconds, layout in reversed(found):
+        x, y = 60 + 620 * layout.memory / most, 400 - 320 * math.log(seconds / best) / span
+        hint = f"{layout.stage} {layout.flags}: {seconds:.3g} s, {layout.memory / 1e9:.1f} GB"
+        picture.rect(x, y, 7, 7, COLORS[layout.stage], hint)
+    picture.line(56, 410, 690, 410, "ink")
+    picture.text(60, 428, "0 GB")
+    picture.text(690, 428, f"{most / 1e9:.0f} GB", anchor="end")
+    picture.text(52, 405, f"{best:.2g} s", anchor="end")
+    picture.text(52, 88, f"{found[-1][0]:.2g} s", anchor="end")
+    picture.legend(60, 448, {color: stage for stage, color in COLORS.items()})
+    return str(picture)
 
 
 def variable(name: str, read: Callable, to_pass: str, default: float | None = None):
@@ -386,6 +408,8 @@ def main() -> None:
     if nodes > 1:
         start = f"make submit-{{stage}} NODES={nodes} GPUS={per_node}"
     show(found, model, f'{start} ARGS="{words} {{flags}}"', bool(os.environ.get("EXPLAIN")))
+    if path := os.environ.get("SVG"):
+        Path(path).write_text(draw(found))
 
 
 if __name__ == "__main__":
