@@ -11,9 +11,8 @@ differ in one coordinate alone form a process group, in which that axis communic
 
 New since 06, and first in this file: the mesh; `MeshPipeline`, a `Pipeline` whose stages are
 sharded over `tp` and reduce their gradients over `dp` while it drains; a global norm that counts
-every parameter once; and the training loop. The micro-batches are the gradient accumulation. The
-copies begin below the loop, at "Repeated to the letter": the definitions of 02, 05 and 06 that this
-file uses. Only 06's `Pipeline` stands above it, as the base class of `MeshPipeline`.
+every parameter once; and the training loop. The micro-batches are the gradient accumulation. Below
+the loop the definitions of 02, 05 and 06 are repeated, apart from the base class `Pipeline`.
 
     memory per rank           16 P / (pp tp) bytes (norms are replicated in tp); activations: as
                               in 06, for 1 / dp of the batch, sharded as in 05
@@ -227,12 +226,10 @@ class Pipeline:
 class MeshPipeline(Pipeline):
     """A pipeline whose stages are sharded over `tp` and average their gradients over `dp`.
 
-    Each stage has a `DistributedDataParallel` of its own, whose `forward` is never called. Only its
-    hooks are needed, which run wherever autograd accumulates a gradient. All micro-batches but the
-    last only accumulate. With the last one, a bucket's all-reduce starts as soon as it is ready:
-    while the pipeline drains, and for the LM head already in its forward (see
-    `PipelineStage.forward`). sequence_shards: tp if each rank of a tp group sends a part
-    of every sequence; else 1.
+    Each stage has a `DistributedDataParallel`, for its hooks alone: they run wherever autograd
+    accumulates a gradient. All micro-batches but the last only accumulate. With the last one, a
+    bucket's all-reduce starts as soon as it is ready: while the pipeline drains, and for the LM
+    head already in its forward. sequence_shards: how many ranks each send a part of a sequence.
     """
 
     def __init__(
@@ -533,7 +530,7 @@ def tensor_parallel(
     them. With sequence_parallel the model takes only sequences of config.seq_len.
     """
     region = SequenceParallelRegion(group) if sequence_parallel else TensorParallelRegion(group)
-    if model.embed is not None:  # in 07, one pipeline stage has it, and one has the output
+    if model.embed is not None:  # a part of a model may lack it, or the output
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
     for layer in model.layers.values():
         layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # rows: complete heads
