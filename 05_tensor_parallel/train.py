@@ -89,7 +89,7 @@ def tensor_parallel(
     them. With sequence_parallel the model takes only sequences of config.seq_len.
     """
     region = SequenceParallelRegion(group) if sequence_parallel else TensorParallelRegion(group)
-    if model.embed is not None:  # in 07, one pipeline stage has it, and one has the output
+    if model.embed is not None:  # a part of a model may lack it, or the output
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
     for layer in model.layers.values():
         layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # rows: complete heads

@@ -125,7 +125,7 @@ class Pipeline:
         stage, which starts from tokens, and in a B of the last one, which starts from the loss."""
         stage = self.stages[action.stage]
         if action.kind == "W":
-            return stage.weight_gradients(action.micro)
+            return stage.weight_gradients()
         if action.kind == "B":
             return stage.backward(action.micro, received)
         tokens, targets, keys = micro_batches[action.micro]
@@ -199,27 +199,19 @@ class PipelineStage:
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
         """x: activations, in the first stage tokens. Returns activations, in the last stage a loss.
         m: the number of micro-batches. Gradients are those of the mean of their losses."""
-        if x.is_floating_point():  # activations; tokens have no gradient
-            x.requires_grad_(torch.is_grad_enabled())
+        trains = torch.is_grad_enabled()
+        x.requires_grad_(trains and x.is_floating_point())  # tokens have no gradient
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
-        result, grad = y.detach(), None  # the message has no graph; y's is kept for backward
-        if self.output is not None:
-            result, grad = self.loss_and_backward(result, targets, m)
-        if torch.is_grad_enabled():
+            detached = y.detach().requires_grad_(trains)  # y's graph is kept for backward
+            result = detached if self.output is None else self.output(detached, targets)
+        if trains:
+            if self.output is not None:
+                # at once: the logits or the head's gradient are too big to keep one per micro-batch
+                (result / m).backward()
             # not y itself, whose memory would be kept until backward
-            self.in_flight[micro] = InFlight(x, get_gradient_edge(y), grad)
-        return result
-
-    def loss_and_backward(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
-        """The loss, and the gradient of x. The output unit's backward runs at once: its graph keeps
-        the logits or the head's gradient, too big to keep one per micro-batch."""
-        x.requires_grad_(torch.is_grad_enabled())
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
-            loss = self.output(x, targets)
-        if torch.is_grad_enabled():
-            (loss / m).backward()
-        return loss.detach(), x.grad
+            self.in_flight[micro] = InFlight(x, get_gradient_edge(y), detached.grad)
+        return result.detach()
 
     def backward(self, micro: int, grad: Tensor | None) -> Tensor | None:
         """grad: of y; None in the last stage. Accumulates the weights' gradients, returns x's."""
@@ -256,6 +248,15 @@ class Action(NamedTuple):
     stage: int
 
 
+def source_and_destination(action: Action, n_stages: int) -> tuple[int | None, int | None]:
+    """The stages that an action receives from and sends to: activations go to the next stage (F),
+    their gradients to the previous one (B). None where there is no message."""
+    previous = action.stage - 1 if action.stage > 0 else None
+    following = action.stage + 1 if action.stage < n_stages - 1 else None
+    ends = {"F": (previous, following), "B": (following, previous), "W": (None, None)}
+    return ends[action.kind]
+
+
 Schedule = Callable[[int, int, int], list[Action]]  # of rank, p, m
 
 
@@ -276,17 +277,6 @@ def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> 
     pairs = zip(forwards[warm_up:], backwards, strict=False)  # until the forwards run out
     steady_state = [action for pair in pairs for action in pair]
     return forwards[:warm_up] + steady_state + backwards[len(forwards) - warm_up :]
-
-
-# ---- messages: activations go to the next stage (F), their gradients to the previous one (B) ----
-
-
-def source_and_destination(action: Action, n_stages: int) -> tuple[int | None, int | None]:
-    """The stages that an action receives from and sends to; None where there is no message."""
-    previous = action.stage - 1 if action.stage > 0 else None
-    following = action.stage + 1 if action.stage < n_stages - 1 else None
-    ends = {"F": (previous, following), "B": (following, previous), "W": (None, None)}
-    return ends[action.kind]
 
 
 # ---- interleaving: v shorter stages per rank ----
@@ -342,40 +332,37 @@ SCHEDULES |= {"zero-bubble": zero_bubble}
 class ZeroBubbleStage(PipelineStage):
     """A stage whose backward defers the weight gradients of its linear layers.
 
-    Norms and the embedding have no matmul to defer; the head's run with the loss. recorded: weight,
-    input [tokens, in] and output gradient [tokens, out] of each linear layer, as the running
-    backward reaches them. pending: the same by micro-batch, until its W."""
+    Norms and the embedding have no matmul to defer; the head's run with the loss. pending: for each
+    micro-batch between its B and its W, the oldest first, the weight, input [tokens, in] and output
+    gradient [tokens, out] of every linear layer."""
 
     def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
         super().__init__(part, output, autocast)
-        self.recorded: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-        self.pending: dict[int, list[tuple[nn.Parameter, Tensor, Tensor]]] = {}
+        self.pending: deque[list[tuple[nn.Parameter, Tensor, Tensor]]] = deque()
         for layer in self.part.layers.values():
-            layer.attn.wqkv = DeferredLinear(layer.attn.wqkv, self.recorded)
-            layer.attn.wo = DeferredLinear(layer.attn.wo, self.recorded)
-            layer.mlp.w1 = DeferredLinear(layer.mlp.w1, self.recorded)
-            layer.mlp.w2 = DeferredLinear(layer.mlp.w2, self.recorded)
+            layer.attn.wqkv = DeferredLinear(layer.attn.wqkv, self.pending)
+            layer.attn.wo = DeferredLinear(layer.attn.wo, self.pending)
+            layer.mlp.w1 = DeferredLinear(layer.mlp.w1, self.pending)
+            layer.mlp.w2 = DeferredLinear(layer.mlp.w2, self.pending)
 
     def backward(self, micro: int, grad: Tensor | None) -> Tensor | None:
-        grad_x = super().backward(micro, grad)
-        self.pending[micro] = list(self.recorded)
-        self.recorded.clear()
-        return grad_x
+        self.pending.append([])  # for the backward of each layer to fill
+        return super().backward(micro, grad)
 
     @torch.no_grad()
-    def weight_gradients(self, micro: int) -> None:
-        """Run the deferred matmuls. No hooks on the weights run: here nothing needs them."""
-        for weight, x, grad in self.pending.pop(micro):
+    def weight_gradients(self) -> None:
+        """Run the oldest deferred matmuls. No hooks on the weights run: here nothing needs them."""
+        for weight, x, grad in self.pending.popleft():
             weight_grad = (grad.t() @ x).to(weight.dtype)
             weight.grad = weight_grad if weight.grad is None else weight.grad.add_(weight_grad)
 
 
 class DeferredLinear(nn.Module):
-    """y = x W^T, with the weight of `plain`. Its backward records what W's matmul needs."""
+    """y = x W^T, with the weight of `plain`. Its backward records what dW's matmul needs."""
 
-    def __init__(self, plain: nn.Module, recorded: list):
+    def __init__(self, plain: nn.Module, pending: deque[list]):
         super().__init__()
-        self.weight, self.recorded = plain.weight, recorded
+        self.weight, self.pending = plain.weight, pending
 
     def forward(self, x: Tensor) -> Tensor:
         return LinearWithDeferredGradient.apply(in_autocast_dtype(x), self)
@@ -393,7 +380,7 @@ class LinearWithDeferredGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (x,), weight = ctx.saved_tensors, ctx.layer.weight
-        ctx.layer.recorded.append((weight, x.flatten(0, -2), grad.flatten(0, -2)))
+        ctx.layer.pending[-1].append((weight, x.flatten(0, -2), grad.flatten(0, -2)))
         return grad @ weight.to(grad.dtype), None  # cast again: no bf16 copy of W is kept
 
 

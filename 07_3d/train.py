@@ -11,9 +11,8 @@ differ in one coordinate alone form a process group, in which that axis communic
 
 New since 06, and first in this file: the mesh; `MeshPipeline`, a `Pipeline` whose stages are
 sharded over `tp` and reduce their gradients over `dp` while it drains; a global norm that counts
-every parameter once; and the training loop. The micro-batches are the gradient accumulation. The
-copies begin below the loop, at "Repeated to the letter": the definitions of 02, 05 and 06 that this
-file uses. Only 06's `Pipeline` stands above it, as the base class of `MeshPipeline`.
+every parameter once; and the training loop. The micro-batches are the gradient accumulation. Below
+the loop the definitions of 02, 05 and 06 are repeated, apart from the base class `Pipeline`.
 
     memory per rank           16 P / (pp tp) bytes (norms are replicated in tp); activations: as
                               in 06, for 1 / dp of the batch, sharded as in 05
@@ -168,7 +167,7 @@ class Pipeline:
         stage, which starts from tokens, and in a B of the last one, which starts from the loss."""
         stage = self.stages[action.stage]
         if action.kind == "W":
-            return stage.weight_gradients(action.micro)
+            return stage.weight_gradients()
         if action.kind == "B":
             return stage.backward(action.micro, received)
         tokens, targets, keys = micro_batches[action.micro]
@@ -227,12 +226,10 @@ class Pipeline:
 class MeshPipeline(Pipeline):
     """A pipeline whose stages are sharded over `tp` and average their gradients over `dp`.
 
-    Each stage has a `DistributedDataParallel` of its own, whose `forward` is never called. Only its
-    hooks are needed, which run wherever autograd accumulates a gradient. All micro-batches but the
-    last only accumulate. With the last one, a bucket's all-reduce starts as soon as it is ready:
-    while the pipeline drains, and for the LM head already in its forward (see
-    `PipelineStage.loss_and_backward`). sequence_shards: tp if each rank of a tp group sends a part
-    of every sequence; else 1.
+    Each stage has a `DistributedDataParallel`, for its hooks alone: they run wherever autograd
+    accumulates a gradient. All micro-batches but the last only accumulate. With the last one, a
+    bucket's all-reduce starts as soon as it is ready: while the pipeline drains, and for the LM
+    head already in its forward. sequence_shards: how many ranks each send a part of a sequence.
     """
 
     def __init__(
@@ -533,7 +530,7 @@ def tensor_parallel(
     them. With sequence_parallel the model takes only sequences of config.seq_len.
     """
     region = SequenceParallelRegion(group) if sequence_parallel else TensorParallelRegion(group)
-    if model.embed is not None:  # in 07, one pipeline stage has it, and one has the output
+    if model.embed is not None:  # a part of a model may lack it, or the output
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
     for layer in model.layers.values():
         layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # rows: complete heads
@@ -801,27 +798,19 @@ class PipelineStage:
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
         """x: activations, in the first stage tokens. Returns activations, in the last stage a loss.
         m: the number of micro-batches. Gradients are those of the mean of their losses."""
-        if x.is_floating_point():  # activations; tokens have no gradient
-            x.requires_grad_(torch.is_grad_enabled())
+        trains = torch.is_grad_enabled()
+        x.requires_grad_(trains and x.is_floating_point())  # tokens have no gradient
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
-        result, grad = y.detach(), None  # the message has no graph; y's is kept for backward
-        if self.output is not None:
-            result, grad = self.loss_and_backward(result, targets, m)
-        if torch.is_grad_enabled():
+            detached = y.detach().requires_grad_(trains)  # y's graph is kept for backward
+            result = detached if self.output is None else self.output(detached, targets)
+        if trains:
+            if self.output is not None:
+                # at once: the logits or the head's gradient are too big to keep one per micro-batch
+                (result / m).backward()
             # not y itself, whose memory would be kept until backward
-            self.in_flight[micro] = InFlight(x, get_gradient_edge(y), grad)
-        return result
-
-    def loss_and_backward(self, x: Tensor, targets: Tensor, m: int) -> tuple[Tensor, Tensor | None]:
-        """The loss, and the gradient of x. The output unit's backward runs at once: its graph keeps
-        the logits or the head's gradient, too big to keep one per micro-batch."""
-        x.requires_grad_(torch.is_grad_enabled())
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
-            loss = self.output(x, targets)
-        if torch.is_grad_enabled():
-            (loss / m).backward()
-        return loss.detach(), x.grad
+            self.in_flight[micro] = InFlight(x, get_gradient_edge(y), detached.grad)
+        return result.detach()
 
     def backward(self, micro: int, grad: Tensor | None) -> Tensor | None:
         """grad: of y; None in the last stage. Accumulates the weights' gradients, returns x's."""
@@ -858,6 +847,15 @@ class Action(NamedTuple):
     stage: int
 
 
+def source_and_destination(action: Action, n_stages: int) -> tuple[int | None, int | None]:
+    """The stages that an action receives from and sends to: activations go to the next stage (F),
+    their gradients to the previous one (B). None where there is no message."""
+    previous = action.stage - 1 if action.stage > 0 else None
+    following = action.stage + 1 if action.stage < n_stages - 1 else None
+    ends = {"F": (previous, following), "B": (following, previous), "W": (None, None)}
+    return ends[action.kind]
+
+
 Schedule = Callable[[int, int, int], list[Action]]  # of rank, p, m
 
 
@@ -873,17 +871,6 @@ def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> 
     pairs = zip(forwards[warm_up:], backwards, strict=False)  # until the forwards run out
     steady_state = [action for pair in pairs for action in pair]
     return forwards[:warm_up] + steady_state + backwards[len(forwards) - warm_up :]
-
-
-# ---- messages: activations go to the next stage (F), their gradients to the previous one (B) ----
-
-
-def source_and_destination(action: Action, n_stages: int) -> tuple[int | None, int | None]:
-    """The stages that an action receives from and sends to; None where there is no message."""
-    previous = action.stage - 1 if action.stage > 0 else None
-    following = action.stage + 1 if action.stage < n_stages - 1 else None
-    ends = {"F": (previous, following), "B": (following, previous), "W": (None, None)}
-    return ends[action.kind]
 
 
 def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:

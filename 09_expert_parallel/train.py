@@ -96,21 +96,18 @@ class MixtureOfExperts(nn.Module):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        n_experts: int,
-        top_k: int,
-        make_expert: Callable[[int], nn.Module],
-        group: ProcessGroup,
+        self, d_model: int, n_experts: int, top_k: int, make_expert: Callable, group: ProcessGroup
     ):
         super().__init__()
         self.group, self.n_experts, self.top_k = group, n_experts, top_k
         self.router = nn.Linear(d_model, n_experts, bias=False)
         self.register_buffer("bias", torch.zeros(n_experts))
         n_local = n_experts // group.size()
-        first = group.rank() * n_local
-        own = range(first, first + n_local)
+        own = range(group.rank() * n_local, (group.rank() + 1) * n_local)
         self.experts = nn.ModuleDict({str(i): make_expert(i) for i in own})
+        for param in self.experts.parameters():
+            # the tokens of all ranks of the group meet at the expert: average their gradients
+            param.register_hook(lambda grad: grad / group.size())
         self.load: Tensor | int = 0
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
@@ -138,10 +135,8 @@ class MixtureOfExperts(nn.Module):
         return (results * weights[..., None]).sum(dim=1).view_as(x)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights of every token's experts, and the experts' indices: [T, k] each.
-
-        The weights of k experts are the softmax over their logits.
-        """
+        """The weights of every token's experts, the softmax over their logits, and the experts'
+        indices: [T, k] each."""
         with torch.autocast(tokens.device.type, enabled=False):  # bf16 scores would often be equal
             logits = self.router(tokens)  # [T, E]
         scores = logits.softmax(dim=-1)
@@ -215,15 +210,6 @@ def without_experts(model: nn.Module) -> Iterator[nn.ModuleList]:
     yield experts
     for mixture, taken in zip(mixtures, experts, strict=True):
         mixture.experts = taken
-
-
-def divide_gradients(experts: nn.Module, ep: int) -> None:
-    """Make the experts' gradients averages, once per step, after those over the replicas.
-
-    The tokens of the ep ranks of a set have met at the expert, so its gradient is their sum.
-    """
-    for param in experts.parameters():
-        param.grad.div_(ep)
 
 
 @torch.no_grad()
@@ -334,7 +320,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         experts.finish_gradient_synchronization()
-        divide_gradients(experts, args.ep)
         loss = all_reduce_control(loss) / world.size
         grad_norm = clip_grad_norm_(model, args.grad_clip, ep)
         optimizer.step()

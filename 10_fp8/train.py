@@ -117,10 +117,9 @@ class Float8Matmuls(torch.autograd.Function):
             grad_x = scaled_matmul(grad8, weight8, grad.dtype, use_fast_accum=False)
         if ctx.needs_input_grad[1]:
             if ctx.scaling == ScalingType.RowWise:  # the scales of x8 vary along the tokens
-                grad_weight = grad.t() @ x8.dequantize(grad.dtype)
+                grad_weight = (grad.t() @ x8.dequantize(grad.dtype)).to(weight.dtype)
             else:
                 grad_weight = scaled_matmul(grad8.t(), x8.t(), weight.dtype, use_fast_accum=False)
-            grad_weight = grad_weight.to(weight.dtype)
         return grad_x, grad_weight, None
 
 

@@ -669,7 +669,6 @@ def our_experts(shape: Shape) -> Step:
     def finish() -> None:
         parallel.finish_gradient_synchronization()
         experts_alone.finish_gradient_synchronization()
-        stage.divide_gradients(experts_alone, everyone.size())
         stage.balance_load(model, 0.08)
 
     return plain_step(parallel, torch.optim.AdamW(parallel.parameters(), **ADAMW), finish)

@@ -183,7 +183,7 @@ def in_flight(schedule: str, m: int, changes: dict, bf16: bool = False) -> dict:
     with PeakMemory() as between:
         stage.backward(0, grad)
     if schedule == "zero-bubble":
-        stage.weight_gradients(0)
+        stage.weight_gradients()
     held: list[tuple[int, int]] = []  # micro-batches, bytes
     run_action = pipeline.run_action
 

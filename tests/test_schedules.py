@@ -120,7 +120,7 @@ def test_bubble_fraction_with_unit_costs(name):
 
 
 def shortest(p: int, m: int) -> int:
-    """The least time of any order of F, I and W on p ranks, found by exhaustive search."""
+    """The least time of any order of F, B and W on p ranks, found by exhaustive search."""
     state = ((0, 0, 0),) * p  # forwards, input gradients and weight gradients done by each rank
     seen, time = {state}, 0
     while ((m, m, m),) * p not in seen:
@@ -132,16 +132,16 @@ def shortest(p: int, m: int) -> int:
 
 def _one_unit_later(state: tuple, p: int, m: int) -> Iterator[tuple]:
     choices = []
-    for rank, (f, i, w) in enumerate(state):
+    for rank, (f, b, w) in enumerate(state):
         possible = []
         if f < m and (rank == 0 or state[rank - 1][0] > f):
-            possible.append((f + 1, i, w))
-        if i < f and (rank == p - 1 or state[rank + 1][1] > i):
-            possible.append((f, i + 1, w))
-        if w < i:
-            possible.append((f, i, w + 1))
+            possible.append((f + 1, b, w))
+        if b < f and (rank == p - 1 or state[rank + 1][1] > b):
+            possible.append((f, b + 1, w))
+        if w < b:
+            possible.append((f, b, w + 1))
         # waiting is never better than running a possible action
-        choices.append(possible or [(f, i, w)])
+        choices.append(possible or [(f, b, w)])
     yield from product(*choices)
 
 
