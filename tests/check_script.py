@@ -47,6 +47,7 @@ MEANS = {
     "overlap": "a wait follows its collective at once, or a collective starts too late",
     "emulation": "a scale, a rounding, or the dtype of a matmul's operand is another",
     "schedules": "an action is missing, out of order or too early",
+    "messages": "a send or a receive is missing, out of order, too early or too late",
 }
 AGREES = (
     "without clipping, the first step agrees up to its gradients: look at clipping, at the "

@@ -155,20 +155,10 @@ def test_debug_detail_finds_no_mismatch_and_counts_the_same_calls(
     assert ranks[0][2] == ranks[1][2] or stage_file(run.stage).ranks_differ
 
 
-def wrong_across_ranks(kind: str) -> None:
-    """Rank 1 issues a different call than rank 0."""
-    tensor = torch.ones(4, 2)
-    if torch.distributed.get_rank() == 0:
-        torch.distributed.all_reduce(tensor)
-    elif kind == "operator":
-        torch.distributed.broadcast(tensor, 1)
-    elif kind == "shape":
-        torch.distributed.all_reduce(torch.ones(2, 2))
-    else:
-        torch.distributed.all_reduce(tensor.to(torch.float64))
+def another_shape_on_rank_1() -> None:
+    torch.distributed.all_reduce(torch.ones(4 - 2 * torch.distributed.get_rank(), 2))
 
 
-@pytest.mark.parametrize("kind", ["operator", "shape", "dtype"])
-def test_debug_detail_finds_mismatches(detail_pool, kind):
+def test_debug_detail_finds_a_mismatch(detail_pool):
     with pytest.raises(AssertionError, match="Detected mismatch"):
-        detail_pool.run(wrong_across_ranks, kind)
+        detail_pool.run(another_shape_on_rank_1)

@@ -480,17 +480,3 @@ def test_no_forward_computes_with_stale_parameters(pools, strategy):
 def test_step_of_zero_finishes_the_reductions(pools, strategy):
     for off in pools(2).run(distance, strategy, "a step", 0, "finish"):
         assert off <= 1e-6
-
-
-def modes(strategy: str) -> list[bool]:
-    trainer = trainer_of(strategy, chain())
-    trainer.model.eval()
-    evaluating = [module.training for module in trainer.plain.modules()]
-    trainer.model.train()
-    return [any(evaluating), *(module.training for module in trainer.plain.modules())]
-
-
-@pytest.mark.parametrize("strategy", UNITS)
-def test_train_and_eval_reach_the_module(pools, strategy):
-    (found,) = pools(1).run(modes, strategy)
-    assert not found[0] and all(found[1:])

@@ -145,25 +145,9 @@ class Recorded(stage.Pipeline):
         return self.events
 
 
-class TwoAhead(Recorded):
-    """The same, but a receive is posted two actions early."""
-
-    def start_receive(self, action, shape) -> None:
-        order = self.schedule(self.rank, self.p, len(self.micro_batches))
-        i = order.index(action)
-        for later in order[i + 1 : i + 2] if i else order[:2]:
-            super().start_receive(later, shape)
-
-    def run(self, micro_batches) -> torch.Tensor:
-        self.micro_batches = micro_batches
-        return super().run(micro_batches)
-
-
-def pipeline(
-    name: str, p: int, m: int, v: int, executor: type = Recorded, connects: bool = True
-) -> Records:
+def pipeline(name: str, p: int, m: int, v: int, connects: bool = True) -> Records:
     schedule = schedule_of(name, v)
-    return [executor(schedule, p, v, rank).record_step(m, connects) for rank in range(p)]
+    return [Recorded(schedule, p, v, rank).record_step(m, connects) for rank in range(p)]
 
 
 def several_ranks(name: str) -> list[tuple[int, int, int]]:
@@ -204,17 +188,6 @@ def test_evaluation_completes_without_deadlock():
     """With any number of batches."""
     for p, m, v in product(range(2, 6), range(1, 12), range(1, 4)):
         assert_completes(evaluation(p, m, v))
-
-
-@pytest.mark.parametrize(
-    ("name", "p", "m", "v"), [("gpipe", 2, 2, 1), ("1f1b", 3, 2, 1), ("interleaved", 2, 4, 2)]
-)
-def test_receives_two_actions_ahead_would_deadlock_in_a_shared_queue(name, p, m, v):
-    assert_completes(pipeline(name, p, m, v))
-    records = pipeline(name, p, m, v, executor=TwoAhead)
-    assert_completes(records, one_queue=False)
-    with pytest.raises(AssertionError, match="wait for one another"):
-        assert_completes(records)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -292,36 +265,6 @@ def records_of(pools, corpus_dir, tmp_path):
         return [alone.run(job, number, ranks, rank, argv, *args)[0] for rank in range(ranks)]
 
     return records
-
-
-def pipeline_events(events: list[Call | Wait]) -> list[tuple]:
-    """Sends, receives and their waits, renumbered."""
-    number, found, n = {}, [], 0
-    for event in events:
-        if isinstance(event, Wait):
-            if event.call in number:
-                found.append(("wait", number[event.call]))
-            continue
-        if event.op in ("send", "recv"):
-            number[n] = len(number)
-            found.append((event.op, event.desc, event.peer))
-        n += 1
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("p", [2, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_simulated_order_is_that_of_stage_06(records_of, name, p):
-    v = 2 if name == "interleaved" else 1
-    argv = f"--schedule {name} --n-layers {p * v} --global-batch-size 8 --micro-batch-size 1"
-    records = records_of("06", p, argv.split())
-    assert_ranks_agree(records)
-    assert_completes(records)
-    assert_connects_early(records)
-    for events, modelled in zip(records, pipeline(name, p, 8, v), strict=True):
-        expected = pipeline_events(modelled)
-        assert pipeline_events(events)[: len(expected)] == expected
 
 
 INTERLEAVED = ["--schedule", "interleaved", "--sequence-parallel"]

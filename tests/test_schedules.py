@@ -147,33 +147,6 @@ def test_zero_bubble_schedule_is_optimal(p, m):
     assert shortest(p, m) == claimed_length("zero-bubble", p, m, 1)
 
 
-def greedy(p: int, m: int) -> list[list]:
-    """Every rank in every slot of time: F, if fewer than p - rank micro-batches wait for their B
-    and fewer than p are in flight; else B; else W. F, B and W take a slot each, messages none."""
-    done = {kind: [0] * p for kind in "FBW"}
-    found: list[list] = [[] for _ in range(p)]
-
-    def choice(rank: int) -> str:
-        f, b, w = (done[kind][rank] for kind in "FBW")
-        f_arrived = m if rank == 0 else done["F"][rank - 1]
-        b_arrived = f if rank == p - 1 else done["B"][rank + 1]
-        if f < f_arrived and f - b < p - rank and f - w < p:
-            return "F"
-        return "B" if b < b_arrived else "W" if w < b else ""
-
-    while done["W"] != [m] * p:
-        for rank, kind in enumerate([choice(rank) for rank in range(p)]):
-            if kind:
-                found[rank].append(stage.Action(kind, done[kind][rank], rank))
-                done[kind][rank] += 1
-    return found
-
-
-def test_zero_bubble_runs_the_first_possible_of_f_b_and_w():
-    for p, m, v in cases("zero-bubble"):
-        assert rows("zero-bubble", p, m, v) == greedy(p, m), (p, m)
-
-
 # ---- partition of the units ----
 
 
