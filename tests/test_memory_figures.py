@@ -219,7 +219,7 @@ def test_the_table_of_08_is_that_of_dry_runs(pools, column):
 
 
 def kept_by_a_layer_of_08(ranks: int, kind: str) -> float:
-    shape = "--d-model 256 --n-heads 4 --seq-len 2048 --global-batch-size 1"
+    shape = "--d-model 256 --n-heads 4 --seq-len 512 --global-batch-size 1"
     flags = f"{shape} --context-parallel-kind {kind} --n-layers"
     few, many = (dry_run("08", ranks, 0, f"{flags} {n}".split()).activations for n in (2, 4))
     return (many - few) / 2
