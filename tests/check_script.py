@@ -50,6 +50,7 @@ MEANS = {
     "update": "a matrix is not updated as by Muon on one process, or not on every rank",
     "owners": "a rank keeps, computes or sends what belongs to another one",
     "schedules": "an action is missing, out of order or too early",
+    "messages": "a send or a receive is missing, out of order, too early or too late",
 }
 SKIPPED = "not checked: first make the losses agree"
 AGREES = (

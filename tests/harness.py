@@ -455,12 +455,6 @@ class Counted:
             total[r.op, r.group] += r.nbytes
         return total
 
-    def of(self, op: str, group: str | None = None, least: int = 0) -> list[Record]:
-        """The calls of one collective with at least `least` bytes."""
-        return [
-            r for r in self.records if r.op == op and r.nbytes >= least and group in (None, r.group)
-        ]
-
 
 class _CountMode(TorchDispatchMode):
     def __init__(self, counted: Counted):

@@ -287,24 +287,6 @@ class LateProcessGroup(dist.ProcessGroup):
             outputs[0],
         )
 
-    def gather(self, outputs, inputs, opts):
-        return self._start(
-            "gather",
-            lambda sent, results: self.gloo.gather([results] if outputs else [], sent, opts),
-            inputs,
-            outputs[0] if outputs else [],
-            peer=opts.rootRank,
-        )
-
-    def scatter(self, outputs, inputs, opts):
-        return self._start(
-            "scatter",
-            lambda sent, results: self.gloo.scatter(results, [sent] if inputs else [], opts),
-            inputs[0] if inputs else [],
-            outputs,
-            peer=opts.rootRank,
-        )
-
     def _reduce_scatter_base(self, output, input, opts):
         def run(sent: list[Tensor], results: list[Tensor]) -> Work:
             return self.gloo._reduce_scatter_base(results[0], sent[0], opts)

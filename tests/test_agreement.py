@@ -37,57 +37,40 @@ def test_matching_collectives_agree():
     assert_ranks_agree([RANK_0, [RECV, REDUCE, GATHER, REDUCE]])
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("index", "change"),
-    [
-        (0, {"op": "broadcast", "peer": 0}),
-        (0, {"shapes": ((4, 8),)}),
-        (0, {"dtypes": ("bfloat16",)}),
-        (0, {"reduce_op": "AVG"}),
-        (0, {"group": "3"}),
-        (0, {"desc": "tp"}),
-        (0, {"ranks": (0, 1, 2)}),
-        (0, {"ranks": (0, 2)}),
-        (1, {"shapes": ((4,), (16,))}),
-        (2, {"shapes": ((2, 8),)}),
-        (2, {"dtypes": ("float16",)}),
-        (2, {"group": "3"}),
-        (2, {"op": "send"}),
-        (2, {"peer": 1}),
-    ],
-    ids=str,
-)
-def test_mismatch_in_any_field_is_found(index, change):
+def with_another(index: int, **change) -> list[Call]:
     changed = [*RANK_1]
     changed[index] = changed[index]._replace(**change)
-    with pytest.raises(AssertionError):
-        assert_ranks_agree([RANK_0, changed])
+    return changed
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "changed",
     [
-        [GATHER, REDUCE, RECV, REDUCE],
-        [REDUCE, GATHER, RECV],
-        [REDUCE, GATHER, RECV, REDUCE, REDUCE],
-        [REDUCE, GATHER, REDUCE],
-        [REDUCE, GATHER, RECV, RECV, REDUCE],
+        with_another(0, op="broadcast", peer=0),
+        with_another(0, shapes=((4, 8),)),
+        with_another(0, dtypes=("bfloat16",)),
+        with_another(0, reduce_op="AVG"),
+        with_another(0, peer=1),  # the root of a broadcast
+        with_another(0, group="3"),
+        with_another(0, desc="tp"),
+        with_another(0, ranks=(0, 1, 2)),
+        with_another(1, shapes=((4,), (16,))),
+        with_another(2, shapes=((2, 8),)),
+        with_another(2, dtypes=("float16",)),
+        with_another(2, group="3"),
+        with_another(2, op="send"),
+        with_another(2, peer=1),
+        [GATHER, REDUCE, RECV, REDUCE],  # another order
+        [REDUCE, GATHER, RECV],  # one fewer
+        [REDUCE, GATHER, RECV, REDUCE, REDUCE],  # one more
+        [REDUCE, GATHER, REDUCE],  # no receive
+        [REDUCE, GATHER, RECV, RECV, REDUCE],  # a receive more
     ],
-    ids=["order", "one fewer", "one more", "no receive", "a receive more"],
 )
-def test_mismatched_order_or_number_of_calls_is_found(changed):
+def test_mismatch_in_any_field_order_or_number_of_calls_is_found(changed):
     with pytest.raises(AssertionError):
         assert_ranks_agree([RANK_0, changed])
-
-
-@pytest.mark.quick
-def test_mismatched_roots_of_a_broadcast_are_found():
-    calls = [Call("broadcast", *PAIR, ((4,),), ("float32",), peer=root) for root in (0, 1)]
-    assert_ranks_agree([calls, calls])
-    with pytest.raises(AssertionError, match="differ in peer"):
-        assert_ranks_agree([calls, calls[::-1]])
 
 
 # ---- PyTorch's own checks: TORCH_DISTRIBUTED_DEBUG=DETAIL, and the flight recorder ----
@@ -155,20 +138,10 @@ def test_debug_detail_finds_no_mismatch_and_counts_the_same_calls(
     assert ranks[0][2] == ranks[1][2] or stage_file(run.stage).ranks_differ
 
 
-def wrong_across_ranks(kind: str) -> None:
-    """Rank 1 issues a different call than rank 0."""
-    tensor = torch.ones(4, 2)
-    if torch.distributed.get_rank() == 0:
-        torch.distributed.all_reduce(tensor)
-    elif kind == "operator":
-        torch.distributed.broadcast(tensor, 1)
-    elif kind == "shape":
-        torch.distributed.all_reduce(torch.ones(2, 2))
-    else:
-        torch.distributed.all_reduce(tensor.to(torch.float64))
+def another_shape_on_rank_1() -> None:
+    torch.distributed.all_reduce(torch.ones(4 - 2 * torch.distributed.get_rank(), 2))
 
 
-@pytest.mark.parametrize("kind", ["operator", "shape", "dtype"])
-def test_debug_detail_finds_mismatches(detail_pool, kind):
+def test_debug_detail_finds_a_mismatch(detail_pool):
     with pytest.raises(AssertionError, match="Detected mismatch"):
-        detail_pool.run(wrong_across_ranks, kind)
+        detail_pool.run(another_shape_on_rank_1)

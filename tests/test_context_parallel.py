@@ -4,47 +4,21 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from statistics import mode
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import PeakMemory, assert_same_curve, load_stage
+from harness import load_stage
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from common.model import Transformer, TransformerConfig, init_weights
-
 pytestmark = pytest.mark.slow
 stage = load_stage("08")
-
-SIZE = "--d-model 48 --n-layers 2 --n-heads 12 --seq-len 48 --global-batch-size 4".split()
-RUN = [*SIZE, *"--steps 20 --log-every 1 --eval-every 10 --resume never".split()]
-CONFIG = TransformerConfig(vocab_size=200, d_model=48, n_layers=2, n_heads=12, seq_len=48)
-
-
-def config(**changes) -> TransformerConfig:
-    return TransformerConfig(**{**vars(CONFIG), **changes})
-
-
-# ---- parity, beside the runs of stage.toml ----
-
-
-def train(argv: list[str], tile: int) -> list[dict]:
-    with patch.object(stage, "TILE", tile):
-        return load_stage("08").main(argv)
-
-
-@pytest.mark.parametrize("tile", [3, 5])  # a chunk has 12 tokens: divisible, and not
-def test_parity_with_small_tiles(pools, reference, corpus_dir, tmp_path, tile):
-    argv = [*RUN, "--data", str(corpus_dir)]
-    for metrics in pools(2).run(train, [*argv, "--run-dir", str(tmp_path)], tile):
-        assert_same_curve(metrics, reference(argv))
-
 
 # ---- the operator, on rings of threads ----
 
@@ -64,12 +38,22 @@ class ThreadRing(stage.Ring):
         return self.inboxes[self.rank].get(timeout=60)
 
 
+def naive(rank: int, n: int, seq_len: int) -> tuple[range]:
+    return (range(rank * seq_len // n, (rank + 1) * seq_len // n),)
+
+
 def ring_of_threads(
-    n: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, autocast: bool = False
+    n: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    autocast: bool = False,
+    split: Callable = stage.zigzag,
 ) -> list[Tensor]:
     """The output and the gradients of q, k and v, in the order of the sequence. autocast: it is on
     in forward and in backward."""
-    shards = [stage.zigzag(r, n, q.shape[2]) for r in range(n)]
+    shards = [split(r, n, q.shape[2]) for r in range(n)]
     inboxes = [queue.Queue() for _ in range(n)]
     every = [[p for chunk in shard for p in chunk] for shard in shards]
 
@@ -118,6 +102,20 @@ def test_operator_matches_attention_in_float64(n, scale):
         plain = F.scaled_dot_product_attention(*own, is_causal=True)
         torchs = errors([plain, *torch.autograd.grad(plain, own, grad)], exact(*args))
         assert all(a <= 3 * b for a, b in zip([out, *grads], torchs, strict=True))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("split", "tile"),
+    [(stage.zigzag, 3), (stage.zigzag, 5), (naive, 256)],
+    ids=["tiles-of-3", "tiles-of-5", "naive-split"],
+)
+def test_operator_takes_any_tiles_and_any_split_of_the_sequence(split, tile, monkeypatch):
+    """A chunk has 12 tokens, which 5 does not divide. A naive split is only slower: what a mask
+    hides follows from the positions."""
+    monkeypatch.setattr(stage, "TILE", tile)
+    args = normal(2, 3, 48, 16)
+    assert max(errors(ring_of_threads(2, *args, split=split), exact(*args))) < 8e-6
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -186,50 +184,7 @@ def test_every_rank_computes_as_many_blocks_of_scores_in_every_turn(n):
     assert sorted(positions) == list(range(16 * n))
 
 
-def test_naive_split_has_the_same_losses(pools, reference, corpus_dir, tmp_path):
-    """Only slower: what a mask hides follows from the positions, whatever they are."""
-    argv = [*RUN, "--data", str(corpus_dir)]
-    for metrics in pools(4).run(train_naively, [*argv, "--run-dir", str(tmp_path)]):
-        assert_same_curve(metrics, reference(argv))
-
-
-def train_naively(argv: list[str]) -> list[dict]:
-    naive = lambda r, n, s: (range(r * s // n, (r + 1) * s // n),)  # noqa: E731
-    with patch.object(stage, "zigzag", naive):
-        return stage.main(argv)
-
-
-def model_of(kind: str, **changes) -> tuple[Transformer, tuple[range, ...]]:
-    model = Transformer(config(**changes))
-    init_weights(model, 1)
-    return model, stage.context_parallel(model, dist.group.WORLD, kind)
-
-
 # ---- memory ----
-
-
-def kept(kind: str) -> int:
-    """Bytes that four layers keep between forward and backward."""
-    model, chunks = model_of(kind, d_model=64, n_heads=4, n_layers=4, seq_len=1024)
-    x = torch.randn(1, 1024 // dist.get_world_size(), 64, requires_grad=True)
-    left, outputs = [], []
-    for _ in range(5):  # the mode: a thread of Gloo may still hold a sent tensor
-        with PeakMemory() as peak:
-            y = x
-            for layer in model.layers.values():
-                y = layer(y)
-            outputs.append(y)
-        left.append(peak.left)
-    return mode(left)
-
-
-@pytest.mark.wall_clock  # a thread of Gloo may still hold what it has sent
-@pytest.mark.parametrize("kind", stage.KINDS)
-def test_activation_memory_is_divided_by_the_ranks(pools, kind):
-    alone = pools(1).run(kept, kind)[0]
-    for n in (2, 4):
-        for each in pools(n).run(kept, kind):
-            assert each == pytest.approx(alone / n, rel=0.01)
 
 
 def test_sequences_of_16k_tokens_on_four_ranks(fresh_pool):

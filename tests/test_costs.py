@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from dry_run import dry_run
+from dry_run import Report, dry_run
 from harness import StageRun, load_stage, runs_for, stage_file, true_ledger
 from torch import nn
 
@@ -47,9 +47,14 @@ class Expected:
         self.m = args.global_batch_size // args.micro_batch_size  # with one replica
         self.held = Counter()  # bytes by kind
         self.sent = Counter()  # ring bytes by (collective, group)
+        self.sent_before = Counter()  # the same, once: of the initial weights
 
     def hold(self, parameters: float, gradients: float, optimizer: float) -> None:
         self.held = Counter(parameters=parameters, gradients=gradients, optimizer=optimizer)
+
+    def start_equal(self, group: str, n: int, nbytes: float) -> None:
+        """Broadcast the initial weights."""
+        self.sent_before["broadcast", group] += nbytes * (n - 1) / n
 
     def send(self, op: str, group: str, n: int, nbytes: float) -> None:
         """Add a collective's bytes on a ring of n ranks; a point-to-point message is `isend`."""
@@ -60,18 +65,20 @@ class Expected:
 
 def ddp(x: Expected) -> None:
     x.hold(4 * x.P, 4 * x.P, 8 * x.P)
+    x.start_equal("world", x.n, 4 * x.P)
     x.send("all_reduce", "world", x.n, 4 * x.P)
 
 
 def gathered(x: Expected, reshards: bool) -> float:
     """Bytes of the unsharded weights of a micro-batch; the embedding's backward needs none."""
-    bf16 = x.args.dtype == "bfloat16" and getattr(x.args, "param_dtype", None) != "float32"
+    bf16 = (getattr(x.args, "param_dtype", None) or x.args.dtype) == "bfloat16"
     return 4 * x.E + (2 if reshards else 1) * (x.P - x.E) * (2 if bf16 else 4)
 
 
 def zero(x: Expected) -> None:
     zero_stage, m = x.args.zero_stage, x.m // x.n
     shard = 4 * x.P / x.n
+    x.start_equal("world", x.n, 4 * x.P)
     if zero_stage == 3:
         x.hold(shard, shard, 2 * shard)
         x.send("all_gather_single", "world", x.n, m * gathered(x, True))
@@ -144,6 +151,7 @@ def mesh(x: Expected) -> None:
     part = pipeline(x, pp, x.rank // (dp * tp), 4 * x.A / shards)
     own = tensor_parallel(x, "tp", tp, *part)
     x.hold(4 * own, 4 * own, 8 * own)
+    x.start_equal("dp", dp, 4 * own)
     x.send("all_reduce", "dp", dp, 4 * own)
 
 
@@ -166,6 +174,8 @@ def expert_parallel(x: Expected) -> None:
     sharded = x.L * args.n_experts * expert / ep
     dense = x.P - x.L * (8 * x.d * x.d - router)
     x.hold(4 * (dense + sharded), 4 * (dense + sharded), 8 * (dense + sharded))
+    x.start_equal("world", x.n, 4 * dense + 4 * x.L * args.n_experts)  # and the biases
+    x.start_equal("replicas", x.n // ep, 4 * sharded)
     x.send("all_reduce", "world", x.n, 4 * dense + 8 * x.L * args.n_experts)  # and the loads
     x.send("all_reduce", "replicas", x.n // ep, 4 * sharded)
     again = args.activation_checkpointing
@@ -182,6 +192,7 @@ def muon(x: Expected) -> None:
     owners = load_stage("11").choose_owners(matrices, x.n)
     owned = sum(p.numel() for p in matrices if owners[p] == x.rank)
     every = 12 * d * d * x.L
+    x.start_equal("world", x.n, 4 * x.P)
     x.hold(4 * x.P, 4 * (x.P - every + owned), 8 * (x.P - every) + 4 * owned)
     x.send("all_reduce", "world", x.n, 4 * (x.P - every))
     x.send("reduce", "world", x.n, 4 * every)
@@ -227,7 +238,7 @@ def expected_of(run: StageRun, rank: int) -> Expected:
     return expected
 
 
-def assert_costs(pools, run: StageRun, rank: int) -> None:
+def assert_costs(pools, run: StageRun, rank: int) -> Report:
     expected = expected_of(run, rank)
     job = dry_run, run.stage, run.ranks, rank, run.argv, VOCABULARY
     (report,) = pools(1, group=False).run(*job)
@@ -236,10 +247,16 @@ def assert_costs(pools, run: StageRun, rank: int) -> None:
     odd = 4 * (run.ranks - 1) * (expected.d % run.ranks > 0)
     for kind, nbytes in expected.held.items():
         assert nbytes <= getattr(report, kind) <= nbytes + 2 * odd * (expected.L + 2), kind
-    found = {key: nbytes for key, nbytes in report.sent.ring.items() if nbytes}
-    assert found.keys() == expected.sent.keys()
-    for key, nbytes in expected.sent.items():
-        padded = nbytes + odd * report.sent.calls[key]
+    assert_sent(report.sent.ring, expected.sent, odd, report.sent.calls)
+    before = {key: n for key, n in report.sent_before.items() if key[0] == "broadcast"}
+    assert_sent(before, expected.sent_before, odd, Counter(dict.fromkeys(before, expected.L + 2)))
+    return report
+
+
+def assert_sent(found: dict, expected: Counter, odd: int, calls: Counter) -> None:
+    assert {key for key, nbytes in found.items() if nbytes} == (+expected).keys()
+    for key, nbytes in (+expected).items():
+        padded = nbytes + odd * calls[key]
         assert nbytes - 1e-3 <= found[key] <= padded + 1e-3, key
 
 
@@ -249,18 +266,29 @@ def test_model_state_and_communication_are_those_of_the_formulas(pools, run, ran
 
 
 @pytest.mark.parametrize(
-    "stage, flags",
+    "stage, ranks, flags",
     [
-        ("02", "--global-batch-size 4096"),
-        ("03", "--global-batch-size 4096 --zero-stage 1"),
-        ("03", "--global-batch-size 4096 --zero-stage 3"),
-        ("04", "--global-batch-size 4096 --shard-size 512"),
-        ("07", "--global-batch-size 512 --pp 2 --tp 4"),
+        ("02", 4096, "--global-batch-size 4096"),
+        ("03", 4096, "--global-batch-size 4096 --zero-stage 1"),
+        ("03", 4096, "--global-batch-size 4096 --zero-stage 3"),
+        ("04", 4096, "--global-batch-size 4096 --shard-size 512"),
+        ("07", 4096, "--global-batch-size 512 --pp 2 --tp 4"),
+        ("04", 2, "--param-dtype bfloat16"),  # of a float32 run
+        ("04", 2, "--param-dtype bfloat16 --reduce-dtype bfloat16"),
     ],
 )
-def test_the_formulas_hold_on_4096_ranks(pools, stage, flags):
-    for rank in (3, 4095):
-        assert_costs(pools, StageRun(stage, "agreement", 4096, tuple(flags.split())), rank)
+def test_the_formulas_hold_on_4096_ranks_and_for_each_dtype(pools, stage, ranks, flags):
+    for rank in {3 % ranks, ranks - 1}:
+        assert_costs(pools, StageRun(stage, "agreement", ranks, tuple(flags.split())), rank)
+
+
+@pytest.mark.parametrize("stage, op", [("02", "all_reduce"), ("03", "reduce_scatter_single")])
+def test_the_cap_of_a_bucket_sets_the_number_of_calls_and_not_the_bytes(pools, stage, op):
+    # the first bucket has at most a megabyte: here the head and a layer
+    for cap, calls in (("25", 2), ("0.0001", 1 + 6 * 2 + 2)):
+        flags = ("--d-model", "128", "--bucket-cap-mb", cap)
+        report = assert_costs(pools, StageRun(stage, "agreement", 2, flags), 0)
+        assert report.sent.calls[op, "world"] == calls
 
 
 # ---- real runs: one per stage, on two ranks ----

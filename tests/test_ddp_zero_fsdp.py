@@ -7,7 +7,6 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
 import torch
@@ -16,8 +15,7 @@ import torch.nn.functional as F
 from harness import load_stage
 from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from common.model import Transformer, TransformerConfig, init_weights
 
@@ -88,15 +86,7 @@ def loss_on(tokens: Tensor, branch: bool) -> Callable[[nn.Module], Tensor]:
 
 
 def plain_step(model: nn.Module, optimizer, losses: list[Callable], over_ranks: bool) -> Tensor:
-    """One step of the plain model."""
-    total = average_gradients(model, losses, over_ranks)
-    optimizer.step()
-    optimizer.zero_grad()
-    return total
-
-
-def average_gradients(model: nn.Module, losses: list[Callable], over_ranks: bool) -> Tensor:
-    """Run forward and backward, optionally average over the ranks. A missing gradient is zero."""
+    """One step, optionally of the average over the ranks. A missing gradient is zero."""
     total = torch.zeros(())
     for loss_of in losses:
         loss = loss_of(model) / len(losses)
@@ -108,6 +98,8 @@ def average_gradients(model: nn.Module, losses: list[Callable], over_ranks: bool
             if over_ranks:
                 dist.all_reduce(p.grad)
                 p.grad /= dist.get_world_size()
+    optimizer.step()
+    optimizer.zero_grad()
     return total
 
 
@@ -122,11 +114,7 @@ def differences(ours: dict[str, Tensor], plain: nn.Module) -> dict[str, float]:
 # ---- against the plain model ----
 
 OPTIMIZERS = {
-    # a learning rate of 1/8 keeps products exact in half precision, where PyTorch's rounding
-    # depends on an element's position in the tensor
-    "exact": (SGD, {"lr": 0.125}),
     "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
-    "adam": (torch.optim.Adam, {"lr": 0.01}),
     "adamw": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01}),
 }
@@ -138,7 +126,6 @@ def five_steps(
     m: int = 1,
     same_data: bool = True,
     branch: str = "sometimes",
-    dtype: torch.dtype = torch.float32,
 ) -> dict[str, float]:
     """How far `strategy` is from the plain model after five steps of m micro-batches.
 
@@ -147,7 +134,7 @@ def five_steps(
     optional branch runs: in every second step, on rank 0 only, or in the first micro-batch only.
     """
     optimizer_class, defaults = OPTIMIZERS[optimizer]
-    plain = odd().to(dtype)
+    plain = odd()
     plain_optimizer = optimizer_class(plain.parameters(), **defaults)
     model = copy.deepcopy(plain)
     trainer = Trainer(strategy, model, optimizer_class, bucket_mb=SMALL, **defaults)
@@ -164,35 +151,21 @@ def five_steps(
 
 
 REPLICATED = ["ddp", "zero-1", "zero-2"]  # take any parameters
+units = pytest.mark.parametrize("strategy", ["zero-3", "fsdp", "fsdp-keep"])  # one after another
 
 
-@pytest.mark.quick_cases("3-ddp", "3-zero-1", "1-zero-2")
-@pytest.mark.parametrize("strategy", REPLICATED)
-@pytest.mark.parametrize("m", [1, 3])
-def test_five_steps_are_bitwise_identical_to_the_plain_model(pools, strategy, m):
-    for worst in pools(2).run(five_steps, strategy, "sgd", m if strategy != "zero-2" else 1):
-        assert worst == {}
-
-
+@pytest.mark.quick_cases("sgd-ddp", "adamw-zero-1", "adamw-zero-2")
 @pytest.mark.parametrize("strategy", REPLICATED)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_element_wise_optimizer_matches_the_plain_model(pools, strategy, optimizer):
-    for worst in pools(2).run(five_steps, strategy, optimizer, m=1 if strategy == "zero-2" else 2):
+    for worst in pools(2).run(five_steps, strategy, optimizer, m=1 if strategy == "zero-2" else 3):
         assert worst == {}
 
 
 @pytest.mark.parametrize("strategy", REPLICATED)
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_with_different_data_match_the_plain_model(pools, strategy, size):
-    for worst in pools(size).run(five_steps, strategy, "sgd", m=1, same_data=False):
-        assert max(worst.values(), default=0.0) <= 1e-6, worst
-
-
-@pytest.mark.parametrize(
-    ("strategy", "m"), [("ddp", 1), ("ddp", 2), ("zero-1", 1), ("zero-1", 2), ("zero-2", 1)]
-)
-def test_parameter_unused_on_some_ranks_counts_as_a_zero_gradient(pools, strategy, m):
-    for worst in pools(2).run(five_steps, strategy, "sgd", m, same_data=False, branch="rank 0"):
+def test_parameter_unused_on_some_ranks_counts_as_a_zero_gradient(pools, strategy):
+    m = 1 if strategy == "zero-2" else 2
+    for worst in pools(3).run(five_steps, strategy, "sgd", m, same_data=False, branch="rank 0"):
         assert max(worst.values(), default=0.0) <= 1e-6, worst
 
 
@@ -218,7 +191,7 @@ def transformer_steps(
 
 
 @pytest.mark.quick_cases("adamw-zero-3", "adamw-fsdp")
-@pytest.mark.parametrize("strategy", ["zero-3", "fsdp", "fsdp-keep"])
+@units
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_unsharded_units_are_bitwise_identical_to_the_plain_model(pools, strategy, optimizer):
     for worst in pools(2).run(transformer_steps, strategy, optimizer):
@@ -230,51 +203,12 @@ def checkpointed_steps(strategy: str, early_stop: bool) -> dict[str, float]:
         return transformer_steps(strategy, "sgd", checkpointing=True)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@units
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early-stop", "whole-layer"])
 def test_activation_checkpointing_is_bitwise_identical(pools, strategy, early_stop):
     """With early stop, recomputation ends at the last tensor it needs, before the unit's end."""
     for worst in pools(2).run(checkpointed_steps, strategy, early_stop):
         assert worst == {}
-
-
-def hybrid(model: nn.Module, shards: int = 2, **defaults) -> Trainer:
-    mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
-    groups = {f"{name}_group": mesh[name].get_group() for name in mesh.mesh_dim_names}
-    return Trainer("fsdp", model, SGD, groups=groups, **defaults)
-
-
-def clipped(strategy: str) -> tuple[float, float, float]:
-    """The global norm, the plain model's, and the difference of the parameters after the step."""
-    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
-    try:
-        plain, model = transformer(), transformer()
-        if strategy == "fsdp-hybrid":
-            trainer = hybrid(model, units=model.units(), lr=1.0)
-        else:
-            trainer = Trainer(strategy, model, SGD, model.units(), lr=1.0)
-        losses = [loss_of_transformer(2 * dist.get_rank() + i) for i in range(2)]
-        trainer.backward(losses)
-        norm = trainer.sync.clip_grad_norm_(0.1)
-        trainer.optimizer.step()
-        average_gradients(plain, losses, over_ranks=True)
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        SGD(plain.parameters(), lr=1.0).step()
-        worst = max(differences(trainer.parameters(), plain).values(), default=0.0)
-        return norm.item(), expected.item(), worst
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.quick_cases("zero-1-2", "fsdp-2")
-@pytest.mark.parametrize(
-    ("strategy", "size"),
-    [*((s, size) for s in STRATEGIES if s != "ddp" for size in (2, 3)), ("fsdp-hybrid", 4)],
-)
-def test_gradient_clipping_uses_the_global_norm(pools, strategy, size):
-    for norm, expected, worst in pools(size).run(clipped, strategy):
-        assert norm == pytest.approx(expected, rel=1e-5) and expected > 0.1
-        assert worst <= 1e-6
 
 
 def norm_after_a_skipped_step(strategy: str) -> float:
@@ -308,51 +242,6 @@ def test_ddp_broadcasts_weights_and_buffers_from_rank_0(pools):
     pools(2).run(ranks_start_apart)
 
 
-def gradients_in_buckets() -> None:
-    stage, model = load_stage("02"), odd()
-    ddp = stage.DistributedDataParallel(model, bucket_cap_mb=SMALL)
-    trained = {p for p in model.parameters() if p.requires_grad}
-    in_buckets = [p for bucket in ddp.buckets for p in bucket.params]
-    assert set(in_buckets) == trained and len(in_buckets) == len(trained)  # tied parameters once
-    assert len(ddp.buckets) > 3
-    for step in range(4):
-        for loss_of in micro_batches(step, 1, step % 2 == 1, 0):
-            loss_of(ddp).backward()
-        ddp.finish_gradient_synchronization()
-        for bucket in ddp.buckets:
-            for p in bucket.params:
-                assert (
-                    p.grad.untyped_storage().data_ptr() == bucket.grads.untyped_storage().data_ptr()
-                )
-        assert model.frozen.weight.grad is None and not model.never.weight.grad.any()
-        assert model.branch.weight.grad.any() == (step % 2 == 1)
-        for p in trained:
-            p.grad = None  # like zero_grad(set_to_none=True)
-
-
-def test_ddp_keeps_gradients_in_their_buckets_after_zero_grad_or_reassignment(pools):
-    pools(2).run(gradients_in_buckets)
-
-
-def backward_twice(strategy: str) -> None:
-    if strategy == "fsdp-hybrid":
-        trainer = hybrid(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), shards=1, lr=0.1)
-    else:
-        trainer = Trainer(strategy, nn.Linear(5, 3), SGD, lr=0.1)
-    trainer.model(torch.ones(2, 5)).sum().backward()
-    try:
-        with pytest.raises(RuntimeError, match="no_sync"):
-            trainer.model(torch.ones(2, 5)).sum().backward()
-    finally:
-        with suppress(RuntimeError):  # ZeRO and FSDP do not continue after an error
-            trainer.sync.finish_gradient_synchronization()
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "fsdp-hybrid"])
-def test_second_backward_outside_no_sync_is_an_error(pools, strategy):
-    pools(2).run(backward_twice, strategy)
-
-
 @pytest.mark.quick
 def test_buckets_are_split_by_size_and_dtype_and_the_first_is_small():
     def params(*mbs: float, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -376,42 +265,17 @@ def test_buckets_are_split_by_size_and_dtype_and_the_first_is_small():
 # ---- FullyShardedDataParallel ----
 
 
-def backward_under_no_sync() -> float:
-    """How far the gradients are from the average if every backward ran under `no_sync()`."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-    trainer = hybrid(copy.deepcopy(plain), shards=1, lr=1.0)
-    losses = [lambda model: model(torch.full((2, 5), 1.0 + dist.get_rank())).sum()]
-    with trainer.sync.no_sync():
-        losses[0](trainer.model).backward()
-    trainer.sync.finish_gradient_synchronization()
-    average_gradients(plain, losses, over_ranks=True)
-    ours = torch.cat([flat.shard.grad for flat in trainer.sync.buckets[::-1]])
-    theirs = torch.cat([p.grad.flatten() for p in plain.parameters()])
-    assert theirs.any()
-    return (ours - theirs).abs().max().item()
-
-
-def test_finishing_reduces_over_the_replicas_after_backwards_under_no_sync(pools):
-    assert pools(2).run(backward_under_no_sync) == [0.0, 0.0]
-
-
 def error_of_the_average(strategy: str) -> float:
-    """The relative error of an average of bf16 gradients that are equal on all ranks."""
+    """Of bf16 gradients that are equal on all ranks: how far their average is from them."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
-    twin, x = copy.deepcopy(plain).bfloat16(), torch.randn(2, 7).bfloat16()
+    plain, x = nn.Linear(7, 5, bias=False), torch.randn(2, 7).bfloat16()
+    twin = copy.deepcopy(plain).bfloat16()
     twin(x).float().square().sum().backward()
-    trainer = Trainer(strategy, plain, SGD, gathered=torch.bfloat16, lr=0.1)
+    trainer = Trainer(strategy, nn.Sequential(plain), SGD, gathered=torch.bfloat16, lr=0.1)
     trainer.backward([lambda model: model(x).float().square().sum()])
-    grads = {name: p.grad for name, p in twin.named_parameters()}
-    worst = 0.0
-    for owner in trainer.sync.buckets:
-        flat = [grads[name].flatten() for name in owner.shapes]
-        whole = torch.cat([*flat, torch.zeros(owner.padding)])
-        difference = owner.shard.grad - whole[owner.owned]
-        worst = max(worst, (difference.norm() / whole.norm()).item())
-    return worst
+    (bucket,) = trainer.sync.buckets
+    full = torch.cat([twin.weight.grad.float().flatten(), torch.zeros(bucket.padding)])
+    return ((bucket.shard.grad - full[bucket.owned]).norm() / full.norm()).item()
 
 
 @pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
@@ -439,61 +303,5 @@ def seconds_per_unit(n_units: int) -> float:
 
 @pytest.mark.wall_clock  # also the CPU time of the same work is longer on a busy machine
 def test_the_cost_of_a_units_hooks_does_not_grow_with_the_number_of_units(pools):
-    few, many = (pools(1).run(seconds_per_unit, n)[0] for n in (200, 2000))
+    few, many = (pools(1).run(seconds_per_unit, n)[0] for n in (50, 500))
     assert many < 1.5 * few
-
-
-# ---- gradients of several uses ----
-
-
-class Twice(nn.Module):
-    """A layer's gradient is accumulated twice: reentrant checkpointing runs a backward per use."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.twice, self.last = (nn.Linear(7, 7) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(2):
-            x = checkpoint(self.twice, x.tanh(), use_reentrant=True)
-        return self.last(x)
-
-
-def final_twice(strategy: str) -> dict[str, float] | str:
-    torch.manual_seed(0)
-    plain = Twice()
-    trainer = Trainer(strategy, copy.deepcopy(plain), SGD, bucket_mb=1, lr=0.1)
-    losses = [lambda model: model(torch.ones(5, 7)).square().mean()]
-    try:
-        trainer.step(losses)
-    except RuntimeError as error:
-        return str(error)
-    plain_step(plain, SGD(plain.parameters(), lr=0.1), losses, over_ranks=False)
-    return differences(trainer.parameters(), plain)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_layer_with_two_nested_backward_passes_is_exact_or_an_error(pools, strategy):
-    expected = {"ddp": "no_sync", "zero-1": "use_reentrant=False", "zero-2": "use_reentrant=False"}
-    for said in pools(2).run(final_twice, strategy):
-        assert said == {} if strategy not in expected else expected[strategy] in said
-
-
-def gradient_of_a_shared_row(strategy: str, tokens: int) -> float:
-    """The gradient of an embedding row that all tokens share, divided by its exact value."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1, bias=False))
-    nn.init.ones_(model[1].weight)
-    trainer = Trainer(strategy, model, SGD, units=list(model), gathered=torch.bfloat16, lr=1.0)
-    before = trainer.parameters()["0.weight"].clone()
-    trainer.step([lambda model: model(torch.ones(1, tokens, dtype=torch.long)).float().sum()])
-    change = before - trainer.parameters()["0.weight"]
-    return (change[1] / tokens).mean().item()
-
-
-@pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
-def test_embedding_row_of_many_tokens_has_its_full_gradient_in_bf16(pools, strategy):
-    """A sum of equal numbers in bfloat16 stops growing at 256 of them."""
-    for ratio in pools(2).run(gradient_of_a_shared_row, strategy, 4096):
-        assert abs(ratio - 1) < 1e-3

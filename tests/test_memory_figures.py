@@ -1,8 +1,9 @@
-"""Activations and launches in the READMEs of 05 and 08, as dry runs and hooks count them."""
+"""Memory and launches in the READMEs of 05, 07 and 08, as dry runs and hooks count them."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dry_run import dry_run
 from harness import REPO, load_stage
-from test_tensor_parallel import BATCH, config, parallel_model
+from test_tensor_parallel import BATCH, CONFIG, parallel_model
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -84,12 +85,12 @@ class FusedRMSNorm(torch.autograd.Function):
         return x * scale * weight
 
 
-def saved_by_a_layer(dtype: str, sequence_parallel: bool, fused: bool) -> float:
-    """Bytes of the storages that a layer saves for backward, in units of A / 2."""
-    model = parallel_model(config(d_model=256), sequence_parallel)
+def saved_by_a_layer(sequence_parallel: bool) -> float:
+    """Bytes of the storages that a layer saves for backward with fused norms, in units of A / 2."""
+    model = parallel_model(replace(CONFIG, d_model=256), sequence_parallel)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     x = torch.randn(BATCH, 32 // (dist.get_world_size() if sequence_parallel else 1), 256)
-    saved = {}
+    saved, fused = {}, FusedRMSNorm.apply
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         storage = t.untyped_storage()
@@ -97,10 +98,9 @@ def saved_by_a_layer(dtype: str, sequence_parallel: bool, fused: bool) -> float:
             saved[storage.data_ptr()] = storage.nbytes()
         return t
 
-    norm = FusedRMSNorm.apply if fused else F.rms_norm
     with (
-        patch.object(F, "rms_norm", lambda x, shape, weight, eps: norm(x, shape, weight, eps)),
-        torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"),
+        patch.object(F, "rms_norm", lambda x, shape, weight, eps: fused(x, shape, weight, eps)),
+        torch.autocast("cpu", torch.bfloat16),
         saved_tensors_hooks(pack, lambda t: t),
     ):
         y = model.layers["0"](x.requires_grad_())
@@ -109,13 +109,10 @@ def saved_by_a_layer(dtype: str, sequence_parallel: bool, fused: bool) -> float:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fused"])
-def test_a_layer_saves_what_05_says(pools, kind, sequence_parallel):
-    fused, dtype = kind == "fused", "float32" if kind == "float32" else "bfloat16"
-    factors = stated_in_05(FUSED if fused else KEPT[dtype])
-    for n in (1, 2, 4):
-        for units in pools(n).run(saved_by_a_layer, dtype, sequence_parallel, fused):
-            expected = halves(factors, n, sequence_parallel, dtype)
+def test_a_layer_with_fused_norms_saves_what_05_says(pools, sequence_parallel):
+    for n in (1, 4):
+        for units in pools(n).run(saved_by_a_layer, sequence_parallel):
+            expected = halves(stated_in_05(FUSED), n, sequence_parallel, "bfloat16")
             # and the log-sum-exp of attention, 1/rms, and the norms' factors
             assert expected <= units <= expected + 0.25, n
 
@@ -144,6 +141,25 @@ def test_the_logits_are_in_the_figures_of_05s_experiment(pools):
             argv = f"{shape} --dtype {dtype} {flag}".split()
             (report,) = pools(1, group=False).run(dry_run, "05", 4, 0, argv)
             assert report.activations / GB == pytest.approx(figure, abs=0.0006), (dtype, flag)
+
+
+# ---- 07: the table of layouts ----
+
+EXAMPLE = "--d-model 5120 --n-layers 40 --n-heads 40 --seq-len 4096 --dtype bfloat16"
+EXAMPLE += " --micro-batch-size 1 --sequence-parallel --global-batch-size 512"
+
+
+@pytest.mark.parametrize("degrees", [(8, 4), (8, 8), (4, 4)], ids="tp {0[0]}, pp {0[1]}".format)
+def test_memory_in_07_is_that_of_the_dry_run_and_of_the_formula(pools, degrees):
+    tp, pp = degrees
+    assert f'RANKS=1024 ARGS="{EXAMPLE} --tp 8 --pp 4"' in (REPO / "07_3d/README.md").read_text()
+    figures = stated("07_3d", rf"^\| {tp} \| {pp} \| \d+ \| \d+ \| ([\d.]+) \| ([\d.]+) ")
+    argv = [*EXAMPLE.split(), "--tp", str(tp), "--pp", str(pp)]
+    (report,) = pools(1, group=False).run(dry_run, "07", 1024, 0, argv, timeout=600)
+    found = [report.states / GB, report.peak / GB]
+    assert figures == pytest.approx(found, abs=0.06)  # rounded to 0.1
+    a_layer = (1 + 10 / tp) * 4 * 4096 * 5120  # in bfloat16 on a CPU; pp are in flight
+    assert report.activations == pytest.approx(pp * (40 / pp) * a_layer, rel=0.05)
 
 
 # ---- 08: when checkpointing suffices, and when it takes more ranks ----
@@ -200,6 +216,20 @@ def test_the_table_of_08_is_that_of_dry_runs(pools, column):
     assert per_token / a == pytest.approx(layer * LAYERS + rest, rel=0.01)
     if limit:
         assert stated_in_08(limit) == [pytest.approx((ROOM - fixed) / per_token, rel=0.01)]
+
+
+def kept_by_a_layer_of_08(ranks: int, kind: str) -> float:
+    shape = "--d-model 256 --n-heads 4 --seq-len 512 --global-batch-size 1"
+    flags = f"{shape} --context-parallel-kind {kind} --n-layers"
+    few, many = (dry_run("08", ranks, 0, f"{flags} {n}".split()).activations for n in (2, 4))
+    return (many - few) / 2
+
+
+@pytest.mark.parametrize("kind", load_stage("08").KINDS)
+def test_what_layers_of_08_keep_is_divided_by_the_ranks(pools, kind):
+    alone = pools(1, group=False)
+    one, two, four = (alone.run(kept_by_a_layer_of_08, n, kind)[0] for n in (1, 2, 4))
+    assert (two, four) == (pytest.approx(one / 2, rel=0.01), pytest.approx(one / 4, rel=0.01))
 
 
 def test_other_memory_figures_of_08():

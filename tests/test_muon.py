@@ -16,15 +16,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from dry_run import dry_run
 from generate import continued, load_run
 from harness import (
     WorkerExit,
     assert_same_curve,
-    live_bytes,
     load_stage,
     stage_path,
-    true_ledger,
 )
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -73,10 +70,10 @@ def test_a_zero_gradient_is_no_direction():
 # ---- the update ----
 
 
-def plain_muon(weight: Tensor, momentum: Tensor, grad: Tensor, lr: float, dtype) -> None:
-    """Muon on one process, in the operations of torch.optim.Muon, for any dtype."""
+def plain_muon(weight: Tensor, momentum: Tensor, grad: Tensor, lr: float) -> None:
+    """Muon on one process, in the operations of torch.optim.Muon, but in float32."""
     momentum.lerp_(grad, 1 - 0.95)
-    x = grad.lerp(momentum, 0.95).to(dtype)
+    x = grad.lerp(momentum, 0.95)
     tall = len(x) > len(x.t())
     x = x.t() if tall else x
     x = x / x.norm().clamp(min=1e-7)
@@ -88,30 +85,20 @@ def plain_muon(weight: Tensor, momentum: Tensor, grad: Tensor, lr: float, dtype)
     weight.add_(x.t() if tall else x, alpha=-lr * (0.2 * max(weight.shape) ** 0.5))
 
 
-def plain_weights(dtype: torch.dtype) -> list[Tensor]:
-    """The matrices after three steps of Muon on one process."""
+def weights_of_one_process(dtype: torch.dtype) -> list[Tensor]:
+    """The matrices after three steps; in bfloat16, its only dtype, of `torch.optim.Muon`."""
     model = Transformer(CONFIG)
     init_weights(model, seed=1)
     weights = [p for p in model.layers.parameters() if p.dim() == 2]
     momenta = [torch.zeros_like(w) for w in weights]
-    for step in range(3):
-        with torch.no_grad():
-            for w, m, g in zip(weights, momenta, gradients(weights, step), strict=True):
-                plain_muon(w, m, g, 0.01 * (step + 1), dtype)
-    return [w.detach() for w in weights]
-
-
-def torchs_weights() -> list[Tensor]:
-    """The same by `torch.optim.Muon`, which always computes in bfloat16."""
-    model = Transformer(CONFIG)
-    init_weights(model, seed=1)
-    weights = [p for p in model.layers.parameters() if p.dim() == 2]
     muon = torch.optim.Muon(weights, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
-        muon.param_groups[0]["lr"] = 0.01 * (step + 1)
-        for w, g in zip(weights, gradients(weights, step), strict=True):
-            w.grad = g
-        muon.step()
+        muon.param_groups[0]["lr"] = lr = 0.01 * (step + 1)
+        for w, m, w.grad in zip(weights, momenta, gradients(weights, step), strict=True):
+            if dtype == torch.float32:
+                plain_muon(w.data, m, w.grad, lr)
+        if dtype == torch.bfloat16:
+            muon.step()
     return [w.detach() for w in weights]
 
 
@@ -154,10 +141,7 @@ def owners_weights(dtype: torch.dtype, reduces: bool) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_update_equals_muon_on_one_process_bit_for_bit(pools, ranks, dtype):
-    expected = pools(1, group=False).run(plain_weights, dtype)[0]
-    if dtype == torch.bfloat16:
-        torchs = pools(1, group=False).run(torchs_weights)[0]
-        assert all(map(torch.equal, torchs, expected))
+    expected = pools(1, group=False).run(weights_of_one_process, dtype)[0]
     for reduces in [False] if ranks == 3 else [False, True]:
         for found in pools(ranks).run(owners_weights, dtype, reduces):
             assert all(map(torch.equal, found, expected)), f"reduces: {reduces}"
@@ -287,64 +271,6 @@ def test_ranks_without_a_matrix_train_too(pools, reference, corpus_dir):
         assert_same_curve(metrics, expected)
 
 
-# ---- cost ----
-
-
-def owned_elements(config: TransformerConfig, ranks: int, rank: int) -> int:
-    model = Transformer(config)
-    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
-    owners = stage.choose_owners(matrices, ranks)
-    return sum(p.numel() for p, owner in owners.items() if owner == rank)
-
-
-def cost_of_a_run(argv: list[str]) -> tuple:
-    """The ledger, which an independent count confirms, and the bytes of the model state."""
-    held, log = [], stage.Run.log
-
-    def measured(*args) -> None:
-        held.append(live_bytes() - before)
-        log(*args)
-
-    before = live_bytes()
-    with patch.object(stage.Run, "log", measured), true_ledger() as (ledger, _):
-        stage.main(argv)
-    return ledger, held
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("micro", [8, 4])
-def test_the_ledger_and_memory_follow_the_cost_table(pools, corpus_dir, tmp_path, micro):
-    argv = [*BASE, "--steps", "2", "--micro-batch-size", str(micro), "--data", str(corpus_dir)]
-    argv += ["--resume", "never", "--run-dir", str(tmp_path)]
-    found = pools(3).run(cost_of_a_run, argv)
-    for rank, (ledger, held) in enumerate(found):
-        payload = {op: count for (op, group), count in ledger.payload.items() if group == "world"}
-        assert payload["all_reduce"] == 2 * 4 * OTHERS
-        assert payload["reduce"] == 2 * 4 * MATRICES
-        start = 4 * CONFIG.num_parameters()  # of the replicas' parameters
-        assert payload["broadcast"] == 2 * 4 * MATRICES + start
-        assert ledger.total_ring_bytes == pytest.approx(
-            2 / 3 * (2 * 2 * 4 * CONFIG.num_parameters() + start)
-        )
-        owned = owned_elements(CONFIG, 3, rank)
-        states = 4 * CONFIG.num_parameters() + 12 * OTHERS + 8 * owned
-        assert states <= held[-1] <= states + 4096  # rotary table, scalars
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 8, 512])
-def test_the_dry_run_counts_both_optimizers(pools, ranks):
-    argv = [*BASE, "--global-batch-size", str(ranks)]
-    for rank in (0, ranks - 1):
-        (got,) = pools(1, group=False).run(dry_run, "11", ranks, rank, argv, 201)
-        owned = owned_elements(CONFIG, ranks, rank)
-        assert got.parameters == 4 * CONFIG.num_parameters()
-        assert got.gradients == 4 * (OTHERS + owned)
-        assert got.optimizer == 8 * OTHERS + 4 * owned
-        sent = 2 * (ranks - 1) / ranks * 4 * CONFIG.num_parameters()
-        assert got.sent.total_ring_bytes == pytest.approx(sent)
-
-
 # ---- the figures of the README ----
 
 
@@ -366,7 +292,8 @@ def test_the_stated_memory_and_step_of_gpt2_on_eight_ranks():
     config = TransformerConfig(33_278, *PRESETS["gpt2"])
     p, d = config.num_parameters(), config.d_model
     matrices = config.n_layers * 12 * d * d
-    owned = owned_elements(config, 8, 0)
+    owners = stage.choose_owners(shapes_of("gpt2"), 8)
+    owned = sum(matrix.numel() for matrix, owner in owners.items() if owner == 0)
     states = 4 * p + 12 * (p - matrices) + 8 * owned
     assert f"needs {states / 1e9:.2f} GB of model state on each of 8 ranks" in README
     assert f"against {16 * p / 1e9:.2f} GB in stage 02" in README
@@ -417,7 +344,7 @@ def test_a_checkpoint_of_two_ranks_has_the_same_bits_on_any_number(pools, corpus
     for name in ("layers.0.attn.wqkv.weight", "layers.1.mlp.w2.weight"):
         assert {f"model.{name}", f"optim.momentum.{name}"} <= metadata.keys()
         assert f"optim.exp_avg.{name}" not in metadata
-    for ranks in (1, 3, 4):
+    for ranks in (1, 3):
         folder = tmp_path / str(ranks)
         shutil.copytree(first, folder / "loaded" / "checkpoints" / first.name)
         again = [*argv, "10", "--run-dir", str(folder / "rest"), "--resume", str(first)]

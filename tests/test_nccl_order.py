@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -22,6 +21,7 @@ from nccl_rules import (
     assert_ranks_agree,
     communicators,
 )
+from test_schedules import cases, schedule_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.collectives import all_to_all_single
@@ -113,6 +113,7 @@ class Recorded(stage.Pipeline):
         self.device, self.d_model = torch.device("cpu"), 1
         self.receives, self.sends = {}, deque()
         self.events, self.issued, self.message = [], 0, "open"
+        self.seen: list[tuple] = []  # each action, with the receives and sends in flight then
 
     def record(self, op: str, group: str, peer: int) -> SimpleNamespace:
         ranks, number = tuple(range(self.p)), self.issued
@@ -127,6 +128,7 @@ class Recorded(stage.Pipeline):
     def run_action(self, action, received, micro_batches) -> torch.Tensor:
         _, destination = stage.source_and_destination(action, self.n_stages)
         self.message = action._replace(stage=destination)
+        self.seen.append((action, [*self.receives], len(self.sends)))
         return torch.zeros(())
 
     def record_step(self, m: int, connects: bool = True) -> list[Call | Wait]:
@@ -143,41 +145,37 @@ class Recorded(stage.Pipeline):
         return self.events
 
 
-class TwoAhead(Recorded):
-    """The same, but a receive is posted two actions early."""
-
-    def start_receive(self, action, shape) -> None:
-        order = self.schedule(self.rank, self.p, len(self.micro_batches))
-        i = order.index(action)
-        for later in order[i + 1 : i + 2] if i else order[:2]:
-            super().start_receive(later, shape)
-
-    def run(self, micro_batches) -> torch.Tensor:
-        self.micro_batches = micro_batches
-        return super().run(micro_batches)
+def pipeline(name: str, p: int, m: int, v: int, connects: bool = True) -> Records:
+    schedule = schedule_of(name, v)
+    return [Recorded(schedule, p, v, rank).record_step(m, connects) for rank in range(p)]
 
 
-def pipeline(
-    name: str, p: int, m: int, v: int, executor: type = Recorded, connects: bool = True
-) -> Records:
-    schedule = partial(stage.SCHEDULES[name], v=v) if v > 1 else stage.SCHEDULES[name]
-    return [executor(schedule, p, v, rank).record_step(m, connects) for rank in range(p)]
-
-
-def cases(name: str) -> list[tuple[int, int, int]]:
-    """Every p, m, v that the schedule takes, of p in 2..8, m in 1..32, v in 1..4."""
-    interleaves = name == "interleaved"
-    return [
-        (p, m, v)
-        for p, m, v in product(range(2, 9), range(1, 33), range(1, 5 if interleaves else 2))
-        if not interleaves or m % p == 0
-    ]
+def several_ranks(name: str) -> list[tuple[int, int, int]]:
+    return [(p, m, v) for p, m, v in cases(name) if p > 1]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_completes_without_deadlock(name):
-    for p, m, v in cases(name):
+    for p, m, v in several_ranks(name):
         assert_completes(pipeline(name, p, m, v))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_receives_are_posted_one_action_early_and_evaluation_has_forwards_only(name, training):
+    """And a rank has at most p sends in flight; it waits for one only when there would be more."""
+    for p, m, v in several_ranks(name)[::7]:
+        for rank in range(p):
+            one = Recorded(schedule_of(name, v), p, v, rank)
+            with torch.set_grad_enabled(training):
+                one.record_step(m)
+            actions = [action for action, *_ in one.seen]
+            assert training or {action.kind for action in actions} == {"F"}
+            ends = [stage.source_and_destination(action, p * v) for action in actions]
+            for i, (_, receives, sends) in enumerate(one.seen):
+                upcoming = [a for a in actions[i + 1 : i + 2] if ends[i + 1][0] is not None]
+                assert receives == upcoming, (p, m, v, rank)
+                assert sends == min(p, sum(end is not None for _, end in ends[:i]))
 
 
 def evaluation(p: int, m: int, v: int) -> Records:
@@ -190,17 +188,6 @@ def test_evaluation_completes_without_deadlock():
     """With any number of batches."""
     for p, m, v in product(range(2, 6), range(1, 12), range(1, 4)):
         assert_completes(evaluation(p, m, v))
-
-
-@pytest.mark.parametrize(
-    ("name", "p", "m", "v"), [("gpipe", 2, 2, 1), ("1f1b", 3, 2, 1), ("interleaved", 2, 4, 2)]
-)
-def test_receives_two_actions_ahead_would_deadlock_in_a_shared_queue(name, p, m, v):
-    assert_completes(pipeline(name, p, m, v))
-    records = pipeline(name, p, m, v, executor=TwoAhead)
-    assert_completes(records, one_queue=False)
-    with pytest.raises(AssertionError, match="wait for one another"):
-        assert_completes(records)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -268,49 +255,22 @@ def record_of(number: str, ranks: int, rank: int, argv: list[str]) -> list[Call 
 SIZE = "--d-model 16 --n-heads 4 --seq-len 8 --steps 1 --resume never".split()
 
 
-def records_of(pools, corpus_dir, tmp_path, number: str, ranks: int, argv: list[str]) -> Records:
-    argv = [*SIZE, *argv, "--data", str(corpus_dir), "--run-dir", str(tmp_path)]
-    alone = pools(1, group=False)
-    return [alone.run(record_of, number, ranks, rank, argv)[0] for rank in range(ranks)]
+@pytest.fixture
+def records_of(pools, corpus_dir, tmp_path):
+    """`records_of("07", 8, argv)`: of a stage's run on that many ranks."""
 
+    def records(number: str, ranks: int, argv: list[str], job=record_of, *args) -> Records:
+        argv = [*SIZE, *argv, "--data", str(corpus_dir), "--run-dir", str(tmp_path)]
+        alone = pools(1, group=False)
+        return [alone.run(job, number, ranks, rank, argv, *args)[0] for rank in range(ranks)]
 
-def pipeline_events(events: list[Call | Wait]) -> list[tuple]:
-    """Sends, receives and their waits, renumbered."""
-    number, found, n = {}, [], 0
-    for event in events:
-        if isinstance(event, Wait):
-            if event.call in number:
-                found.append(("wait", number[event.call]))
-            continue
-        if event.op in ("send", "recv"):
-            number[n] = len(number)
-            found.append((event.op, event.desc, event.peer))
-        n += 1
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("p", [2, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_simulated_order_is_that_of_stage_06(pools, corpus_dir, tmp_path, name, p):
-    v = 2 if name == "interleaved" else 1
-    argv = f"--schedule {name} --n-layers {p * v} --global-batch-size 8 --micro-batch-size 1"
-    records = records_of(pools, corpus_dir, tmp_path, "06", p, argv.split())
-    assert_ranks_agree(records)
-    assert_completes(records)
-    assert_connects_early(records)
-    for events, modelled in zip(records, pipeline(name, p, 8, v), strict=True):
-        expected = pipeline_events(modelled)
-        assert pipeline_events(events)[: len(expected)] == expected
+    return records
 
 
 INTERLEAVED = ["--schedule", "interleaved", "--sequence-parallel"]
-MESHES = [  # pp, dp, tp, flags
-    *((1, 2, 2, []), (2, 1, 2, []), (2, 2, 1, []), (2, 2, 2, []), (4, 1, 2, []), (3, 1, 2, [])),
-    (2, 2, 1, ["--schedule", "interleaved"]),
-    (2, 2, 2, ["--sequence-parallel"]),
+MESHES = [  # pp, dp, tp, flags: beside those of stage.toml, which run over the late backend
+    *((2, 2, 1, []), (4, 1, 2, []), (3, 1, 2, [])),
     *((pp, dp, tp, INTERLEAVED) for pp, dp, tp in ((2, 2, 2), (2, 1, 4), (4, 2, 2))),
-    (4, 2, 1, ["--global-batch-size", "8"]),  # four micro-batches
     (4, 1, 2, [*INTERLEAVED, "--global-batch-size", "4"]),
     (8, 1, 1, []),
 ]
@@ -318,11 +278,11 @@ MESHES = [  # pp, dp, tp, flags
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pp", "dp", "tp", "own"), MESHES, ids=str)
-def test_every_mesh_of_07_completes_without_deadlock(pools, corpus_dir, tmp_path, pp, dp, tp, own):
+def test_every_mesh_of_07_completes_without_deadlock(records_of, pp, dp, tp, own):
     layers = 2 * pp if "interleaved" in own else pp
     argv = f"--pp {pp} --tp {tp} --n-layers {layers} --micro-batch-size 1".split()
     argv += ["--global-batch-size", str(8 * dp), *own]
-    records = records_of(pools, corpus_dir, tmp_path, "07", pp * dp * tp, argv)
+    records = records_of("07", pp * dp * tp, argv)
     assert_ranks_agree(records)
     assert_completes(records)
     assert_connects_early(records)
@@ -334,6 +294,11 @@ def test_every_mesh_of_07_completes_without_deadlock(pools, corpus_dir, tmp_path
             neighbors = {(place - 1) % pp, (place + 1) % pp}
         # for collectives: all ranks, pp, dp and tp; for messages: per neighbour and direction
         assert len(communicators(records, rank) - on_gloo) == 4 + 2 * len(neighbors)
+        if dp > 1 and place > 0 and "interleaved" not in own:
+            # the gradients are reduced over dp before that of the last of 8 micro-batches is sent
+            large = [e for e in records[rank] if isinstance(e, Call) and (*e.shapes, ())[0] > (1,)]
+            order = [e.op for e in large if e.desc == "to_lower" or e.op == "all_reduce"]
+            assert order.index("all_reduce") == 7
 
 
 RINGS = [  # ranks, cp, flags
@@ -346,14 +311,14 @@ RINGS = [  # ranks, cp, flags
 
 @pytest.mark.quick_cases("3-3-[]")
 @pytest.mark.parametrize(("ranks", "cp", "own"), RINGS, ids=str)
-def test_every_ring_of_08_completes_without_deadlock(pools, corpus_dir, tmp_path, ranks, cp, own):
+def test_every_ring_of_08_completes_without_deadlock(records_of, ranks, cp, own):
     """In one hardware queue and in many; a ring needs no communicator but those of its neighbours,
     and would complete in one for the group, too."""
     argv = (
         f"--cp {cp} --seq-len {4 * cp} --n-layers 2 --global-batch-size {4 * ranks // cp}".split()
     )
     argv += ["--micro-batch-size", "2", "--bucket-cap-mb", "0.01", *own]
-    records = records_of(pools, corpus_dir, tmp_path, "08", ranks, argv)
+    records = records_of("08", ranks, argv)
     assert_ranks_agree(records)
     for one_queue, one_per_group in product((True, False), repeat=2):
         assert_completes(records, one_per_group, one_queue)
@@ -363,12 +328,14 @@ def test_every_ring_of_08_completes_without_deadlock(pools, corpus_dir, tmp_path
         assert len(peers) == (0 if "ulysses" in own else 1)
 
 
-def record_of_experts(ranks: int, rank: int, argv: list[str], n_chosen: int) -> list[Call | Wait]:
+def record_of_experts(
+    number: str, ranks: int, rank: int, argv: list[str], n_chosen: int
+) -> list[Call | Wait]:
     """The record of stage 09, whose tokens take turns at `n_chosen` of its 8 experts.
 
     Recorded counts are arbitrary, so they follow from this routing, the same on every rank.
     """
-    stage = load_stage("09")
+    stage = load_stage(number)
 
     def exchange_counts(counts, group):
         all_to_all_single(torch.empty_like(counts), counts, group=group)
@@ -382,7 +349,7 @@ def record_of_experts(ranks: int, rank: int, argv: list[str], n_chosen: int) -> 
         patch.object(stage, "exchange_counts", exchange_counts),
         patch.object(stage.MixtureOfExperts, "choose", choose),
     ):
-        return record_of("09", ranks, rank, argv)
+        return record_of(number, ranks, rank, argv)
 
 
 EXPERTS = [  # ranks, flags, experts that have tokens
@@ -395,15 +362,11 @@ EXPERTS = [  # ranks, flags, experts that have tokens
 
 @pytest.mark.quick_cases("4-['--ep', '2']-8")
 @pytest.mark.parametrize(("ranks", "own", "n_chosen"), EXPERTS, ids=str)
-def test_every_mesh_of_09_completes_without_deadlock(
-    pools, corpus_dir, tmp_path, ranks, own, n_chosen
-):
+def test_every_mesh_of_09_completes_without_deadlock(records_of, ranks, own, n_chosen):
     """Two all-reduces, of the dense gradients and of the experts', run beside the all-to-alls."""
     argv = ["--global-batch-size", str(2 * ranks), "--micro-batch-size", "1", "--n-layers", "2"]
-    argv += [*SIZE, *own, "--bucket-cap-mb", "0.01", "--data", str(corpus_dir)]
-    argv += ["--run-dir", str(tmp_path)]
-    alone = pools(1, group=False)
-    records = [alone.run(record_of_experts, ranks, r, argv, n_chosen)[0] for r in range(ranks)]
+    argv += [*own, "--bucket-cap-mb", "0.01"]
+    records = records_of("09", ranks, argv, record_of_experts, n_chosen)
     assert_ranks_agree(records)
     for one_queue in (True, False):
         assert_completes(records, one_queue=one_queue)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
-import threading
 import xml.etree.ElementTree as ElementTree
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import timeline
-import torch
 from harness import REPO, load_stage
 
 stage = load_stage("06")
@@ -148,175 +145,6 @@ def _one_unit_later(state: tuple, p: int, m: int) -> Iterator[tuple]:
 @pytest.mark.parametrize("p, m", [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3), (4, 2)])
 def test_zero_bubble_schedule_is_optimal(p, m):
     assert shortest(p, m) == claimed_length("zero-bubble", p, m, 1)
-
-
-def greedy(p: int, m: int) -> list[list]:
-    """Every rank in every slot of time: F, if fewer than p - rank micro-batches wait for their B
-    and fewer than p are in flight; else B; else W. F, B and W take a slot each, messages none."""
-    done = {kind: [0] * p for kind in "FBW"}
-    found: list[list] = [[] for _ in range(p)]
-
-    def choice(rank: int) -> str:
-        f, b, w = (done[kind][rank] for kind in "FBW")
-        f_arrived = m if rank == 0 else done["F"][rank - 1]
-        b_arrived = f if rank == p - 1 else done["B"][rank + 1]
-        if f < f_arrived and f - b < p - rank and f - w < p:
-            return "F"
-        return "B" if b < b_arrived else "W" if w < b else ""
-
-    while done["W"] != [m] * p:
-        for rank, kind in enumerate([choice(rank) for rank in range(p)]):
-            if kind:
-                found[rank].append(stage.Action(kind, done[kind][rank], rank))
-                done[kind][rank] += 1
-    return found
-
-
-def test_zero_bubble_runs_the_first_possible_of_f_b_and_w():
-    for p, m, v in cases("zero-bubble"):
-        assert rows("zero-bubble", p, m, v) == greedy(p, m), (p, m)
-
-
-# ---- messages ----
-
-
-def messages(action, n_stages: int) -> tuple:
-    """The message that an action needs and the one that it sends, each named by the action that
-    waits for it; None for neither."""
-    source, destination = stage.source_and_destination(action, n_stages)
-    needed = None if source is None else action
-    return needed, None if destination is None else action._replace(stage=destination)
-
-
-@every_schedule
-def test_every_message_is_sent_by_the_stage_that_the_receiver_names(name):
-    for p, m, v in cases(name)[::7]:
-        actions = {action for row in rows(name, p, m, v) for action in row}
-        sent, needed = set(), set()
-        for action in actions:
-            waits, made = messages(action, p * v)
-            if made:
-                assert stage.source_and_destination(made, p * v)[0] == action.stage
-                sent.add(made)
-            if waits:
-                needed.add(waits)
-        assert sent == needed and len(sent) == 2 * m * (p * v - 1)
-
-
-class Channels:
-    """Sends and receives between threads, matched by order. With `buffered` a send completes at
-    once, otherwise when its receive is posted. Raises an error if all threads are waiting."""
-
-    def __init__(self, ranks: int, buffered: bool):
-        self.buffered, self.alive = buffered, ranks
-        self.changed = threading.Condition()
-        self.sent, self.posted = defaultdict(list), defaultdict(list)
-        self.waiting: dict = {}
-        self.me = threading.local()
-
-    def isend(self, tensor, group, group_dst):
-        tensor = tensor.clone() if self.buffered else tensor
-        return self._add(self.sent, (group, self.me.rank, group_dst), tensor, self.buffered)
-
-    def irecv(self, tensor, group, group_src):
-        return self._add(self.posted, (group, group_src, self.me.rank), tensor, False)
-
-    def _add(self, side, channel, tensor, done):
-        work = SimpleNamespace(done=done, tensor=tensor)
-        work.wait = lambda: self._wait(work)
-        with self.changed:
-            side[channel].append(work)
-            k = len(side[channel]) - 1
-            if min(len(self.sent[channel]), len(self.posted[channel])) > k:
-                send, receive = self.sent[channel][k], self.posted[channel][k]
-                receive.tensor.copy_(send.tensor)
-                send.done = receive.done = True
-                self.changed.notify_all()
-        return work
-
-    def _wait(self, work):
-        with self.changed:
-            self.waiting[self.me.rank] = work
-            self._look_for_deadlock()
-            while not work.done:
-                assert self.changed.wait(20), "waited too long"
-                self._look_for_deadlock()
-            del self.waiting[self.me.rank]
-
-    def _look_for_deadlock(self):
-        stuck = [w for w in self.waiting.values() if not w.done]
-        if len(stuck) == self.alive:
-            self.changed.notify_all()
-            raise RuntimeError("all ranks wait for one another")
-
-    def end(self):
-        with self.changed:
-            self.alive -= 1
-            self.changed.notify_all()
-
-
-def run_the_executor(name: str, p: int, m: int, v: int, buffered: bool, monkeypatch) -> None:
-    """Run `Pipeline.run` with one thread per rank; each message carries its own name."""
-    channels, failures = Channels(p, buffered), []
-    monkeypatch.setattr(stage, "isend", channels.isend)
-    monkeypatch.setattr(stage, "irecv", channels.irecv)
-
-    def code(message) -> torch.Tensor:
-        return torch.tensor([[["FB".index(message.kind), message.micro, message.stage]]]).float()
-
-    def rank_runs(rank: int) -> None:
-        channels.me.rank = rank
-        pipeline = object.__new__(stage.Pipeline)
-        pipeline.schedule = schedule_of(name, v)
-        pipeline.to_lower, pipeline.to_higher = "to lower", "to higher"
-        pipeline.p, pipeline.n_stages, pipeline.rank = p, p * v, rank
-        pipeline.device, pipeline.d_model = torch.device("cpu"), 3
-        pipeline.receives, pipeline.sends = {}, deque()
-
-        def run_action(action, received, micro_batches):
-            needed, made = messages(action, p * v)
-            if needed:
-                assert torch.equal(received, code(needed)), (needed, received)
-            order = [a for a in actions if a.kind == "F" or torch.is_grad_enabled()]
-            following = order[order.index(action) + 1 :][:1]
-            early = [a for a in following if messages(a, p * v)[0]]
-            assert list(pipeline.receives) == early, "not posted one action early"
-            assert len(pipeline.sends) <= p
-            in_flight.append(len(pipeline.sends))
-            return code(made) if made else torch.ones(())
-
-        pipeline.run_action, in_flight = run_action, []
-        actions = pipeline.schedule(rank, p, m)
-        made = [messages(action, p * v)[1] for action in actions]
-        try:
-            losses = pipeline.run([(torch.zeros(1, 1), None, None)] * m)
-            assert losses.tolist() == [float(rank == p - 1)] * m  # of the last stage alone
-            assert not pipeline.sends and not pipeline.receives
-            # `run` waits for a send only when more than p are in flight
-            assert max(in_flight) == min(p, sum(map(bool, made[:-1])))
-            with torch.no_grad():
-                pipeline.run([(torch.zeros(1, 1), None, None)] * m)
-        except BaseException as failure:
-            failures.append(failure)
-        finally:
-            channels.end()
-
-    threads = [threading.Thread(target=rank_runs, args=(rank,)) for rank in range(p)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
-
-
-@pytest.mark.parametrize("buffered", [False, True], ids=["rendezvous", "buffered"])
-@every_schedule
-def test_executor_needs_no_send_buffers(name, buffered, monkeypatch):
-    sizes = [(2, 2, 2), (2, 4, 2), (2, 8, 3), (3, 6, 2), (4, 8, 2)]
-    for p, m, v in sizes:
-        run_the_executor(name, p, m, v if name == "interleaved" else 1, buffered, monkeypatch)
-    for p, m in [] if name == "interleaved" else [(1, 3), (3, 1), (4, 2), (4, 7), (5, 6)]:
-        run_the_executor(name, p, m, 1, buffered, monkeypatch)
 
 
 # ---- partition of the units ----

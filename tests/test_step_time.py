@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import plan
 import pytest
@@ -360,16 +361,26 @@ def test_the_predicted_best_of_bigscience_runs_costs_at_most_a_tenth_more_than_t
     assert per_sample(best) <= 1.1 * min(map(per_sample, chosen))
 
 
-def test_a_report_has_a_line_per_source_and_counts_rows_that_lack_fields(tmp_path):
+def report(*words: str | Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "tools/planner/step_errors.py", *map(str, words)]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+
+
+def file_of(folder: Path, changes: dict[tuple[int, str], str]) -> Path:
+    """Published runs in a file, with these changes by row and column."""
     rows = list(csv.DictReader(step_errors.PUBLISHED.open()))[:4]
-    rows[1]["source"], rows[2]["micro_batch"], rows[3]["gpu"] = "other", "", "V100"
-    file = tmp_path / "runs.csv"
-    with file.open("w", newline="") as out:
+    for (row, column), value in changes.items():
+        rows[row][column] = value
+    with (folder / "runs.csv").open("w", newline="") as out:
         writer = csv.DictWriter(out, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    command = [sys.executable, "tools/planner/step_errors.py", str(file)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    return folder / "runs.csv"
+
+
+def test_a_report_has_a_line_per_source_and_counts_rows_that_lack_fields(tmp_path):
+    changes = {(1, "source"): "other", (2, "micro_batch"): "", (3, "gpu"): "V100"}
+    done = report(file_of(tmp_path, changes))
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert [line.split()[:3] for line in lines[1:3]] == [
@@ -382,22 +393,14 @@ def test_a_report_has_a_line_per_source_and_counts_rows_that_lack_fields(tmp_pat
 
 @pytest.mark.parametrize("words", [[], ["nowhere.csv"]])
 def test_a_missing_file_ends_with_one_line_and_status_2(words):
-    command = [sys.executable, "tools/planner/step_errors.py", *words]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    done = report(*words)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("column", ["recompute", "sharding", "schedule"])
 def test_an_unknown_value_ends_with_one_line_and_status_2(column, tmp_path):
-    rows = list(csv.DictReader(step_errors.PUBLISHED.open()))[:3]
-    rows[1][column] = "fsdp3"
-    file = tmp_path / "runs.csv"
-    with file.open("w", newline="") as out:
-        writer = csv.DictWriter(out, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    command = [sys.executable, "tools/planner/step_errors.py", str(file)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    file = file_of(tmp_path, {(1, column): "fsdp3"})
+    done = report(file)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert f"{file}, row 2: {column} 'fsdp3' is not one of " in done.stderr
     assert done.stderr.strip().endswith(", ".join(step_errors.KNOWN[column]))

@@ -53,6 +53,7 @@ class Report:
     optimizer: int = 0
     peak: int = 0
     sent: Ledger | None = None
+    sent_before: Counter | None = None  # on a ring before the first step: the initial weights
 
     @property
     def states(self) -> int:
@@ -131,6 +132,7 @@ class OneStep:
         return 0
 
     def steps(self, first: int) -> Iterator[int]:
+        self.sent_before = Counter(ledger.ring)
         ledger.reset()  # communication at the start belongs to no step
         hook = register_optimizer_step_pre_hook(lambda taken, *_: self.optimizers.append(taken))
         try:
@@ -140,6 +142,7 @@ class OneStep:
 
     def log(self, *_, **others) -> None:
         self.report = states_of(self.optimizers)
+        self.report.sent_before = self.sent_before
         self.report.sent = Ledger(
             *map(Counter, (ledger.calls, ledger.payload, ledger.ring, ledger.control))
         )
@@ -209,6 +212,7 @@ def dry_run(
         rows = args.micro_batch_size * args.seq_len * args.top_k
         patches["exchange_counts"] = partial(balanced_counts, rows)
     rotary_table.cache_clear()  # real tensors and fake ones do not mix
+    ledger.reset()  # of an earlier run of this process
     try:
         with (
             patch.multiple(module, **patches),
