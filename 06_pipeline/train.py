@@ -231,7 +231,7 @@ def units_of(stage: int, n_stages: int, n_layers: int) -> range:
 
 def parts_of(model: Transformer, units: range) -> tuple[Transformer, nn.Module | None]:
     """These units of a model: those before the output unit, and it, if it is one of them."""
-    part = Transformer(model.config, units=())
+    part = Transformer(model.config, indices=())
     part.embed = model.embed if 0 in units else None
     for name, layer in model.layers.items():
         if int(name) + 1 in units:
@@ -434,7 +434,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     own_stages = range(world.rank, n_stages, world.size)
     units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}
     with torch.device("meta"):
-        model = Transformer(config, units=[unit for part in units.values() for unit in part])
+        model = Transformer(config, indices=[unit for part in units.values() for unit in part])
     init_weights(model.to_empty(device=device), args.seed)
     groups = [group_along((world.size,), 0, to, args.timeout) for to in ("to_lower", "to_higher")]
     schedule = SCHEDULES[args.schedule]

@@ -334,7 +334,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     own_stages = range(mesh.pp.rank(), n_stages, args.pp)
     units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}
     with torch.device("meta"):
-        model = Transformer(config, units=[unit for part in units.values() for unit in part])
+        model = Transformer(config, indices=[unit for part in units.values() for unit in part])
     if args.tp > 1:
         tensor_parallel(model, tp, args.sequence_parallel)
     init_shards(model, args.seed, tp, device)
@@ -830,7 +830,7 @@ def units_of(stage: int, n_stages: int, n_layers: int) -> range:
 
 def parts_of(model: Transformer, units: range) -> tuple[Transformer, nn.Module | None]:
     """These units of a model: those before the output unit, and it, if it is one of them."""
-    part = Transformer(model.config, units=())
+    part = Transformer(model.config, indices=())
     part.embed = model.embed if 0 in units else None
     for name, layer in model.layers.items():
         if int(name) + 1 in units:

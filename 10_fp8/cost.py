@@ -95,7 +95,7 @@ def saved_tensors() -> Iterator[dict[int, Tensor]]:
 def saved_by_a_layer(recipe: str | None, autocast: bool, compiled: bool = False) -> list[Tensor]:
     """The tensors that one layer saves for backward, without its parameters."""
     config, inputs, _ = first_step()
-    layer = Transformer(config, units=[1])
+    layer = Transformer(config, indices=[1])
     init_weights(layer, 1337)
     if recipe is not None:
         train.float8(layer, recipe)

@@ -357,7 +357,7 @@ def stages_of(shape: Shape, virtual_stages: int) -> tuple[dict[int, range], Tran
     n_stages = p * virtual_stages
     own_stages = range(dist.get_rank(), n_stages, p)
     units = {stage: units_of(stage, n_stages, shape.n_layers) for stage in own_stages}
-    model = Transformer(shape.config, units=[unit for part in units.values() for unit in part])
+    model = Transformer(shape.config, indices=[unit for part in units.values() for unit in part])
     init_weights(model, seed=1)
     return units, model.to(device())
 
@@ -464,7 +464,7 @@ def our_mesh(shape: Shape) -> Step:
     stage = load_stage("07")
     mesh = stage.build_mesh(2, 2, 2, timeout=600)
     units = stage.units_of(mesh.pp.rank(), 2, shape.n_layers)
-    model = Transformer(shape.config, units=units)
+    model = Transformer(shape.config, indices=units)
     init_weights(model, seed=1)
     stage.tensor_parallel(model.to(device()), mesh.tp)
     stages = {mesh.pp.rank(): stage.PipelineStage(*stage.parts_of(model, units), False)}
@@ -486,7 +486,7 @@ def torch_mesh(shape: Shape) -> Step:
     mesh = init_device_mesh(device().type, (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     rank = mesh["pp"].get_local_rank()
     units = load_stage("06").units_of(rank, 2, shape.n_layers)
-    model = Transformer(shape.config, units=units)
+    model = Transformer(shape.config, indices=units)
     init_weights(model, seed=1)
     part = Part(with_torchs_linears(model.to(device())), units, logits=True)
     plan = {

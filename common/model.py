@@ -237,18 +237,18 @@ class Output(nn.Module):
 class Transformer(nn.Module):
     """The model, or a part of it.
 
-    units: those to build; 0 is embed, 1 ... n_layers the layers, n_layers + 1 output. Parameters
-    have the same names in a part as in the full model, and so the same initial values.
+    indices: of the units to build; 0 is embed, 1 ... n_layers the layers, n_layers + 1 output.
+    Parameters have the same names in a part as in the full model, and so the same initial values.
     """
 
-    def __init__(self, config: TransformerConfig, units: Sequence[int] | None = None):
+    def __init__(self, config: TransformerConfig, indices: Sequence[int] | None = None):
         super().__init__()
         self.config = config
-        units = range(config.n_units) if units is None else units
-        self.embed = Embed(config) if 0 in units else None
-        layers = {str(i): Layer(config, i) for i in range(config.n_layers) if i + 1 in units}
+        indices = range(config.n_units) if indices is None else indices
+        self.embed = Embed(config) if 0 in indices else None
+        layers = {str(i): Layer(config, i) for i in range(config.n_layers) if i + 1 in indices}
         self.layers = nn.ModuleDict(layers)
-        self.output = Output(config) if config.n_layers + 1 in units else None
+        self.output = Output(config) if config.n_layers + 1 in indices else None
 
     def units(self) -> list[nn.Module]:
         """The units in the order of forward."""

@@ -36,7 +36,7 @@ def pipeline_of(schedule: str, config: TransformerConfig, autocast: bool = False
     """A pipeline over all ranks, and this rank's part of the model."""
     stage, p, rank = load_stage("06"), dist.get_world_size(), dist.get_rank()
     units = stage.units_of(rank, p, config.n_layers)
-    model = Transformer(config, units=units)
+    model = Transformer(config, indices=units)
     init_weights(model, 1)
     groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
     kind = stage.ZeroBubbleStage if schedule == "zero-bubble" else stage.PipelineStage
