@@ -243,19 +243,6 @@ def test_changed_words_are_marked_and_a_known_definition_links_to_the_earlier_st
     assert '<details class="fold">' not in pages["01-code.html"]
 
 
-def test_a_line_that_two_definitions_continue_has_one_id(tmp_path):
-    """Both classes are compared with the older one, by the table of `tools/compare.py`."""
-    old = "class DistributedDataParallel:\n    def f(self):\n        x = 1\n        return x\n"
-    new = [
-        old.replace("DistributedDataParallel", name).replace("1", "2")
-        for name in ("ZeroRedundancyOptimizer", "FullyShardedDataParallel")
-    ]
-    pages = build.Site(repository(tmp_path, old=old, new="\n\n".join(new))).build()
-    page = Parsed(pages["02-from-01.html"])
-    assert pages["02-from-01.html"].count('data-n="3"') == 3  # of the old class twice
-    assert set(page.ids.values()) == {1}
-
-
 def test_names_link_to_their_definitions(tmp_path):
     code = '''"""Links."""
 
