@@ -24,6 +24,7 @@ sys.path.insert(0, str(REPO / "tools"))
 from lessons import build, readme
 
 VOID = set("area base br col embed hr img input link meta source track wbr".split())
+all_pages = pytest.mark.slow  # building them takes ten seconds
 PAIRS = [(old, new) for new in stages() for old in stages() if old != new]
 
 
@@ -113,6 +114,7 @@ def parsed(pages) -> dict[str, Parsed]:
 # ---- the pages ----
 
 
+@all_pages
 def test_pages_are_well_formed(parsed):
     for name, page in parsed.items():
         assert not page.errors, (name, page.errors[:3])
@@ -120,6 +122,7 @@ def test_pages_are_well_formed(parsed):
         assert not [id for id in page.ids if re.search(r"\s", id) or not id], name
 
 
+@all_pages
 def test_every_link_and_anchor_resolves(parsed):
     for name, page in parsed.items():
         links = [value for tag, key, value in page.attributes if key == "href"]
@@ -133,6 +136,7 @@ def test_every_link_and_anchor_resolves(parsed):
             assert not anchor or anchor in parsed[target or name].ids, (name, link)
 
 
+@all_pages
 def test_nothing_is_loaded_from_elsewhere(parsed, pages):
     for name, page in parsed.items():
         for tag, key, value in page.attributes:
@@ -148,7 +152,7 @@ def test_nothing_is_loaded_from_elsewhere(parsed, pages):
         assert "default-src 'none'; img-src data:" in pages[name]
 
 
-@pytest.mark.slow
+@all_pages
 def test_the_same_pages_twice_and_within_ten_seconds(pages, runs, tmp_path):
     """Another process, with another seed of its hashes. Old pages are removed, other files stay."""
     out = tmp_path / "lessons"
@@ -174,6 +178,7 @@ def test_the_same_pages_twice_and_within_ten_seconds(pages, runs, tmp_path):
 # ---- code and comparisons ----
 
 
+@all_pages
 @pytest.mark.parametrize("stage", stages())
 def test_a_page_of_code_shows_every_line(parsed, stage):
     page = parsed[f"{stage}-code.html"]
@@ -182,6 +187,7 @@ def test_a_page_of_code_shows_every_line(parsed, stage):
     assert all(page.ids[f"L{i}"] == 1 for i in range(1, len(lines_of(stage)) + 1))
 
 
+@all_pages
 @pytest.mark.parametrize("old, new", PAIRS)
 def test_a_comparison_loses_no_line(parsed, old, new):
     page = parsed[f"{new}-from-{old}.html"]
@@ -255,18 +261,12 @@ class Box:
 
     def empty(self):
         return borrowed(Box)
-
-
-def use(borrowed):
-    return borrowed, [Box for Box in "local"]
 '''
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "things.py").write_text("def borrowed(x):\n    return x\n")
-    readme = "# 02\n\n`Box` `fill` `Box.empty()` `borrowed` `other`\n"
-    pages = build.Site(repository(tmp_path, readme, new=code)).build()
-    page = pages["02-code.html"]
-    assert '<a href="#Box.empty">empty</a>' in page
-    assert page.count('<a href="common-things.py.html#borrowed">borrowed</a>') == 2  # import, use
+    text = "# 02\n\n`Box` `fill` `Box.empty()` `borrowed` `other`\n"
+    pages = build.Site(repository(tmp_path, text, new=code)).build()
+    assert '<a href="#Box.empty">empty</a>' in pages["02-code.html"]
     hrefs = re.findall(r'<a class="name" href="([^"]+)">', pages["02.html"])
     assert hrefs == [
         *("02-code.html#Box", "02-code.html#Box.fill", "02-code.html#Box.empty"),
@@ -320,6 +320,7 @@ def test_markdown_as_on_github(case):
     assert re.sub(r" ?(<[^>]*>) ?", r"\1", html) == re.sub(r" ?(<[^>]*>) ?", r"\1", expected)
 
 
+@all_pages
 def test_no_markdown_is_left_in_the_text(pages):
     for name in ("index.html", "README.md.html", *(f"{stage}.html" for stage in stages())):
         text = re.sub(r"<(pre|code|style|script)\b.*?</\1>", "", pages[name], flags=re.S)
@@ -398,6 +399,7 @@ def evil_pages(tmp_path_factory) -> dict[str, str]:
     return build.Site(repo).build()
 
 
+@all_pages
 def test_nothing_injects_markup(evil_pages, parsed):
     ours = {tag for page in parsed.values() for tag in page.tags}
     assert len(evil_pages) >= 8
@@ -434,6 +436,7 @@ def test_files_outside_of_the_repository_have_no_page(tmp_path):
 # ---- figures of runs ----
 
 
+@all_pages
 def test_the_index_shows_the_figures_of_runs(parsed, pages):
     index = pages["index.html"].replace("\n", "")
     assert "<title>01_single_gpu</title>" in index  # of a curve
@@ -471,7 +474,7 @@ SEEN = f"""({{
 }})"""
 
 
-@pytest.mark.slow
+@all_pages
 def test_pages_in_a_browser(browser, folder, parsed):
     """The index, all lessons, and two pages of code and of comparisons each."""
     code = "01-code", "07-code", "07-from-06", "01-from-07"
@@ -491,7 +494,7 @@ def test_pages_in_a_browser(browser, folder, parsed):
         assert seen["tags"] == parsed[name].tags, name
 
 
-@pytest.mark.slow
+@all_pages
 def test_an_anchor_unfolds_the_definition_it_leads_to(browser, folder, pages):
     fold = re.search(r'<details[^>]* class="fold">.*?id="(L\d+)"', pages["03-code.html"], re.S)
     browser.open(folder / "03-code.html", 1280, anchor=f"#{fold[1]}")

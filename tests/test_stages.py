@@ -179,6 +179,7 @@ print(site.default_old("NEW"), lessons.comparison_page("NEW", "02"), site.compar
 """.replace("NEW", NEW)
 
 
+@pytest.mark.slow
 def test_every_tool_includes_a_copied_stage(copy):
     listed = subprocess.run(["make", "help"], cwd=copy, capture_output=True, text=True).stdout
     assert f"{NEW}_example: Data parallelism" in listed
