@@ -29,6 +29,7 @@ for name in list(os.environ):
 
 # the files that take minutes, longest first: with several workers the short ones fill the gaps
 LONG = "slurm parity survival dry_run gpu_check late_backend costs gradients launchers preflight"
+LONG += " lessons stages"
 
 
 collected: list[str] = []  # the node ids of all tests, including those that `-k` and `-m` deselect

@@ -433,20 +433,14 @@ def test_corrupt_metadata_that_is_readable_is_detected(tmp_path, capsys):
     assert ".metadata: the checksum differs; going back" in capsys.readouterr().out
 
 
-def test_resume_with_only_corrupt_checkpoints_is_an_error(tmp_path, capsys):
+def test_resume_of_a_named_corrupt_checkpoint_or_of_the_last_one_is_an_error(tmp_path, capsys):
     for step in (2, 4):
         saved(tmp_path, step)
         flip(tmp_path / f"step-{step:08d}" / "__0_0.distcp")
-    assert_refused(capsys, loaded, tmp_path, says="no older one is left")
-
-
-def test_resume_of_a_named_corrupt_checkpoint_has_no_fallback(tmp_path, capsys):
-    for step in (2, 4):
-        saved(tmp_path, step)
-    flip(tmp_path / "step-00000004" / "__0_0.distcp")
     newest = str(tmp_path / "step-00000004")
     said = assert_refused(capsys, loaded, tmp_path, newest, says="checksum differs")
     assert "older ones: step-00000002" in said
+    assert_refused(capsys, loaded, tmp_path, says="no older one is left")
 
 
 def test_all_ranks_fall_back_when_one_reads_a_corrupt_file(pools, tmp_path):

@@ -1,4 +1,4 @@
-"""Every stage starts under every launcher by the README's commands; jobs' scripts and errors."""
+"""What `make run` and `make submit` start, with fake tools; the jobs' scripts and errors."""
 
 from __future__ import annotations
 
@@ -18,61 +18,31 @@ from slurm_cluster import STRAY, copy_of_repository, need
 
 pytestmark = pytest.mark.slow
 
-SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
-README = (REPO / "README.md").read_text() + (REPO / "RUNNING.md").read_text()
-
-
-def from_readme(command: str, changes: dict[str, str]) -> list[str]:
-    """A command of the README, with other numbers or another stage."""
-    assert f"    {command}" in README, f"the README does not say: {command}"
-    for old, new in changes.items():
-        assert old in command
-        command = command.replace(old, new)
-    return command.split()
-
 
 # ---- on one machine ----
 
 
-@pytest.fixture(scope="module")
-def flags(corpus_dir) -> list[str]:
-    return [*SMALL.split(), "--data", str(corpus_dir), "--steps", "3", "--log-every", "1"]
-
-
-def run(command: list[str], folder: Path) -> list[dict]:
-    """Run a command at the root of the repository, as a user would; returns the metrics."""
+# test_slurm.py starts every stage on two nodes, and by every launcher
+def test_readmes_command_of_mpirun_starts_a_stage(tmp_path, reference, corpus_dir):
+    need("mpirun", packages="openmpi-bin")
+    command = "mpirun -n 4 python 04_fsdp/train.py --data sample"
+    assert f"    {command}" in (REPO / "RUNNING.md").read_text()
+    words = command.replace(" 4 ", " 2 ").removesuffix(" --data sample").split()
+    flags = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
+    flags = [*flags.split(), "--data", str(corpus_dir), "--steps", "3", "--log-every", "1"]
     environment = {k: v for k, v in os.environ.items() if not STRAY.match(k)}
     # Open MPI as root, on fewer cores than processes, and where there is no ssh
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_plm": "isolated"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    command = [*command, "--run-dir", str(folder)]
+    words = [*words, *flags, "--run-dir", str(tmp_path)]
     done = subprocess.run(
-        command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300
+        words, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return metrics_of(folder)
-
-
-COMMANDS = {
-    "torchrun": "torchrun --nproc-per-node 4 04_fsdp/train.py --data sample",
-    "mpirun": "mpirun -n 4 python 04_fsdp/train.py --data sample",
-}
-
-
-# test_slurm.py starts every stage on two nodes
-@pytest.mark.parametrize("launcher, stage", [("torchrun", "07"), ("mpirun", "04")])
-def test_readme_command_of_each_launcher_starts_a_stage(
-    launcher, stage, tmp_path, reference, flags
-):
-    if launcher == "mpirun":
-        need("mpirun", packages="openmpi-bin")
-    changes = {"04_fsdp/train.py": str(stage_path(stage).relative_to(REPO)), " 4 ": " 2 "}
-    command = [x for x in from_readme(COMMANDS[launcher], changes) if x not in ("--data", "sample")]
-    metrics = run([*command, *flags], tmp_path / "run")
-    config = json.loads((tmp_path / "run/config.json").read_text())
-    assert (config["launcher"], config["world_size"]) == (launcher, 2)
-    assert_same_curve(metrics, reference(flags))
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["launcher"], config["world_size"]) == ("mpirun", 2)
+    assert_same_curve(metrics_of(tmp_path), reference(flags))
 
 
 def dry_make_run(bin: Path, tool: str, script: str) -> str:
