@@ -170,6 +170,20 @@ def reproduce(pools, reference, corpus_dir):
     return results
 
 
+@pytest.fixture
+def error_of(capsys):
+    """`error_of(function, *args)`: the one line that it prints before it exits with this status."""
+
+    def line(function, *args, status: int = 2) -> str:
+        with pytest.raises(SystemExit) as exit:
+            function(*args)
+        said = capsys.readouterr().err
+        assert exit.value.code == status and said.count("\n") == 1, said
+        return said
+
+    return line
+
+
 @pytest.fixture(scope="session")
 def corpus_dir(tmp_path_factory) -> Path:
     """A small corpus with structure to learn: 200 words, each with a few likely successors."""

@@ -78,15 +78,6 @@ def saved(folder: Path, step: int = 2, steps: int = 2, keep: int = 2) -> dict[st
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
-def assert_refused(capsys, function, *args, status: int = 2, says: str = "") -> str:
-    with pytest.raises(SystemExit) as exit:
-        function(*args)
-    assert exit.value.code == status
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and says in said, said
-    return said
-
-
 # ---- round trip ----
 
 
@@ -342,16 +333,16 @@ def test_resume_accepts_a_checkpoint_a_run_or_auto(tmp_path):
     assert loaded(other, "auto")[1] == 0
 
 
-def test_resume_from_nothing_is_an_error(tmp_path, capsys):
+def test_resume_from_nothing_is_an_error(tmp_path, error_of):
     for path in (tmp_path, tmp_path / "absent"):
-        assert_refused(capsys, loaded, tmp_path, str(path), says=f"--resume {path}: no checkpoint")
+        assert f"--resume {path}: no checkpoint" in error_of(loaded, tmp_path, str(path))
 
 
 @pytest.mark.parametrize("change", [{"d_model": 64}, {"n_layers": 3}, {"n_layers": 1}], ids=str)
-def test_incompatible_checkpoint_of_another_model_is_an_error(tmp_path, capsys, change):
+def test_incompatible_checkpoint_of_another_model_is_an_error(tmp_path, error_of, change):
     saved(tmp_path)
     config = TransformerConfig(**(vars(CONFIG) | change))
-    assert_refused(capsys, loaded, tmp_path, "auto", config, says="does not fit this model")
+    assert "does not fit this model" in error_of(loaded, tmp_path, "auto", config)
 
 
 def flip(file: Path) -> None:
@@ -394,14 +385,12 @@ def test_resume_falls_back_from_a_corrupt_checkpoint_and_names_both(tmp_path, ca
         assert name in line or "__0_0.distcp" in line  # a foreign .metadata fits no data file
 
 
-def test_a_read_error_makes_no_checkpoint_corrupt(tmp_path, monkeypatch, capsys):
+def test_a_read_error_makes_no_checkpoint_corrupt(tmp_path, monkeypatch, error_of):
     for step in (2, 4):
         saved(tmp_path, step)
     failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     monkeypatch.setattr(storage.VerifiedItems, "read", failing)
-    with pytest.raises(SystemExit):
-        loaded(tmp_path)
-    assert "step-00000004 cannot be read: [Errno 5]" in capsys.readouterr().err
+    assert "step-00000004 cannot be read: [Errno 5]" in error_of(loaded, tmp_path, status=1)
     assert len(checkpoints(tmp_path)) == 2
 
 
@@ -432,14 +421,13 @@ def test_corrupt_metadata_that_is_readable_is_detected(tmp_path, capsys):
     assert ".metadata: the checksum differs; going back" in capsys.readouterr().out
 
 
-def test_resume_of_a_named_corrupt_checkpoint_or_of_the_last_one_is_an_error(tmp_path, capsys):
+def test_resume_of_a_named_corrupt_checkpoint_or_of_the_last_one_is_an_error(tmp_path, error_of):
     for step in (2, 4):
         saved(tmp_path, step)
         flip(tmp_path / f"step-{step:08d}" / "__0_0.distcp")
-    newest = str(tmp_path / "step-00000004")
-    said = assert_refused(capsys, loaded, tmp_path, newest, says="checksum differs")
-    assert "older ones: step-00000002" in said
-    assert_refused(capsys, loaded, tmp_path, says="no older one is left")
+    said = error_of(loaded, tmp_path, str(tmp_path / "step-00000004"))
+    assert "checksum differs" in said and "older ones: step-00000002" in said
+    assert "no older one is left" in error_of(loaded, tmp_path)
 
 
 def test_all_ranks_fall_back_when_one_reads_a_corrupt_file(pools, tmp_path):
@@ -670,11 +658,11 @@ def full_for_large_writes(self, data, write=storage.HashingStream.write) -> int:
 
 
 def test_a_full_disk_is_named_although_the_zip_writer_has_another_error(
-    tmp_path, capsys, monkeypatch
+    tmp_path, error_of, monkeypatch
 ):
     state = training_state(*trained())
     monkeypatch.setattr(storage.HashingStream, "write", full_for_large_writes)
-    assert_refused(capsys, save_checkpoint, tmp_path, 4, state, status=1, says="No space left")
+    assert "No space left" in error_of(save_checkpoint, tmp_path, 4, state, status=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -714,7 +702,7 @@ def test_malicious_pickle_of_this_test_runs_when_loaded_unsafely(tmp_path):
         *("model.embed.tokens.weight", "another"),  # as an entry of bytes
     ],
 )
-def test_malicious_pickle_is_an_error_and_does_not_run(tmp_path, capsys, where):
+def test_malicious_pickle_is_an_error_and_does_not_run(tmp_path, error_of, where):
     folder, bait = tmp_path / "c", tmp_path / "bait"
     saved(folder)
     touch, metadata, file = Touch(bait), metadata_of(folder), folder / "step-00000002/bait.distcp"
@@ -740,7 +728,7 @@ def test_malicious_pickle_is_an_error_and_does_not_run(tmp_path, capsys, where):
     if where != "the files of tensors":  # an error before any item is read
         with pytest.raises(storage.CorruptCheckpointError, match="not loaded"):
             storage.Reader(file.parent)
-    assert_refused(capsys, loaded, folder, says="--resume auto")
+    assert "--resume auto" in error_of(loaded, folder)
     assert not bait.exists()
 
 
@@ -755,7 +743,7 @@ def test_unpickler_of_the_metadata_finds_no_functions(module, name):
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_malicious_path_cannot_read_outside_the_checkpoint(tmp_path, capsys, absolute):
+def test_malicious_path_cannot_read_outside_the_checkpoint(tmp_path, error_of, absolute):
     folder = tmp_path / "c"
     saved(folder)
     (file,) = checkpoints(folder)[0].glob("*.distcp")
@@ -765,4 +753,4 @@ def test_malicious_path_cannot_read_outside_the_checkpoint(tmp_path, capsys, abs
     for info in metadata.storage_data.values():
         info.relative_path = str(outside)
     write_metadata(folder, metadata)
-    assert_refused(capsys, loaded, folder, says="outside of the checkpoint")
+    assert "outside of the checkpoint" in error_of(loaded, folder)

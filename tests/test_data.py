@@ -399,27 +399,20 @@ def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_p
     assert "10 / 4 / 4 tokens" in done.stdout and not done.stderr
 
 
-def test_wikitext2_download_failure_is_an_error_and_leaves_nothing(monkeypatch, tmp_path, capsys):
+def test_wikitext2_download_failure_is_an_error_and_leaves_nothing(monkeypatch, tmp_path, error_of):
     def load_dataset(*args):
         raise ConnectionError("no route\nto host")
 
     fake_hub(monkeypatch, tmp_path, load_dataset)
     for download, says in ((True, "internet"), (False, "make data")):  # only `make data` downloads
-        with pytest.raises(SystemExit) as exit:
-            load_corpus("wikitext2", download)
-        assert exit.value.code == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and says in said
+        assert says in error_of(load_corpus, "wikitext2", download)
     assert not [p for p in tmp_path.iterdir() if p.is_dir()]
 
 
-def test_unwritable_data_root_is_named(monkeypatch, tmp_path, capsys):
+def test_unwritable_data_root_is_named(monkeypatch, tmp_path, error_of):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DATA_ROOT", str(tmp_path / "file"))
-    with pytest.raises(SystemExit) as exit:
-        load_corpus(folder(tmp_path / "c", "a\n"))
-    assert exit.value.code == 2
-    assert "DATA_ROOT" in capsys.readouterr().err
+    assert "DATA_ROOT" in error_of(load_corpus, folder(tmp_path / "c", "a\n"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="stands for a full disk")

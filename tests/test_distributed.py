@@ -95,20 +95,15 @@ WRONG = {
 
 
 @pytest.mark.parametrize("variables", WRONG)
-def test_wrong_launcher_variables_are_an_error(monkeypatch, capsys, variables):
+def test_wrong_launcher_variables_are_an_error(monkeypatch, error_of, variables):
     environment(monkeypatch, dict(word.split("=") for word in variables.split()))
-    with pytest.raises(SystemExit) as exit:
-        world_size()
-    said = capsys.readouterr().err
-    assert exit.value.code == 2 and said.count("\n") == 1 and WRONG[variables] in said
+    assert WRONG[variables] in error_of(world_size)
 
 
-def test_mpirun_on_several_nodes_needs_a_master_address(monkeypatch, capsys):
+def test_mpirun_on_several_nodes_needs_a_master_address(monkeypatch, error_of):
     rank_0 = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     environment(monkeypatch, MPIRUN | rank_0)
-    with pytest.raises(SystemExit) as exit:
-        setup()
-    assert exit.value.code == 2 and "MASTER_ADDR" in capsys.readouterr().err
+    assert "MASTER_ADDR" in error_of(setup)
 
 
 def test_srun_takes_the_first_host_as_master_address(monkeypatch, tmp_path):

@@ -9,10 +9,10 @@ import re
 import shutil
 import subprocess
 import tempfile
-from functools import cache
 from pathlib import Path
 
 import pytest
+from chaos import differences
 from harness import REPO, assert_same_curve, metrics_of, stage_file, stage_path, stages
 from slurm_cluster import (
     Cluster,
@@ -282,27 +282,22 @@ def test_wrong_master_address_fails_as_on_a_cluster(cluster):
 # ---- time limit, requeue and resume ----
 
 
+# some seconds long so that it can be signalled, with eight checkpoints
+LONG_RUN = f"{SMALL} --steps 400 --log-every 10 --checkpoint-every 50 --keep-checkpoints 9"
+
+
 def long_run(cluster, corpus_dir) -> Job:
-    """A job on two nodes, some seconds long so that it can be signalled, that saves eight times."""
-    flags = f"{SMALL} --data {corpus_dir} --steps 400 --log-every 10"
-    flags += " --checkpoint-every 50 --keep-checkpoints 9"
-    return cluster.submit("submit-02", "NODES=2", "GPUS=1", f"ARGS={flags}")[0]
+    flags = f"ARGS={LONG_RUN} --data {corpus_dir}"
+    return cluster.submit("submit-02", "NODES=2", "GPUS=1", flags)[0]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster, corpus_dir):
-    """`undisturbed()`: the same run without interruption, submitted when it is first called."""
-    return cache(lambda: long_run(cluster, corpus_dir))
-
-
-def numbers_of(job: Job) -> list[tuple]:
-    return [(x["step"], x.get("loss"), x.get("test_loss")) for x in job.metrics()]
-
-
-def weights_of(job: Job) -> dict[str, bytes]:
-    """The files of the newest checkpoint: weights and optimizer state."""
-    newest = max((job.run_folder / "checkpoints").glob("step-*"))
-    return {path.name: path.read_bytes() for path in newest.glob("*.distcp")}
+def undisturbed(pools, corpus_dir, tmp_path_factory) -> Path:
+    """The folder of the same run without Slurm and without interruption."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    argv = [*LONG_RUN.split(), "--data", str(corpus_dir), "--run-dir", str(folder)]
+    pools(2).train("02", argv)
+    return folder
 
 
 def has_reached(job: Job, step: int):
@@ -332,15 +327,12 @@ def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, undisturbed,
     # may be done by then or not.
     job.until("step", lambda: f" {job.number}.0 " in steps_of(job))
     ask_to_stop(1)
-    undisturbed()  # may run while the other job is pending
     job.until("step 10", has_reached(job, 9))
     ask_to_stop(2)
     job.ends()
-    undisturbed().ends()
     assert job.log.count("requeued, continues from its newest checkpoint") == 2
     assert "asked to stop: saving after step" in job.log and "resumed from" in job.log
-    assert numbers_of(job) == numbers_of(undisturbed())
-    assert weights_of(job) == weights_of(undisturbed()) != {}
+    assert not differences(job.run_folder, undisturbed)
 
 
 def test_a_plain_sbatch_names_its_run_by_its_submission_too(cluster):
@@ -388,8 +380,7 @@ def test_requeue_after_a_lost_node_resumes_and_finishes(cluster, undisturbed, co
     info = job.ends()
     assert lost not in job.nodes() and info["Restarts"] >= "1"
     assert "resumed from" in job.log
-    undisturbed().ends()
-    assert numbers_of(job) == numbers_of(undisturbed())
+    assert not differences(job.run_folder, undisturbed)
 
 
 # ---- make cluster ----
