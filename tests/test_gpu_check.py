@@ -100,6 +100,7 @@ def test_tensor_parallel_scripts_ask_for_one_hardware_queue_before_torch(stage, 
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so():
     words = [sys.executable, str(REPO / "tools/gpu/check.py")]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
