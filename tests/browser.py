@@ -1,10 +1,10 @@
 """A headless Chromium, driven over its DevTools protocol through a pipe: no port, no package.
 
 with Browser() as browser:
-    page = browser.open(path, width=390, dark=True)
-    page.evaluate("document.images.length")
-    page.problems       # what the console and the page itself reported
-    page.requests       # addresses that were asked for
+    browser.open(path, width=390)
+    browser.evaluate("document.images.length")
+    browser.problems       # what the console and the page itself reported
+    browser.requests       # addresses that were asked for
 """
 
 from __future__ import annotations
@@ -63,13 +63,8 @@ class Browser:
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
-            self.session = ""
-            self.send("Browser.close")
-            self.process.wait(10)
-        except (OSError, TimeoutError, subprocess.TimeoutExpired):
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
         os.close(self.to_browser)
         os.close(self.from_browser)
         self.profile.cleanup()
@@ -113,42 +108,28 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 
-    def open(self, path: Path, width: int, dark: bool = False, anchor: str = "") -> Page:
+    def open(self, path: Path, width: int, anchor: str = "") -> None:
         """Show a file as a screen of this width does."""
-        self.screen(width, dark)
+        self.screen(width, dark=False)
         self.events.clear()
         self.send("Page.navigate", url="about:blank")  # so that an anchor alone loads the page too
         self.wait_for("Page.loadEventFired")
         self.events.clear()
         self.send("Page.navigate", url=path.resolve().as_uri() + anchor)
         self.wait_for("Page.loadEventFired")
-        return Page(self)
-
-
-class Page:
-    """What the browser shows now."""
-
-    def __init__(self, browser: Browser):
-        self.browser = browser
 
     def evaluate(self, expression: str) -> Any:
-        result = self.browser.send(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
-        )
+        result = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
         if "exceptionDetails" in result:
             raise RuntimeError(result["exceptionDetails"])
         return result["result"].get("value")
-
-    def press(self, key: str) -> None:
-        for kind in ("keyDown", "keyUp"):
-            self.browser.send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
     @property
     def problems(self) -> list[str]:
         """Errors and warnings of the console, and exceptions of scripts."""
         self.evaluate("0")  # what has happened until now has been reported then
         found = []
-        for event in self.browser.events:
+        for event in self.events:
             params = event.get("params", {})
             if event.get("method") == "Runtime.exceptionThrown":
                 found.append(params["exceptionDetails"]["text"])
@@ -160,5 +141,5 @@ class Page:
 
     @property
     def requests(self) -> list[str]:
-        sent = (e for e in self.browser.events if e.get("method") == "Network.requestWillBeSent")
+        sent = (e for e in self.events if e.get("method") == "Network.requestWillBeSent")
         return [event["params"]["request"]["url"] for event in sent]

@@ -100,8 +100,9 @@ def run_and_kill(pool: Pool, stage: str, argv: list[str], kill: Kill, folder: Pa
     return hit and any(o.traceback for o in ended)
 
 
-def lines_of(run_dir: Path) -> list[dict]:
-    return [{k: line[k] for k in EXACT if k in line} for line in metrics_of(run_dir)]
+def numbers(metrics: list[dict]) -> list[dict]:
+    """The metrics without times, memory and communication."""
+    return [{k: line[k] for k in EXACT if k in line} for line in metrics]
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
@@ -112,7 +113,7 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
 
 def differences(run_dir: Path, undisturbed: Path) -> str:
     """How a run's metrics or last checkpoint differ from the undisturbed run's; empty if equal."""
-    if lines_of(run_dir) != lines_of(undisturbed):
+    if numbers(metrics_of(run_dir)) != numbers(metrics_of(undisturbed)):
         return "its metrics differ"
     ours, theirs = (checkpoints(r / "checkpoints")[-1] for r in (run_dir, undisturbed))
     a, b = tensors_of(ours), tensors_of(theirs)

@@ -29,6 +29,7 @@ for name in list(os.environ):
 
 # the files that take minutes, longest first: with several workers the short ones fill the gaps
 LONG = "slurm parity survival dry_run gpu_check late_backend costs gradients launchers preflight"
+LONG += " lessons stages"
 
 
 collected: list[str] = []  # the node ids of all tests, including those that `-k` and `-m` deselect
@@ -167,6 +168,20 @@ def reproduce(pools, reference, corpus_dir):
         return pool.run(harness.comparably, *around), expected
 
     return results
+
+
+@pytest.fixture
+def error_of(capsys):
+    """`error_of(function, *args)`: the one line that it prints before it exits with this status."""
+
+    def line(function, *args, status: int = 2) -> str:
+        with pytest.raises(SystemExit) as exit:
+            function(*args)
+        said = capsys.readouterr().err
+        assert exit.value.code == status and said.count("\n") == 1, said
+        return said
+
+    return line
 
 
 @pytest.fixture(scope="session")

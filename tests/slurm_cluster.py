@@ -25,6 +25,8 @@ from harness import REPO, metrics_of
 STRAY = re.compile(
     r"M(AKE|FLAGS)|(ARGS|NODES|GPUS|PARTITION|ACCOUNT|TIME|CLUSTER|PORT)$|S(LURM|BATCH)_"
 )
+# the states of a job that has not ended: after the last two comes PENDING
+ACTIVE = {*"PENDING RUNNING COMPLETING CONFIGURING REQUEUED NODE_FAIL".split()}
 SECONDS = 300  # time limit of a wait: generous, because a busy machine is slow
 
 
@@ -129,21 +131,14 @@ class Job:
         end = time.monotonic() + SECONDS
         while not true():
             state = self.info()["JobState"]
-            over = state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
-            if over and not true() or time.monotonic() > end:
+            if state not in ACTIVE and not true() or time.monotonic() > end:
                 pytest.fail(f"no {what}: {state} of job {self.number}\n{self.log}")
             time.sleep(0.3)
 
     def ends(self, state: str = "COMPLETED") -> dict[str, str]:
         """Wait until the job has ended; its state must be `state`."""
-        end = time.monotonic() + SECONDS
-        while (info := self.info())["JobState"] in (
-            *("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"),
-            *("REQUEUED", "NODE_FAIL"),  # PENDING comes next
-        ):
-            if time.monotonic() > end:
-                break
-            time.sleep(0.5)  # each query starts a process
+        self.until("end", lambda: self.info()["JobState"] not in ACTIVE)
+        info = self.info()
         assert info["JobState"] == state, f"{info}\n{self.log}"
         return info
 

@@ -56,17 +56,10 @@ CASES = [(stage, row) for row in rows() for stage in row.stages]
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, corpus_dir) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("places")
-    (folder / "empty").mkdir()
     (folder / "file").write_text("")
-    for name, valid, test in (
-        ("short_valid", "\n", "a\n"),
-        ("empty_test", "a\n", ""),
-        ("latin_1", "\na\n\nü\n", "a"),
-    ):
-        (folder / name).mkdir()
-        shutil.copy(corpus_dir / "train.txt", folder / name)
+    for name, valid in (("short_valid", "\n"), ("latin_1", "\na\n\nü\n")):
+        shutil.copytree(corpus_dir, folder / name)
         (folder / name / "valid.txt").write_text(valid, encoding="latin-1")
-        (folder / name / "test.txt").write_text(test)
     (folder / "blocked").mkdir()
     (folder / "blocked" / "checkpoints").write_text("")
     names = {path.name: str(path) for path in (*folder.iterdir(), folder / "absent")}
@@ -78,24 +71,19 @@ def argv_of(row: Row, places: dict[str, str], run_dir: Path) -> list[str]:
     return [*base.split(), *shlex.split(row.argv.format(**places))]
 
 
-def main_without_collectives(stage: str, argv: list[str]) -> None:
+def main(stage: str, argv: list[str], early: bool) -> None:
     with count_collectives() as counted:
         try:
             load_stage(stage).main(argv)
         finally:
-            assert not counted.records, "it communicates before the error"
-
-
-def main(stage: str, argv: list[str]) -> None:
-    load_stage(stage).main(argv)
+            assert not early or not counted.records, "it communicates before the error"
 
 
 @pytest.mark.parametrize("stage, row", CASES, ids=[f"{s}-{r.ranks}-{r.argv}" for s, r in CASES])
 def test_wrong_arguments_are_a_one_line_error_with_status_2(pools, places, tmp_path, stage, row):
     run_dir = tmp_path / "run"
     pool = pools(row.ranks, group=stage != "01")
-    job = main_without_collectives if row.early else main
-    ended = pool.attempt(job, stage, argv_of(row, places, run_dir))
+    ended = pool.attempt(main, stage, argv_of(row, places, run_dir), row.early)
     assert [o.exit_status for o in ended] == [2] * row.ranks, ended[0].traceback or ended[0]
     said = "".join(o.stderr for o in ended)
     assert said.count("\n") == 1, said
@@ -125,7 +113,7 @@ SLOW = """
 import os, runpy, sys, time
 if os.environ["RANK"] == "0":
     time.sleep(2)
-sys.argv = [{script!r}, *sys.argv[1:]]
+sys.argv[0] = {script!r}
 runpy.run_path({script!r}, run_name="__main__")
 """
 
@@ -138,35 +126,20 @@ def test_torchrun_prints_the_error_once_though_rank_0_starts_late(places, tmp_pa
     argv = f"{BASE} --data {places['corpus']} --shard-size 3 --run-dir {tmp_path}/run".split()
     job = torchrun("--standalone --nproc-per-node 2", script, argv, tmp_path, OMP_NUM_THREADS="1")
     _, said = job.communicate(timeout=60)
-    assert job.returncode == 1
-    assert [x for x in said.splitlines() if x.startswith("train.py: ")] == [
-        "train.py: --shard-size 3 does not divide the 2 ranks"
-    ]
-    assert "Traceback" not in said.split("train.py: ")[0]
-    assert not left_of(tmp_path)
-
-
-def left_of(folder: Path) -> list[str]:
-    """Command lines of the processes that have this folder among their arguments."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            found.append(path.read_bytes().replace(b"\0", b" ").decode())
-    return [line for line in found if str(folder) in line]
+    before, error = said.split("train.py: ")  # it is printed once
+    assert job.returncode == 1 and "--shard-size 3 does not divide the 2 ranks" in error
+    assert "Traceback" not in before
 
 
 @pytest.mark.parametrize("stage", stages())
-def test_every_number_has_bounds(stage, capsys):
+def test_every_number_has_bounds(stage, error_of):
     numbers = [
         x.option_strings[-1] for x in arguments.base_parser("x")._actions if callable(x.type)
     ]
     assert len(numbers) > 15
     for flag in (*numbers, *stage_file(stage).flags):
         for value in ("-1", "nan"):
-            with pytest.raises(SystemExit) as exit:
-                load_stage(stage).parse_args([f"{flag}={value}"])
-            said = capsys.readouterr().err
-            assert exit.value.code == 2 and said.count("\n") == 1 and flag in said, said
+            assert flag in error_of(load_stage(stage).parse_args, [f"{flag}={value}"])
 
 
 def test_base_arguments_of_the_table_train(pools, places, tmp_path):
@@ -208,16 +181,3 @@ def test_memory_of_a_gpu_counts_unless_the_state_is_offloaded(monkeypatch, capsy
     with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
         arguments.check_memory(args, SMALL)
     assert ("have 0.0 GB" in capsys.readouterr().err) == (not fits)
-
-
-def test_help_lists_every_flag(capsys):
-    with pytest.raises(SystemExit) as exit:
-        load_stage("01").parse_args(["--help"])
-    assert exit.value.code == 0
-    text = capsys.readouterr().out
-    for flag in (
-        "data preset d-model n-layers n-heads seq-len steps global-batch-size micro-batch-size lr "
-        "warmup-steps min-lr-ratio weight-decay grad-clip dropout dtype activation-checkpointing "
-        "seed eval-every checkpoint-every keep-checkpoints resume run-dir log-every profile compile"
-    ).split():
-        assert f"--{flag}" in text, flag

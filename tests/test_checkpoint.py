@@ -6,18 +6,16 @@ import errno
 import io
 import os
 import pickle
-import re
 import resource
 import shutil
 import subprocess
 import sys
 import time
 import types
-from collections import Counter
 from itertools import product
 from math import prod
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -80,15 +78,6 @@ def saved(folder: Path, step: int = 2, steps: int = 2, keep: int = 2) -> dict[st
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
-def assert_refused(capsys, function, *args, status: int = 2, says: str = "") -> str:
-    with pytest.raises(SystemExit) as exit:
-        function(*args)
-    assert exit.value.code == status
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and says in said, said
-    return said
-
-
 # ---- round trip ----
 
 
@@ -122,36 +111,24 @@ def test_round_trip_of_large_small_and_non_contiguous_tensors(tmp_path):
 # ---- shards ----
 
 
-def chunk_indices(shape: torch.Size, offset: torch.Size, extent: torch.Size) -> Tensor:
-    """Flat indices of a chunk's elements, in the chunk's order."""
-    whole = torch.arange(prod(shape)).view(shape)
-    return whole[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]
-
-
 @pytest.mark.parametrize(
     "shape", [(), (7,), (1,), (3, 4), (1, 5), (5, 1), (4, 4), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 )
 def test_chunks_of_any_flat_shard_tile_it_exactly(shape):
     n = prod(shape)
+    whole = torch.arange(n).view(shape)
     for start in range(n + 1):
         for length in range(n - start + 1):
             piece = torch.arange(start, start + length)
             shard = Shard.of_flat_slice(shape, start, piece)
             covered = []
             for offset, tensor in shard.chunks.items():
-                assert tensor.dim() == len(shape)
-                assert torch.equal(tensor, chunk_indices(torch.Size(shape), offset, tensor.shape))
+                bounds = zip(offset, tensor.shape, strict=True)
+                assert torch.equal(tensor, whole[tuple(slice(o, o + n) for o, n in bounds)])
                 covered += tensor.flatten().tolist()
             assert sorted(covered) == piece.tolist()
             assert len(shard.chunks) <= max(1, 2 * len(shape) - 1)
             assert shard.size() == torch.Size(shape)
-
-
-def test_chunks_are_views_into_the_buffer():
-    buffer = torch.zeros(10)
-    for tensor in Shard.of_flat_slice((4, 4), 3, buffer).chunks.values():
-        tensor.fill_(1)
-    assert buffer.eq(1).all()
 
 
 SHAPES = {"model.a": (7, 5), "model.b": (13,), "model.c": (4, 6), "model.d": (1, 3)}
@@ -197,28 +174,29 @@ def save_cuts(folder: str) -> None:
         save_checkpoint(Path(folder) / kind, step, cut(kind, fill=True))
 
 
-def load_cuts(folder: str) -> int:
-    """Load every saved sharding into every other; returns the number of pairs that were right."""
-    right = 0
-    for (step, of), into in product(enumerate(CUTS), CUTS):
-        state = cut(into, fill=False)
-        assert load_checkpoint(Path(folder) / of, "auto", state) == step
-        for name, expected in cut(into, fill=True).items():
-            if isinstance(expected, Tensor):
-                assert torch.equal(state[name], expected), (of, into, name)
-                continue
-            for offset, tensor in expected.chunks.items():
-                assert torch.equal(state[name].chunks[offset], tensor), (of, into, name)
-        right += 1
-    return right
+def load_cut(folder: str, kind: str, step: int) -> None:
+    state = cut(kind, fill=False)
+    assert load_checkpoint(folder, "auto", state) == step
+    for name, expected in cut(kind, fill=True).items():
+        if isinstance(expected, Tensor):
+            assert torch.equal(state[name], expected), (folder, kind, name)
+            continue
+        for offset, tensor in expected.chunks.items():
+            assert torch.equal(state[name].chunks[offset], tensor), (folder, kind, name)
+
+
+def load_cuts(folder: str, kinds: tuple[str, ...]) -> None:
+    """Load every saved sharding into each of these."""
+    for (step, of), into in product(enumerate(CUTS), kinds):
+        load_cut(f"{folder}/{of}", into, step)
 
 
 def test_resharded_load_between_any_shardings_and_numbers_of_ranks(pools, tmp_path):
     """Flat, row-wise and column-wise shards, replicas and full tensors; uneven and empty shards."""
-    sizes = [pools(1, group=False), pools(2), pools(3)]
     pools(3).run(save_cuts, str(tmp_path))
-    for loader in sizes:
-        assert loader.run(load_cuts, str(tmp_path)) == [len(CUTS) ** 2] * loader.size
+    pools(1, group=False).run(load_cuts, str(tmp_path), ("replicated",))
+    pools(2).run(load_cuts, str(tmp_path), CUTS)
+    pools(3).run(load_cuts, str(tmp_path), ("flat", "columns"))
 
 
 # ---- commit ----
@@ -228,63 +206,55 @@ def die(*_, **__) -> None:
     os._exit(9)
 
 
+def die_in_call(number: int, function):
+    calls = []
+
+    def call(*args, **kwargs):
+        function(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == number:
+            os._exit(9)
+
+    return call
+
+
+def die_half_way(path, **_) -> None:
+    for file in sorted(Path(path).glob("*.distcp")):
+        file.unlink()
+    os._exit(9)
+
+
+Writer = checkpoint.dcp.FileSystemWriter
+MOMENTS = {  # the function that does not return, and the newest complete checkpoint
+    "before anything is written": (Writer, "write_data", die, 4),
+    "while a file is written": (torch, "save", die_in_call(4, torch.save), 4),
+    "before the metadata": (Writer, "finish", die, 4),
+    "before the rename": (Path, "rename", die, 4),
+    "after the rename": (storage, "_sync_folder", die, 6),
+    "while an old one is deleted": (shutil, "rmtree", die_half_way, 6),
+}
+
+
 def save_and_die(folder: str, moment: str) -> None:
     """Save steps 2 and 4; then die at `moment` of saving step 6."""
     state = training_state(*trained())
     save_checkpoint(folder, 2, state)
     save_checkpoint(folder, 4, state)
-    writer, remove = checkpoint.dcp.FileSystemWriter, shutil.rmtree
-    if moment == "before anything is written":
-        writer.write_data = die
-    elif moment == "while a file is written":
-        save, calls = torch.save, []
-
-        def save_some(*args, **kwargs):
-            save(*args, **kwargs)
-            calls.append(1)
-            if len(calls) == 5:
-                os._exit(9)
-
-        torch.save = save_some
-        save_some(torch.zeros(1), io.BytesIO())  # DCP must call it, or nothing dies below
-    elif moment == "before the metadata":
-        writer.finish = die
-    elif moment == "before the rename":
-        Path.rename = die
-    elif moment == "after the rename":
-        storage._sync_folder = die
-    else:  # while an old one is deleted
-
-        def remove_half(path, **kwargs):
-            for file in sorted(Path(path).glob("*.distcp")):
-                file.unlink()
-            os._exit(9)
-
-        assert moment == "while an old one is deleted" and remove
-        shutil.rmtree = remove_half
+    owner, name, dies, _ = MOMENTS[moment]
+    setattr(owner, name, dies)
     save_checkpoint(folder, 6, state)
 
 
-@pytest.mark.quick_cases("while a file is written-4", "before the rename-4")
-@pytest.mark.parametrize(
-    "moment, newest",
-    [
-        ("before anything is written", 4),
-        ("while a file is written", 4),
-        ("before the metadata", 4),
-        ("before the rename", 4),
-        ("after the rename", 6),
-        ("while an old one is deleted", 6),
-    ],
-)
-def test_kill_during_a_save_leaves_only_complete_checkpoints(pools, tmp_path, moment, newest):
+@pytest.mark.quick_cases("while a file is written", "before the rename")
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_kill_during_a_save_leaves_only_complete_checkpoints(pools, tmp_path, moment):
     (ended,) = pools(1, group=False).attempt(save_and_die, str(tmp_path), moment)
     assert "exit code 9" in ended.traceback, ended
     expected = training_state(*trained())
     # every folder with a checkpoint's name is complete
     assert checkpoints(tmp_path) == sorted(tmp_path.glob("step-*"))
     found, step, _ = loaded(tmp_path)
-    assert step == newest
+    assert step == MOMENTS[moment][-1]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     for path in checkpoints(tmp_path):  # the others are complete too
         assert loaded(tmp_path, str(path))[1] == int(path.name[5:])
@@ -363,27 +333,16 @@ def test_resume_accepts_a_checkpoint_a_run_or_auto(tmp_path):
     assert loaded(other, "auto")[1] == 0
 
 
-def test_resume_from_nothing_is_an_error(tmp_path, capsys):
+def test_resume_from_nothing_is_an_error(tmp_path, error_of):
     for path in (tmp_path, tmp_path / "absent"):
-        assert_refused(capsys, loaded, tmp_path, str(path), says=f"--resume {path}: no checkpoint")
+        assert f"--resume {path}: no checkpoint" in error_of(loaded, tmp_path, str(path))
 
 
-@pytest.mark.parametrize(
-    "change", [{"d_model": 64}, {"n_layers": 3}, {"n_layers": 1}, {"vocab_size": 200}], ids=str
-)
-def test_incompatible_checkpoint_of_another_model_is_an_error(tmp_path, capsys, change):
+@pytest.mark.parametrize("change", [{"d_model": 64}, {"n_layers": 3}, {"n_layers": 1}], ids=str)
+def test_incompatible_checkpoint_of_another_model_is_an_error(tmp_path, error_of, change):
     saved(tmp_path)
     config = TransformerConfig(**(vars(CONFIG) | change))
-    said = assert_refused(capsys, loaded, tmp_path, "auto", config, says="--resume auto: ")
-    assert "does not fit this model" in said
-
-
-def test_checkpoint_whose_norms_have_weights_is_an_error(tmp_path, capsys):
-    """A factor near 1 must not be loaded as an offset."""
-    state = training_state(*trained())
-    save_checkpoint(tmp_path, 2, {n.replace("norm.offset", "norm.weight"): state[n] for n in state})
-    said = assert_refused(capsys, loaded, tmp_path, says="does not fit this model")
-    assert "it has model.layers.0.attn_norm.weight, which this model lacks" in said
+    assert "does not fit this model" in error_of(loaded, tmp_path, "auto", config)
 
 
 def flip(file: Path) -> None:
@@ -426,14 +385,12 @@ def test_resume_falls_back_from_a_corrupt_checkpoint_and_names_both(tmp_path, ca
         assert name in line or "__0_0.distcp" in line  # a foreign .metadata fits no data file
 
 
-def test_a_read_error_makes_no_checkpoint_corrupt(tmp_path, monkeypatch, capsys):
+def test_a_read_error_makes_no_checkpoint_corrupt(tmp_path, monkeypatch, error_of):
     for step in (2, 4):
         saved(tmp_path, step)
     failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     monkeypatch.setattr(storage.VerifiedItems, "read", failing)
-    with pytest.raises(SystemExit):
-        loaded(tmp_path)
-    assert "step-00000004 cannot be read: [Errno 5]" in capsys.readouterr().err
+    assert "step-00000004 cannot be read: [Errno 5]" in error_of(loaded, tmp_path, status=1)
     assert len(checkpoints(tmp_path)) == 2
 
 
@@ -464,87 +421,50 @@ def test_corrupt_metadata_that_is_readable_is_detected(tmp_path, capsys):
     assert ".metadata: the checksum differs; going back" in capsys.readouterr().out
 
 
-def test_resume_with_only_corrupt_checkpoints_is_an_error(tmp_path, capsys):
+def test_resume_of_a_named_corrupt_checkpoint_or_of_the_last_one_is_an_error(tmp_path, error_of):
     for step in (2, 4):
         saved(tmp_path, step)
         flip(tmp_path / f"step-{step:08d}" / "__0_0.distcp")
-    assert_refused(capsys, loaded, tmp_path, says="no older one is left")
+    said = error_of(loaded, tmp_path, str(tmp_path / "step-00000004"))
+    assert "checksum differs" in said and "older ones: step-00000002" in said
+    assert "no older one is left" in error_of(loaded, tmp_path)
 
 
-def test_resume_of_a_named_corrupt_checkpoint_has_no_fallback(tmp_path, capsys):
-    for step in (2, 4):
-        saved(tmp_path, step)
-    flip(tmp_path / "step-00000004" / "__0_0.distcp")
-    newest = str(tmp_path / "step-00000004")
-    said = assert_refused(capsys, loaded, tmp_path, newest, says="checksum differs")
-    assert "older ones: step-00000002" in said
-
-
-def load_rows(folder: str) -> tuple[int, bool]:
-    state = cut("rows", fill=False)
-    step = load_checkpoint(folder, "auto", state)
-    expected = cut("rows", fill=True)
-    right = all(
-        torch.equal(state[name].chunks[offset], tensor)
-        for name, shard in expected.items()
-        for offset, tensor in shard.chunks.items()
-    )
-    return step, right
-
-
-@pytest.mark.quick_cases("a bit flipped")
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_all_ranks_fall_back_when_one_reads_a_corrupt_file(pools, tmp_path, damage):
-    pools(3).run(save_cuts, str(tmp_path / "of"))
-    for step in (2, 4):
-        shutil.copytree(tmp_path / "of/rows/step-00000001", tmp_path / f"run/step-{step:08d}")
-    other = tmp_path / "of/flat/step-00000000"
-    DAMAGE[damage](tmp_path / "run/step-00000004/__1_0.distcp", other)
-    ended = pools(3).attempt(load_rows, str(tmp_path / "run"))
-    assert [o.value for o in ended] == [(1, True)] * 3, ended[0].traceback
+def test_all_ranks_fall_back_when_one_reads_a_corrupt_file(pools, tmp_path):
+    pools(3).run(save_cuts, str(tmp_path))
+    newer = shutil.copytree(tmp_path / "rows/step-00000001", tmp_path / "rows/step-00000004")
+    flip(newer / "__1_0.distcp")
+    ended = pools(3).attempt(load_cut, str(tmp_path / "rows"), "rows", 1)
+    assert [o.traceback for o in ended] == [None] * 3
     assert ended[0].stdout.count("is corrupt") == 1 and "__1_0.distcp" in ended[0].stdout
     assert ended[1].stdout == ended[2].stdout == ""
 
 
-def read_of_each_file(folder: str, kind: str) -> tuple[dict[str, int], int, int]:
-    """Bytes that this rank reads of each file, different items read, and all reads of items."""
-    read, items = Counter(), Counter()
-    read_item = storage.VerifiedItems.read
+def items_read(folder: str, kind: str) -> list[tuple[str, int]]:
+    """The file and the offset of every item that this rank reads."""
+    found = []
 
-    def count(self, index, stream):
-        info = self.storage_data[index]
-        read[info.relative_path] += info.length
-        items[info.relative_path, info.offset] += 1
-        return read_item(self, index, stream)
+    def read(self, index, stream, own=storage.VerifiedItems.read):
+        found.append((self.storage_data[index].relative_path, self.storage_data[index].offset))
+        return own(self, index, stream)
 
-    storage.VerifiedItems.read = count
-    try:
+    with patch.object(storage.VerifiedItems, "read", read):
         load_checkpoint(folder, "auto", cut(kind, fill=False))
-    finally:
-        storage.VerifiedItems.read = read_item
-    return dict(read), len(items), sum(items.values())
+    return found
 
 
 def test_resharded_load_reads_only_the_needed_items_and_each_once(pools, tmp_path):
     """With the saved sharding each rank reads its own file only, else the overlapping items."""
     folder = tmp_path / "rows"
     pools(3).run(save_cuts, str(tmp_path))
-    path = checkpoints(folder)[0]
-    lengths = {
-        (info.relative_path, info.offset): info.length
-        for info in metadata_of(folder).storage_data.values()
-    }
-    assert sum(lengths.values()) == sum(f.stat().st_size for f in path.glob("*.distcp"))
-    steps_item = metadata_of(folder).storage_data[MetadataIndex("step", torch.Size([]))]
-    for rank, (read, different, total) in enumerate(
-        pools(3).run(read_of_each_file, str(folder), "rows")
-    ):
-        own = f"__{rank}_0.distcp"
-        own_bytes = (path / own).stat().st_size if (path / own).exists() else 0
-        others = 0 if steps_item.relative_path == own else steps_item.length
-        assert sum(read.values()) == own_bytes + others and different == total
-    for read, different, total in pools(3).run(read_of_each_file, str(folder), "flat"):
-        assert different == total and sum(read.values()) < sum(lengths.values())
+    stored = metadata_of(folder).storage_data
+    items = {(info.relative_path, info.offset) for info in stored.values()}
+    step = stored[MetadataIndex("step", torch.Size([]))]
+    for rank, read in enumerate(pools(3).run(items_read, str(folder), "rows")):
+        own = {item for item in items if item[0] == f"__{rank}_0.distcp"}
+        assert sorted(read) == sorted(own | {(step.relative_path, step.offset)})
+    for read in pools(3).run(items_read, str(folder), "flat"):
+        assert len(set(read)) == len(read) < len(items)
 
 
 def test_size_on_disk_is_twelve_bytes_per_parameter(tmp_path):
@@ -690,30 +610,20 @@ theirs.close()
 DEBIAN = Path("/usr/bin/python3").resolve()
 
 
-def other_pythons() -> list[Path]:
-    """Every other Python 3.11 or newer on this machine."""
-    folders = [DEBIAN.parent, Path("/usr/local/bin"), *Path(sys.base_prefix).parent.glob("*/bin")]
-    named = {path.resolve() for folder in folders for path in folder.glob("python3.*")}
-    versions = [(re.fullmatch(r"python3\.(\d+)", path.name), path) for path in named]
-    found = {DEBIAN, *(path for match, path in versions if match and int(match[1]) >= 11)}
-    return sorted(found - {Path(sys.executable).resolve()})
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("python", other_pythons(), ids=str)
-def test_load_between_the_pythons_of_this_machine(tmp_path, python):
-    """The other Python imports this one's packages, which works within a minor version."""
+@pytest.mark.skipif(Path(sys.executable).resolve() == DEBIAN, reason="the tests run on Debian's")
+def test_load_between_this_python_and_debians(tmp_path):
+    """Debian's Python imports this one's packages, which works within a minor version."""
     packages = Path(torch.__file__).parents[1]
     environment = dict(os.environ, PYTHONPATH=f"{REPO}{os.pathsep}{packages}")
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     save_checkpoint(ours, 3, {"model.w": torch.arange(6.0).view(2, 3)})
-    command = [python, "-c", LOAD_AND_SAVE, ours, theirs]
-    done = python.exists() and subprocess.run(
+    command = [DEBIAN, "-c", LOAD_AND_SAVE, ours, theirs]
+    done = DEBIAN.exists() and subprocess.run(
         command, env=environment, capture_output=True, text=True
     )
     if not done or done.returncode == 77:
-        reason = f"{python} cannot import the torch of {packages}"
-        skip_or_fail(reason) if python == DEBIAN else pytest.skip(reason)
+        skip_or_fail(f"{DEBIAN} cannot import the torch of {packages}")
     assert done.returncode == 0, done.stderr
     state = {"model.w": torch.zeros(2, 3)}
     assert load_checkpoint(theirs, "auto", state) == 4
@@ -748,20 +658,12 @@ def full_for_large_writes(self, data, write=storage.HashingStream.write) -> int:
 
 
 def test_a_full_disk_is_named_although_the_zip_writer_has_another_error(
-    tmp_path, capsys, monkeypatch
+    tmp_path, error_of, monkeypatch
 ):
     state = training_state(*trained())
     monkeypatch.setattr(storage.HashingStream, "write", full_for_large_writes)
-    assert_refused(capsys, save_checkpoint, tmp_path, 4, state, status=1, says="No space left")
+    assert "No space left" in error_of(save_checkpoint, tmp_path, 4, state, status=1)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_unwritable_checkpoint_folder_is_a_one_line_error(tmp_path, capsys):
-    (tmp_path / "checkpoints").write_text("a file, where a folder is wanted")
-    state = training_state(*trained(steps=0))
-    assert_refused(
-        capsys, save_checkpoint, tmp_path / "checkpoints", 2, state, status=1, says="cannot save"
-    )
 
 
 # ---- loading a checkpoint runs no code ----
@@ -788,31 +690,46 @@ def write_metadata(folder: Path, metadata) -> None:
     (checkpoints(folder)[0] / ".metadata").write_bytes(content)
 
 
-def assert_harmless(capsys, folder: Path, bait: Path) -> None:
-    assert_refused(capsys, loaded, folder, says="--resume auto")
-    assert not bait.exists()
-
-
 def test_malicious_pickle_of_this_test_runs_when_loaded_unsafely(tmp_path):
     pickle.loads(pickle.dumps(Touch(tmp_path / "bait")))
     assert (tmp_path / "bait").exists()
 
 
-@pytest.mark.parametrize("where", ["alone", "planner data", "storage data", "properties"])
-def test_malicious_metadata_is_an_error_and_does_not_run(tmp_path, capsys, where):
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("alone", "planner data", "storage data", "properties", "the files of tensors"),
+        *("model.embed.tokens.weight", "another"),  # as an entry of bytes
+    ],
+)
+def test_malicious_pickle_is_an_error_and_does_not_run(tmp_path, error_of, where):
     folder, bait = tmp_path / "c", tmp_path / "bait"
     saved(folder)
-    metadata = metadata_of(folder)
+    touch, metadata, file = Touch(bait), metadata_of(folder), folder / "step-00000002/bait.distcp"
+    torch.save(touch, file)
+    items = metadata.storage_data
     if where == "alone":
-        metadata = Touch(bait)
+        metadata = touch
     elif where == "planner data":
-        metadata.planner_data = Touch(bait)
+        metadata.planner_data = touch
     elif where == "storage data":
-        next(iter(metadata.storage_data.values())).relative_path = Touch(bait)
+        next(iter(items.values())).relative_path = touch
+    elif where == "properties":
+        metadata.state_dict_metadata["step"].properties.layout = touch
+    elif where == "the files of tensors":
+        for info in items.values():
+            info.relative_path, info.offset, info.length = file.name, 0, file.stat().st_size
+            info.xxh3_64 = storage.xxh3_64_intdigest(file.read_bytes())
     else:
-        metadata.state_dict_metadata["step"].properties.layout = Touch(bait)
+        metadata.state_dict_metadata[where] = BytesStorageMetadata()
+        info = next(iter(items.values()))
+        items[MetadataIndex(where)] = type(info)(file.name, 0, file.stat().st_size)
     write_metadata(folder, metadata)
-    assert_harmless(capsys, folder, bait)
+    if where != "the files of tensors":  # an error before any item is read
+        with pytest.raises(storage.CorruptCheckpointError, match="not loaded"):
+            storage.Reader(file.parent)
+    assert "--resume auto" in error_of(loaded, folder)
+    assert not bait.exists()
 
 
 @pytest.mark.parametrize(
@@ -825,46 +742,8 @@ def test_unpickler_of_the_metadata_finds_no_functions(module, name):
         storage.MetadataUnpickler(io.BytesIO(text)).load()
 
 
-@pytest.mark.parametrize("name", ["model.embed.tokens.weight", "another"])
-def test_malicious_byte_entry_is_an_error_and_does_not_run(tmp_path, capsys, name):
-    folder, bait = tmp_path / "c", tmp_path / "bait"
-    saved(folder)
-    metadata = metadata_of(folder)
-    (checkpoints(folder)[0] / "bait.distcp").write_bytes(torch_save(Touch(bait)))
-    metadata.state_dict_metadata[name] = BytesStorageMetadata()
-    info = next(iter(metadata.storage_data.values()))
-    length = len(torch_save(Touch(bait)))
-    metadata.storage_data[MetadataIndex(name)] = type(info)("bait.distcp", 0, length)
-    write_metadata(folder, metadata)
-    # an error before any item is read
-    with pytest.raises(storage.CorruptCheckpointError, match="BytesStorageMetadata"):
-        storage.Reader(checkpoints(folder)[0])
-    assert_harmless(capsys, folder, bait)
-
-
-def torch_save(obj) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(obj, buffer)
-    return buffer.getvalue()
-
-
-def test_malicious_tensor_file_is_an_error_and_does_not_run(tmp_path, capsys):
-    folder, bait = tmp_path / "c", tmp_path / "bait"
-    saved(folder)
-    metadata = metadata_of(folder)
-    (checkpoints(folder)[0] / "bait.distcp").write_bytes(torch_save(Touch(bait)))
-    for info in metadata.storage_data.values():
-        info.relative_path, info.offset, info.length = (
-            "bait.distcp",
-            0,
-            len(torch_save(Touch(bait))),
-        )
-    write_metadata(folder, metadata)
-    assert_harmless(capsys, folder, bait)
-
-
 @pytest.mark.parametrize("absolute", [False, True])
-def test_malicious_path_cannot_read_outside_the_checkpoint(tmp_path, capsys, absolute):
+def test_malicious_path_cannot_read_outside_the_checkpoint(tmp_path, error_of, absolute):
     folder = tmp_path / "c"
     saved(folder)
     (file,) = checkpoints(folder)[0].glob("*.distcp")
@@ -874,4 +753,4 @@ def test_malicious_path_cannot_read_outside_the_checkpoint(tmp_path, capsys, abs
     for info in metadata.storage_data.values():
         info.relative_path = str(outside)
     write_metadata(folder, metadata)
-    assert_refused(capsys, loaded, folder, says="outside of the checkpoint")
+    assert "outside of the checkpoint" in error_of(loaded, folder)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import itertools
 import math
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 import types
@@ -135,13 +135,9 @@ def test_resume_continues_with_the_next_batch():
 @pytest.mark.parametrize("batch", [1, 3, 5])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_evaluation_predicts_every_token_except_the_first_once(n_tokens, batch, size):
-    batches = batching(micro_size=batch)
-    by_rank = [
-        list(eval_batches(numbered(n_tokens), batches, CPU, rank, size)) for rank in range(size)
-    ]
-    assert (
-        len({len(batches) for batches in by_rank}) == 1
-    )  # unequal numbers would hang a collective
+    every = (numbered(n_tokens), batching(micro_size=batch), CPU)
+    by_rank = [list(eval_batches(*every, rank, size)) for rank in range(size)]
+    assert len(set(map(len, by_rank))) == 1  # unequal numbers would hang a collective
     predicted = []
     for inputs, targets in (b for batches in by_rank for b in batches):
         assert inputs.shape == targets.shape == (batch, SEQ)
@@ -158,10 +154,8 @@ def test_evaluation_of_stage_01_matches_a_loop_by_hand(batch):
     config = TransformerConfig(vocab_size=50, d_model=32, n_layers=1, n_heads=2, dropout=0.5)
     model = Transformer(config)
     init_weights(model, 0)
-    with torch.no_grad():
-        model.output.head.weight.mul_(
-            40
-        )  # a confident model, so that the windows' losses differ widely
+    with torch.no_grad():  # a confident model, so that the windows' losses differ widely
+        model.output.head.weight.mul_(40)
     tokens = torch.randint(50, (9 * SEQ + 4,), generator=torch.Generator().manual_seed(0))
     total = 0.0
     model.eval()
@@ -203,17 +197,13 @@ def test_folder_corpus_has_eos_at_each_lines_end(tmp_path):
     assert corpus.train.dtype == torch.int32 and corpus.train.dim() == 1
 
 
-def test_words_outside_the_vocabulary_become_unk(tmp_path):
+def test_words_outside_the_vocabulary_become_unk_which_is_there_only_if_needed(tmp_path):
     corpus = load_corpus(folder(tmp_path / "c", "a b\n", "a never b\n", "seen nowhere\n"))
     assert words(corpus, "valid") == ["a", UNKNOWN, "b", EOS]
     assert words(corpus, "test") == [UNKNOWN, UNKNOWN, EOS]
     assert corpus.vocab.count(UNKNOWN) == 1 and "never" not in corpus.vocab
-
-
-def test_unk_is_added_only_where_it_is_needed(tmp_path):
     corpus = load_corpus(folder(tmp_path / "has", f"a {UNKNOWN}\n", "a b\n"))
     assert corpus.vocab.count(UNKNOWN) == 1
-    assert words(corpus, "train") == ["a", UNKNOWN, EOS]
     assert UNKNOWN not in load_corpus(folder(tmp_path / "all_known", "a b\n", "b\n")).vocab
 
 
@@ -227,33 +217,22 @@ def test_changed_folder_is_prepared_again(tmp_path):
     assert "two" in load_corpus(name).vocab
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the maps in /proc")
 def test_prepared_corpus_is_reused_and_memory_mapped(tmp_path, monkeypatch):
     name = folder(tmp_path / "c", "a b c\n" * 1000)
     first = load_corpus(name)
-
-    def fail(*_):
-        raise AssertionError("prepared again")
-
-    monkeypatch.setattr(data, "_read_words", fail)
+    monkeypatch.setattr(data, "_read_words", Mock(side_effect=AssertionError("prepared again")))
     corpus = load_corpus(name)
     assert torch.equal(first.train, corpus.train)
-    maps = Path("/proc/self/maps")
-    if maps.exists():
-        start, size = corpus.train.data_ptr(), corpus.train.numel() * 4
-        (line,) = [
-            x
-            for x in maps.read_text().splitlines()
-            if int(x.split("-")[0], 16) <= start < int(x.split("-")[1].split()[0], 16)
-        ]
-        assert line.endswith("train.int32")
-        assert size == 16000
+    start = f"{corpus.train.data_ptr():x}-"  # a mapping begins with the file
+    mapped = [x for x in Path("/proc/self/maps").read_text().splitlines() if x.startswith(start)]
+    assert mapped[0].endswith("train.int32")
 
 
 def test_digest_depends_on_the_text_only(monkeypatch, tmp_path):
     monkeypatch.setenv("DATA_ROOT", str(tmp_path / "root"))
     name = folder(tmp_path / "c", "a b c d\n" * 50)
     corpus = load_corpus(name)
-    assert re.fullmatch("[0-9a-f]{12}", corpus.digest)
     assert load_corpus(folder(tmp_path / "moved", "a b c d\n" * 50)).digest == corpus.digest
     others = [("a b c d\n" * 51,), ("a b d c\n" * 50,), ("a b c e\n" * 50,)]
     others += [("a b c d\n" * 50, "b\n"), ("a b c d\n" * 50, "a\n", "b\n")]
@@ -350,11 +329,8 @@ def test_failed_preparation_is_reported_and_releases_its_lock(monkeypatch, tmp_p
 # ---- the sample ----
 
 
-def digest_of_sample() -> tuple[int, int]:
-    import zlib
-
-    found = data._sample_words()
-    return sum(map(len, found.values())), zlib.crc32(repr(found).encode())
+def digest_of_sample() -> str:
+    return hashlib.sha256(repr(data._sample_words()).encode()).hexdigest()
 
 
 @pytest.mark.slow
@@ -362,7 +338,7 @@ def test_sample_is_the_same_in_every_process(pools):
     assert pools(2).run(digest_of_sample) == [digest_of_sample()] * 2  # with another hash seed
 
 
-def test_sample_is_english_text():
+def test_sample_is_text_whose_splits_differ():
     corpus = load_corpus("sample")
     assert 1500 < len(corpus.vocab) < 4000
     for split in ("train", "valid", "test"):
@@ -370,8 +346,6 @@ def test_sample_is_english_text():
         assert len(tokens) > (40_000 if split == "train" else 4_000)
         unknown = (tokens == corpus.vocab.index(UNKNOWN)).float().mean()
         assert 0.002 < unknown < 0.15, split
-        assert words(corpus, split)[-1] == EOS
-    assert {"the", "if", "expression", "."} <= set(corpus.vocab)
 
     def lines(split):
         return {x for x in " ".join(words(corpus, split)).split(EOS) if x.count(UNKNOWN) == 0}
@@ -416,52 +390,29 @@ def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_p
 
     fake_hub(monkeypatch, tmp_path, load_dataset)
     corpus = load_corpus("wikitext2", download=True)
-    assert words(corpus, "train") == [
-        EOS,
-        *"= A title =".split(),
-        EOS,
-        "some",
-        UNKNOWN,
-        "words",
-        EOS,
-    ]
+    expected = [EOS, *"= A title =".split(), EOS, "some", UNKNOWN, "words", EOS]
+    assert words(corpus, "train") == expected
     assert words(corpus, "valid") == ["some", "words", EOS, EOS]
-    assert words(corpus, "test") == ["=", "words", "=", EOS]
-    assert load_corpus("wikitext2").vocab == corpus.vocab
     assert asked == [("Salesforce/wikitext", "wikitext-2-v1")]
-
-
-def test_data_runs_as_a_module(monkeypatch, tmp_path):
-    rows = {split: {"text": ["a b\n"]} for split in ("train", "validation", "test")}
-    fake_hub(monkeypatch, tmp_path, load_dataset=lambda *_: rows)
-    load_corpus("wikitext2", download=True)
-    command = [sys.executable, "-m", "common.data"]
+    command = [sys.executable, "-m", "common.data"]  # of `make data`: it is prepared already
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    prepared = "WikiText-2 is prepared: 3 / 3 / 3 tokens, vocabulary 3\n"
-    assert (done.stdout, done.stderr) == (prepared, "")
+    assert "10 / 4 / 4 tokens" in done.stdout and not done.stderr
 
 
-def test_wikitext2_download_failure_is_an_error_and_leaves_nothing(monkeypatch, tmp_path, capsys):
+def test_wikitext2_download_failure_is_an_error_and_leaves_nothing(monkeypatch, tmp_path, error_of):
     def load_dataset(*args):
         raise ConnectionError("no route\nto host")
 
     fake_hub(monkeypatch, tmp_path, load_dataset)
     for download, says in ((True, "internet"), (False, "make data")):  # only `make data` downloads
-        with pytest.raises(SystemExit) as exit:
-            load_corpus("wikitext2", download)
-        assert exit.value.code == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and says in said
+        assert says in error_of(load_corpus, "wikitext2", download)
     assert not [p for p in tmp_path.iterdir() if p.is_dir()]
 
 
-def test_unwritable_data_root_is_named(monkeypatch, tmp_path, capsys):
+def test_unwritable_data_root_is_named(monkeypatch, tmp_path, error_of):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DATA_ROOT", str(tmp_path / "file"))
-    with pytest.raises(SystemExit) as exit:
-        load_corpus(folder(tmp_path / "c", "a\n"))
-    assert exit.value.code == 2
-    assert "DATA_ROOT" in capsys.readouterr().err
+    assert "DATA_ROOT" in error_of(load_corpus, folder(tmp_path / "c", "a\n"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="stands for a full disk")

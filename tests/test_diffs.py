@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import re
 import sys
@@ -33,30 +34,9 @@ def code_of(line: str) -> str:
 
 
 def hunks(before: list[str], after: list[str]) -> list[tuple[list[str], list[str]]]:
-    """The removed and added lines of each hunk of a minimal diff."""
-    n, m = len(before), len(after)
-    # length[i][j]: of the longest common subsequence of before[i:] and after[j:]. A line with words
-    # counts double, so that it is not given up for a bracket
-    length = [[0] * (m + 1) for _ in range(n + 1)]
-    weight = [2 if re.search(r"\w", line) else 1 for line in before]
-    for i in reversed(range(n)):
-        row, below = length[i], length[i + 1]
-        for j in reversed(range(m)):
-            equal = before[i] == after[j]
-            row[j] = below[j + 1] + weight[i] if equal else max(below[j], row[j + 1])
-    found, i, j = [([], [])], 0, 0
-    while i < n or j < m:
-        if i < n and j < m and before[i] == after[j]:
-            i, j = i + 1, j + 1
-            if found[-1] != ([], []):
-                found.append(([], []))
-        elif j == m or (i < n and length[i + 1][j] >= length[i][j + 1]):
-            found[-1][0].append(before[i])
-            i += 1
-        else:
-            found[-1][1].append(after[j])
-            j += 1
-    return found
+    """The removed and added lines of each hunk."""
+    opcodes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    return [(before[a:b], after[c:d]) for kind, a, b, c, d in opcodes if kind != "equal"]
 
 
 def noise(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:

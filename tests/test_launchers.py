@@ -1,4 +1,4 @@
-"""Every stage starts under every launcher by the README's commands; jobs' scripts and errors."""
+"""What `make run` and `make submit` start, with fake tools; the jobs' scripts and errors."""
 
 from __future__ import annotations
 
@@ -18,61 +18,31 @@ from slurm_cluster import STRAY, copy_of_repository, need
 
 pytestmark = pytest.mark.slow
 
-SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
-README = (REPO / "README.md").read_text() + (REPO / "RUNNING.md").read_text()
-
-
-def from_readme(command: str, changes: dict[str, str]) -> list[str]:
-    """A command of the README, with other numbers or another stage."""
-    assert f"    {command}" in README, f"the README does not say: {command}"
-    for old, new in changes.items():
-        assert old in command
-        command = command.replace(old, new)
-    return command.split()
-
 
 # ---- on one machine ----
 
 
-@pytest.fixture(scope="module")
-def flags(corpus_dir) -> list[str]:
-    return [*SMALL.split(), "--data", str(corpus_dir), "--steps", "3", "--log-every", "1"]
-
-
-def run(command: list[str], folder: Path) -> list[dict]:
-    """Run a command at the root of the repository, as a user would; returns the metrics."""
+# test_slurm.py starts every stage on two nodes, and by every launcher
+def test_readmes_command_of_mpirun_starts_a_stage(tmp_path, reference, corpus_dir):
+    need("mpirun", packages="openmpi-bin")
+    command = "mpirun -n 4 python 04_fsdp/train.py --data sample"
+    assert f"    {command}" in (REPO / "RUNNING.md").read_text()
+    words = command.replace(" 4 ", " 2 ").removesuffix(" --data sample").split()
+    flags = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
+    flags = [*flags.split(), "--data", str(corpus_dir), "--steps", "3", "--log-every", "1"]
     environment = {k: v for k, v in os.environ.items() if not STRAY.match(k)}
     # Open MPI as root, on fewer cores than processes, and where there is no ssh
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_plm": "isolated"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    command = [*command, "--run-dir", str(folder)]
+    words = [*words, *flags, "--run-dir", str(tmp_path)]
     done = subprocess.run(
-        command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300
+        words, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return metrics_of(folder)
-
-
-COMMANDS = {
-    "torchrun": "torchrun --nproc-per-node 4 04_fsdp/train.py --data sample",
-    "mpirun": "mpirun -n 4 python 04_fsdp/train.py --data sample",
-}
-
-
-# test_slurm.py starts every stage on two nodes
-@pytest.mark.parametrize("launcher, stage", [("torchrun", "07"), ("mpirun", "04")])
-def test_readme_command_of_each_launcher_starts_a_stage(
-    launcher, stage, tmp_path, reference, flags
-):
-    if launcher == "mpirun":
-        need("mpirun", packages="openmpi-bin")
-    changes = {"04_fsdp/train.py": str(stage_path(stage).relative_to(REPO)), " 4 ": " 2 "}
-    command = [x for x in from_readme(COMMANDS[launcher], changes) if x not in ("--data", "sample")]
-    metrics = run([*command, *flags], tmp_path / "run")
-    config = json.loads((tmp_path / "run/config.json").read_text())
-    assert (config["launcher"], config["world_size"]) == (launcher, 2)
-    assert_same_curve(metrics, reference(flags))
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["launcher"], config["world_size"]) == ("mpirun", 2)
+    assert_same_curve(metrics_of(tmp_path), reference(flags))
 
 
 def dry_make_run(bin: Path, tool: str, script: str) -> str:
@@ -123,37 +93,28 @@ def make(
     )
 
 
+def said_in_one_line(done: subprocess.CompletedProcess) -> str:
+    """The error of a command that submitted nothing."""
+    (said,) = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert done.returncode != 0 and "sbatch" not in done.stdout
+    return said
+
+
+SILENT = "echo 'squeue: error: first' >&2; echo 'squeue: fatal: no configuration' >&2; exit 1"
+
+
 @pytest.mark.parametrize("goal", ["submit-04", "submit-all", "status", "logs-04", "cancel"])
-def test_without_slurm_a_one_line_error_says_what_to_do(tmp_path, goal):
-    done = make(tmp_path, goal)
-    said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
-    assert done.returncode != 0 and len(said) == 1
-    assert "sbatch" in said[0] and "make cluster" in said[0]
-    assert ("make run-04" if goal.endswith("04") else "make run-NN") in said[0]
-
-
-@pytest.mark.parametrize("goal", ["submit-04", "status", "logs-04", "cancel"])
-def test_slurm_that_does_not_answer_is_a_one_line_error(tmp_path, goal):
-    silent = "echo 'squeue: error: first' >&2; echo 'squeue: fatal: no configuration' >&2; exit 1"
-    done = make(tmp_path, goal, sbatch="exit 1", sinfo=silent, squeue=silent)
-    said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
-    assert done.returncode != 0 and len(said) == 1
-    assert "(squeue: fatal: no configuration)" in said[0] and "make cluster" in said[0]
-
-
-@pytest.mark.parametrize("time", ["4", "4:59", "0:04:59", "0-0:04", "0-00:04:59"])
-def test_time_shorter_than_the_warning_is_an_error_at_submission(tmp_path, time):
-    done = make(tmp_path, "submit-04", f"TIME={time}", sbatch="echo 7", sinfo="echo gpu", squeue="")
-    said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
-    assert done.returncode != 0 and len(said) == 1 and "sbatch" not in done.stdout
-    assert f"TIME={time} is too short" in said[0] and "TIME=5 (minutes)" in said[0]
-
-
-@pytest.mark.parametrize("time", ["5", "0", "08:00", "1:00:00", "1-0", "0-0:05", "UNLIMITED"])
-def test_time_that_is_long_enough_is_submitted(tmp_path, time):
-    tools = dict(sbatch="echo 7", sinfo="echo gpu", squeue="")
-    done = make(tmp_path, "submit-04", f"TIME={time}", **tools)
-    assert done.returncode == 0 and f"--time={time}" in done.stdout, done.stderr
+@pytest.mark.parametrize(
+    "tools, says",
+    [
+        ({}, "sbatch"),
+        (dict(sbatch="exit 1", sinfo=SILENT, squeue=SILENT), "(squeue: fatal: no configuration)"),
+    ],
+    ids=["missing", "silent"],
+)
+def test_slurm_that_is_missing_or_does_not_answer_is_a_one_line_error(tmp_path, goal, tools, says):
+    said = said_in_one_line(make(tmp_path, goal, **tools))
+    assert says in said and "make cluster" in said
 
 
 SINFO = """\
@@ -163,7 +124,19 @@ case "$*" in
 *) echo gpu:8 ;;
 esac
 """
-SLURM = dict(sbatch='echo "7;cluster"', sinfo=SINFO, squeue="")
+SLURM = dict(sbatch='echo "7;$SUBMITTED" >&2; echo "7;cluster"', sinfo=SINFO, squeue="")
+
+
+@pytest.mark.parametrize("time", ["4", "4:59", "0:04:59", "0-0:04"])
+def test_time_shorter_than_the_warning_is_an_error_at_submission(tmp_path, time):
+    said = said_in_one_line(make(tmp_path, "submit-04", f"TIME={time}", **SLURM))
+    assert f"TIME={time} is too short" in said and "TIME=5 (minutes)" in said
+
+
+@pytest.mark.parametrize("time", ["5", "0", "08:00", "1:00:00", "1-0", "UNLIMITED"])
+def test_time_that_is_long_enough_is_submitted(tmp_path, time):
+    done = make(tmp_path, "submit-04", f"TIME={time}", **SLURM)
+    assert done.returncode == 0 and f"--time={time}" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -177,25 +150,15 @@ SLURM = dict(sbatch='echo "7;cluster"', sinfo=SINFO, squeue="")
 )
 def test_a_job_that_can_never_run_is_an_error_before_anything_is_submitted(tmp_path, words, says):
     done = make(tmp_path, *words.split(), checks_flags="ARGS" in words, **SLURM)
-    said = [line for line in done.stderr.splitlines() if not line.startswith("make")]
-    assert done.returncode != 0 and len(said) == 1 and says in said[0], done.stderr
-    assert "sbatch" not in done.stdout
+    assert says in said_in_one_line(done)
 
 
-def test_submission_names_the_gpus_that_it_does_not_take(tmp_path):
-    done = make(tmp_path, "submit-04", "NODES=1", **SLURM)
-    assert "1 GPU per node" in done.stdout and "a node has 8: GPUS=8 takes" in done.stdout
-    assert done.returncode == 0 and "job 7, log 04_fsdp-7.log" in done.stdout
-
-
-def test_submission_takes_the_cpus_and_the_memory_of_a_node(tmp_path):
+def test_submission_passes_cpus_memory_and_its_time_and_names_the_gpus_it_does_not_take(tmp_path):
     done = make(tmp_path, "submit-04", "NODES=1", "CPUS=96", "MEM=0", **SLURM)
-    assert "--cpus-per-task=96 --mem=0 04_fsdp/train.sbatch" in done.stdout, done.stderr
-
-
-def test_submission_passes_its_time_in_the_environment_of_the_job(tmp_path):
-    done = make(tmp_path, "submit-01", **SLURM | {"sbatch": 'echo "7;$SUBMITTED" >&2; echo 7'})
-    assert re.search(r"^7;\d{8}-\d{6}$", done.stderr, re.MULTILINE)
+    assert done.returncode == 0 and "job 7, log 04_fsdp-7.log" in done.stdout, done.stderr
+    assert "--cpus-per-task=96 --mem=0 04_fsdp/train.sbatch" in done.stdout
+    assert "a node has 8: GPUS=8" in done.stdout
+    assert re.search(r"^7;\d{8}-\d{6}$", done.stderr, re.MULTILINE)  # for the job's environment
 
 
 JOBS = """\
@@ -214,9 +177,8 @@ def test_status_names_only_logs_that_exist(tmp_path):
     env = {"PATH": str(tmp_path / "bin")}
     command = ["make", "status"]
     done = subprocess.run(command, cwd=tmp_path / "copy", env=env, capture_output=True, text=True)
-    assert re.search(r"^7 .*  \(no log\) ", done.stdout, re.MULTILINE), done.stdout
-    assert re.search(r"^8 .* 02_ddp-8.log \(later\) ", done.stdout, re.MULTILINE), done.stdout
-    assert re.search(r"^9 .* 03_zero-9.log  ", done.stdout, re.MULTILINE), done.stdout
+    for line in (r"7 .*  \(no log\) ", r"8 .* 02_ddp-8.log \(later\) ", r"9 .* 03_zero-9.log  "):
+        assert re.search(f"^{line}", done.stdout, re.MULTILINE), done.stdout
 
 
 # ---- launch.sh, with fake Slurm commands ----
@@ -268,15 +230,13 @@ def test_job_shorter_than_the_warning_is_an_error(tmp_path):
     assert not (tmp_path / "started").exists()
 
 
-@pytest.mark.parametrize("before, left", [(5, 296), (3000, 60), (5, None)])
-def test_job_that_is_long_enough_runs(tmp_path, before, left):
-    """Including a job that is nearly over, and one without a time limit."""
-    done = launch(tmp_path, before, left)
-    assert done.returncode == 0 and (tmp_path / "started").exists(), done.stderr
-
-
-def test_job_whose_times_scontrol_does_not_tell_runs(tmp_path):
-    done = launch(tmp_path, before=5, left=290, START="", END="")
+@pytest.mark.parametrize(
+    "before, left, unknown",
+    [(5, 296, {}), (3000, 60, {}), (5, None, {}), (5, 290, {"START": "", "END": ""})],
+    ids=["long enough", "nearly over", "no limit", "scontrol does not answer"],
+)
+def test_job_that_is_long_enough_runs(tmp_path, before, left, unknown):
+    done = launch(tmp_path, before, left, **unknown)
     assert done.returncode == 0 and (tmp_path / "started").exists(), done.stderr
 
 
@@ -365,10 +325,8 @@ def test_make_cluster_names_missing_packages(tmp_path):
     assert "sbatch" in done.stderr and "apt install slurm-wlm munge" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "prompt", ['a"; touch broken; "b', "it's $HOME, $(shell touch broken) `x`"]
-)
-def test_prompt_with_quotes_reaches_generate_unchanged(tmp_path, prompt):
+def test_prompt_with_quotes_reaches_generate_unchanged(tmp_path):
+    prompt = """a"; touch broken; "b it's $HOME, $(shell touch broken) `x`"""
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin/python"
     python.write_text('#!/bin/sh\nprintf "%s|" "$PROMPT" "$@"\n')

@@ -131,24 +131,6 @@ def test_ctrl_c_prints_one_line_and_saves_nothing(corpus_dir, tmp_path, stage):
     assert "".join(said).strip() == "interrupted" and not checkpoints(tmp_path / "checkpoints")
 
 
-def test_only_complete_checkpoints_count_as_kept(pools, corpus_dir, tmp_path):
-    def train(steps: int) -> str:
-        argv = argv_of("01", corpus_dir, tmp_path, "--steps", steps, "--checkpoint-every", 25)
-        (ended,) = pools(1, group=False).attempt_train("01", argv)
-        assert ended.traceback is None and ended.exit_status is None, ended
-        return ended.stdout
-
-    train(60)
-    folder = tmp_path / "checkpoints"
-    assert [path.name for path in checkpoints(folder)] == ["step-00000050", "step-00000060"]
-    (file,) = (folder / "step-00000060").glob("*.distcp")
-    os.truncate(file, file.stat().st_size // 2)
-    said = train(65)
-    assert "step-00000060 is corrupt" in said and "50 steps done" in said
-    kept = sorted(path.name for path in folder.iterdir())
-    assert kept == ["corrupt-step-00000060", "step-00000050", "step-00000065"]
-
-
 @pytest.mark.wall_clock  # the signal must come while Python imports
 def test_signal_while_ranks_import_ends_the_run_as_the_manual_says(corpus_dir, tmp_path):
     manual = " ".join((REPO / "RUNNING.md").read_text().split())

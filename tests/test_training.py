@@ -17,9 +17,9 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.nn.functional as F
+from chaos import numbers, tensors_of
 from harness import REPO, assert_same_curve, load_stage, metrics_of, stage_path
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common import storage
 from common.arguments import PRESETS
@@ -31,8 +31,6 @@ from common.optimization import learning_rate
 from common.run import Run
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
-TIMINGS = {"tokens_per_s", "step_ms", "save_ms", "seconds_left", "memory_mb", "mfu"}
-TIMINGS |= {"model_state_mb"}
 
 
 @pytest.fixture
@@ -46,29 +44,7 @@ def train(pools, corpus_dir):
     return run
 
 
-def numbers(metrics: list[dict]) -> list[dict]:
-    """The metrics without times and memory."""
-    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in metrics]
-
-
-def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
-    plain = checkpoint.parent / f"{checkpoint.name}.pt"
-    dcp_to_torch_save(checkpoint, plain)
-    return torch.load(plain, weights_only=True)
-
-
-def assert_same_bits(a: Path, b: Path) -> None:
-    ours, theirs = tensors_of(a), tensors_of(b)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
-
-
 # ---- the loss curve ----
-
-
-def arguments(*flags):
-    return load_stage("01").parse_args([*SMALL, *map(str, flags)])
 
 
 def by_hand(args, tokens: Tensor, vocab_size: int) -> list[dict]:
@@ -108,7 +84,8 @@ def test_stage_01_has_the_loss_curve_of_a_hand_written_loop(train, corpus_dir):
     flags = "--steps 12 --log-every 1 --lr 3e-3 --warmup-steps 4 --grad-clip 0.5".split()
     metrics = train(*flags)
     corpus = load_corpus(str(corpus_dir))
-    expected = by_hand(arguments(*flags), corpus.train, len(corpus.vocab))
+    args = load_stage("01").parse_args([*SMALL, *flags])
+    expected = by_hand(args, corpus.train, len(corpus.vocab))
     assert [x["step"] for x in metrics] == list(range(12))
     for ours, theirs in zip(metrics, expected, strict=True):
         assert abs(ours["loss"] - theirs["loss"]) < 1e-5, ours["step"]
@@ -179,21 +156,19 @@ def test_profile_writes_a_trace_of_forward_and_backward(train, tmp_path):
     assert {f"ProfilerStep#{i}" for i in range(3, 6)} <= names
 
 
-# ---- learning rate and FLOPs ----
+# ---- learning rate, FLOPs and times ----
 
 
-def test_learning_rate_warmup_and_cosine_decay():
-    rates = [learning_rate(step, 110, 2.0, 10, 0.1) for step in range(111)]
-    assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
-    assert rates[10] == 2.0
-    assert rates[60] == pytest.approx((2.0 + 0.2) / 2)  # halfway
-    assert rates[110] == pytest.approx(0.2)
-    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+def test_learning_rate_at_the_ends_of_warmup_and_decay():
+    """The loop by hand has the curve between them."""
+    assert learning_rate(9, 110, 2.0, 10, 0.1) == learning_rate(10, 110, 2.0, 10, 0.1) == 2.0
+    assert learning_rate(110, 110, 2.0, 10, 0.1) == pytest.approx(0.2)
     assert learning_rate(0, 1000, peak=1e-3, warmup=0, min_ratio=0.1) == 1e-3
     assert learning_rate(4, 5, peak=1e-3, warmup=5, min_ratio=0.1) == 1e-3
 
 
 def test_the_wait_for_the_gpu_before_a_save_counts_as_the_steps_time():
+    """It would count as the time of the save."""
     run, seen = object.__new__(Run), []
     run.args = Namespace(steps=10, log_every=100, eval_every=0, checkpoint_every=2)
     run.metrics = Namespace(end_step=lambda step, loss, *_: seen.append(loss.item.called))
@@ -203,11 +178,8 @@ def test_the_wait_for_the_gpu_before_a_save_counts_as_the_steps_time():
 
 
 def test_peak_flops_of_known_and_unknown_devices():
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert [peak_flops(f"NVIDIA {x}") for x in ("L4", "L40", "L40S")] == [121e12, 181e12, 362e12]
-    assert peak_flops("NVIDIA GeForce GTX 1080") is None
-    assert peak_flops("") is None
+    assert peak_flops("NVIDIA GeForce GTX 1080") is peak_flops("") is None
 
 
 # ---- a run's folder ----
@@ -217,38 +189,31 @@ def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path,
     flags = "--steps 4 --log-every 2 --eval-every 2 --checkpoint-every 2 --grad-clip 0".split()
     metrics = train(*flags, "--run-dir", tmp_path)
     assert metrics_of(tmp_path) == metrics
-    fields = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "memory_mb", "comm_mb"}
     for line in metrics:
-        assert fields <= set(line)
+        assert {"step", "loss", "grad_norm", "lr"} <= set(line)
         assert line["comm_mb"] == 0.0 and line["memory_mb"] > 50 and line["step_ms"] > 0
         assert line["tokens_per_s"] == pytest.approx(12 * 16 / line["step_ms"] * 1e3)
-        assert "mfu" not in line  # a CPU has no known peak
     assert [line["seconds_left"] > 0 for line in metrics] == [True] * (len(metrics) - 1) + [False]
     for name in ("val", "test"):
         assert metrics[-1][f"{name}_ppl"] == pytest.approx(math.exp(metrics[-1][f"{name}_loss"]))
 
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["stage"] == stage_path("01").parent.name and config["world_size"] == 1
-    assert config["arguments"]["data"] == str(corpus_dir)
     assert config["corpus"] == load_corpus(str(corpus_dir)).digest
     assert config["arguments"]["micro_batch_size"] == 12 and config["arguments"]["grad_clip"] == 0
     assert config["versions"]["torch"] == torch.__version__
-    assert config["parameters"] == TransformerConfig(201, 32, 2, 2, 16).num_parameters()
     if (REPO / ".git").exists():
         assert len(config["git_commit"]) == 40
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(tmp_path)).Reload()
-    tags = "loss/train loss/val perplexity/test optimizer/lr speed/step_ms comm/comm_mb".split()
-    for name, tag in zip("loss val_loss test_ppl lr step_ms comm_mb".split(), tags, strict=True):
+    tags = {"loss": "loss/train", "test_ppl": "perplexity/test", "step_ms": "speed/step_ms"}
+    for name, tag in tags.items():
         points = {e.step: e.value for e in board.Scalars(tag)}
         assert points == pytest.approx({x["step"]: x[name] for x in metrics if name in x})
-    groups = {tag.split("/")[0] for tag in board.Tags()["scalars"]}
-    assert groups == {"loss", "perplexity", "optimizer", "speed", "memory", "comm"}
-    assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == [
-        *("step-00000002", "step-00000004")
-    ]
+    names = [path.name for path in checkpoints(tmp_path / "checkpoints")]
+    assert names == ["step-00000002", "step-00000004"]
 
 
 def test_model_state_is_sixteen_bytes_per_parameter(pools, corpus_dir):
@@ -260,12 +225,9 @@ def test_model_state_is_sixteen_bytes_per_parameter(pools, corpus_dir):
     assert 16 * parameters <= line["model_state_mb"] * 1e6 < 16 * parameters * 1.05
 
 
-def read_only(*_, **__):
-    raise OSError(errno.EROFS, "Read-only file system")
-
-
 def train_on_read_only_checkpoints(argv: list[str]) -> None:
-    with patch("tempfile.TemporaryFile", read_only):
+    error = OSError(errno.EROFS, "Read-only file system")
+    with patch("tempfile.TemporaryFile", side_effect=error):
         load_stage("01").main(argv)
 
 
@@ -289,34 +251,31 @@ def test_resume_is_bitwise_identical(train, tmp_path):
         start = tmp_path / "whole" / "checkpoints" / f"step-{step:08d}"
         rest = train(*flags, "--run-dir", tmp_path / f"from-{step}", "--resume", start)
         assert numbers(rest) == numbers(whole)[step:]
-        for a, b in zip(
-            checkpoints(tmp_path / f"from-{step}" / "checkpoints"),
-            checkpoints(tmp_path / "whole" / "checkpoints")[step // 3 :],
-            strict=True,
-        ):
-            assert_same_bits(a, b)
-
-
-def test_resume_drops_metrics_after_the_checkpoint_and_a_truncated_line(train, tmp_path):
-    flags = "--log-every 1 --checkpoint-every 3 --run-dir".split() + [tmp_path]
-    whole = train("--steps", 6, *flags)
-    (
-        checkpoints(tmp_path / "checkpoints")[-1] / ".metadata"
-    ).unlink()  # the newest one is incomplete
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 7, "lo')
-    rest = train("--steps", 6, *flags)
-    assert [x["step"] for x in rest] == [3, 4, 5]
-    assert numbers(metrics_of(tmp_path)) == numbers(whole)
+        saved = checkpoints(tmp_path / f"from-{step}" / "checkpoints")
+        expected = checkpoints(tmp_path / "whole" / "checkpoints")[step // 3 :]
+        for a, b in zip(map(tensors_of, saved), map(tensors_of, expected), strict=True):
+            assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_resume_logs_the_metrics_of_an_uninterrupted_run(train, tmp_path):
-    flags = "--steps 9 --log-every 4 --checkpoint-every 5".split()
-    whole = train(*flags, "--run-dir", tmp_path / "whole")
-    train(*flags, "--run-dir", tmp_path / "cut")
-    (checkpoints(tmp_path / "cut" / "checkpoints")[-1] / ".metadata").unlink()
-    train(*flags, "--run-dir", tmp_path / "cut")
-    assert numbers(metrics_of(tmp_path / "cut")) == numbers(whole)
+    """It drops those after the checkpoint, and a line that is cut short."""
+    flags = "--steps 9 --log-every 2 --checkpoint-every 5 --run-dir".split() + [tmp_path]
+    whole = train(*flags)
+    newest = checkpoints(tmp_path / "checkpoints")[-1]
+    (newest / ".metadata").unlink()  # it is incomplete
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "lo')
+    assert [x["step"] for x in train(*flags)] == [5, 7, 8]
+    assert numbers(metrics_of(tmp_path)) == numbers(whole)
+
+
+@pytest.fixture(scope="module")
+def saved_run(pools, corpus_dir, tmp_path_factory) -> tuple[list, Path]:
+    """Arguments and folder of a run of two steps with a checkpoint after each."""
+    run_dir = tmp_path_factory.mktemp("saved")
+    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "2"]
+    pools(1, group=False).train("01", [*argv, "--checkpoint-every", "1", "--run-dir", str(run_dir)])
+    return argv, run_dir
 
 
 def restarted(variables: dict[str, str], argv: list[str]) -> list[dict]:
@@ -332,20 +291,20 @@ RESTARTS = {  # what the processes see
 
 
 @pytest.mark.quick_cases("never-requeue")
-@pytest.mark.parametrize("kind", RESTARTS)
-@pytest.mark.parametrize("how", ["never", "path"])
+@pytest.mark.parametrize(
+    "how, kind", [("never", "requeue"), *(("path", kind) for kind in RESTARTS)]
+)
 def test_resume_flag_applies_to_the_first_start_only_not_to_a_requeue_or_restart(
-    pools, train, corpus_dir, tmp_path, kind, how
+    pools, saved_run, tmp_path, kind, how
 ):
-    flags = ["--log-every", 1, "--checkpoint-every", 2]
-    train(*flags, "--steps", 2, "--run-dir", tmp_path / "other")
-    train(*flags, "--steps", 2, "--run-dir", tmp_path / "run")  # by another job
-    resume = how if how == "never" else tmp_path / "other"
-    flags += ["--run-dir", tmp_path / "run", "--resume", resume]
-    argv = [*SMALL, "--data", str(corpus_dir), *map(str, flags)]
+    argv, other = saved_run
+    shutil.copytree(other, tmp_path, dirs_exist_ok=True)  # another job's run in this folder
+    resume = how if how == "never" else str(other)
+    argv = [*argv, *"--log-every 1 --checkpoint-every 2 --run-dir".split(), str(tmp_path)]
 
     def steps_of_restart(steps: str) -> list[int]:
-        (lines,) = pools(1, group=False).run(restarted, RESTARTS[kind], [*argv, "--steps", steps])
+        job = restarted, RESTARTS[kind], [*argv, "--resume", resume, "--steps", steps]
+        (lines,) = pools(1, group=False).run(*job)
         return [line["step"] for line in lines]
 
     first = 0 if how == "never" else 2
@@ -389,15 +348,6 @@ def notes_of_resuming(pools, argv: list, run_dir: Path) -> list[str]:
     return lines[1 : next(i for i, line in enumerate(lines) if line.startswith("resumed from"))]
 
 
-@pytest.fixture(scope="module")
-def saved_run(pools, corpus_dir, tmp_path_factory) -> tuple[list, Path]:
-    """Arguments and folder of a run of two steps with a checkpoint after each."""
-    run_dir = tmp_path_factory.mktemp("saved")
-    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "2"]
-    pools(1, group=False).train("01", [*argv, "--checkpoint-every", "1", "--run-dir", str(run_dir)])
-    return argv, run_dir
-
-
 def test_resume_with_other_arguments_prints_one_line_for_each(pools, saved_run):
     argv, run_dir = saved_run
     changed = {"seed": 1, "seq-len": 8, "global-batch-size": 6, "lr": 0.01, "warmup-steps": 3}
@@ -419,33 +369,26 @@ def copy_of_corpus(corpus_dir: Path, folder: Path, name: str, old: str, new: str
     return ["--data", str(folder)]
 
 
-def test_resume_with_another_corpus_prints_a_line_and_another_vocabulary_is_an_error(
+def test_resume_with_another_corpus_prints_a_line_and_another_vocabulary_or_model_is_an_error(
     pools, saved_run, corpus_dir, tmp_path
 ):
     argv, run_dir = saved_run
     other = copy_of_corpus(corpus_dir, tmp_path / "valid", "valid", "\n", "\n\n")
     (note,) = notes_of_resuming(pools, [*argv, *other], run_dir)
-    digests = [load_corpus(d).digest for d in (other[1], str(corpus_dir))]
-    assert note == f"the corpus is now {digests[0]}, was {digests[1]!r} (hashes)"
+    assert load_corpus(other[1]).digest in note and load_corpus(str(corpus_dir)).digest in note
     same = copy_of_corpus(corpus_dir, tmp_path / "same", "valid", "", "")
     assert notes_of_resuming(pools, [*argv, *same], run_dir) == []
     words = copy_of_corpus(corpus_dir, tmp_path / "words", "train", "word1 ", "ward1 ")
-    for flags, says in ((words, "another vocabulary"), (["--n-heads", "4"], "with --n-heads 2,")):
+    shape = "--n-layers 3 --d-model 48 --preset small --seq-len 16".split()
+    for flags, says in (
+        (words, "another vocabulary"),
+        (["--n-heads", "4"], "with --n-heads 2,"),
+        (shape, "--d-model 32 --n-layers 2, and this run has --d-model 48 --n-layers 3"),
+    ):
         flags = [*argv, *flags, "--resume", str(run_dir)]
         (ended,) = pools(1, group=False).attempt_train("01", flags)
         assert ended.exit_status == 2 and ended.stderr.count("\n") == 1, ended
         assert "does not fit this model" in ended.stderr and says in ended.stderr
-
-
-def test_resume_of_another_model_names_the_flags_or_the_preset(pools, saved_run):
-    argv, run_dir = saved_run
-    other = [*argv, *"--steps 6 --n-layers 3 --d-model 48 --preset small --seq-len 16".split()]
-    (ended,) = pools(1, group=False).attempt_train("01", [*other, "--resume", str(run_dir)])
-    assert ended.exit_status == 2 and ended.stderr.count("\n") == 1, ended
-    assert "trained with --d-model 32 --n-layers 2, and this run has --d-model 48 --n-layers 3" in (
-        ended.stderr
-    )
-    assert "(--preset tiny, here small)" in ended.stderr and "state_dict" not in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -493,15 +436,11 @@ def train_and_signal(argv: list[str], number: int, step: int) -> tuple[list[dict
     return metrics, signal.getsignal(number) == before
 
 
-@pytest.mark.quick_cases("SIGTERM")
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_signal_saves_a_checkpoint_after_the_step_and_stops(
-    pools, train, tmp_path, corpus_dir, name
-):
+def test_signal_saves_a_checkpoint_after_the_step_and_stops(pools, train, tmp_path, corpus_dir):
     flags = ["--steps", "9", "--log-every", "1"]  # a signal saves without --checkpoint-every too
     argv = [*SMALL, "--data", str(corpus_dir), *flags, "--run-dir", str(tmp_path)]
-    number = getattr(signal, name)
-    ((metrics, restored),) = pools(1, group=False).run(train_and_signal, argv, number, 3)
+    job = train_and_signal, argv, signal.SIGTERM, 3
+    ((metrics, restored),) = pools(1, group=False).run(*job)
     assert restored
     assert [x["step"] for x in metrics] == [0, 1, 2, 3]
     assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
@@ -512,17 +451,13 @@ def test_signal_saves_a_checkpoint_after_the_step_and_stops(
 # ---- NaN ----
 
 
-def assert_stops(pools, argv: list[str], says: str) -> None:
-    (ended,) = pools(1, group=False).attempt_train("01", argv)
-    assert ended.exit_status == 1, ended
-    assert ended.stderr.count("\n") == 1 and says in ended.stderr, ended.stderr
-
-
 @pytest.mark.parametrize("log_every, step", [(1, 1), (100, 3)])
 def test_nan_loss_stops_the_run_with_a_clear_error(pools, tmp_path, corpus_dir, log_every, step):
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "50", "--run-dir", str(tmp_path)]
     argv += ["--lr", "1e30", "--warmup-steps", "0", "--log-every", str(log_every)]
-    assert_stops(pools, [*argv, "--checkpoint-every", "4"], f" of step {step} is nan")
+    (ended,) = pools(1, group=False).attempt_train("01", [*argv, "--checkpoint-every", "4"])
+    assert ended.exit_status == 1 and ended.stderr.count("\n") == 1, ended
+    assert f" of step {step} is nan" in ended.stderr
     assert not checkpoints(tmp_path / "checkpoints")  # nothing was saved
     assert all(math.isfinite(x["loss"]) for x in metrics_of(tmp_path))
 
