@@ -181,3 +181,16 @@ def test_memory_of_a_gpu_counts_unless_the_state_is_offloaded(monkeypatch, capsy
     with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
         arguments.check_memory(args, SMALL)
     assert ("have 0.0 GB" in capsys.readouterr().err) == (not fits)
+
+
+def test_help_lists_every_flag(capsys):
+    with pytest.raises(SystemExit) as exit:
+        load_stage("01").parse_args(["--help"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    for flag in (
+        "data preset d-model n-layers n-heads seq-len steps global-batch-size micro-batch-size lr "
+        "warmup-steps min-lr-ratio weight-decay grad-clip dropout dtype activation-checkpointing "
+        "seed eval-every checkpoint-every keep-checkpoints resume run-dir log-every profile compile"
+    ).split():
+        assert f"--{flag}" in text, flag
