@@ -7,8 +7,8 @@ the next unit's. One autograd function does both: the adjoint of an all-gather i
 
 New since stage 03: prefetching; the model is built on the meta device and filled unit by unit, so
 that no rank ever holds all of it; shards are float32, but unsharded parameters and gradients may be
-bfloat16; with --shard-size, groups of ranks shard the model and are replicas of each other (hybrid
-sharding); shards may be kept on the CPU.
+bfloat16; with --shard-degree, groups of ranks shard the model and are replicas of each other
+(hybrid sharding); shards may be kept on the CPU.
 
     P parameters, N ranks that shard, m micro-batches per step, E the embedding; float32
 
@@ -365,7 +365,7 @@ class FlatParameter:
 
 def sharded_from_meta(model: Transformer, args, world: World) -> FullyShardedDataParallel:
     """Shard a model that is on the meta device; its units get their initial values one by one."""
-    mesh = (world.size // args.shard_size, args.shard_size)
+    mesh = (world.size // args.shard_degree, args.shard_degree)
     return FullyShardedDataParallel(
         model,
         model.units(),
@@ -391,7 +391,7 @@ def training_state(model: FullyShardedDataParallel, optimizer: torch.optim.Optim
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument(
-        "--shard-size", type=positive_int, default=world_size(), help="ranks that shard a unit"
+        "--shard-degree", type=positive_int, default=world_size(), help="ranks that shard a unit"
     )
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
@@ -399,8 +399,8 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
-    if world_size() % args.shard_size:
-        fail(f"--shard-size {args.shard_size} does not divide the {world_size()} ranks")
+    if world_size() % args.shard_degree:
+        fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
     args.param_dtype = args.param_dtype or args.dtype
     args.autocast = False  # units are unsharded in --param-dtype, and their inputs cast to it
     return args

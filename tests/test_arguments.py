@@ -123,11 +123,11 @@ runpy.run_path({script!r}, run_name="__main__")
 def test_torchrun_prints_the_error_once_though_rank_0_starts_late(places, tmp_path):
     script = tmp_path / "slow.py"
     script.write_text(SLOW.format(script=str(stage_path("04"))))
-    argv = f"{BASE} --data {places['corpus']} --shard-size 3 --run-dir {tmp_path}/run".split()
+    argv = f"{BASE} --data {places['corpus']} --shard-degree 3 --run-dir {tmp_path}/run".split()
     job = torchrun("--standalone --nproc-per-node 2", script, argv, tmp_path, OMP_NUM_THREADS="1")
     _, said = job.communicate(timeout=60)
     before, error = said.split("train.py: ")  # it is printed once
-    assert job.returncode == 1 and "--shard-size 3 does not divide the 2 ranks" in error
+    assert job.returncode == 1 and "--shard-degree 3 does not divide the 2 ranks" in error
     assert "Traceback" not in before
 
 

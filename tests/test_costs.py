@@ -89,7 +89,7 @@ def zero(x: Expected) -> None:
 
 
 def fsdp(x: Expected) -> None:
-    s, m = x.args.shard_size or x.n, x.m // x.n
+    s, m = x.args.shard_degree or x.n, x.m // x.n
     shard = 4 * x.P / s
     x.hold(shard, shard, 2 * shard)
     reduced = 2 if x.args.reduce_dtype == "bfloat16" else 4
@@ -271,7 +271,7 @@ def test_model_state_and_communication_are_those_of_the_formulas(pools, run, ran
         ("02", 4096, "--global-batch-size 4096"),
         ("03", 4096, "--global-batch-size 4096 --zero-stage 1"),
         ("03", 4096, "--global-batch-size 4096 --zero-stage 3"),
-        ("04", 4096, "--global-batch-size 4096 --shard-size 512"),
+        ("04", 4096, "--global-batch-size 4096 --shard-degree 512"),
         ("07", 4096, "--global-batch-size 512 --pp 2 --tp 4"),
         ("04", 2, "--param-dtype bfloat16"),  # of a float32 run
         ("04", 2, "--param-dtype bfloat16 --reduce-dtype bfloat16"),

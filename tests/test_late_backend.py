@@ -232,8 +232,8 @@ def test_parity_over_the_late_backend_in_bfloat16(reproduce, run):
 
 def test_parity_in_a_mixed_configuration(reproduce):
     """As on GPUs, where a group has a backend for each device."""
-    flags = ("--shard-size", "1", "--micro-batch-size", "6")
-    run = StageRun("04", "late", 2, flags, own_flags=("--shard-size",))
+    flags = ("--shard-degree", "1", "--micro-batch-size", "6")
+    run = StageRun("04", "late", 2, flags, own_flags=("--shard-degree",))
     every, expected = reproduce(run, train, "cpu:late,meta:gloo")
     for lines, record in every:
         assert_reproduces(run, lines, expected)

@@ -144,7 +144,7 @@ def test_time_that_is_long_enough_is_submitted(tmp_path, time):
     [
         ("submit-02 NODES=4", "NODES=4: the partition has 3,"),
         ("submit-02 PARTITION=small", "NODES=2: the partition has 1,"),  # the header's two
-        ("submit-04 NODES=2 GPUS=3 ARGS=--shard-size=4", "--shard-size 4 does not divide the 6"),
+        ("submit-04 NODES=2 GPUS=3 ARGS=--shard-degree=4", "--shard-degree 4 does not divide"),
         ("submit-all ARGS=--timeout=60", "unrecognized arguments: --timeout=60"),  # of 01
     ],
 )

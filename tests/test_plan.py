@@ -21,7 +21,7 @@ LAYOUTS = [
     ("03", 8, 0, "--zero-stage 2", {"sharding": "zero2", "gather_bytes": 4}),
     ("03", 8, 0, "--zero-stage 3", {"sharding": "zero3", "overlaps_gather": False}),
     ("04", 8, 0, "", {"sharding": "fsdp"}),
-    ("04", 8, 0, "--shard-size 4", {"sharding": "fsdp", "shard_ranks": 4}),
+    ("04", 8, 0, "--shard-degree 4", {"sharding": "fsdp", "shard_ranks": 4}),
     ("04", 4, 0, "--no-reshard-after-forward", {"sharding": "fsdp", "reshards": False}),
     ("05", 4, 0, "--sequence-parallel", {"tp": 4, "sequence_parallel": True}),
     # one micro-batch: gradients appear while activations go

@@ -101,7 +101,7 @@ def read(path: Path) -> State:
         lines = (run / "metrics.jsonl").read_text().splitlines()
         state.metrics.extend(map(json.loads, lines[:2]))
         micro_batches = flags["global_batch_size"] // flags["dp"] // flags["micro_batch_size"]
-        degrees = [flags.get(axis) or 1 for axis in ("dp", "tp", "pp", "cp", "ep", "shard_size")]
+        degrees = [flags.get(axis) or 1 for axis in ("dp", "tp", "pp", "cp", "ep", "shard_degree")]
         state.parts.update({config["world_size"], micro_batches, *degrees} - {1})
     try:
         reader = Reader(path)

@@ -71,7 +71,7 @@ def layouts(model: Job) -> Iterator[tuple[str, str, Job]]:
         job = replace(sharded, sharding="fsdp", overlaps_gather=True, reshards=not keep)
         yield "04", keep, job
         if nodes > 1 and model.per_node > 1:
-            hybrid = f"--shard-size {model.per_node} {keep}".strip()
+            hybrid = f"--shard-degree {model.per_node} {keep}".strip()
             yield "04", hybrid, replace(job, shard_ranks=model.per_node)
     for sp in ("", "--sequence-parallel"):
         yield "05", sp, replace(dp, tp=n, sequence_parallel=bool(sp))
