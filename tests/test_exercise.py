@@ -27,7 +27,7 @@ def test_an_exercise_has_the_blanks_of_its_stage_and_is_the_stage_when_they_are_
 
 def test_a_blank_keeps_its_docstring_and_checks():
     body = with_blanks("04").partition("def enter(")[2].partition("def leave(")[0]
-    assert '"""The gradient of' in body and body.count("raise RuntimeError") == 2
+    assert '"""Prepare the unit' in body and body.count("raise RuntimeError") == 2
     assert body.rstrip().endswith('exercise 11 of 16: FullyShardedDataParallel.enter")')
 
 
