@@ -12,7 +12,7 @@ the global norm is over all stages. Every rank reads all batches.
 
     memory per rank           16 bytes per parameter of its own units, and the activations of the
                               micro-batches in flight: m (gpipe), p - rank (1f1b), p on every rank
-                              (zero-bubble), at most p + p / v (interleaved)
+                              (zero-bubble), at most p + (p - 1) / v (interleaved)
     communication per step    m x (micro-batch x seq x d_model) floats per boundary and direction
     bubble fraction           (p - 1) / (m + p - 1) gpipe, 1f1b; (p - 1) / (v m + p - 1)
                               interleaved; (p - 1) / (3 m + p - 1) zero-bubble
@@ -230,7 +230,7 @@ def units_of(stage: int, n_stages: int, n_layers: int) -> range:
 
 
 def parts_of(model: Transformer, units: range) -> tuple[Transformer, nn.Module | None]:
-    """These units of a model: those before the output unit, and it, if it is one of them."""
+    """The given units of a model: those before the output unit, and that unit or None."""
     part = Transformer(model.config, indices=())
     part.embed = model.embed if 0 in units else None
     for name, layer in model.layers.items():
@@ -300,7 +300,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     return alternate(forwards, backwards, warm_up)
 
 
-# ---- zero bubble: an addition that splits backward in two parts ----
+# ---- zero bubble: backward split into two parts ----
 
 
 def zero_bubble(rank: int, p: int, m: int) -> list[Action]:
@@ -308,7 +308,7 @@ def zero_bubble(rank: int, p: int, m: int) -> list[Action]:
     the weights. A micro-batch is in flight from its F to its W (Qi et al.'s H1).
 
     A W runs before each F that finds p micro-batches in flight, and after each B when all F have
-    run: no rank waits for it. Those that are left end the step. On rank 0 of 4, m = 6:
+    run: no rank waits for it. The remaining W end the step. On rank 0 of 4, m = 6:
 
         F0 F1 F2 F3  B0 W0 F4  B1 W1 F5  B2 W2  B3 W3  B4 W4  B5 W5
     """
@@ -332,9 +332,9 @@ SCHEDULES |= {"zero-bubble": zero_bubble}
 class ZeroBubbleStage(PipelineStage):
     """A stage whose backward defers the weight gradients of its linear layers.
 
-    Norms and the embedding have no matmul to defer; the head's run with the loss. pending: for each
-    micro-batch between its B and its W, the oldest first, the weight, input [tokens, in] and output
-    gradient [tokens, out] of every linear layer."""
+    Norms and the embedding have no matmul to defer; the LM head's run with the loss. pending: for
+    each micro-batch between its B and its W, the oldest first, the weight, input [tokens, in] and
+    output gradient [tokens, out] of every linear layer."""
 
     def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
         super().__init__(part, output, autocast)
@@ -351,7 +351,7 @@ class ZeroBubbleStage(PipelineStage):
 
     @torch.no_grad()
     def weight_gradients(self) -> None:
-        """Run the oldest deferred matmuls. No hooks on the weights run: here nothing needs them."""
+        """Compute the weight gradients of the oldest micro-batch. No hooks on weights run."""
         for weight, x, grad in self.pending.popleft():
             weight_grad = (grad.t() @ x).to(weight.dtype)
             weight.grad = weight_grad if weight.grad is None else weight.grad.add_(weight_grad)

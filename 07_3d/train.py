@@ -829,7 +829,7 @@ def units_of(stage: int, n_stages: int, n_layers: int) -> range:
 
 
 def parts_of(model: Transformer, units: range) -> tuple[Transformer, nn.Module | None]:
-    """These units of a model: those before the output unit, and it, if it is one of them."""
+    """The given units of a model: those before the output unit, and that unit or None."""
     part = Transformer(model.config, indices=())
     part.embed = model.embed if 0 in units else None
     for name, layer in model.layers.items():

@@ -146,7 +146,7 @@ class MixtureOfExperts(nn.Module):
         return logits.gather(-1, chosen).softmax(dim=-1), chosen
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The only discrete step, in a method of its own: `tools/routing.py` replays its result."""
+        """Choose each token's k experts: the only discrete step. `tools/routing.py` replays it."""
         return (scores + self.bias).topk(self.top_k, dim=-1).indices
 
     def run_experts(self, rows: Tensor, counts_in: list[list[int]]) -> Tensor:
@@ -225,7 +225,7 @@ def balance_load(model: nn.Module, rate: float) -> Tensor:
     total = load.sum(dim=1, keepdim=True)
     excess = load * load.shape[1] - total  # in integers: the sign is the same on every topology
     signs = excess.sign().float()
-    signs -= signs.mean(dim=1, keepdim=True)  # the biases' mean chooses nothing: keep it at zero
+    signs -= signs.mean(dim=1, keepdim=True)  # the biases' mean has no effect: keep it at zero
     for mixture, sign in zip(mixtures, signs, strict=True):
         mixture.bias -= rate / mixture.n_experts * sign
         mixture.load = 0

@@ -98,7 +98,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Bring all singular values of a matrix near 1 (0.7 to 1.2) and keep its singular vectors.
+    """Bring singular values above 1/660 of the norm near 1 (0.68 to 1.21), keep the vectors.
 
     A step of this Newton-Schulz iteration applies s -> a s + b s^3 + c s^5 to every singular value
     s. It takes the smaller of X X^T and X^T X.
@@ -115,7 +115,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
 def choose_owners(matrices: Iterable[nn.Parameter], n_ranks: int) -> dict[nn.Parameter, int]:
     """Give each matrix to a rank: the most expensive first, to the rank with the least work.
 
-    This is also the order of the updates. Owners take turns in it, so they compute in parallel.
+    Updates run in this order: each rank has its first matrix before any rank has a second one.
     """
     work, owners = [0] * n_ranks, {}
     for matrix in sorted(matrices, key=orthogonalization_flops, reverse=True):

@@ -238,7 +238,7 @@ def planned(name: str, p: int, m: int, virtual: int | None = None) -> Panel:
     if v > 1:
         schedule = partial(schedule, v=v)
     title = f"{name}, {v} virtual stages per rank" if v > 1 else name
-    return Panel(title, simulate(stage, schedule, p, m), "units")
+    return Panel(title, simulate(stage, schedule, p, m), "F")
 
 
 def traced(folder: Path) -> Panel:
