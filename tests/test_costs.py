@@ -80,6 +80,7 @@ def zero(x: Expected) -> None:
     shard = 4 * x.P / x.n
     x.start_equal("world", x.n, 4 * x.P)
     if zero_stage == 3:
+        assert not x.args.autocast  # units compute in the dtype that they are gathered in
         x.hold(shard, shard, 2 * shard)
         x.send("all_gather_single", "world", x.n, m * gathered(x, True))
     else:
@@ -89,6 +90,7 @@ def zero(x: Expected) -> None:
 
 
 def fsdp(x: Expected) -> None:
+    assert not x.args.autocast  # units compute in the dtype that they are gathered in
     s, m = x.args.shard_degree or x.n, x.m // x.n
     shard = 4 * x.P / s
     x.hold(shard, shard, 2 * shard)

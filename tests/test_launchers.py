@@ -127,7 +127,7 @@ esac
 SLURM = dict(sbatch='echo "7;$SUBMITTED" >&2; echo "7;cluster"', sinfo=SINFO, squeue="")
 
 
-@pytest.mark.parametrize("time", ["4", "4:59", "0:04:59", "0-0:04"])
+@pytest.mark.parametrize("time", ["4", "4:59", "0:04:59", "0-0:04", "0-00:04:59"])
 def test_time_shorter_than_the_warning_is_an_error_at_submission(tmp_path, time):
     said = said_in_one_line(make(tmp_path, "submit-04", f"TIME={time}", **SLURM))
     assert f"TIME={time} is too short" in said and "TIME=5 (minutes)" in said
@@ -151,6 +151,13 @@ def test_time_that_is_long_enough_is_submitted(tmp_path, time):
 def test_a_job_that_can_never_run_is_an_error_before_anything_is_submitted(tmp_path, words, says):
     done = make(tmp_path, *words.split(), checks_flags="ARGS" in words, **SLURM)
     assert says in said_in_one_line(done)
+
+
+def test_what_sbatch_refuses_is_not_reported_as_a_job(tmp_path):
+    refuses = "echo 'sbatch: error: invalid partition' >&2; exit 1"
+    done = make(tmp_path, "submit-02", **SLURM | {"sbatch": refuses})
+    assert done.returncode != 0 and "invalid partition" in done.stderr
+    assert "job " not in done.stdout
 
 
 def test_submission_passes_cpus_memory_and_its_time_and_names_the_gpus_it_does_not_take(tmp_path):
@@ -270,11 +277,13 @@ def test_job_that_saves_before_scontrol_answers_is_requeued_with_its_own_status(
     assert done.returncode == 0 and "scontrol requeue 7" in done.stdout, done
 
 
-def test_every_header_has_the_warning_that_launch_sh_assumes():
+def test_every_sbatch_file_has_the_warning_that_launch_sh_assumes_and_starts_its_own_stage():
     assert "${SIGNAL_SECONDS:-180}" in (REPO / "slurm/launch.sh").read_text()
     for stage in stages():
-        header = stage_path(stage).with_name("train.sbatch").read_text()
-        assert "#SBATCH --signal=B:USR1@180\n" in header
+        script = stage_path(stage).with_name("train.sbatch")
+        assert "#SBATCH --signal=B:USR1@180\n" in script.read_text()
+        last = script.read_text().splitlines()[-1]
+        assert f" {script.parent.name}/train.py " in f"{last} "
 
 
 @pytest.mark.parametrize("exists", [True, False])

@@ -261,12 +261,19 @@ class Box:
 
     def empty(self):
         return borrowed(Box)
+
+
+def use(borrowed):
+    return borrowed, [Box for Box in "local"]
 '''
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "things.py").write_text("def borrowed(x):\n    return x\n")
     text = "# 02\n\n`Box` `fill` `Box.empty()` `borrowed` `other`\n"
     pages = build.Site(repository(tmp_path, text, new=code)).build()
-    assert '<a href="#Box.empty">empty</a>' in pages["02-code.html"]
+    page = pages["02-code.html"]
+    assert '<a href="#Box.empty">empty</a>' in page
+    assert page.count('<a href="common-things.py.html#borrowed">borrowed</a>') == 2  # import, use
+    assert page.count('<a href="#Box">Box</a>') == 2  # the table of contents, the use
     hrefs = re.findall(r'<a class="name" href="([^"]+)">', pages["02.html"])
     assert hrefs == [
         *("02-code.html#Box", "02-code.html#Box.fill", "02-code.html#Box.empty"),
@@ -290,6 +297,11 @@ MARKDOWN = {
         "<details><summary>An *answer*</summary>\n\n1. `a < b`\n2. c\n\nEnd.\n</details>\n\nx",
         "<details> <summary>An *answer*</summary> <ol> <li><code>a &lt; b</code></li> "
         "<li>c</li> </ol> <p>End.</p> </details> <p>x</p>",
+    ),
+    "a comment": ("a\n\n<!-- check\n<b> => 1\n-->\n\nb", "<p>a</p> <p>b</p>"),
+    "the same heading twice": (
+        "## A `b`\n\n## A b",
+        '<h2 id="a-b">A <code>b</code></h2> <h2 id="a-b-1">A b</h2>',
     ),
     "small tags": (
         "x<sub>1 `<b>`</sub> </sub><sub> *z*",

@@ -208,7 +208,8 @@ def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path,
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(tmp_path)).Reload()
-    tags = {"loss": "loss/train", "test_ppl": "perplexity/test", "step_ms": "speed/step_ms"}
+    tags = {"loss": "loss/train", "val_loss": "loss/val", "test_ppl": "perplexity/test"}
+    tags |= {"step_ms": "speed/step_ms", "memory_mb": "memory/memory_mb", "comm_mb": "comm/comm_mb"}
     for name, tag in tags.items():
         points = {e.step: e.value for e in board.Scalars(tag)}
         assert points == pytest.approx({x["step"]: x[name] for x in metrics if name in x})
@@ -383,7 +384,11 @@ def test_resume_with_another_corpus_prints_a_line_and_another_vocabulary_or_mode
     for flags, says in (
         (words, "another vocabulary"),
         (["--n-heads", "4"], "with --n-heads 2,"),
-        (shape, "--d-model 32 --n-layers 2, and this run has --d-model 48 --n-layers 3"),
+        (
+            shape,
+            "--d-model 32 --n-layers 2, and this run has --d-model 48 --n-layers 3 "
+            "(--preset tiny, here small)",
+        ),
     ):
         flags = [*argv, *flags, "--resume", str(run_dir)]
         (ended,) = pools(1, group=False).attempt_train("01", flags)
