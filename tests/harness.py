@@ -469,8 +469,9 @@ class _CountMode(TorchDispatchMode):
 
 def _record(op: str, args: tuple) -> Record:
     name, payload = _PAYLOADS.get(op, (op, 0))  # unknown to the ledger: keep the name
-    if name == "all_to_all_single" and _is_called_by("reduce_scatter_single"):
-        name = "reduce_scatter_single"  # ours on Gloo is an all-to-all
+    for ours in ("reduce_scatter_single", "reduce"):
+        if name == "all_to_all_single" and _is_called_by(ours):
+            name = ours  # which is an all-to-all on Gloo
     group = next(_group(a) for a in args if isinstance(a, torch.ScriptObject) and _group(a))
     tensors = [] if payload is None else _tensors(args[payload])
     shape = tuple(tensors[0].shape) if tensors else ()

@@ -79,7 +79,7 @@ def test_mismatch_in_any_field_order_or_number_of_calls_is_found(changed):
 NAMES = {
     "all_reduce": ("gloo:all_reduce", "all_reduce"),
     "broadcast": ("gloo:broadcast", "broadcast"),
-    "reduce": ("gloo:reduce", "reduce"),
+    "reduce": ("gloo:all_to_all", "reduce"),
     "all_gather_single": ("gloo:all_gather", "all_gather"),
     "reduce_scatter_single": ("gloo:all_to_all", "reduce_scatter"),
     "all_to_all_single": ("gloo:all_to_all", "all_to_all"),
