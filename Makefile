@@ -117,7 +117,8 @@ check-%: $$(folder)/train.py $(READY) ## check that exercise, or SCRIPT= a chang
 first-difference: $(READY) ## where the runs A= and B= begin to differ (B= is the reference)
 	@$(BIN)/python tools/first_difference.py $(if $(A)$(B),$(A) $(B),--help)
 # ---- check ----
-pytest = $(BIN)/python -m pytest tests -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+WORKERS ?= auto
+pytest = $(BIN)/python -m pytest tests -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(READY) ## the tests to run after every change, in at most three minutes on two cores
 	$(pytest) -m "quick or not slow" $(ARGS)
 test-all: $(READY) ### all tests: every topology, launcher and signal, and jobs on Slurm

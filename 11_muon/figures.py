@@ -228,7 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("owners", "singular", "curves"))
     parser.add_argument("folder", nargs="?", type=Path)
-    parser.add_argument("--step-time", type=float, default=1.04, help="Muon's, over AdamW's")
+    parser.add_argument("--step-time", type=float, default=1.07, help="Muon's, over AdamW's")
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
     if args.what == "owners":
