@@ -187,8 +187,8 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
     "06, forward": ("06_pipeline", r"while the next forward takes (\d+) ms", [1e3 * TURN / 3]),
     "06, pipeline or FSDP": (
         "06_pipeline",
-        r"1F1B takes ([\d.]+) s and FSDP ([\d.]+) s\. With m = 16 it is ([\d.]+) s against"
-        r" ([\d.]+) s, with m = 64 ([\d.]+) s against ([\d.]+) s",
+        r"1F1B takes ([\d.]+) s and FSDP ([\d.]+) s\. With m = 16: ([\d.]+) s against"
+        r" ([\d.]+) s; with m = 64: ([\d.]+) s against ([\d.]+) s",
         [time for m in (8, 16, 64) for time in ((m + 7) * TURN, max(m * TURN, FSDP))],
     ),
     "06, hybrid": (
