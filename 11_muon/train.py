@@ -98,7 +98,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Bring singular values above 1/660 of the norm near 1 (0.68 to 1.21), keep the vectors.
+    """Bring singular values above 1/660 of the norm to 0.68 ... 1.21; keep singular vectors.
 
     A step of this Newton-Schulz iteration applies s -> a s + b s^3 + c s^5 to every singular value
     s. It takes the smaller of X X^T and X^T X.
