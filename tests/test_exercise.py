@@ -62,12 +62,7 @@ def test_an_exercise_runs_by_torchrun_until_its_first_blank(tmp_path):
 
 BUGS = {  # stage, what is changed, and into what; what is said
     "sum": ("02", "bucket.n_ranks if self.synchronizes else 1", "1", "x 2: a sum"),
-    "wait": (
-        "05",
-        "        work.wait()\n        return grad_x",
-        "        return grad_x",
-        "NaN: a buf",
-    ),
+    "wait": ("05", "work.wait()\n        return grad_x", "return grad_x", "NaN: a buf"),
     "norms": ("05", "        if args.sequence_parallel:", "        if False:", "only norms"),
     "blocks": ("02", "async_op=True)", "async_op=True)\n        self.reduction.wait()", "overlap:"),
     "stage": ("02", "", "", "✓ overlap"),

@@ -10,13 +10,13 @@ clipping, and with a checkpoint after the first step. For example:
 A checkpoint of any stage holds the parameters of the plain model and AdamW's first moment, a tenth
 of the gradient after one step, so the two may be of different stages and on different topologies.
 RUN and REFERENCE may also be any two checkpoints of torch.distributed.checkpoint: tensors of other
-names are compared as they are. Exit status 1 if anything differs.
+names are compared as they are. PyTorch unpickles their metadata, so they must be ones you trust.
+Exit status 1 if anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import re
@@ -32,7 +32,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from common.distributed import fail
-from common.storage import DCP, MetadataUnpickler
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
@@ -73,20 +72,6 @@ class Difference(NamedTuple):
         return f"  {self.name:32} {how:26} {', '.join(ranges)}".rstrip()
 
 
-class Unpickler(MetadataUnpickler):
-    """No class in metadata can run code. Those of other programs have two more harmless ones."""
-
-    def find_class(self, module: str, name: str):
-        if f"{module}.{name}" in ("pathlib.PosixPath", f"{DCP}.metadata.BytesStorageMetadata"):
-            return super(MetadataUnpickler, self).find_class(module, name)
-        return super().find_class(module, name)
-
-
-class Reader(dcp.FileSystemReader):
-    def read_metadata(self, *_, **__) -> dcp.Metadata:
-        return Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
-
-
 def read(path: Path) -> State:
     """A run's folder, or any checkpoint."""
     state = State({}, {}, {}, [], set())
@@ -104,7 +89,7 @@ def read(path: Path) -> State:
         degrees = [flags.get(axis) or 1 for axis in ("dp", "tp", "pp", "cp", "ep", "shard_degree")]
         state.parts.update({config["world_size"], micro_batches, *degrees} - {1})
     try:
-        reader = Reader(path)
+        reader = dcp.FileSystemReader(path)
         entries = reader.read_metadata().state_dict_metadata.items()
         entries = [(name, entry) for name, entry in entries if hasattr(entry, "properties")]
         found = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries}
