@@ -132,7 +132,8 @@ def where_it_begins(pools, corpus_dir, tmp_path):
         except AssertionError as late_error:
             if is_nan(late_error) and not is_nan(error):
                 return ["likely cause: NaN: a buffer is used before its collective's wait()"]
-            return [f"with collectives as late as on NCCL: {plain(late_error)}"]
+            late = plain(late_error)
+            return [f"with collectives as late as on NCCL: {late}"] * (late != plain(error))
         states = [first_difference.read(tmp_path / name) for name in ("run", "reference")]
         tolerance = stage_file(run.stage).tolerance.get("norm", 1e-4)
         raised = "Traceback" in str(error)  # then the exception says more than AGREES

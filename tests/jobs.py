@@ -24,12 +24,14 @@ def free_port() -> int:
 
 
 def start(
-    stage: str, ranks: int, argv: list[str], cwd: Path, slow: int | None = None
+    script: str | Path, ranks: int, argv: list[str], cwd: Path, slow: int | None = None
 ) -> list[subprocess.Popen]:
     """Start the processes of a job as a launcher would, but do not supervise them.
 
-    slow: a rank that starts two seconds after the others.
+    script: its path, or a stage's number. slow: a rank that starts two seconds after the others.
     """
+    if isinstance(script, str):
+        script = stage_path(script)
     port = str(free_port())
     started = []
     for rank in sorted(range(ranks), key=lambda r: r == slow):
@@ -40,7 +42,7 @@ def start(
         environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         started.append(
             subprocess.Popen(
-                [sys.executable, str(stage_path(stage)), *argv],
+                [sys.executable, str(script), *argv],
                 env=environment,
                 cwd=cwd,
                 stdout=subprocess.PIPE,

@@ -7,7 +7,6 @@ one saves and loads the state, which every rank loses in between. The same block
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from textwrap import indent
 
 import pytest
 import torch
+from jobs import start
 from stages import REPO, stage_file, stage_path, stages
 from torch import nn
 
@@ -157,17 +157,9 @@ def plain_output(section: Section) -> torch.Tensor:
 
 def outputs(folder: Path, ranks: int) -> list:
     """Run the script on so many ranks; what each has saved."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "run.py"],
-        cwd=folder,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    processes = start(folder / "run.py", ranks, [], folder)
+    said = [process.communicate(timeout=300)[1] for process in processes]
+    assert not any(process.returncode for process in processes), "".join(said)[-3000:]
     return [torch.load(folder / f"output-{rank}.pt") for rank in range(ranks)]
 
 
@@ -177,8 +169,9 @@ def section(request) -> Section:
 
 
 @pytest.mark.slow
-def test_a_copied_technique_trains_another_model(tmp_path, section):
+def test_a_copied_technique_trains_another_model(tmp_path, section, monkeypatch):
     """As the plain model; a stage that computes something else, as the same lines on one rank."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     (tmp_path / section.file).write_text(section.technique())
     for name in section.common:
         (tmp_path / "common").mkdir(exist_ok=True)
