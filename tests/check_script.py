@@ -44,6 +44,8 @@ MEANS = {
     "the ranks issue their collectives in different orders",
     "bfloat16": "a sum, or what is sent or kept, has another dtype than in the stage",
     "saved_and_resumed": "the state that is saved is not the state of training",
+    "in_flight": "a buffer is written to while a collective still uses it",
+    "balance": "some ranks compute more than others, which wait for them",
     "overlap": "a wait follows its collective at once, or a collective starts too late",
     "emulation": "a scale, a rounding, or the dtype of a matmul's operand is another",
     "numbers": "a large number overflows, or a sum or a factor has too few digits",
@@ -90,7 +92,12 @@ def plain(error: AssertionError) -> str:
         where = f" (line {CHECK['lines'][int(number) - 1]}, in {name})"
     if hangs:
         return f"hangs: a rank has not finished in time{where}"
+    if died := re.search(r"the worker died, (exit code -?\d+)", text):
+        return f"a rank has died, {died[1]}"
     raised = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", text, re.M)
+    raised.sort(key=lambda line: "onnection" in line)  # of the others, after a rank's own error
+    if raised and "onnection" in raised[0]:
+        return f"a rank has ended, or the ranks' collectives do not match{where}"
     return (raised or text.splitlines() or ["the results differ"])[0][:300] + where
 
 

@@ -217,8 +217,10 @@ def compare(run: State, reference: State, tolerance: float = 1e-4) -> list[str]:
             cause = "forward or its data: the first loss differs, with equal weights"
     elif norm:
         cause = "the norm is that of one rank's part, or counts replicated gradients once per rank"
-    elif loss:
-        cause = "the loss as it is logged, or data and dropout of a later step: gradients agree"
+    elif loss and loss[0] == run.metrics[0]["step"]:
+        cause = "the loss as a number, as it is added up or logged: its gradients agree"
+    elif loss and not others:
+        cause = "data or dropout of a later step: the first one agrees"
     return [*lines, f"likely cause: {cause}"] if cause else lines
 
 
