@@ -1,7 +1,7 @@
 """What Muon does to a gradient, who owns which matrix, and what it learns.
 
     python 11_muon/figures.py owners             owners and the time line of a step
-    python 11_muon/figures.py singular           singular values before and after five steps
+    python 11_muon/figures.py singular           singular values before and after five iterations
     python 11_muon/figures.py curves FOLDER      the losses of the runs in a folder
 
 --svg FILE draws it.
@@ -132,11 +132,10 @@ def gradient_of(name: str = "layers.0.attn.wqkv.weight") -> Tensor:
 
 
 def singular_values(dtype: torch.dtype = torch.float32) -> dict[int, Tensor]:
-    """Of the gradient over its Frobenius norm, after 0 to 5 steps, the largest first."""
+    """Of the gradient over its Frobenius norm, after 0 to 5 iterations, the largest first."""
     grad = gradient_of()
     return {
-        steps: torch.linalg.svdvals(muon.orthogonalize(grad.to(dtype), steps).double())
-        for steps in range(6)
+        n: torch.linalg.svdvals(muon.orthogonalize(grad.to(dtype), n).double()) for n in range(6)
     }
 
 
@@ -155,11 +154,11 @@ def draw_singular(values: dict[int, Tensor]) -> Picture:
         art.line(left, y, left + width, y, "faint", "2 4")
         art.text(left - 10, y + 4, f"{10.0**exponent:g}", anchor="end")
     fills = {0: "grey", 1: "teal", 3: "blue", 5: "orange"}
-    for steps, fill in fills.items():
-        for i, value in enumerate(values[steps].tolist()):
+    for n, fill in fills.items():
+        for i, value in enumerate(values[n].tolist()):
             x, y = place(i, value)
-            art.rect(x, y - 2, 4, 4, fill, f"{steps} steps, singular value {i}: {value:.2g}")
-    art.legend(left, 46, {fill: f"{steps} steps" for steps, fill in fills.items()})
+            art.rect(x, y - 2, 4, 4, fill, f"{n} iterations, singular value {i}: {value:.2g}")
+    art.legend(left, 46, {fill: f"{n} iterations" for n, fill in fills.items()})
     art.text(
         left + width, top + height + 22, "singular values, by size", anchor="end", fill="faint"
     )
@@ -236,8 +235,8 @@ def main() -> None:
         art = draw_owners()
     elif args.what == "singular":
         values = singular_values()
-        for steps, each in values.items():
-            print(f"{steps} steps   largest {each[0]:.3g}   median {each.median():.3g}", end="")
+        for n, each in values.items():
+            print(f"{n} iterations   largest {each[0]:.3g}   median {each.median():.3g}", end="")
             print(f"   smallest {each[-1]:.3g}")
         art = draw_singular(values)
     else:

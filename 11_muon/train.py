@@ -1,4 +1,4 @@
-"""Stage 11: Muon, whose matrices have owners.
+"""Stage 11: Muon, with one owner per matrix.
 
 AdamW scales each element of a gradient by its own history. Muon treats the momentum of a matrix as
 a matrix: it brings all its singular values near 1, by matmuls that need the whole matrix. A shard
@@ -6,8 +6,8 @@ of rows would give other numbers, and doing it on every rank costs every rank th
 an all-reduce is a reduce to one rank and a broadcast from it, and Muon fits in between: each matrix
 of the layers has one owner, which gets the averaged gradient, updates it and broadcasts it.
 
-New since stage 02: `Muon`, `OwnedMatrix`, `choose_owners` and `orthogonalize`. The embedding, the
-head and the norms keep AdamW.
+New since stage 02: `Muon`, `OwnedMatrix`, `choose_owners`, `orthogonalize` and `clip_grad_norm_`.
+The embedding, the LM head and the norms keep AdamW.
 
     memory          4 P + 12 A + 8 O bytes per rank: P all parameters, A those of AdamW, O those of
                     the matrices that the rank owns. In backward also 4 per other matrix element
@@ -91,25 +91,26 @@ class Muon(torch.optim.Optimizer):
         settings, momentum = self.param_groups[0], self.state[param]["momentum_buffer"]
         momentum.lerp_(param.grad, 1 - settings["momentum"])
         direction = param.grad.lerp(momentum, settings["momentum"])
-        # an orthogonal matrix has the RMS 1 / sqrt(larger side); that of AdamW's update is near 0.2
+        # from the RMS of an orthogonal matrix, 1 / sqrt(larger side), to that of AdamW's updates
         scale = 0.2 * math.sqrt(max(param.shape))
         param.mul_(1 - settings["lr"] * settings["weight_decay"])
         param.add_(orthogonalize(direction.to(self.dtype)), alpha=-settings["lr"] * scale)
 
 
-def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Bring singular values above 1/660 of the norm to 0.68 ... 1.21; keep singular vectors.
+def orthogonalize(matrix: Tensor, iterations: int = 5) -> Tensor:
+    """Bring singular values above 1/660 of the norm to 0.68 ... 1.20; keep singular vectors.
 
-    A step of this Newton-Schulz iteration applies s -> a s + b s^3 + c s^5 to every singular value
-    s. It takes the smaller of X X^T and X^T X.
+    Newton-Schulz: each iteration applies s -> a s + b s^3 + c s^5 to every singular value s.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix  # [n, m], n <= m
-    x = x / x.norm().clamp(min=1e-7)  # the Frobenius norm, so that no singular value exceeds 1
-    for _ in range(steps):
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.t() if is_tall else matrix  # [n, k], n <= k: then X X^T is the smaller product
+    # by the Frobenius norm, so that no singular value exceeds 1; a zero gradient remains zero
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(iterations):
         gram = x @ x.t()  # [n, n]
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.t() if matrix.shape[0] > matrix.shape[1] else x
+    return x.t() if is_tall else x
 
 
 def choose_owners(matrices: Iterable[nn.Parameter], n_ranks: int) -> dict[nn.Parameter, int]:
@@ -124,18 +125,19 @@ def choose_owners(matrices: Iterable[nn.Parameter], n_ranks: int) -> dict[nn.Par
     return owners
 
 
-def orthogonalization_flops(matrix: Tensor, steps: int = 5) -> int:
-    n, m = sorted(matrix.shape)
-    return steps * (4 * n * n * m + 2 * n**3)
+def orthogonalization_flops(matrix: Tensor) -> int:
+    n, k = sorted(matrix.shape)
+    return 5 * (4 * n * n * k + 2 * n**3)
 
 
 class DistributedDataParallel(nn.Module):
-    """Keep the replicas of a module identical: same initial weights, same averaged gradients.
+    """Give the replicas of a module the same initial weights, and average their gradients.
 
-    module: the same contiguous parameters on every rank, frozen or not for good. matrices: those of
-    them whose gradients go to one owner each. process_group: the ranks whose gradients are
-    averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, 1 in the first, which thus
-    starts early. A step ends with `finish_gradient_synchronization`.
+    module: the same contiguous parameters on every rank, frozen or not for good. matrices:
+    parameters with one owner each, which alone gets the average gradient; frozen ones have none.
+    process_group: the ranks whose gradients are averaged; None for all. bucket_cap_mb: the most MB
+    in one all-reduce, 1 in the first, which thus starts early. A step ends with
+    `finish_gradient_synchronization`.
     """
 
     def __init__(
@@ -151,11 +153,12 @@ class DistributedDataParallel(nn.Module):
             broadcast(tensor.detach(), group=process_group, group_src=0)
         self.trains = {p: p.requires_grad for p in module.parameters()}  # once where it is tied
         params = [p for p, trains in self.trains.items() if trains][::-1]  # as backward: last first
+        matrices = [p for p in matrices if self.trains[p]]
         owners = choose_owners(matrices, dist.get_world_size(process_group))
         self.matrices = [OwnedMatrix(p, owner, process_group) for p, owner in owners.items()]
         others = [p for p in params if p not in owners]
         buckets = [Bucket(b, process_group) for b in split_into_buckets(others, bucket_cap_mb)]
-        # by when they are ready: the embedding, ready last, must not delay the matrices
+        # by when their last parameter is ready: the embedding's bucket must not delay matrices
         place = {p: i for i, p in enumerate(params)}
         self.buckets = sorted([*self.matrices, *buckets], key=lambda b: place[b.params[-1]])
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
@@ -253,7 +256,7 @@ class Bucket:
 
 
 class OwnedMatrix(Bucket):
-    """A matrix whose averaged gradient goes to one rank, its owner, which updates and sends it.
+    """A matrix with one owner: the rank that gets its average gradient, updates and broadcasts it.
 
     The reduce and the broadcast together send what an all-reduce of the gradient would send. The
     gradient needs no buffer: backward's own is reduced. Only the owner keeps it.
@@ -264,8 +267,8 @@ class OwnedMatrix(Bucket):
         self.param, self.owner = param, owner  # owner: a rank of the group
         self.owned_here = dist.get_rank(group) == owner
         self.waiting_for = {param}
-        self.reduction: Work | None = None  # the collective in flight
-        self.broadcast: Work | None = None
+        self.reduction: Work | None = None  # the reduce in flight
+        self.sending: Work | None = None  # the broadcast in flight
 
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
         if param.grad is None:
@@ -275,8 +278,8 @@ class OwnedMatrix(Bucket):
     def start_reduction(self) -> None:
         for param in self.waiting_for:
             self.collect(param, divide_by=self.n_ranks)
-        owner = {"group": self.group, "group_dst": self.owner}
-        self.reduction = reduce(self.param.grad, **owner, async_op=True)
+        grad, owner = self.param.grad, self.owner
+        self.reduction = reduce(grad, group=self.group, group_dst=owner, async_op=True)
 
     def finish_reduction(self) -> None:
         super().finish_reduction()
@@ -285,12 +288,12 @@ class OwnedMatrix(Bucket):
 
     def start_broadcast(self) -> None:
         torch.autograd.graph.increment_version([self.param])  # older graphs are now stale
-        owner = {"group": self.group, "group_src": self.owner}
-        self.broadcast = broadcast(self.param.detach(), **owner, async_op=True)
+        param, owner = self.param.detach(), self.owner
+        self.sending = broadcast(param, group=self.group, group_src=owner, async_op=True)
 
     def finish_broadcast(self) -> None:
-        self.broadcast.wait()
-        self.broadcast = None
+        self.sending.wait()
+        self.sending = None
 
 
 def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
@@ -316,7 +319,8 @@ def clip_grad_norm_(model: DistributedDataParallel, max_norm: float) -> Tensor:
     matrices = {matrix.param: matrix.owned_here for matrix in model.matrices}
     owned = global_norm(p.grad for p, here in matrices.items() if here).square()
     replicated = global_norm(p.grad for p in model.parameters() if p not in matrices).square()
-    # squares of owned gradients add up over the ranks; replicated gradients count once
+    # squares of owned gradients add up over the ranks; replicated gradients count once. Without
+    # matrices of its own, a rank has a zero on the CPU
     squares = all_reduce_control(owned.to(replicated), group=model.buckets[0].group)
     total_norm = (squares + replicated).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)

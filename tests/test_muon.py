@@ -44,7 +44,7 @@ OTHERS = CONFIG.num_parameters() - MATRICES
 
 
 def polynomial(s: Tensor) -> Tensor:
-    """What five steps do to a singular value."""
+    """What five iterations do to a singular value."""
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
     return s
@@ -219,6 +219,18 @@ def test_each_matrix_has_one_owner_that_alone_has_its_gradient_and_momentum(pool
     assert all(sum(owners) == 1 for owners in zip(*(owned for owned, *_ in found), strict=True))
 
 
+def owned_if_frozen() -> list[bool]:
+    model = Transformer(replace(CONFIG, n_layers=1))
+    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    matrices[0].requires_grad_(False)
+    owners = {matrix.param for matrix in stage.DistributedDataParallel(model, matrices).matrices}
+    return [p in owners for p in matrices]
+
+
+def test_a_frozen_matrix_has_no_owner(pools):
+    assert pools(2).run(owned_if_frozen) == [[False, True, True, True]] * 2
+
+
 def error_of_a_stale_graph() -> str:
     """The error of backward through a graph that is older than the step."""
     model, _, replica = wrapped(replace(CONFIG, n_layers=1))
@@ -314,9 +326,12 @@ def test_the_expected_ratios_of_the_benchmark_follow_from_flops(shape, vocabular
     assert f"| `{shape}`, 512 tokens per rank | {c:.2f} | {ratios} |" in README
 
 
-def test_five_steps_bring_singular_values_near_one_and_two_do_not():
+def test_five_iterations_bring_singular_values_near_one_and_two_do_not():
     values = figures.singular_values()
     assert 0.6 < values[5].min() and values[5].max() < 1.25
+    five = polynomial(torch.linspace(1 / 660, 1, 100_001, dtype=torch.float64))
+    for ends, words in ((five, "is between"), (polynomial(five), "singular values stay between")):
+        assert f"{words} {ends.min():.2f} and {ends.max():.2f}" in README
     stated = re.search(r"median singular value is ([\d.]+) and the smallest ([\d.]+)", README)
     found = values[2].median(), values[2].min()
     assert [float(x) for x in stated.groups()] == pytest.approx([float(x) for x in found], abs=0.01)
