@@ -114,8 +114,8 @@ class RingAttention(torch.autograd.Function):
     """Causal attention of this rank's queries to the keys and values of all ranks.
 
     In each of n turns a rank attends to one block of keys and values, while it passes this block
-    on and receives the next. Backward sends the blocks around once more. Their gradients follow
-    one turn behind: each rank adds its part and passes the sum on, until the block's owner has it.
+    on and receives the next. Backward sends the blocks around once more. The gradients of a block
+    follow it one turn later: each rank adds its part and passes the sum on, until its owner has it.
     Sums over the turns are in float32: in bfloat16 each turn would cost accuracy.
     """
 
@@ -130,7 +130,8 @@ class RingAttention(torch.autograd.Function):
                     scores = scores_of(q[:, :, rows], keys[:, :, columns], ahead)
                     softmax.add(rows, scores, values[:, :, columns])
         out, logsumexp = softmax.result()
-        ctx.save_for_backward(q, kv, out := out.to(q.dtype), logsumexp)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, logsumexp)
         ctx.ring = ring
         return out
 
@@ -138,8 +139,8 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         (q, kv, out, logsumexp), ring = ctx.saved_tensors, ctx.ring
         grad_out, grad_q = grad_out.contiguous(), torch.zeros_like(q, dtype=torch.float32)
-        # of a query's keys, the mean gradient of the weights (each counts by its weight)
-        mean = (grad_out.float() * out.float()).sum(-1, keepdim=True)
+        # per query, the sum over its keys of each weight times the weight's gradient
+        delta = (grad_out.float() * out.float()).sum(-1, keepdim=True)
         exchange = None  # of the gradients of the previous block
         for source, block in ring.circulate(kv):
             grad_block = torch.zeros_like(block, dtype=torch.float32)
@@ -149,7 +150,7 @@ class RingAttention(torch.autograd.Function):
                     queries, grads = q[:, :, rows], grad_out[:, :, rows]
                     keys, values = block[..., columns, :]
                     weights = scores_of(queries, keys, ahead).sub_(logsumexp[:, :, rows]).exp_()
-                    grad_scores = matmul(grads, values.mT).sub_(mean[:, :, rows]).mul_(weights)
+                    grad_scores = matmul(grads, values.mT).sub_(delta[:, :, rows]).mul_(weights)
                     grad_q[:, :, rows] += matmul(grad_scores, keys)
                     grad_block[0, :, :, columns] += matmul(grad_scores.mT, queries)
                     grad_block[1, :, :, columns] += matmul(weights.mT, grads)
@@ -163,7 +164,7 @@ class RingAttention(torch.autograd.Function):
             grad_home += exchange.wait()
         for grad in (grad_q, grad_home[0]):
             grad *= q.shape[-1] ** -0.5  # the scale of the scores
-        return None, grad_q.to(q.dtype), *grad_home.to(kv.dtype)
+        return None, grad_q.to(q.dtype), *grad_home.to(kv.dtype)  # of ring, q, k and v
 
 
 class OnlineSoftmax:
@@ -184,14 +185,14 @@ class OnlineSoftmax:
         sums = self.highest, self.total, self.weighted
         highest, total, weighted = (x[:, :, rows] for x in sums)  # views
         new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
-        scale = (highest - new_highest).exp_()  # at first exp(-inf) = 0
+        scale = (highest - new_highest).exp_()  # the first time exp(-inf) = 0
         exp = scores.sub_(new_highest).exp_()
         total.mul_(scale).add_(exp.sum(-1, keepdim=True))
         weighted.mul_(scale).add_(matmul(exp, values))
         highest.copy_(new_highest)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Attention's output, and log(sum(exp(score))): by which `backward` recomputes weights."""
+        """Attention's output, and log(sum(exp(score))), with which backward recomputes weights."""
         return self.weighted / self.total, self.highest + self.total.log()
 
 
@@ -207,12 +208,13 @@ class Ring:
         if self.n > 1:
             # NCCL's first operation between two ranks connects them, and blocks until both have
             # issued it: do that here, one by one, while no other operation is in flight
-            for call in self.send_and_receive(*torch.zeros(2, 1, device=device)):
+            sent, received = torch.zeros(2, 1, device=device)
+            for call in self.send_and_receive(sent, received):
                 call().wait()
 
     def circulate(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield every rank's block, after the rank that it comes from: this rank's own first, then
-        the previous one's, and so on. While the caller uses a block, the next one is in flight."""
+        """Yield (rank, block) for the block of every rank: this rank's own first, then the previous
+        rank's, and so on. While the caller uses a block, the next one is in flight."""
         for turn in range(self.n):
             exchange = self.start_exchange(block) if turn < self.n - 1 else None
             yield (self.rank - turn) % self.n, block
@@ -226,8 +228,9 @@ class Ring:
         return Exchange(works, tensor, received)
 
     def send_and_receive(self, tensor: Tensor, received: Tensor) -> list[Callable[[], Work]]:
-        """The calls of an exchange. NCCL runs those of a pair of ranks in order: if all sent first,
-        none would ever receive. So even ranks send first, and odd ranks receive first."""
+        """The two calls of an exchange, in the order to issue them in. NCCL runs those of a pair of
+        ranks in order, and those of a hardware queue too: if every rank sent first, none would ever
+        receive. So even ranks send first, and odd ranks receive first."""
         send = partial(isend, tensor, group=self.group, group_dst=(self.rank + 1) % self.n)
         receive = partial(irecv, received, group=self.group, group_src=(self.rank - 1) % self.n)
         return [receive, send] if self.rank % 2 else [send, receive]
@@ -255,7 +258,8 @@ def visible_tiles(queries: Positions, keys: Positions) -> Iterator[tuple[slice, 
     """Yield the tiles of two shards that the causal mask does not hide. Others are never computed.
 
     A tile: its rows in the shard of queries, its columns in that of keys, and how many positions
-    its first query is ahead of its first key.
+    its first query is ahead of its first key. Its queries and keys have the same positions or none
+    in common, so each of the queries sees a key of it. `OnlineSoftmax.add` relies on this.
     """
     for query_tile, key_tile in product(split_into_tiles(queries), split_into_tiles(keys)):
         (rows, at), (columns, key_at) = query_tile, key_tile
@@ -289,15 +293,15 @@ def scores_of(queries: Tensor, keys: Tensor, ahead: int) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32. On a GPU, a is rounded to b's dtype (bfloat16) and sums are float32, which
-    is what tensor cores compute: float32 factors would leave them. CPUs have no such operator."""
+    """a b in float32. On a GPU, a is rounded to b's dtype, bfloat16, so that tensor cores compute
+    the products, with float32 sums. CPUs have no such operator."""
     if b.is_cpu or b.dtype == torch.float32:
         return a.float() @ b.float()
     result = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
     return result.unflatten(0, a.shape[:2])
 
 
-# ---- Ulysses: an addition that shards the heads while they attend, instead of a ring ----
+# ---- Ulysses, instead of a ring: shard the heads during attention ----
 
 
 class UlyssesAttention:

@@ -88,11 +88,11 @@ def expert_parallel(model: Transformer, group: ProcessGroup) -> Transformer:
 
 
 class MixtureOfExperts(nn.Module):
-    """E experts, of which each token uses the k that its router scores highest.
+    """E experts, of which each token uses the k with the highest score plus bias.
 
-    make_expert: returns the expert of a global index, a module from [rows, d] to [rows, d].
-    experts: those of this rank, by global index. bias: [E], added to the scores to choose
-    experts, not to weight them. load: [E], tokens of this rank per expert since `balance_load`.
+    make_expert: maps an expert's global index to a module from [rows, d] to [rows, d].
+    experts: this rank's, by global index. bias: [E], added to the scores to choose experts,
+    not to weight them. load: [E], tokens of this rank per expert since `balance_load`.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
         tokens = x.flatten(0, -2)  # [T, d]
         weights, chosen = self.route(tokens)
-        by_expert = chosen.flatten()  # [T k], entry i is an expert of token i // k
+        expert_of_row = chosen.flatten()  # [T k], row i is a copy of token i // k
         counts = torch.zeros_like(self.bias, dtype=torch.int64)
-        counts.scatter_add_(0, by_expert, torch.ones_like(by_expert))
-        if self.training:  # recomputation counts again, which changes no ratio
+        counts.scatter_add_(0, expert_of_row, torch.ones_like(expert_of_row))
+        if self.training:  # checkpointing counts every token twice: only ratios matter
             self.load = self.load + counts
-        order = by_expert.argsort(stable=True)  # so the rows for one rank are contiguous
-        # cast last: then backward adds up the gradients of a token's k copies in float32
+        order = expert_of_row.argsort(stable=True)  # so the rows for one rank are contiguous
+        # cast the copies: then backward adds up the gradients of a token's k copies in float32
         rows = in_autocast_dtype(tokens[order // self.top_k])  # [T k, d]
 
         counts_out, counts_in = exchange_counts(counts, self.group)
@@ -135,8 +135,8 @@ class MixtureOfExperts(nn.Module):
         return (results * weights[..., None]).sum(dim=1).view_as(x)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights of every token's experts, the softmax over their logits, and the experts'
-        indices: [T, k] each."""
+        """Each token's experts, and the weights of their results: the softmax over the logits of
+        these experts, or the score if k = 1. Returns weights and indices, [T, k] each."""
         with torch.autocast(tokens.device.type, enabled=False):  # bf16 scores would often be equal
             logits = self.router(tokens)  # [T, E]
         scores = logits.softmax(dim=-1)
@@ -204,7 +204,7 @@ def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
 
 @contextmanager
 def without_experts(model: nn.Module) -> Iterator[nn.ModuleList]:
-    """Take the experts out of the model inside of the block; yields them."""
+    """Take the experts out of the model for the duration of the block, and yield them."""
     mixtures = mixtures_of(model)
     experts = nn.ModuleList(mixture._modules.pop("experts") for mixture in mixtures)
     yield experts
@@ -214,16 +214,17 @@ def without_experts(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 @torch.no_grad()
 def balance_load(model: nn.Module, rate: float) -> Tensor:
-    """Lower the biases of experts that had more tokens than the mean, raise those of the others.
+    """Lower the bias of every expert that had more tokens than the mean by rate / E, and raise it
+    for those that had fewer; then subtract the mean change.
 
-    rate: the step, in units of the mean score 1/E. Returns the load of the busiest expert, relative
-    to the mean, averaged over the layers.
+    rate: in units of the mean score, 1/E. The tokens are those of all ranks. Returns the load of
+    the busiest expert, relative to the mean, averaged over the layers.
     """
     mixtures = mixtures_of(model)
     load = torch.stack([mixture.load for mixture in mixtures])  # [layers, E], int64
     all_reduce(load)
     total = load.sum(dim=1, keepdim=True)
-    excess = load * load.shape[1] - total  # in integers: the sign is the same on every topology
+    excess = load * load.shape[1] - total  # in integers: the same sign on any number of ranks
     signs = excess.sign().float()
     signs -= signs.mean(dim=1, keepdim=True)  # the biases' mean has no effect: keep it at zero
     for mixture, sign in zip(mixtures, signs, strict=True):

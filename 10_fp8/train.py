@@ -59,7 +59,7 @@ from common.run import Run
 #   dX = dY W     out      [tokens, out] x [out, in]    -> [tokens, in]    dY in e5m2, W in e4m3
 #   dW = dY^T X   tokens   [out, tokens] x [tokens, in] -> [out, in]       dY in e5m2, X in e4m3
 #
-# Rowwise, dW is not in float8: dY and the dequantized X have the dtype of autocast. On a GPU, k and
+# Rowwise, dW is not in float8: dY multiplies the dequantized X, in the dtype of dY. On a GPU, k and
 # n of a float8 matmul must be multiples of 16: `in` and `out`, and tensorwise the tokens, for dW.
 
 E4M3 = torch.float8_e4m3fn  # 4 bits of exponent and 3 of mantissa, largest 448: for X and W
@@ -90,7 +90,7 @@ class Float8Linear(nn.Module):
         self.scaling = RECIPES[recipe]
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
-        x = in_autocast_dtype(x)
+        x = in_autocast_dtype(x)  # autocast does not reach into an autograd function
         y = Float8Matmuls.apply(x.flatten(0, -2), self.weight, self.scaling)
         return y.unflatten(0, x.shape[:-1])
 
@@ -131,10 +131,11 @@ class Float8(NamedTuple):
     scaling: ScalingType
 
     def t(self) -> Float8:
+        """For a matmul tensorwise only: a transposed rowwise scale would vary along k."""
         return Float8(self.numbers.t(), self.scale.t(), self.scaling)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Exact in bfloat16, too: the product has the bits of the number and another exponent."""
+        """numbers * scale. Exact in bfloat16, too: the scale changes the exponent alone."""
         return self.numbers.to(dtype) * self.scale.to(dtype)
 
 
@@ -146,12 +147,12 @@ def to_float8(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
     depend on the scale, nor on the elements that share it, above the range of subnormal numbers.
     """
     dims = 1 if scaling == ScalingType.RowWise else (0, 1)
-    amax = x.abs().amax(dims, keepdim=True).float().clamp(min=1e-24)  # zeros
-    # both are mantissa * 2^exponent, with mantissas from 0.5 to 1
+    amax = x.abs().amax(dims, keepdim=True).float().clamp(min=1e-24)  # zeros have a scale, too
+    # amax and the largest number of `dtype` are mantissa * 2^exponent, with mantissas from 0.5 to 1
     mantissa, exponent = torch.frexp(amax)
     top_mantissa, top_exponent = math.frexp(torch.finfo(dtype).max)
     exponent = exponent - top_exponent + (mantissa > top_mantissa)
-    power = (exponent + 127 << 23).view(torch.float32)  # 2^exponent by its bits: exp2 may round
+    power = ((exponent + 127) << 23).view(torch.float32)  # 2^exponent by its bits: exp2 may round
     # an infinity gets an infinite scale and becomes NaN; a cast alone would turn it into 448
     scale = torch.where(amax.isfinite(), power, torch.inf)
     return Float8((x / scale).to(dtype), scale, scaling)
@@ -161,8 +162,8 @@ def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype, use_fast_accum: bool
     """a b^T in `dtype`. a: [m, k], b: [n, k] -> [m, n].
 
     No scale may vary along k, over which the matmul sums: it is a factor in front of each sum.
-    use_fast_accum: on Hopper, leave the sums in the tensor cores, which keep fewer bits of them
-    than float32 has; without it they are added up in float32 at intervals, which is slower.
+    use_fast_accum: on Hopper, leave the sums in the tensor cores, in less than float32 precision;
+    without it they move to float32 registers at intervals, which is slower.
     """
     wide = a.scaling == ScalingType.TensorWise or rowwise_writes_float32(a.numbers.device)
     return F.scaled_mm(
@@ -179,7 +180,8 @@ def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype, use_fast_accum: bool
 
 
 def rowwise_writes_float32(device: torch.device) -> bool:
-    """On GPUs only Hopper's kernels do in PyTorch 2.13, with cuBLAS 12.9; others write bfloat16."""
+    """Whether rowwise kernels can write float32. On GPUs in PyTorch 2.13, only Hopper's can, from
+    CUDA 12.9 on, which has cuBLAS 12.9; others write bfloat16."""
     if device.type != "cuda":
         return True
     cuda = [int(number) for number in (torch.version.cuda or "0").split(".")]

@@ -188,6 +188,14 @@ def test_the_readme_counts_the_ranks_of_a_tokens_experts():
 # ---- memory ----
 
 
+def test_the_readme_states_the_parameters_and_the_model_state_of_an_experiment():
+    text = (REPO / "09_expert_parallel/README.md").read_text()
+    experts = 2 * 8 * 2 * 128 * 256
+    dense = TransformerConfig(2304, n_experts=8, top_k=2).num_parameters() - experts
+    assert f"D = {dense:,}, X = {experts:,} and" in text
+    assert f"16 (D + X/2) = {16 * (dense + experts / 2) / 1e6:.2f} MB" in text
+
+
 def balanced(self, scores: Tensor) -> Tensor:
     """In place of `choose`: every expert gets as many rows."""
     return (torch.arange(len(scores) * self.top_k) % self.n_experts).view(-1, self.top_k)
