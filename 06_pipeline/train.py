@@ -73,9 +73,9 @@ class Pipeline:
     """Run a schedule: forward and backward of all micro-batches through all stages.
 
     stages: this rank's, by number; stage s is on rank s % p. to_lower, to_higher: two groups of the
-    same ranks, one per direction. NCCL runs the operations between two ranks of a group in order:
-    in a single group, a send could wait behind a receive that depends on it. d_model: the features
-    of the activations between stages.
+    same ranks, for messages to a lower and to a higher rank. NCCL runs the operations between two
+    ranks of a group in order: in a single group, a send could wait behind a receive that depends on
+    it. d_model: the features of the activations between stages.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class PipelineStage:
     """A contiguous range of units, and its micro-batches in flight.
 
     part: maps tokens or activations to activations. output: in the last stage, maps activations and
-    targets to their mean loss; else None. autocast: computes in bfloat16, exchanges float32."""
+    targets to their mean loss; else None. autocast: compute in bfloat16; `part` returns float32."""
 
     def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
         self.part, self.output, self.autocast = part, output, autocast
@@ -203,13 +203,13 @@ class PipelineStage:
         x.requires_grad_(trains and x.is_floating_point())  # tokens have no gradient
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
-            detached = y.detach().requires_grad_(trains)  # y's graph is kept for backward
+            detached = y.detach().requires_grad_(trains)  # a leaf: the loss's backward ends here
             result = detached if self.output is None else self.output(detached, targets)
         if trains:
             if self.output is not None:
-                # at once: the logits or the head's gradient are too big to keep one per micro-batch
+                # now: the logits or the head's gradient are too large to keep for each micro-batch
                 (result / m).backward()
-            # not y itself, whose memory would be kept until backward
+            # the edge and not y: nothing needs y's values any more
             self.in_flight[micro] = InFlight(x, get_gradient_edge(y), detached.grad)
         return result.detach()
 
@@ -284,7 +284,7 @@ def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> 
 
 def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     """1F1B in which a micro-batch passes every rank v times. The pipeline fills v times faster,
-    at v times the communication. Micro-batches go round in groups of p: m is a multiple of p."""
+    with messages over v p - 1 boundaries. Micro-batches go round in groups of p: p divides m."""
     if v == 1:
         return one_f_one_b(rank, p, m)
     rounds = [  # chunk: which of this rank's v stages
@@ -295,7 +295,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     ]
     forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
-    # p - rank - 1 would suffice if messages took no time; twice that gives them time to arrive
+    # the factor 2 gives messages time to arrive; without it they would have to take none
     warm_up = min(v * m, (v - 1) * p + 2 * (p - rank - 1))
     return alternate(forwards, backwards, warm_up)
 
@@ -332,7 +332,7 @@ SCHEDULES |= {"zero-bubble": zero_bubble}
 class ZeroBubbleStage(PipelineStage):
     """A stage whose backward defers the weight gradients of its linear layers.
 
-    Norms and the embedding have no matmul to defer; the LM head's run with the loss. pending: for
+    Those of norms and embedding are computed in B, those of the LM head with the loss. pending: for
     each micro-batch between its B and its W, the oldest first, the weight, input [tokens, in] and
     output gradient [tokens, out] of every linear layer."""
 
@@ -362,7 +362,8 @@ class DeferredLinear(nn.Module):
 
     def __init__(self, plain: nn.Module, pending: deque[list]):
         super().__init__()
-        self.weight, self.pending = plain.weight, pending
+        (self.weight,) = plain.parameters()  # a bias is an error: this model has none
+        self.pending = pending
 
     def forward(self, x: Tensor) -> Tensor:
         return LinearWithDeferredGradient.apply(in_autocast_dtype(x), self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from dry_run import dry_run
 from harness import REPO, load_stage
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,6 +46,13 @@ def pipeline_of(schedule: str, config: TransformerConfig, autocast: bool = False
 
 
 # ---- backward in two parts ----
+
+
+def test_zero_bubble_takes_no_linear_layer_with_a_bias():
+    """Its weight gradient is computed apart, and nobody would compute the bias's."""
+    with pytest.raises(ValueError):
+        load_stage("06").DeferredLinear(nn.Linear(4, 4), deque())
+
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmm_")
 

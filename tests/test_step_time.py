@@ -191,6 +191,11 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
         r" ([\d.]+) s; with m = 64: ([\d.]+) s against ([\d.]+) s",
         [time for m in (8, 16, 64) for time in ((m + 7) * TURN, max(m * TURN, FSDP))],
     ),
+    "06, zero bubble": (
+        "06_pipeline",
+        r"Zero bubble takes ([\d.]+), ([\d.]+) and ([\d.]+) s\.",
+        [(m + 7 / 3) * TURN for m in (8, 16, 64)],
+    ),
     "06, hybrid": (
         "06_pipeline",
         r"bytes from each node: ([\d.]+) s instead of ([\d.]+) s",
