@@ -105,7 +105,7 @@ def zigzag(rank: int, n: int, seq_len: int) -> Positions:
 
 def local_tokens(tokens: Tensor, chunks: Positions, seq_len: int) -> Tensor:
     """This rank's part of inputs or targets: [batch, seq_len] -> [batch, seq_len / n]."""
-    if tokens.shape[1] != seq_len:  # the chunks cover seq_len: others would be cut off
+    if tokens.shape[1] != seq_len:  # the chunks cover seq_len: others would be dropped
         raise ValueError(f"sequences of {tokens.shape[1]} tokens instead of seq_len {seq_len}")
     return torch.cat([tokens[:, chunk.start : chunk.stop] for chunk in chunks], dim=1)
 
@@ -293,8 +293,8 @@ def scores_of(queries: Tensor, keys: Tensor, ahead: int) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32. On a GPU, a is rounded to b's dtype, bfloat16, so that tensor cores compute
-    the products, with float32 sums. CPUs have no such operator."""
+    """a b in float32. On a GPU, a is rounded to b's dtype, bfloat16, so that tensor cores
+    multiply them, with float32 sums. CPUs have no such operator."""
     if b.is_cpu or b.dtype == torch.float32:
         return a.float() @ b.float()
     result = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)

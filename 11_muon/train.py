@@ -104,7 +104,7 @@ def orthogonalize(matrix: Tensor, iterations: int = 5) -> Tensor:
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.t() if is_tall else matrix  # [n, k], n <= k: then X X^T is the smaller product
+    x = matrix.t() if is_tall else matrix  # [n, k], n <= k, so that X X^T is small
     # by the Frobenius norm, so that no singular value exceeds 1; a zero gradient remains zero
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(iterations):

@@ -159,7 +159,7 @@ def test_autocast_around_backward_changes_no_bit(dtype):
 
 
 def test_sequences_of_another_length_are_an_error():
-    for length in (47, 49):  # else the last token would be cut off, or positions be missing
+    for length in (47, 49):  # else the last token would be dropped, or positions be missing
         with pytest.raises(ValueError, match=f"{length} tokens instead of seq_len 48"):
             stage.local_tokens(torch.zeros(1, length), stage.zigzag(0, 2, 48), 48)
 

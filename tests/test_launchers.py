@@ -153,9 +153,9 @@ def test_a_job_that_can_never_run_is_an_error_before_anything_is_submitted(tmp_p
     assert says in said_in_one_line(done)
 
 
-def test_what_sbatch_refuses_is_not_reported_as_a_job(tmp_path):
-    refuses = "echo 'sbatch: error: invalid partition' >&2; exit 1"
-    done = make(tmp_path, "submit-02", **SLURM | {"sbatch": refuses})
+def test_what_sbatch_rejects_is_not_reported_as_a_job(tmp_path):
+    fails = "echo 'sbatch: error: invalid partition' >&2; exit 1"
+    done = make(tmp_path, "submit-02", **SLURM | {"sbatch": fails})
     assert done.returncode != 0 and "invalid partition" in done.stderr
     assert "job " not in done.stdout
 
