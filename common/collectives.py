@@ -201,3 +201,17 @@ def global_norm(tensors: Iterable[Tensor], width: int = 1024) -> Tensor:
         norms.append(vector_norm(rows, dim=-1, dtype=dtype))
         norms.append(vector_norm(flat[whole:], dtype=dtype)[None])
     return vector_norm(torch.cat(norms)) if norms else torch.zeros(())
+
+
+def agree_on_overflow(grads: Iterable[Tensor], group: Group = None) -> None:
+    """If any rank has an inf or NaN among its gradients, give every rank's gradients a NaN.
+
+    For gradients of which each rank has another part: torch.amp.GradScaler skips a step by those of
+    its own rank alone, and the other ranks would not.
+    """
+    grads = list(grads)
+    device = grads[0].device if grads else None
+    overflow = sum((grad.sum().float() * 0 for grad in grads), torch.zeros((), device=device))
+    all_reduce_control(overflow, group=group)  # 0 or NaN
+    for grad in grads:
+        grad.view(-1)[:1] += overflow
