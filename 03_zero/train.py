@@ -1,24 +1,24 @@
 """Stage 03: ZeRO: shard the optimizer state, gradients and parameters across the ranks.
 
 The replicas of stage 02 hold the same optimizer state, gradients and parameters N times over. ZeRO
-removes this redundancy in three stages. Parameters lie in flat buffers (buckets), each split into N
+removes this redundancy in three steps. Parameters lie in flat buffers (buckets), each split into N
 equal shards, one per rank. A rank keeps only its shard of AdamW's first and second moments
-(--zero-stage 1), also of the gradients (2), also of the parameters (3).
+(ZeRO-1), also of the gradients (ZeRO-2), also of the parameters (ZeRO-3).
 
 New since stage 02: `ZeroRedundancyOptimizer` in place of DDP and AdamW. A reduce-scatter leaves
 each rank the average gradient of its shard. The rank updates that shard, and an all-gather
-distributes the updated parameters. Stage 3 all-gathers the parameters of a unit (here a layer)
-before its forward and before its backward, and frees them afterwards.
+distributes the updated parameters. ZeRO-3 all-gathers the parameters of a unit (here a layer)
+before its forward and again for its backward, and frees them afterwards.
 
-    P parameters, N ranks, m micro-batches per step, E the embedding; float32
+    P parameters, N ranks, m micro-batches per step; E of the embedding, O of the output; float32
 
     --zero-stage  memory per rank, bytes         communication per step, elements
     1             8 P + 8 P / N                  reduce-scatter P + all-gather P
     2             4 P + 12 P / N                 reduce-scatter m P + all-gather P
-    3             16 P / N + one unsharded unit  reduce-scatter m P + all-gather m (2 P - E)
+    3             16 P / N + one unsharded unit  reduce-scatter m P + all-gather m (2 P - E - O)
 
-    During backward, stages 2 and 3 also hold the full gradients of two buckets: one that backward
-    fills (in stage 3 twice) and one that is being reduced. Gloo adds a receive buffer for each.
+    During backward, ZeRO-2 also holds the full gradients of two buckets, one that backward fills
+    and one that is being reduced, ZeRO-3 those of one unit. Gloo adds a receive buffer for each.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
@@ -31,9 +31,8 @@ Run it:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -42,16 +41,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup, Work
 
 from common.collectives import (
+    agree_on_overflow,
     all_gather_single,
     all_reduce_control,
     broadcast,
     global_norm,
     reduce_scatter_single,
 )
-from common.units import NoGradient, cast_inputs, forbid_parameters, is_lookup, units_with_values
+from common.units import (
+    NoGradient,
+    check_no_parameters,
+    forbid_parameters,
+    take_parameters,
+    units_with_values,
+)
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive, seconds
@@ -69,18 +77,18 @@ from common.run import Run
 
 
 class ZeroRedundancyOptimizer:
-    """Shard an element-wise optimizer across the data-parallel ranks: ZeRO stages 1, 2 and 3.
+    """Shard an element-wise optimizer across the data-parallel ranks: ZeRO-1, ZeRO-2 and ZeRO-3.
 
     The contract. A step is `finish_gradient_synchronization()`, `clip_grad_norm_()`, `step()`,
-    `zero_grad()`; each of the last three calls the first. Stage 1: all micro-batches of a step but
-    the last are under `no_sync()`. Stage 3: each parameter is in exactly one unit, trains, has the
-    common dtype, and is used in the forward of its unit only, which returns one tensor. All ranks
-    run the same units in the same order.
+    `zero_grad()`; each of the last three calls the first. ZeRO-1: all micro-batches of a step but
+    the last are under `no_sync()`. ZeRO-3: each parameter is in exactly one unit, trains, has the
+    common dtype, and is used in every forward of its unit and nowhere else. All ranks run the same
+    units in the same order.
 
     module: the same on every rank. optimizer_class: for instance torch.optim.AdamW; defaults: its
     keyword arguments. zero_stage: 1 shards the optimizer state, 2 the gradients as well, 3 the
-    parameters as well. bucket_cap_mb: the most MB of one bucket; in stage 3 a unit is a bucket.
-    param_dtype: stage 3 all-gathers the parameters in it, None: their own.
+    parameters as well. bucket_cap_mb: the most MB of one bucket, ZeRO-1 and -2. units: the modules
+    that are gathered one by one, ZeRO-3.
 
     `self.optimizer` is the optimizer over the shards.
     """
@@ -93,48 +101,52 @@ class ZeroRedundancyOptimizer:
         process_group: ProcessGroup | None = None,
         bucket_cap_mb: float = 25,
         units: list[nn.Module] | None = None,
-        param_dtype: torch.dtype | None = None,
         **defaults,
     ):
-        self.module, self.zero_stage = module, zero_stage
-        self.group, self.param_dtype = process_group, param_dtype
+        self.module, self.zero_stage, self.group = module, zero_stage, process_group
         self.launched = 0  # how many buckets' reductions this backward has started
         self.in_flight: Bucket | None = None  # whose reduction was started last
-        self.entered: FlatParameter | None = None  # whose unit backward is in
-        self.synchronizes, self.in_backward = True, False
-        self.buckets: list[Bucket] = []  # in reverse order: backward finishes the last layer first
+        self.complete = True  # whether all gradients of the last backward have been launched
+        self.used: set[nn.Parameter] = set()  # those that have had a gradient in this step
+        self.unmoved: list[tuple[Tensor, Tensor]] = []  # those that no rank has used, their values
+        self.synchronizes = True
+        self.buckets: list[Bucket | FlatParameter] = []
+        self.bucket_of: dict[nn.Parameter, Bucket] = {}
         if zero_stage == 3:
             for name, unit in units_with_values(module, units):
-                bucket = FlatParameter(name, unit, process_group, param_dtype)
-                unit.forward = partial(self.run, bucket, unit.forward)
-                self.buckets.insert(0, bucket)
+                self.buckets.append(FlatParameter(name, unit, process_group))
+                self.buckets[-1].shard.register_post_accumulate_grad_hook(self.used.add)
             forbid_parameters(module)
         else:
-            params = [p for p in module.parameters() if p.requires_grad][::-1]
+            params = [p for p in module.parameters() if p.requires_grad][::-1]  # last layer first
             bucket_class = ShardedGradientBucket if zero_stage == 2 else Bucket
             for part in split_into_buckets(params, bucket_cap_mb):
                 self.buckets.append(bucket_class(part, process_group))
                 for param in part:
+                    self.bucket_of[param] = self.buckets[-1]
                     param.register_post_accumulate_grad_hook(self.mark_ready)
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.optimizer = optimizer_class([bucket.shard for bucket in self.buckets], **defaults)
+        # a hook, so that no caller can step and leave out the all-gathers
+        self.optimizer.register_step_post_hook(lambda *_: self.all_gather_parameters())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients and start no reduction: for all micro-batches but the last."""
-        self.synchronizes = self.zero_stage > 1  # stages 2 and 3 have nowhere to accumulate them
+        """Accumulate gradients and start no reduction: for all micro-batches but the last.
+
+        Without effect in ZeRO-2 and ZeRO-3, which have no full gradients to accumulate in.
+        """
+        self.synchronizes = self.zero_stage > 1
         try:
             yield
         finally:
             self.synchronizes = True
 
-    # ---- stages 1 and 2: hooks that reduce a bucket when its gradients are ready ----
+    # ---- ZeRO-1 and ZeRO-2: hooks that reduce a bucket when its gradients are ready ----
 
     def mark_ready(self, param: nn.Parameter) -> None:
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-        self.in_backward = True
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
             raise RuntimeError(
@@ -142,6 +154,8 @@ class ZeroRedundancyOptimizer:
                 "needs use_reentrant=False"
             )
         bucket.collect(param)
+        self.used.add(param)
+        self.complete = False
         if not self.synchronizes:
             return
         bucket.waiting_for.remove(param)
@@ -152,7 +166,7 @@ class ZeroRedundancyOptimizer:
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
         collectives are matched by the order of the calls. Each launch finishes the previous
-        reduction, so that at most two buckets have full gradients (stage 2).
+        reduction, so that at most two buckets have full gradients (ZeRO-2).
         """
         while self.launched < len(self.buckets) and not self.buckets[self.launched].waiting_for:
             previous, self.in_flight = self.in_flight, self.buckets[self.launched]
@@ -161,70 +175,43 @@ class ZeroRedundancyOptimizer:
                 previous.finish_reduction()  # after the launch: the network is busy meanwhile
             self.launched += 1
         if self.launched == len(self.buckets):  # every gradient has arrived: backward has ended
-            self.launched, self.in_backward = 0, False
+            self.launched, self.complete = 0, True
             for bucket in self.buckets:
                 bucket.waiting_for = set(bucket.params)
-
-    # ---- stage 3: units whose parameters are full only while they compute ----
-
-    def run(self, bucket: FlatParameter, forward: Callable, *args, **kwargs) -> Tensor:
-        """In place of a unit's `forward`: the unit has parameters in here and nowhere else."""
-        recomputes = bucket is self.entered  # activation checkpointing runs it again in backward
-        if self.entered is not None and not recomputes:
-            stuck = f"the last backward did not leave unit {self.entered.name}"
-            raise RuntimeError(f"{stuck}: restart the run; or a checkpoint() contains two units")
-        bucket.unshard()
-        bucket.wait()
-        args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        with bucket.parameters(self.leave):
-            output = forward(*args, **kwargs)
-        own = bucket.full.untyped_storage()
-        if not isinstance(output, Tensor) or output.untyped_storage() is own:
-            raise TypeError(f"unit {bucket.name} returns {type(output)}, not one tensor of its own")
-        if recomputes:
-            return output  # unsharded, for the backward that follows
-        bucket.reshard()
-        return bucket.await_backward(output, self.enter) if torch.is_grad_enabled() else output
-
-    def enter(self, bucket: FlatParameter, version: int, grad: Tensor) -> None:
-        """Prepare the unit's backward, which is next. Idempotent: the unit has several hooks."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-        if bucket.shard._version != version:
-            raise RuntimeError("backward through a graph from before the optimizer's last step")
-        self.entered = bucket
-        if bucket.unshards_in_backward:
-            bucket.unshard()
-            bucket.wait()
-
-    def leave(self, bucket: FlatParameter, grads: Tensor) -> None:
-        """Backward has computed `grads`, all of the unit's gradients: it is done with the unit."""
-        self.entered = None
-        bucket.reshard()
-        bucket.collect(grads)
-        bucket.start_reduction()
-        previous, self.in_flight = self.in_flight, bucket
-        if previous not in (None, bucket):  # at most two units have full gradients
-            previous.finish_reduction()  # after the launch: the network is busy meanwhile
-
-    # ---- all stages: finish the reductions, step, gather ----
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward: give each shard its average gradient, unless it has it."""
-        fewest = min(bucket.awaited for bucket in self.buckets)  # above 0: a loss was discarded
-        missing = [bucket.name for bucket in self.buckets if bucket.awaited > fewest]
-        if missing:
-            raise RuntimeError(f"backward has not reached every forward of unit {missing}")
-        if self.in_backward:  # a parameter is unused, or every backward was under no_sync()
+        if not self.used:  # called before
+            return
+        if self.zero_stage < 3:
+            self.launch_missing_gradients()
+            for bucket in self.buckets:
+                bucket.finish_reduction()
+                bucket.finish_step()
+        else:  # autograd has computed and accumulated it
+            check_no_parameters(self.module)
+        self.used.clear()
+        grads = (bucket.shard.grad for bucket in self.buckets)
+        agree_on_overflow((grad for grad in grads if grad is not None), self.group)
+
+    def launch_missing_gradients(self) -> None:
+        """Reduce zeros for what the last backward on this rank has not used, but others have."""
+        trained = {p for p in self.module.parameters() if p.requires_grad}
+        if trained != set(self.bucket_of):
+            raise RuntimeError("add, freeze, move or cast parameters before they are sharded")
+        unused = {p: i for i, p in enumerate(self.bucket_of) if p not in self.used}
+        n_users = torch.ones(len(trained), device=self.buckets[0].full.device)
+        n_users[list(unused.values())] = 0
+        all_reduce_control(n_users, group=self.group)
+        # only a rank that lacks some waits for the numbers
+        self.unmoved = [(p, p.detach().clone()) for p, i in unused.items() if n_users[i] == 0]
+        if not self.complete:  # or every backward was under no_sync()
             for param in [p for bucket in self.buckets for p in bucket.waiting_for]:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                 self.mark_ready(param)
-        for bucket in self.buckets:
-            bucket.finish_reduction()
-        if any(bucket.average is not None for bucket in self.buckets):  # else it was called before
-            for bucket in self.buckets:
-                bucket.finish_step()
+
+    # ---- all of ZeRO: clip, step, gather ----
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -238,15 +225,19 @@ class ZeroRedundancyOptimizer:
         return norm
 
     def step(self) -> None:
-        """Update this rank's shards, then all-gather the updated parameters (stages 1 and 2)."""
+        """Update this rank's shards, then all-gather the updated parameters (ZeRO-1 and -2)."""
         self.finish_gradient_synchronization()
-        self.optimizer.step()  # writes the shards, which the all-gathers below send
-        if self.zero_stage < 3:  # stage 3 gathers in the next forward
-            if any(p.requires_grad != (p in self.bucket_of) for p in self.module.parameters()):
-                raise RuntimeError("freeze, move or cast parameters before they are sharded")
-            torch.autograd.graph.increment_version(self.bucket_of)  # older graphs are now stale
-            for gather in [bucket.start_all_gather() for bucket in self.buckets]:
-                gather.wait()
+        self.optimizer.step()  # its hook calls the all-gathers
+
+    def all_gather_parameters(self) -> None:
+        """Send the updated shards to all ranks. ZeRO-3 gathers in the next forward instead."""
+        if self.zero_stage == 3:
+            return
+        for param, value in self.unmoved:  # no gradient is not a zero gradient: it must not decay
+            param.data.copy_(value)
+        torch.autograd.graph.increment_version(self.bucket_of)  # older graphs are now stale
+        for gather in [bucket.start_all_gather() for bucket in self.buckets]:
+            gather.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None, also if the step was skipped."""
@@ -257,7 +248,7 @@ class ZeroRedundancyOptimizer:
 
 
 class Bucket:
-    """Stage 1: parameters in one flat buffer, of which each rank owns an equal shard.
+    """ZeRO-1: parameters in one flat buffer, of which each rank owns an equal shard.
 
     full: [N * length], padded; the parameters are views into it. shard: [length], the part that
     this rank's optimizer updates, itself a view into `full`. grads: [N * length]; the
@@ -278,8 +269,8 @@ class Bucket:
             param.data = view
         broadcast(self.full, group=group, group_src=0)
         self.shard = nn.Parameter(self.full[self.owned])
-        self.awaited = 0  # stage 3 counts with it
-        self.grads = self.average = None
+        self.grads: Tensor | None = None
+        self.average: Tensor | None = None
         self.reduction: Work | None = None  # the reduce-scatter in flight
         self.incomplete = NoGradient(self.shard)  # `shard.grad` from start_reduction to finish_step
 
@@ -337,7 +328,7 @@ class Bucket:
 
 
 class ShardedGradientBucket(Bucket):
-    """Stage 2: full gradients exist only from a bucket's first gradient until it is reduced."""
+    """ZeRO-2: full gradients exist only from a bucket's first gradient until it is reduced."""
 
     def collect(self, param: nn.Parameter) -> None:
         """Move the gradient of `param` into the buffer."""
@@ -356,119 +347,101 @@ class ShardedGradientBucket(Bucket):
         self.reduction = self.grads = self.grad_views = None
 
 
-class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard. Its adjoint is a reduce-scatter.
+class FlatParameter:
+    """ZeRO-3: one unit's parameters side by side, of which this rank keeps its shard alone.
 
-    forward: shard [length] -> the gathered `full`, [N * length], with its own version counter.
-    backward: hands the gradient, [N * length], to `leave`, which reduces it; autograd gets None.
+    shard: [length], a parameter, whose gradient autograd computes and accumulates. full: the
+    gathered parameters, [N * length], padded; exists only while the unit computes.
     """
 
-    @staticmethod
-    def forward(ctx, shard: Tensor, full: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
-        ctx.leave = leave
-        return full.data  # has its own version counter: backward gathers into `full` once more
-
-    @staticmethod
-    def backward(ctx, grads: Tensor):
-        ctx.leave(grads)
-        return None, None, None  # `shard.grad` gets the average when the reduction has finished
-
-
-class FlatParameter(ShardedGradientBucket):
-    """Stage 3: a bucket of one unit's parameters, which are full only while the unit computes."""
-
-    def __init__(self, name, unit, group, param_dtype):
-        self.name, self.unit = name, unit
-        self.params, self.group = [], group
-        n_shards, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        self.n_ranks = n_shards
-        self.unshards_in_backward = not is_lookup(unit)  # a lookup's gradient needs no weights
+    def __init__(self, name: str, unit: nn.Module, group: ProcessGroup | None):
+        self.name, self.group = name, group
+        self.n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.shapes = {full_name: p.shape for full_name, p in unit.named_parameters(name)}
-        flat = torch.cat([p.detach().flatten() for p in unit.parameters()])
-        self.owners = [(m, k) for m in unit.modules() for k, _ in m.named_parameters(recurse=False)]
-        for owner, key in self.owners:
-            delattr(owner, key)
-        length = -(-len(flat) // n_shards)  # of a shard, rounded up
+        self.owners, flat = take_parameters(unit)  # the unit has no parameters any more
+        length = -(-len(flat) // self.n_ranks)  # of a shard, rounded up
         self.owned = slice(rank * length, (rank + 1) * length)
-        self.padding = n_shards * length - len(flat)
-        flat = F.pad(flat, (0, self.padding))
+        padding = self.n_ranks * length - len(flat)
+        self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
+        flat = F.pad(flat, (0, padding))
         broadcast(flat, group=group, group_src=0)
         self.shard = nn.Parameter(flat[self.owned].clone())
-        # the embedding's gradient is a sum over many tokens: not in bfloat16
-        dtype = param_dtype if self.unshards_in_backward else None
-        self.full = torch.empty_like(flat, dtype=dtype)
-        self.full.untyped_storage().resize_(0)
-        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
-        self.version: int | None = None  # of the shard that `full` was gathered from; None: freed
-        self.awaited = 0  # how many forwards of this step still await their backward
-        self.grads = self.average = None
-        self.reduction: Work | None = None  # the reduce-scatter in flight
-        self.incomplete = NoGradient(self.shard)  # `shard.grad` from start_reduction to finish_step
+        self.full: Tensor | None = None
+        self.forward, unit.forward = unit.forward, self.run
 
-    def unshard(self) -> None:
-        """Start the all-gather that fills `full`, unless it is up to date or in flight."""
-        if self.version != self.shard._version:
-            self.reshard()  # of an earlier step
-            self.version = self.shard._version
-            # in place: tensors saved for backward share the storage
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            sent = self.shard.detach().to(self.full)  # cast before it is sent
-            self.gathering = all_gather_single(self.full, sent, self.group, async_op=True), sent
-
-    def wait(self) -> None:
-        if self.gathering is not None:
-            self.gathering[0].wait()
-            self.gathering = None
-
-    def reshard(self) -> None:
-        """Free the memory of `full` until the next `unshard`, after an all-gather in flight."""
-        self.wait()
-        self.full.untyped_storage().resize_(0)
-        self.version = None
+    def run(self, *args, **kwargs):
+        """In place of the unit's `forward`: the unit has parameters in here and nowhere else."""
+        with self.parameters():
+            return self.forward(*args, **kwargs)
 
     @contextmanager
-    def parameters(self, leave: Callable[[FlatParameter, Tensor], None]) -> Iterator[None]:
-        """Give the unit its parameters: views of the output of `Gather`."""
-        flat = Gather.apply(self.shard, self.full, partial(leave, self))
-        shapes = self.shapes.values()
-        *chunks, _ = flat.split([*(shape.numel() for shape in shapes), self.padding])
-        for (owner, name), chunk, shape in zip(self.owners, chunks, shapes, strict=True):
-            setattr(owner, name, chunk.view(shape))
+    def parameters(self) -> Iterator[None]:
+        """Give the unit its parameters, which are functions of the shard, and take them back."""
+        params = Gather.apply(self.shard, self)
+        version = self.full._version
+        for (owner, name), param in zip(self.owners, params, strict=True):
+            setattr(owner, name, param)
+        # private, as nothing public tells it: whether checkpoint() decides what is saved
+        others = torch._C._autograd._top_saved_tensors_default_hooks(True)
         try:
-            yield
+            with nullcontext() if others else saved_tensors_hooks(self.pack, self.unpack):
+                yield
+            if self.full._version != version:
+                raise RuntimeError(f"unit {self.name} has changed a parameter in place")
         finally:
             for owner, name in self.owners:
                 delattr(owner, name)
-        if not flat.is_inference() and flat._version > 0:
-            raise RuntimeError(f"unit {self.name} has changed a parameter in place")
+            self.full = None  # nobody else keeps it, thanks to `pack`
 
-    def await_backward(self, output: Tensor, enter: Callable) -> Tensor:
-        """Make backward call `enter` before it reads a parameter; returns the unit's output.
+    def pack(self, tensor: Tensor) -> tuple:
+        """What autograd keeps for backward: of a view of `full` only its place, else the tensor."""
+        if tensor.untyped_storage() is not self.full.untyped_storage():
+            return tensor, tensor._version
+        return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
 
-        Autograd runs last what forward computed first, so it reaches the view first. An operation
-        in place on the view removes its hook, but not that of `output`. A tensor that the unit
-        keeps in an attribute, such as an auxiliary loss, may be reached without any output.
-        """
-        self.awaited += 1
-        view = output.view_as(output)
-        attributes = [value for m in self.unit.modules() for value in vars(m).values()]
-        kept = [t for t in attributes if isinstance(t, Tensor) and t.grad_fn is not None]
-        for tensor in (view, output, *kept):
-            tensor.register_hook(partial(enter, self, self.shard._version))
-        return view
+    def unpack(self, saved: tuple) -> Tensor:
+        """What backward reads: for a place, gather the parameters again."""
+        tensor, version, *place = saved
+        if (self.shard if place else tensor)._version != version:
+            raise RuntimeError(
+                "modified in place, or by the optimizer's last step, before backward"
+            )
+        return self.unshard().as_strided(*place) if place else tensor
 
-    def collect(self, grads: Tensor) -> None:
-        """Finish the unit's previous reduction, then take all its gradients: [N * length]."""
-        self.finish_reduction()  # of the previous micro-batch, if it is still in flight
-        self.check_gradient()
-        self.awaited = max(self.awaited - 1, 0)  # 0 if a graph is used again
-        self.grads = grads.to(self.shard.dtype)
+    @torch.inference_mode(False)  # else `full` would not count its versions
+    def unshard(self) -> Tensor:
+        """All-gather the parameters, unless they are here. Returns them: [N * length]."""
+        if self.full is None:
+            self.full = self.shard.new_empty(self.n_ranks * len(self.shard))
+            all_gather_single(self.full, self.shard.detach(), group=self.group)
+        return self.full
 
-    def finish_step(self) -> None:
-        """Give the optimizer the average, zeros if no rank has run the unit; reset `awaited`."""
-        self.check_gradient()
-        self.shard.grad = torch.zeros_like(self.shard) if self.average is None else self.average
-        self.average, self.awaited = None, 0
+
+class Gather(torch.autograd.Function):
+    """A unit's parameters as a function of its shard, [length]. Its adjoint is a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx, shard: Tensor, bucket: FlatParameter) -> tuple[Tensor, ...]:
+        ctx.bucket, ctx.version = bucket, shard._version
+        ctx.set_materialize_grads(False)
+        *chunks, _ = bucket.unshard().split(bucket.sizes)  # the all-gather
+        return tuple(c.view(s) for c, s in zip(chunks, bucket.shapes.values(), strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor, None]:
+        """Autograd calls it when it has all gradients of the unit."""
+        bucket = ctx.bucket
+        if bucket.shard._version != ctx.version:
+            raise RuntimeError("backward through a graph from before the optimizer's last step")
+        if any(grad is None for grad in grads):
+            raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
+        bucket.full = None  # backward is done with the parameters
+        padding = grads[0].new_zeros(bucket.sizes[-1])
+        full = torch.cat([*(grad.flatten() for grad in grads), padding])
+        owned = full[bucket.owned]
+        reduce_scatter_single(owned, full, group=bucket.group)
+        return owned / bucket.n_ranks, None  # autograd adds it to `shard.grad`
 
 
 def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
@@ -500,7 +473,7 @@ def training_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Stat
     names = {p: name for name, p in full.items()}
     state: State = {}
     for bucket in optimizer.buckets:
-        shapes = {names[p]: p.shape for p in bucket.params} or bucket.shapes
+        shapes = {names[p]: p.shape for p in bucket.params} if full else bucket.shapes
         state |= state_of_flat_shard(optimizer.optimizer, bucket.shard, shapes, bucket.owned.start)
     return state | {f"model.{name}": p.detach() for name, p in full.items()}
 
@@ -512,10 +485,7 @@ def parse_args(argv: list[str] | None = None):
     )
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
-    args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
-    # stage 3 all-gathers in bf16; autocast would keep a bf16 copy of all the weights
-    args.autocast = args.autocast and args.zero_stage < 3
-    return args
+    return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
 
 @torch.no_grad()
@@ -550,7 +520,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
         args.zero_stage,
         bucket_cap_mb=args.bucket_cap_mb,
         units=model.units(),
-        param_dtype=getattr(torch, args.dtype),
         **adamw_settings(args.lr, args.weight_decay),
     )
 

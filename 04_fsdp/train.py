@@ -1,19 +1,20 @@
-"""Stage 04: fully sharded data parallelism (FSDP): ZeRO stage 3 with prefetching.
+"""Stage 04: fully sharded data parallelism (FSDP): ZeRO-3 that overlaps with computation.
 
 Every rank owns a shard of each unit's parameters, gradients and optimizer state. The parameters of
 a unit (here a layer) are all-gathered while the previous unit computes (prefetch), and freed right
 after use. In backward, the reduce-scatter of one unit's gradients overlaps with the computation of
 the next unit's. One autograd function does both: the adjoint of an all-gather is a reduce-scatter.
 
-New since stage 03: prefetching; the model is built on the meta device and filled unit by unit, so
-that no rank ever holds all of it; shards are float32, but unsharded parameters and gradients may be
-bfloat16; with --shard-degree, groups of ranks shard the model and are replicas of each other
-(hybrid sharding); shards may be kept on the CPU.
+New since stage 03: prefetching; reductions in flight; the model is built on the meta device and
+filled unit by unit, so that no rank ever holds all of it; shards are float32, but unsharded
+parameters and gradients may be bfloat16; with --shard-degree, groups of ranks shard the model and
+are replicas of each other (hybrid sharding); shards may be kept on the CPU.
 
-    P parameters, N ranks that shard, m micro-batches per step, E the embedding; float32
+    P parameters, N ranks that shard, m micro-batches per step; E of the embedding, O of the output;
+    float32
 
-    memory per rank   16 P / N bytes + two unsharded units + in backward three units' full gradients
-    communication     reduce-scatter m P + all-gather m (2 P - E) elements per step; without
+    memory per rank   16 P / N bytes + two unsharded units + in backward two units' full gradients
+    communication     reduce-scatter m P + all-gather m (2 P - E - O) elements per step; without
                       resharding all-gather m P; hybrid sharding adds an all-reduce of P / N
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
@@ -38,16 +39,27 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup, Work
 
 from common.collectives import (
+    agree_on_overflow,
     all_gather_single,
     all_reduce,
     all_reduce_control,
     global_norm,
     reduce_scatter_single,
 )
-from common.units import NoGradient, cast_inputs, forbid_parameters, is_lookup, units_with_values
+from common.units import (
+    NoGradient,
+    cast_inputs,
+    check_no_parameters,
+    forbid_parameters,
+    is_lookup,
+    take_parameters,
+    units_with_values,
+)
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
@@ -68,16 +80,16 @@ class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters, gradients and optimizer state; unshard them unit by unit.
 
     The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
-    in its unit's forward only, which returns one tensor. All ranks run the same units in the same
-    order. With replicas, all micro-batches but a step's last are under `no_sync()`. A step is
-    `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`, `zero_grad()`.
+    in every forward of its unit and nowhere else. All ranks run the same units in the same order.
+    A step is `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()` and
+    `zero_grad()`. `parameters()` are this rank's shards: clip by this class, not by PyTorch's.
 
     module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
     one unit's parameters memory and values. units: in the order to prefetch in. shard_group: the N
-    ranks that shard each unit. replicate_group: the ranks that hold the same shard. param_dtype: of
-    the unsharded parameters, None: their own. reduce_dtype: of the gradients that are reduced,
-    None: `param_dtype`. cpu_offload: keep the shards on the CPU.
-    `parameters()` are this rank's shards: PyTorch's `clip_grad_norm_` would take their norm alone.
+    ranks that shard each unit (default: all). replicate_group: those that hold the same shard
+    (default: this one alone). param_dtype: of the unsharded parameters (default: the module's).
+    reduce_dtype: of the gradients that are reduced (default: that of the unsharded parameters).
+    cpu_offload: keep the shards on the CPU.
     """
 
     def __init__(
@@ -96,24 +108,23 @@ class FullyShardedDataParallel(nn.Module):
         if replicate_group is not None and shard_group is None:
             raise ValueError("replicate_group needs a shard_group: by default all ranks shard")
         super().__init__()
-        self.module = module  # its parameters become those of the units' flat buffers
-        self.group, self.param_dtype = shard_group, param_dtype
+        self.module = module
+        self.group, self.replicate_group = shard_group, replicate_group
+        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.reshard_after_forward = reshard_after_forward
-        device = device or next(module.parameters()).device
-        shard_device = "cpu" if cpu_offload else device
-        groups, dtypes = (shard_group, replicate_group), (param_dtype, reduce_dtype)
-        self.buckets: list[FlatParameter] = []  # one per unit, the last layer first: as in backward
-        # each unit gets its values and is sharded before the next one: no rank holds the full model
-        for name, unit in units_with_values(module, units, materialize):
-            bucket = FlatParameter(name, unit, groups, dtypes, device, shard_device)
-            self.register_parameter(f"shard_{len(self.buckets)}", bucket.shard)
-            unit.forward = partial(self.run, bucket, unit.forward)
-            self.buckets.insert(0, bucket)
-        self.next_in_forward = {b: a for a, b in pairwise(self.buckets)}
-        self.next_in_backward = {a: b for a, b in pairwise(self.buckets) if b.unshards_in_backward}
-        self.entered: FlatParameter | None = None  # whose unit backward is in
+        self.device = device or next(module.parameters()).device
+        self.shard_device = torch.device("cpu") if cpu_offload else self.device
         self.in_flight: FlatParameter | None = None  # whose reduction was started last
         self.synchronizes = True
+        self.buckets: list[FlatParameter] = []  # one per unit
+        # each unit gets its values and is sharded before the next one: no rank holds the full model
+        for name, unit in units_with_values(module, units, materialize):
+            bucket = FlatParameter(name, unit, self)
+            self.register_parameter(f"shard_{len(self.buckets)}", bucket.shard)
+            unit.forward = partial(self.run, bucket, unit.forward)
+            self.buckets.append(bucket)
+        self.next_in_forward = {a: b for a, b in pairwise(self.buckets)}
+        self.next_in_backward = {b: a for a, b in pairwise(self.buckets)}
         forbid_parameters(self)
 
     def forward(self, *args, **kwargs):
@@ -128,47 +139,32 @@ class FullyShardedDataParallel(nn.Module):
         finally:
             self.synchronizes = True
 
-    def run(self, bucket: FlatParameter, forward: Callable, *args, **kwargs) -> Tensor:
+    def run(self, bucket: FlatParameter, forward: Callable, *args, **kwargs):
         """In place of a unit's `forward`: the unit has parameters in here and nowhere else."""
-        recomputes = bucket is self.entered  # activation checkpointing runs it again in backward
-        if self.entered is not None and not recomputes:
-            stuck = f"the last backward did not leave unit {self.entered.name}"
-            raise RuntimeError(f"{stuck}: restart the run; or a checkpoint() contains two units")
-        bucket.unshard()
-        if not recomputes and bucket in self.next_in_forward:
-            self.next_in_forward[bucket].unshard()  # prefetch: it overlaps with this unit
-        bucket.wait()
+        # private, as nothing public tells it: whether this is activation checkpointing in backward
+        recomputes = torch._C._current_graph_task_id() != -1
+        self.unshard(bucket, in_backward=recomputes)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        with bucket.parameters(self.leave):
+        with bucket.parameters():
             output = forward(*args, **kwargs)
-        own = bucket.full.untyped_storage()
-        if not isinstance(output, Tensor) or output.untyped_storage() is own:
-            raise TypeError(f"unit {bucket.name} returns {type(output)}, not one tensor of its own")
-        if recomputes:
-            return output  # unsharded, for the backward that follows
-        if self.reshard_after_forward or not torch.is_grad_enabled():
+        if not recomputes and (self.reshard_after_forward or not torch.is_grad_enabled()):
             bucket.reshard()
-        return bucket.await_backward(output, self.enter) if torch.is_grad_enabled() else output
+        return output
 
-    def enter(self, bucket: FlatParameter, version: int, grad: Tensor) -> None:
-        """Prepare the unit's backward, which is next. Idempotent: the unit has several hooks."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-        if bucket.shard._version != version:
-            raise RuntimeError("backward through a graph from before the optimizer's last step")
-        self.entered = bucket
-        if bucket.unshards_in_backward:
-            bucket.unshard()
-            if bucket in self.next_in_backward:
-                self.next_in_backward[bucket].unshard()  # prefetch
-            bucket.wait()
+    def unshard(self, bucket: FlatParameter, in_backward: bool) -> None:
+        """Gather the unit's parameters and prefetch its neighbour's in the direction of travel."""
+        bucket.unshard()
+        bucket.used_in_backward |= in_backward
+        neighbour = (self.next_in_backward if in_backward else self.next_in_forward).get(bucket)
+        if neighbour is not None and (neighbour.used_in_backward or not in_backward):
+            neighbour.unshard()  # before the unit's own kernels, with which it overlaps
+        bucket.wait()
 
-    def leave(self, bucket: FlatParameter, grads: Tensor) -> None:
+    def leave(self, bucket: FlatParameter, grads: tuple[Tensor, ...]) -> None:
         """Backward has computed `grads`, all of the unit's gradients: it is done with the unit."""
-        self.entered = None
         bucket.reshard()
-        bucket.collect(grads, self.synchronizes)
-        bucket.start_reduction()
+        bucket.finish_reduction()  # of the previous micro-batch, if it is still in flight
+        bucket.start_reduction(grads, self.synchronizes)
         previous, self.in_flight = self.in_flight, bucket
         if previous not in (None, bucket):  # at most two units have full gradients
             previous.finish_reduction()  # after the launch: the network is busy meanwhile
@@ -176,16 +172,14 @@ class FullyShardedDataParallel(nn.Module):
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward: give each shard its average gradient, unless it has it."""
-        fewest = min(bucket.awaited for bucket in self.buckets)  # above 0: a loss was discarded
-        missing = [bucket.name for bucket in self.buckets if bucket.awaited > fewest]
-        if missing:
-            raise RuntimeError(f"backward has not reached every forward of unit {missing}")
         for bucket in self.buckets:
+            bucket.reshard()  # if it was prefetched and not used
             bucket.finish_reduction()
-            bucket.start_all_reduce()
-        if any(bucket.average is not None for bucket in self.buckets):  # else it was called before
-            for bucket in self.buckets:
-                bucket.finish_step()
+            bucket.start_all_reduce()  # if every backward was under no_sync()
+        averaged = [bucket for bucket in self.buckets if bucket.finish_step()]
+        if averaged:  # else it was called before
+            check_no_parameters(self.module)
+            agree_on_overflow((bucket.shard.grad for bucket in averaged), self.group)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -199,72 +193,84 @@ class FullyShardedDataParallel(nn.Module):
         return norm
 
 
-class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard. Its adjoint is a reduce-scatter.
-
-    forward: shard [length] -> the gathered `full`, [N * length], with its own version counter.
-    backward: hands the gradient, [N * length], to `leave`, which reduces it; autograd gets None.
-    """
-
-    @staticmethod
-    def forward(ctx, shard: Tensor, full: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
-        ctx.leave = leave
-        return full.data  # has its own version counter: backward gathers into `full` once more
-
-    @staticmethod
-    def backward(ctx, grads: Tensor):
-        ctx.leave(grads)
-        return None, None, None  # `shard.grad` gets the average when the reduction has finished
-
-
 class FlatParameter:
     """A unit's parameters side by side in one flat buffer, of which each rank owns an equal shard.
 
-    shard: [length], the part that this rank's optimizer updates, in the parameters' own dtype.
-    full: [N * length], padded, in `param_dtype`; has memory only while unsharded.
-    grads: [N * length] in `reduce_dtype`, while they are reduced.
-    average: [length], the sum of the averages of this step's micro-batches so far.
+    shard: [length], a parameter, in the module's dtype, which this rank's optimizer updates.
+    full: the gathered parameters, [N * length], padded, in `dtype`; exists only while unsharded.
+    average: [length], the average gradient over the ranks, summed over this step's micro-batches.
     """
 
-    def __init__(self, name, unit, groups, dtypes, device, shard_device):
-        self.name, self.unit = name, unit
-        (self.group, self.replicate_group), (param_dtype, reduce_dtype) = groups, dtypes
-        n_shards, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        self.n_replicas = dist.get_world_size(self.replicate_group) if self.replicate_group else 1
-        self.n_ranks = n_shards * self.n_replicas
-        self.unshards_in_backward = not is_lookup(unit)  # a lookup's gradient needs no weights
+    def __init__(self, name: str, unit: nn.Module, fsdp: FullyShardedDataParallel):
+        self.name, self.fsdp, self.group = name, fsdp, fsdp.group
+        self.n_shards, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        replicas = fsdp.replicate_group
+        self.n_ranks = self.n_shards * (dist.get_world_size(replicas) if replicas else 1)
         self.shapes = {full_name: p.shape for full_name, p in unit.named_parameters(name)}
-        flat = torch.cat([p.detach().flatten() for p in unit.parameters()])
-        self.owners = [(m, k) for m in unit.modules() for k, _ in m.named_parameters(recurse=False)]
-        for owner, key in self.owners:
-            delattr(owner, key)
-        length = -(-len(flat) // n_shards)  # of a shard, rounded up
-        self.owned = slice(rank * length, (rank + 1) * length)
-        self.padding = n_shards * length - len(flat)
-        flat = F.pad(flat, (0, self.padding))
-        self.shard = nn.Parameter(flat[self.owned].to(shard_device, copy=True))
         # the embedding's gradient is a sum over many tokens: not in bfloat16
-        dtype = param_dtype if self.unshards_in_backward else None
-        self.full = torch.empty_like(flat, dtype=dtype, device=device)
-        self.full.untyped_storage().resize_(0)
-        self.reduce_dtype = reduce_dtype or self.full.dtype
+        param_dtype = None if is_lookup(unit) else fsdp.param_dtype
+        self.owners, flat = take_parameters(unit)  # the unit has no parameters any more
+        self.dtype = param_dtype or flat.dtype
+        length = -(-len(flat) // self.n_shards)  # of a shard, rounded up
+        self.owned = slice(rank * length, (rank + 1) * length)
+        padding = self.n_shards * length - len(flat)
+        self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
+        flat = F.pad(flat, (0, padding))
+        self.shard = nn.Parameter(flat[self.owned].to(fsdp.shard_device, copy=True))
+        self.full: Tensor | None = None
+        self.version: int | None = None  # of the shard that `full` was gathered from
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
-        self.version: int | None = None  # of the shard that `full` was gathered from; None: freed
-        self.awaited = 0  # how many forwards of this step still await their backward
-        self.is_last = False  # whether `grads` are those of the step's last backward
-        self.grads = self.average = None
-        self.reduction: Work | None = None  # the reduce-scatter in flight
-        self.replication: Work | None = None  # the all-reduce in flight
+        self.used_in_backward = False  # known from the first backward on
+        # the reduce-scatter in flight, its buffer, whether it is one of the last micro-batch
+        self.reduction: tuple[Work, Tensor, bool] | None = None
+        self.average: Tensor | None = None
+        self.all_reduces: list[tuple[Work, Tensor]] = []  # those in flight over the replicas
         self.incomplete = NoGradient(self.shard)  # `shard.grad` from start_reduction to finish_step
 
+    @contextmanager
+    def parameters(self) -> Iterator[None]:
+        """Give the unit its parameters, which are functions of the shard, and take them back."""
+        params = Gather.apply(self.shard, self)
+        version = self.full._version
+        for (owner, name), param in zip(self.owners, params, strict=True):
+            setattr(owner, name, param)
+        # private, as nothing public tells it: whether checkpoint() decides what is saved
+        others = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        try:
+            with nullcontext() if others else saved_tensors_hooks(self.pack, self.unpack):
+                yield
+            if self.full._version != version:
+                raise RuntimeError(f"unit {self.name} has changed a parameter in place")
+        finally:
+            for owner, name in self.owners:
+                delattr(owner, name)
+
+    def pack(self, tensor: Tensor) -> tuple:
+        """What autograd keeps for backward: of a view of `full` only its place, else the tensor."""
+        if tensor.untyped_storage() is not self.full.untyped_storage():
+            return tensor, tensor._version
+        return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, saved: tuple) -> Tensor:
+        """What backward reads: for a place, gather the parameters again."""
+        tensor, version, *place = saved
+        if (self.shard if place else tensor)._version != version:
+            raise RuntimeError(
+                "modified in place, or by the optimizer's last step, before backward"
+            )
+        if not place:
+            return tensor
+        self.fsdp.unshard(self, in_backward=True)
+        return self.full.as_strided(*place)
+
+    @torch.inference_mode(False)  # else `full` would not count its versions
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is up to date or in flight."""
-        if self.version != self.shard._version:
+        if self.full is None or self.version != self.shard._version:
             self.reshard()  # of an earlier step
             self.version = self.shard._version
-            # in place: tensors saved for backward share the storage
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            sent = self.shard.detach().to(self.full)  # cast before it is sent
+            sent = self.shard.detach().to(self.fsdp.device, self.dtype)  # cast before it is sent
+            self.full = sent.new_empty(self.n_shards * len(sent))
             self.gathering = all_gather_single(self.full, sent, self.group, async_op=True), sent
 
     def wait(self) -> None:
@@ -273,89 +279,78 @@ class FlatParameter:
             self.gathering = None
 
     def reshard(self) -> None:
-        """Free the memory of `full` until the next `unshard`, after an all-gather in flight."""
+        """Drop `full` until the next `unshard`, after an all-gather in flight."""
         self.wait()
-        self.full.untyped_storage().resize_(0)
-        self.version = None
-
-    @contextmanager
-    def parameters(self, leave: Callable[[FlatParameter, Tensor], None]) -> Iterator[None]:
-        """Give the unit its parameters: views of the output of `Gather`."""
-        flat = Gather.apply(self.shard, self.full, partial(leave, self))
-        shapes = self.shapes.values()
-        *chunks, _ = flat.split([*(shape.numel() for shape in shapes), self.padding])
-        for (owner, name), chunk, shape in zip(self.owners, chunks, shapes, strict=True):
-            setattr(owner, name, chunk.view(shape))
-        try:
-            yield
-        finally:
-            for owner, name in self.owners:
-                delattr(owner, name)
-        if not flat.is_inference() and flat._version > 0:
-            raise RuntimeError(f"unit {self.name} has changed a parameter in place")
-
-    def await_backward(self, output: Tensor, enter: Callable) -> Tensor:
-        """Make backward call `enter` before it reads a parameter; returns the unit's output.
-
-        Autograd runs last what forward computed first, so it reaches the view first. An operation
-        in place on the view removes its hook, but not that of `output`. A tensor that the unit
-        keeps in an attribute, such as an auxiliary loss, may be reached without any output.
-        """
-        self.awaited += 1
-        view = output.view_as(output)
-        attributes = [value for m in self.unit.modules() for value in vars(m).values()]
-        kept = [t for t in attributes if isinstance(t, Tensor) and t.grad_fn is not None]
-        for tensor in (view, output, *kept):
-            tensor.register_hook(partial(enter, self, self.shard._version))
-        return view
-
-    def collect(self, grads: Tensor, synchronizes: bool) -> None:
-        """Finish the unit's previous reduction, then take all its gradients: [N * length]."""
-        self.finish_reduction()  # of the previous micro-batch, if it is still in flight
-        self.check_gradient()
-        self.awaited = max(self.awaited - 1, 0)  # 0 if a graph is used again
-        self.is_last = synchronizes and self.awaited == 0
-        self.grads = grads.to(self.reduce_dtype)
+        self.full = None  # nobody else keeps it, thanks to `pack`
 
     def check_gradient(self) -> None:
-        expected = None if self.average is None else self.incomplete
-        if self.shard.grad is not expected or self.replication is not None:
-            raise RuntimeError(
-                "all micro-batches but the last of a step belong in no_sync(), and "
-                "zero_grad(set_to_none=True) belongs after the optimizer's step, nowhere else"
-            )
+        pending = self.average is not None or self.all_reduces
+        if self.shard.grad is not (self.incomplete if pending else None):
+            fix = "zero_grad(set_to_none=True) belongs after the optimizer's step, nowhere else"
+            raise RuntimeError(f"{fix}; after a backward that failed, restart the run")
 
-    def start_reduction(self) -> None:
-        """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `grads`."""
-        owned = self.grads[self.owned]
-        self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
+    def start_reduction(self, grads: tuple[Tensor, ...], is_last: bool) -> None:
+        """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `full`."""
+        self.check_gradient()
+        padding = grads[0].new_zeros(self.sizes[-1])
+        full = torch.cat([*(grad.flatten() for grad in grads), padding])
+        full = full.to(self.fsdp.reduce_dtype or full.dtype)
+        work = reduce_scatter_single(full[self.owned], full, group=self.group, async_op=True)
+        self.reduction = work, full, is_last
         self.shard.grad = self.incomplete
 
     def finish_reduction(self) -> None:
-        """If a reduction is in flight, add its average to the earlier ones and free `grads`."""
+        """If a reduction is in flight, add its average to the earlier ones and free its buffer."""
         if self.reduction is None:
             return
-        self.reduction.wait()
-        average = self.grads[self.owned].to(self.shard) / self.n_ranks  # in the shard's dtype
+        work, full, is_last = self.reduction
+        work.wait()
+        average = full[self.owned].to(self.shard) / self.n_ranks  # in the shard's dtype
         self.average = average if self.average is None else self.average.add_(average)
-        self.reduction = self.grads = None
-        if self.is_last:
+        self.reduction = None
+        if is_last:
             self.start_all_reduce()
 
-    def finish_step(self) -> None:
-        """Give the optimizer the average, zeros if no rank has run the unit; reset `awaited`."""
-        if self.replication is not None:
-            self.replication.wait()
-            self.replication = None
-        self.check_gradient()
-        self.shard.grad = torch.zeros_like(self.shard) if self.average is None else self.average
-        self.average, self.awaited = None, 0
-        self.reshard()
-
     def start_all_reduce(self) -> None:
-        """With replicas: start to all-reduce the average over them, if it exists, once per step."""
-        if self.n_replicas > 1 and self.average is not None and self.replication is None:
-            self.replication = all_reduce(self.average, group=self.replicate_group, async_op=True)
+        """With replicas: start to all-reduce the average over them. A later one is added to it."""
+        if self.n_ranks > self.n_shards and self.average is not None:
+            work = all_reduce(self.average, group=self.fsdp.replicate_group, async_op=True)
+            self.all_reduces.append((work, self.average))
+            self.average = None
+
+    def finish_step(self) -> bool:
+        """Give the optimizer the average; returns whether there is one."""
+        for work, average in self.all_reduces:
+            work.wait()
+            self.average = average if self.average is None else self.average.add_(average)
+        if self.average is None:
+            return False
+        self.check_gradient()
+        self.shard.grad, self.average, self.all_reduces = self.average, None, []
+        return True
+
+
+class Gather(torch.autograd.Function):
+    """A unit's parameters as a function of its shard, [length]. Its adjoint is a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx, shard: Tensor, bucket: FlatParameter) -> tuple[Tensor, ...]:
+        ctx.bucket, ctx.version = bucket, shard._version
+        ctx.set_materialize_grads(False)
+        *chunks, _ = bucket.full.split(bucket.sizes)  # the all-gather has ended
+        return tuple(c.view(s) for c, s in zip(chunks, bucket.shapes.values(), strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
+        """Autograd calls it when it has all gradients of the unit."""
+        bucket = ctx.bucket
+        if bucket.shard._version != ctx.version:
+            raise RuntimeError("backward through a graph from before the optimizer's last step")
+        if any(grad is None for grad in grads):
+            raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
+        bucket.fsdp.leave(bucket, grads)
+        return None, None  # `shard.grad` gets the average when the reduction has finished
 
 
 # ------------------------------------------------------------------------------------------------

@@ -24,19 +24,46 @@ def units_with_values(
     for name, p in module.named_parameters():
         if users[p] != 1 or paths[p] != 1:
             raise ValueError(f"{name}: tied, in no unit, or in several")
-        if not p.requires_grad or p.dtype != dtype:
-            raise ValueError(f"{name}: frozen, or of another dtype than the others")
+        if not p.requires_grad or p.dtype != dtype or not p.is_floating_point():
+            raise ValueError(f"{name}: frozen, complex, or of another dtype than the others")
     del users, paths, name, p  # else the full parameters would stay alive here
-    for part, name in names.items():
-        lists = [value for value in vars(part).values() if isinstance(value, list)]
-        if any(isinstance(item, nn.Parameter) for items in lists for item in items):
-            raise ValueError(f"{name}: {type(part).__name__} also keeps its parameters in a list")
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"{name}: a buffer without values on the meta device")
     for unit in units:
         if materialize is not None:
             materialize(unit, names[unit])
         if not list(unit.parameters()) or any(p.is_meta for p in unit.parameters()):
             raise ValueError(f"{names[unit]}: no parameters, or without values on the meta device")
         yield names[unit], unit
+
+
+def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tensor]:
+    """Remove a unit's parameters from its modules; any later use of them is an error.
+
+    Returns who owned them, as pairs (module, name), and all their values, flat: [numel].
+    """
+    owners = [(m, name) for m in unit.modules() for name, _ in m.named_parameters(recurse=False)]
+    flat = torch.cat([getattr(owner, name).detach().flatten() for owner, name in owners])
+    for owner, name in owners:
+        param = getattr(owner, name)
+        delattr(owner, name)
+        param.data = param.new_empty(0)
+        param.__class__ = ShardedParameter
+    return owners, flat
+
+
+class ShardedParameter(nn.Parameter):
+    """What a parameter becomes whose values have been sharded, for whoever still refers to it."""
+
+    __repr__ = object.__repr__
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise RuntimeError(
+            "this parameter has been sharded: a list, closure or optimizer from before still has "
+            "it; read it as an attribute of its module, in its unit's forward"
+        )
 
 
 def is_lookup(unit: nn.Module) -> bool:
@@ -81,3 +108,10 @@ def forbid_parameters(module: nn.Module) -> None:
         each._apply = each.__deepcopy__ = fail
         if not list(each.named_parameters(recurse=False)):  # a wrapper lists its shards
             each.named_parameters = fail  # `parameters()` calls it
+
+
+def check_no_parameters(module: nn.Module) -> None:
+    """RuntimeError if a module has a parameter after `take_parameters`: nobody would average it."""
+    for name, each in module.named_modules():
+        if any(param is not None for param in each._parameters.values()):
+            raise RuntimeError(f"{name}: a parameter was added or replaced after sharding")

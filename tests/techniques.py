@@ -59,7 +59,6 @@ class Trainer:
                 **options,
                 bucket_cap_mb=bucket_mb,
                 units=units,
-                param_dtype=gathered,
                 **defaults,
             )
             self.model = model
@@ -97,11 +96,9 @@ class Trainer:
             return {name: p.detach().clone() for name, p in self.plain.named_parameters()}
         state = {}
         for bucket in self.sync.buckets:
-            bucket.unshard()
-            bucket.wait()
-            sizes = [shape.numel() for shape in bucket.shapes.values()]
-            flats = bucket.full[: sum(sizes)].split(sizes)
+            full = torch.empty(sum(bucket.sizes), dtype=bucket.shard.dtype)
+            dist.all_gather_single(full, bucket.shard.detach(), group=bucket.group)
+            *flats, _ = full.split(bucket.sizes)
             for (name, shape), flat in zip(bucket.shapes.items(), flats, strict=True):
-                state[name] = flat.view(shape).clone()
-            bucket.reshard()
+                state[name] = flat.view(shape)
         return state

@@ -43,12 +43,10 @@ class Unit(nn.Module):
                 self.other.weight.clamp_(-0.1, 0.1)
         if self.how == "a part recomputed":
             return checkpoint(self.other, y, use_reentrant=False)
-        if self.how == "view of a parameter":
-            return self.linear.weight[: len(x)]
         y = self.other(y)
         if self.how == "detached weight":  # read in backward after all gradients have arrived
             y = y + nn.functional.linear(x.sin(), self.other.weight.detach()).tanh()
-        return (y, x) if self.how == "tuple" else y
+        return (y, {"x": [x.cos()]}) if self.how == "tuple" else y
 
 
 class Chain(nn.Module):
@@ -59,16 +57,18 @@ class Chain(nn.Module):
         self.how, self.units = how, nn.ModuleList([Unit(), Unit(unit), Unit()])
 
     def forward(self, x: Tensor) -> Tensor:
-        a, b, c = self.units
+        a, b, c, *rest = self.units
         orders = {"other order": [a, c, b], "twice": [a, b, b, c], "skipped": [a, c]}
         nested = partial(checkpoint, b, use_reentrant=True)  # a backward of its own for each use
         orders["two nested backwards"] = [a, nested, nested, c]
-        for unit in orders.get(self.how, [a, b] if self.how == "last skipped" else [a, b, c]):
+        for unit in orders.get(
+            self.how, [a, b] if self.how == "last skipped" else [a, b, c, *rest]
+        ):
             x = unit(x.detach() if self.how == "detached" else x)
             if self.how == "in place":
                 x = x.add_(1)
             if isinstance(x, tuple):
-                x = x[0]
+                x = x[0] + (x[1]["x"][0] if isinstance(x[1], dict) else 0)
         return x
 
 
@@ -118,6 +118,18 @@ def of_linear(change: Callable[[nn.Linear], object]) -> Callable[[Chain], object
     return lambda model: change(model.units[1].linear)
 
 
+KEPT = {  # how else than as an attribute of its module a forward may reach its weight
+    "tuple": lambda w: lambda x, kept=(w,): nn.functional.linear(x, kept[0]),
+    "dict": lambda w: lambda x, kept={0: {1: w}}: nn.functional.linear(x, kept[0][1]),
+    "closure": lambda w: lambda x: x @ w.t(),
+    "partial": lambda w: partial(nn.functional.linear, weight=w),
+}
+
+
+def kept_in(kind: str) -> Callable[[Chain], object]:
+    return of_linear(lambda linear: setattr(linear, "forward", KEPT[kind](linear.weight)))
+
+
 STRIDED = torch.randn(6, 12)[:, ::2]
 MODELS = {  # how the model is changed, strategies, message
     "tied": (lambda model: tie(model, 0, 2), UNITS, "tied"),
@@ -130,15 +142,18 @@ MODELS = {  # how the model is changed, strategies, message
     "frozen": (of_linear(lambda linear: linear.bias.requires_grad_(False)), UNITS, "frozen"),
     "mixed dtypes": (of_linear(nn.Module.double), UNITS, "dtype"),
     "meta device": (lambda model: model.to("meta"), UNITS, "meta device"),
-    "parameters in a list": (lambda m: m.units.append(nn.LSTM(6, 6)), UNITS, "in a list"),
-    "tuple output": (chain("", "tuple"), UNITS, "not one tensor"),
-    "view of a parameter": (chain("", "view of a parameter"), UNITS, "not one tensor"),
+    **{f"kept in a {kind}": (kept_in(kind), UNITS, "has been sharded") for kind in KEPT},
+    "buffer on the meta device": (
+        lambda m: m.register_buffer("b", torch.empty(1, device="meta")),
+        UNITS,
+        "without values",
+    ),
+    "an unused parameter": (chain("", "unused parameter"), UNITS, "not used all"),
     "unit without parameters": (lambda model: model.units.append(nn.Tanh()), UNITS, "no param"),
-    "a backward that misses units": (chain("detached"), UNITS, "has not reached"),
     "a part of a unit recomputed": (chain("", "a part recomputed"), UNITS, "no attribute"),
     "changed in place": (chain("", "changes a parameter"), UNITS, "modified inplace"),
     "two nested backwards": (chain("two nested backwards"), STAGES_1_2, "use_reentrant=False"),
-    "nested backwards, replicas": (chain("two nested backwards"), ["ddp", "fsdp/1"], "no_sync"),
+    "nested backwards, replicas": (chain("two nested backwards"), ["ddp"], "no_sync"),
     "parameter with strides": (
         of_linear(lambda linear: setattr(linear.weight, "data", STRIDED)),
         ["ddp"],
@@ -184,6 +199,9 @@ WORDS = {  # parts of a training loop; `forward` keeps the loss of another batch
     "its_backward": lambda t: t.loss.backward(),
     "retaining_backward": lambda t: t.loss.backward(retain_graph=True),
     "double_backward": lambda t: loss_of(t).backward(create_graph=True),
+    "square": lambda t: sum(b.shard.grad.square().sum() for b in t.sync.buckets).backward(),
+    "add_layer": lambda t: t.plain.units.append(nn.Linear(6, 6)),
+    "replace_layer": lambda t: setattr(t.plain.units[1], "linear", nn.Linear(6, 6)),
     "finish": lambda t: t.sync.finish_gradient_synchronization(),
     "step": lambda t: t.optimizer.step(),
     "zero_grad": lambda t: t.optimizer.zero_grad(set_to_none=True),
@@ -206,11 +224,6 @@ def loop(words: str) -> Callable[[Trainer], None]:
     return run
 
 
-def gradient_penalty(trainer: Trainer) -> None:
-    x = batch().requires_grad_()
-    torch.autograd.grad(trainer.model(x).sum(), x, create_graph=True)
-
-
 def failed_backward(trainer: Trainer) -> None:
     def fail(_: Tensor) -> None:
         raise ArithmeticError
@@ -220,17 +233,8 @@ def failed_backward(trainer: Trainer) -> None:
     with pytest.raises(ArithmeticError):
         backward(trainer)
     handle.remove()
+    trainer.optimizer.zero_grad()
     train(trainer)
-
-
-def gradient_of_an_input(trainer: Trainer) -> None:
-    x = batch().requires_grad_()
-    torch.autograd.grad(trainer.model(x).sum(), x)
-    train(trainer)
-
-
-def whole_model_checkpointed(trainer: Trainer) -> None:
-    checkpoint(trainer.model, batch(), use_reentrant=False).sum().backward()
 
 
 def old_graph(trainer: Trainer) -> None:
@@ -286,13 +290,13 @@ def of_module(name: str, *args) -> Callable[[Trainer], object]:
 RETAINED = "forward retaining_backward finish step zero_grad its_backward"
 ONE_STEP = "belongs after the optimizer's step"
 LOOPS = {  # what the loop does, strategies, message
-    "create_graph": (loop("double_backward"), ALL, "create_graph=True"),
-    "gradient penalty": (gradient_penalty, UNITS, "create_graph=True"),
+    "create_graph": (loop("double_backward"), STAGES_1_2, "create_graph=True"),
+    "second derivatives": (loop("double_backward finish square"), UNITS, ""),
     "step before finish": (loop("backward step"), FSDP, "incomplete"),
     "PyTorch's clip_grad_norm_": (loop("backward finish clip"), STAGES_1_2, "sharded"),
     "PyTorch's clip_grad_norm_, units": (loop("backward finish clip"), UNITS, "shards only"),
     "PyTorch's clip before finish": (loop("backward clip_shards"), FSDP, "incomplete"),
-    "no zero_grad": (loop("backward finish step backward"), UNITS, ONE_STEP),
+    "no zero_grad": (loop("backward finish step backward"), FSDP, ONE_STEP),
     "no zero_grad of stages 1 and 2": (
         loop("backward finish step backward"),
         STAGES_1_2,
@@ -308,17 +312,18 @@ LOOPS = {  # what the loop does, strategies, message
     "zero_grad between micro-batches": (loop("backward+ zero_grad backward"), FSDP, ONE_STEP),
     "zeros between micro-batches": (loop("backward+ zeros backward"), FSDP, "incomplete"),
     "zero_grad before finish": (loop("backward zero_grad finish"), FSDP, ONE_STEP),
-    "backward after finish": (loop("backward finish backward"), UNITS, ONE_STEP),
+    "backward after finish": (loop("backward finish backward"), FSDP, ONE_STEP),
     "backward after finish, stages 1, 2": (loop("backward finish backward"), STAGES_1_2, "sharded"),
-    "second backward": (loop("backward backward"), ["ddp", "zero-1", "fsdp/1"], "no_sync"),
-    "failed backward": (failed_backward, UNITS, "restart the run"),
-    "gradient of an input only": (gradient_of_an_input, UNITS, "restart the run"),
-    "a checkpoint around the model": (whole_model_checkpointed, UNITS, "two units"),
+    "second backward": (loop("backward backward"), ["ddp", "zero-1"], "no_sync"),
+    "failed backward": (failed_backward, FSDP, "restart the run"),
     "an old graph": (old_graph, STAGES_1_2, "modified by an inplace operation"),
-    "an old graph, units": (old_graph, UNITS, "before the optimizer's last step"),
+    "an old graph, units": (old_graph, UNITS, "optimizer's last step"),
     "a retained graph after a step": (loop(RETAINED), STAGES_1_2, "modified by an inplace"),
     "a retained graph after a step, units": (loop(RETAINED), UNITS, "optimizer's last step"),
-    "a loss of a kept tensor alone": (kept_tensor_alone, UNITS, ""),
+    "a loss of a kept tensor alone": (kept_tensor_alone, UNITS, "not used all"),
+    "a new layer": (loop("add_layer backward finish"), [*STAGES_1_2, *UNITS], "shard"),
+    "a replaced layer": (loop("replace_layer backward finish"), STAGES_1_2, "shard"),
+    "a replaced layer, units": (loop("replace_layer backward finish"), UNITS, "not used all"),
     "frozen afterwards": (frozen_afterwards, STAGES_1_2, "freeze, move or cast"),
     "frozen afterwards, units": (frozen_afterwards, UNITS, "shards only"),
     "frozen afterwards, replicas": (loop("freeze backward finish"), ["ddp"], "freeze or unfreeze"),
@@ -399,6 +404,28 @@ def no_sync_alone(model: nn.Module, sync) -> None:
         plainly(model, sync)
 
 
+def gradient_penalty(model: nn.Module, sync) -> None:
+    x = batch().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    (model(x).square().sum() + grad.square().sum()).backward()
+
+
+def gradient_of_an_input_first(model: nn.Module, sync) -> None:
+    x = batch().requires_grad_()
+    torch.autograd.grad(model(x).sum(), x)
+    plainly(model, sync)
+
+
+def whole_model_checkpointed(model: nn.Module, sync) -> None:
+    checkpoint(model, batch(), use_reentrant=False).square().sum().backward()
+
+
+def recurrent() -> Chain:
+    model = chain()
+    model.units.append(nn.LSTM(6, 6))
+    return model
+
+
 def unit_alone(model: nn.Module, sync) -> None:
     getattr(model, "module", model).units[1](batch()).square().sum().backward()
 
@@ -419,6 +446,12 @@ ALLOWED = {
     "a skipped unit": (plainly, chain("skipped")),
     "the last unit skipped": (plainly, chain("last skipped")),
     "an unused parameter": (plainly, chain("", "unused parameter")),
+    "a backward that misses units": (plainly, chain("detached")),
+    "a tuple with a dict of lists": (plainly, chain("", "tuple")),
+    "a recurrent unit, which keeps a list of its parameters": (plainly, recurrent()),
+    "gradient penalty": (gradient_penalty, chain()),
+    "the gradient of an input alone, first": (gradient_of_an_input_first, chain()),
+    "a checkpoint around the model": (whole_model_checkpointed, chain()),
     "a unit alone": (unit_alone, chain()),
     "two nested backwards": (plainly, chain("two nested backwards")),
 }
@@ -443,7 +476,7 @@ def distance(strategy: str, name: str, skips: str = "") -> float:
         if skips != "finish":
             trainer.sync.finish_gradient_synchronization()
             if strategy not in STAGES_1_2:
-                assert all(bucket.shard.grad is not None for bucket in trainer.sync.buckets)
+                assert any(bucket.shard.grad is not None for bucket in trainer.sync.buckets)
         if skips == "nothing":
             trainer.model(batch(7))
         trainer.optimizer.step()
