@@ -38,14 +38,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from common.collectives import (
     all_reduce,
     all_reduce_control,
     all_to_all_single,
     broadcast,
+    check_same,
     global_norm,
 )
 from common.loss import in_autocast_dtype
@@ -348,10 +350,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
 class DistributedDataParallel(nn.Module):
     """Keep the replicas of a module identical: same initial weights, same averaged gradients.
 
-    module: the same contiguous parameters on every rank, frozen or not for good. process_group: the
-    ranks whose gradients are averaged; None for all. bucket_cap_mb: the most MB in one all-reduce,
-    1 in the first, which thus starts early. A step ends with `finish_gradient_synchronization`.
+    module: complete, with the same contiguous parameters on every rank. process_group: the ranks
+    whose gradients are averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, 1 in
+    the first, which thus starts early. A step ends with `finish_gradient_synchronization`.
     """
+
+    averaged = WeakTensorKeyDictionary()  # by any wrapper: parameter -> True
 
     def __init__(
         self,
@@ -360,16 +364,21 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: float = 25,
     ):
         super().__init__()
-        self.module = module
-        for tensor in [*module.parameters(), *module.buffers()]:
+        self.module, self.group = module, process_group
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
+        check_same("parameters or buffers", kinds, tensors[0][1].device, process_group)
+        for _, tensor in tensors:
             broadcast(tensor.detach(), group=process_group, group_src=0)
-        self.trains = {p: p.requires_grad for p in module.parameters()}  # once where it is tied
-        params = [p for p, trains in self.trains.items() if trains][::-1]  # as backward: last first
+        params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
+        if any(p in self.averaged for p in params):
+            raise ValueError("another wrapper averages a parameter of this module: use only one")
         self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
         for param in params:
+            self.averaged[param] = True
             param.register_post_accumulate_grad_hook(self.mark_ready)
 
     def forward(self, *args, **kwargs):
@@ -388,7 +397,10 @@ class DistributedDataParallel(nn.Module):
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
         bucket = self.bucket_of[param]
         if param not in bucket.waiting_for:
-            raise RuntimeError("backward twice: use finish_gradient_synchronization() or no_sync()")
+            fix = "use finish_gradient_synchronization() or no_sync()"
+            raise RuntimeError(f"backward twice, or after a backward that failed: {fix}")
+        if param.grad.is_sparse or param.grad.requires_grad:
+            raise RuntimeError("sparse=True, or backward with create_graph=True: not supported")
         bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
         if not self.synchronizes:
             return
@@ -409,13 +421,26 @@ class DistributedDataParallel(nn.Module):
             self.launched += 1
 
     def finish_gradient_synchronization(self) -> None:
-        """Reduce what remains, and wait until every gradient is the average over the ranks."""
-        if any(p.requires_grad != trains for p, trains in self.trains.items()):
-            raise RuntimeError("freeze or unfreeze parameters before they are wrapped")
+        """Reduce what remains, and wait until every gradient is the average over the ranks.
+
+        A gradient that only some ranks have is zero on the others. One that none has stays None, so
+        that no optimizer decays or moves its parameter.
+        """
+        others = (p for p in self.module.parameters() if p not in self.bucket_of)
+        if any(p.requires_grad and p not in self.averaged for p in others):
+            raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
+        missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
+        device = next(self.parameters()).device
+        is_used = torch.ones(len(self.bucket_of), dtype=torch.uint8, device=device)
+        is_used[list(missing.values())] = 0
         self.launch_ready_buckets(backward_has_ended=True)
+        all_reduce_control(is_used, self.group, ReduceOp.MAX)  # while the last buckets travel
         for bucket in self.buckets:
             bucket.finish_reduction()
         self.launched = 0
+        for param, i in missing.items():
+            if not is_used[i]:
+                param.grad = None
 
 
 class Bucket:
@@ -447,7 +472,8 @@ class Bucket:
         if param.grad is None:
             view.zero_()
         elif param.grad is not view or divide_by > 1:
-            torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
+            grad = param.grad.expand_as(view)  # an error if the parameter was resized
+            torch.div(grad, divide_by, out=view)  # copies and divides, or divides in place
         param.grad = view
 
     def start_reduction(self) -> None:

@@ -14,6 +14,7 @@ a ring: Patarasuk and Yuan, 2009).
 | isend                     | the tensor          | payload             |
 """
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -177,14 +178,23 @@ def _goes_through_host(tensor: Tensor, group: Group) -> bool:
     return tensor.is_cuda and _is_gloo(tensor, group)
 
 
-def all_reduce_control(tensor: Tensor, group: Group = None) -> Tensor:
+def all_reduce_control(tensor: Tensor, group: Group = None, op=ReduceOp.SUM) -> Tensor:
     """All-reduce a scalar that controls the run: a loss to log, a norm to clip by, a vote to stop.
 
     Returns the tensor, reduced in place. It is counted apart from the technique's communication.
     """
     ledger.control[("all_reduce", group_name(group))] += 1
-    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor, op=op, group=group)
     return tensor
+
+
+def check_same(what: str, value: object, device: torch.device, group: Group = None) -> None:
+    """Raise ValueError, naming `what`, unless `str(value)` is the same on every rank of `group`."""
+    digest = zlib.crc32(str(value).encode())
+    bounds = torch.tensor([digest, -digest], device=device)
+    highest, minus_lowest = all_reduce_control(bounds, group, ReduceOp.MAX).tolist()
+    if highest != -minus_lowest:
+        raise ValueError(f"{what} differ between ranks; this rank's: {str(value)[:200]}")
 
 
 def global_norm(tensors: Iterable[Tensor], width: int = 1024) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 SGD = torch.optim.SGD
-STAGES_1_2, STAGE_3, FSDP = ["zero-1", "zero-2"], ["zero-3"], ["fsdp", "fsdp-keep"]
+DDP, STAGES_1_2, STAGE_3, FSDP = ["ddp"], ["zero-1", "zero-2"], ["zero-3"], ["fsdp", "fsdp-keep"]
 UNITS = [*STAGE_3, *FSDP]
 ZERO, ALL = [*STAGES_1_2, *STAGE_3], [*STAGES_1_2, *UNITS]
 
@@ -75,6 +76,10 @@ class Chain(nn.Module):
 def chain(how: str = "", unit: str = "") -> Chain:
     torch.manual_seed(0)
     return Chain(how, unit)
+
+
+def new_chain(_) -> Chain:
+    return chain()
 
 
 def trainer_of(strategy: str, model: Chain) -> Trainer:
@@ -279,6 +284,44 @@ def doubled(trainer: Trainer) -> None:
     train(trainer)
 
 
+def wrapping(
+    module: Callable[[Trainer], nn.Module], change=lambda model: None, x: Tensor | None = None
+) -> Callable[[Trainer], None]:
+    """Wrap another module, change it, and run the backward of a step."""
+
+    def run(trainer: Trainer) -> None:
+        model = module(trainer)
+        replica = type(trainer.sync)(model)
+        change(model)
+        replica(batch() if x is None else x).sum().backward()
+        replica.finish_gradient_synchronization()
+
+    return run
+
+
+def assign(model: Chain) -> None:
+    model.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
+
+
+def resize(model: Chain) -> None:
+    bias = model.units[1].other.bias
+    bias.data = bias.data[:1].clone()
+
+
+def another_backward(trainer: Trainer) -> None:
+    handle = trainer.plain.units[0].linear.register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.model(batch().requires_grad_()).sum().backward()
+    handle.remove()
+    trainer.optimizer.zero_grad()
+    backward(trainer)
+
+
+def of_rank(_: Trainer) -> nn.Module:
+    """Such as experts that are sharded over the ranks."""
+    return nn.Sequential(OrderedDict({f"expert {dist.get_rank()}": nn.Linear(6, 6)}))
+
+
 def replicas_alone(_: Trainer) -> None:
     Trainer("fsdp", chain(), groups={"replicate_group": dist.group.WORLD})
 
@@ -326,7 +369,30 @@ LOOPS = {  # what the loop does, strategies, message
     "a replaced layer, units": (loop("replace_layer backward finish"), UNITS, "not used all"),
     "frozen afterwards": (frozen_afterwards, STAGES_1_2, "freeze, move or cast"),
     "frozen afterwards, units": (frozen_afterwards, UNITS, "shards only"),
-    "frozen afterwards, replicas": (loop("freeze backward finish"), ["ddp"], "freeze or unfreeze"),
+    "replaced": (wrapping(new_chain, lambda m: m.units.__setitem__(2, Unit())), DDP, "replace"),
+    "added": (wrapping(new_chain, lambda m: m.add_module("more", Unit())), DDP, "add"),
+    "load_state_dict(assign=True)": (wrapping(new_chain, assign), DDP, "replace"),
+    "unfrozen": (
+        wrapping(lambda t: new_chain(t).requires_grad_(False), nn.Module.requires_grad_),
+        DDP,
+        "unfreeze",
+    ),
+    "resized": (wrapping(new_chain, resize), DDP, "size"),
+    "sparse gradients": (
+        wrapping(lambda t: nn.Embedding(5, 2, sparse=True), x=torch.ones(3, dtype=torch.int)),
+        DDP,
+        "sparse",
+    ),
+    "create_graph, replicas": (loop("double_backward"), DDP, "create_graph"),
+    "after a backward that failed": (another_backward, DDP, "that failed"),
+    "a wrapper in a wrapper": (wrapping(lambda t: t.model), DDP, "another wrapper"),
+    "two wrappers share a unit": (wrapping(lambda t: t.plain.units[0]), DDP, "another wrapper"),
+    "other sizes on other ranks": (
+        wrapping(lambda t: nn.Linear(6, 1 + dist.get_rank())),
+        DDP,
+        "differ between ranks",
+    ),
+    "other names on other ranks": (wrapping(of_rank), DDP, "differ between ranks"),
     "a parameter changed in place": (changed_in_place, UNITS, "no attribute 'bias'"),
     "a parameter changed in an evaluation": (changed_in_an_evaluation, UNITS, "in place"),
     "replicas without shards": (replicas_alone, ["fsdp"], "needs a shard_group"),

@@ -85,15 +85,21 @@ def loss_on(tokens: Tensor, branch: bool) -> Callable[[nn.Module], Tensor]:
     return loss_of
 
 
-def plain_step(model: nn.Module, optimizer, losses: list[Callable], over_ranks: bool) -> Tensor:
-    """One step, optionally of the average over the ranks. A missing gradient is zero."""
+def plain_step(
+    model: nn.Module, optimizer, losses: list[Callable], over_ranks: bool, strategy: str = "ddp"
+) -> Tensor:
+    """One step, optionally of the average over the ranks. A gradient that some ranks lack is zero
+    there; one that all lack is missing, and for other strategies than DDP zero."""
     total = torch.zeros(())
     for loss_of in losses:
         loss = loss_of(model) / len(losses)
         loss.backward()
         total += loss.detach()
     for p in model.parameters():
-        if p.requires_grad:
+        has_gradient = torch.tensor(p.grad is not None or strategy != "ddp", dtype=torch.int)
+        if over_ranks:
+            dist.all_reduce(has_gradient)
+        if p.requires_grad and has_gradient:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             if over_ranks:
                 dist.all_reduce(p.grad)
@@ -145,7 +151,7 @@ def five_steps(
         if branch == "first micro-batch":
             losses[:1] = micro_batches(step, 1, True, rank)
         ours = trainer.step(losses)
-        theirs = plain_step(plain, plain_optimizer, losses, not same_data)
+        theirs = plain_step(plain, plain_optimizer, losses, not same_data, strategy)
         assert not same_data or torch.equal(ours, theirs), step
     return differences(trainer.parameters(), plain)
 
@@ -172,6 +178,33 @@ def test_parameter_unused_on_some_ranks_counts_as_a_zero_gradient(pools, strateg
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1"])
 def test_parameter_unused_in_the_last_micro_batch_keeps_its_accumulated_gradient(pools, strategy):
     for worst in pools(2).run(five_steps, strategy, "sgd", m=2, branch="first micro-batch"):
+        assert worst == {}
+
+
+CHANGES = {  # of a wrapped model that stays exact
+    "data": lambda model: setattr(model.branch.bias, "data", model.branch.bias.data.clone()),
+    "frozen": lambda model: model.branch.requires_grad_(False),
+    "moved to zeros": lambda model: nn.init.zeros_(model.inner[0].weight),
+}
+
+
+def steps_after(change: str) -> dict[str, float]:
+    plain, model = odd(), odd()
+    ours = Trainer("ddp", model, AdamW, bucket_mb=SMALL, lr=0.01, weight_decay=0.1)
+    optimizer = AdamW(plain.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(4):
+        losses = micro_batches(step, 2, True, 0)
+        ours.step(losses)
+        plain_step(plain, optimizer, losses, over_ranks=False)
+        if step == 1:
+            CHANGES[change](plain)
+            CHANGES[change](model)
+    return differences(ours.parameters(), plain)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_ddp_follows_a_change_of_values(pools, change):
+    for worst in pools(2).run(steps_after, change):
         assert worst == {}
 
 
