@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from common.collectives import (
     agree_on_overflow,
@@ -200,12 +200,12 @@ class ZeroRedundancyOptimizer:
         trained = {p for p in self.module.parameters() if p.requires_grad}
         if trained != set(self.bucket_of):
             raise RuntimeError("add, freeze, move or cast parameters before they are sharded")
-        unused = {p: i for i, p in enumerate(self.bucket_of) if p not in self.used}
-        n_users = torch.ones(len(trained), device=self.buckets[0].full.device)
-        n_users[list(unused.values())] = 0
-        all_reduce_control(n_users, group=self.group)
-        # only a rank that lacks some waits for the numbers
-        self.unmoved = [(p, p.detach().clone()) for p, i in unused.items() if n_users[i] == 0]
+        missing = {p: i for i, p in enumerate(self.bucket_of) if p not in self.used}
+        device = next(self.module.parameters()).device
+        is_used = torch.ones(len(self.bucket_of), dtype=torch.uint8, device=device)
+        is_used[list(missing.values())] = 0
+        all_reduce_control(is_used, self.group, ReduceOp.MAX)
+        self.unmoved = [(p, p.detach().clone()) for p, i in missing.items() if not is_used[i]]
         if not self.complete:  # or every backward was under no_sync()
             for param in [p for bucket in self.buckets for p in bucket.waiting_for]:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
