@@ -5,7 +5,8 @@
 
 Forward and backward of one sequence: 4 heads of width 64, float32, one thread per rank. `balance`
 computes what each of four ranks computes, split naively and in zigzag, one after another
-and without communication, so CPU time is comparable on a busy machine. `scale` needs an idle core per rank.
+and without communication, so CPU time is comparable on a busy machine. `scale` needs an idle
+core per rank.
 """
 
 from __future__ import annotations
