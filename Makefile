@@ -28,7 +28,7 @@ help help-all: ### this list
 # NODES= GPUS= CPUS= MEM= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 MEM=0
 # FROM=01     the stage that diff-NN compares with; by default the one that its stage.toml names
 # FULL=1      diff-NN shows the whole new file, its changed lines marked
-# GPU=h100    of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN= SVG=: see PLANNING.md
+# GPU=h100    of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN=: see PLANNING.md
 # PYTHON=...  the python3 that creates the virtual environment
 
 # ---- set-up ----
