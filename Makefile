@@ -28,7 +28,7 @@ help help-all: ### this list
 # NODES= GPUS= CPUS= MEM= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 MEM=0
 # FROM=01     the stage that diff-NN compares with; by default the one that its stage.toml names
 # FULL=1      diff-NN shows the whole new file, its changed lines marked
-# GPU=h100    of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN= SVG=: see PLANNING.md
+# GPU=h100    of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN=: see PLANNING.md
 # PYTHON=...  the python3 that creates the virtual environment
 
 # ---- set-up ----
@@ -135,12 +135,10 @@ lint: $(READY) ### ruff, and shellcheck where it is installed
 experiments: $(READY) ### run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(BIN)/python tools/experiments.py $(ONLY)
 pictures: $(READY) ### draw those pictures of the READMEs again that follow from the code
-	@$(foreach each,buckets messages mesh_step memory,$(BIN)/python tools/pictures/$(each).py &&) \
-		$(BIN)/python tools/pictures/timeline.py --schedule all --svg 06_pipeline/schedules.svg
-bench: $(READY) ### compare speed and memory with PyTorch's own classes
+	@$(BIN)/python tools/pictures/memory.py
+	@$(BIN)/python tools/pictures/timeline.py --schedule all --svg 06_pipeline/schedules.svg
+bench: $(READY) ### compare speed and memory with PyTorch's own classes, in ten minutes
 	$(BIN)/python benchmarks/bench.py $(ARGS)
-scale: $(READY) ### strong and weak scaling on this machine
-	$(BIN)/python benchmarks/scale.py $(ARGS)
 clean: ### remove caches; .venv, data and runs stay
 	rm -rf .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

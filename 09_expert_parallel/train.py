@@ -148,7 +148,7 @@ class MixtureOfExperts(nn.Module):
         return logits.gather(-1, chosen).softmax(dim=-1), chosen
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Choose each token's k experts: the only discrete step. `tools/routing.py` replays it."""
+        """Choose each token's k experts: the only discrete step. `routing.py` replays it."""
         return (scores + self.bias).topk(self.top_k, dim=-1).indices
 
     def run_experts(self, rows: Tensor, counts_in: list[list[int]]) -> Tensor:

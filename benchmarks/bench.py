@@ -1,8 +1,8 @@
 """Head to head: our version of each technique against PyTorch's own, step by step in one job.
 
+    python benchmarks/bench.py                      # all rows that fit the machine, in ten minutes
+    python benchmarks/bench.py --rows 02-ddp 04-fsdp --ranks 2 --minutes 30 --out table.md
     python benchmarks/bench.py --list
-    python benchmarks/bench.py --rows 02-ddp 04-fsdp --ranks 2 --pairs 100 --out table.md
-    python benchmarks/bench.py --against main~3         # this tree beside another commit
 
 Both contenders live in the same processes and take turns: ours, theirs, then theirs, ours, and so
 on, each step behind a barrier and timed alone; a step's time is its slowest rank's. The table
@@ -19,93 +19,27 @@ import datetime
 import gc
 import os
 import platform
-import re
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from importlib.util import module_from_spec, spec_from_file_location
+from dataclasses import dataclass
 from math import comb
 from pathlib import Path
-from types import ModuleType
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from harness import PeakMemory, live_bytes  # noqa: E402
+from harness import PeakMemory, Pool, live_bytes  # noqa: E402
 from rows import GPU_SHAPES, ROWS, SHAPES, Row, Shape, Step, device  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from common.run import keep_freed_memory  # noqa: E402
 
 SLOWER = 1.02  # a ratio above this, with 95 % confidence, fails the run
-
-# ---- another commit beside this tree ----
-
-
-@contextmanager
-def checkout(commit: str) -> Iterator[str]:
-    """A temporary folder with the repository's files as of `commit`."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as parent:
-        folder, git = f"{parent}/tree", ["git", "-C", str(REPO), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", folder, commit], check=True)
-        try:
-            yield folder
-        finally:
-            subprocess.run([*git, "remove", "--force", folder], check=True)
-
-
-class OtherTree:
-    """Another checkout in this process, with its own `common`, stages and `rows`."""
-
-    reloaded = re.compile(r"(common|harness|rows|stages|stage_\d+)(\.|$)")  # modules that differ
-
-    def __init__(self, folder: str):
-        self.path = [f"{folder}{sub}" for sub in ("", "/tests", "/benchmarks")]
-        self.modules: dict[str, ModuleType] = {}
-        with self.imported():
-            # a row that is newer than the commit: this tree's row over that commit's stages
-            newer = spec_from_file_location("newer_rows", REPO / "benchmarks/rows.py")
-            rows = sys.modules["newer_rows"] = module_from_spec(newer)
-            newer.loader.exec_module(rows)
-            import rows as own
-
-            self.rows = {name: (rows, row) for name, row in rows.ROWS.items()}
-            self.rows |= {name: (own, row) for name, row in own.ROWS.items()}
-
-    @contextmanager
-    def imported(self) -> Iterator[None]:
-        """Within this context `import` finds the other checkout's modules."""
-        path, ours = sys.path[:], self.swap_modules(self.modules)
-        sys.path[:0] = self.path
-        try:
-            yield
-        finally:
-            self.modules, sys.path[:] = self.swap_modules(ours), path
-
-    def swap_modules(self, new: dict[str, ModuleType]) -> dict[str, ModuleType]:
-        """Put one checkout's modules into `sys.modules`; returns the other's."""
-        old = {name: sys.modules.pop(name) for name in [*sys.modules] if self.reloaded.match(name)}
-        sys.modules.update(new)
-        return old
-
-    def builder(self, name: str) -> Callable[[Shape], Step]:
-        """The other checkout's version of our contender in a row."""
-
-        def build(shape: Shape) -> Step:
-            module, row = self.rows[name]
-            with self.imported():
-                return row.ours(module.Shape(**asdict(shape)))
-
-        return build
-
+BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+FEWEST, MOST = 6, 100  # pairs of steps; with six the 95 % interval is that of all
 
 # ---- one row, inside the workers ----
 
@@ -180,81 +114,41 @@ def largest(values: list[float]) -> list[float]:
     return tensor.tolist()
 
 
-def measure(
-    name: str, shape_name: str, pairs: int, other: OtherTree | None = None, warmup: int = 3
-) -> Result:
-    """Run a row on the ranks of the default group, against `other` if given."""
+def measure(name: str, shape_name: str, pairs: int, share: float, left: float) -> Result | None:
+    """Run a row on the ranks of the default group, `pairs` times or for `share` seconds.
+
+    None if `left` seconds, which all rows have, are over before there are enough pairs.
+    """
+    start, size = time.monotonic(), dist.get_world_size()
+    keep_freed_memory()  # as every run does
+    torch.set_num_threads(1 if size > 1 else len(os.sched_getaffinity(0)))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_rank())
     row, shape = ROWS[name], (GPU_SHAPES if torch.cuda.is_available() else SHAPES)[shape_name]
-    builders = [row.ours, other.builder(name) if other else row.theirs]
-    memory = [peak_mb(row, build, shape) for build in builders]
-    contenders = [build(shape) for build in builders]
+    memory = [peak_mb(row, build, shape) for build in (row.ours, row.theirs)]
+    contenders = [build(shape) for build in (row.ours, row.theirs)]
     times: list[list[float]] = [[], []]
     losses = [torch.zeros(())] * 2
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection would fall on one contender's step or the other's
-    for i in range(warmup + pairs):
-        data = batch(row, shape, i)
-        for which in (0, 1) if i % 2 == 0 else (1, 0):
+    for i in range(-3, pairs):  # three to warm up
+        (seconds,) = largest([time.monotonic() - start])
+        if seconds > (share if i >= FEWEST else left):
+            break
+        data = batch(row, shape, i + 3)
+        for which in (0, 1) if i % 2 else (1, 0):
             took, losses[which] = timed(contenders[which], *data)
-            if i >= warmup:
+            if i >= 0:
                 times[which].append(took)
         gc.collect()
     gc.enable()
     gc.unfreeze()
-    difference = None
-    if row.same_loss or other:
-        difference = largest([abs((losses[0] - losses[1]).item())])[0]
+    if len(times[0]) < min(FEWEST, pairs):
+        return None
+    difference = largest([abs((losses[0] - losses[1]).item())])[0] if row.same_loss else None
     ours, theirs = largest(times[0]), largest(times[1])
-    return Result(name, shape_name, dist.get_world_size(), ours, theirs, *memory, difference)
-
-
-def worker(
-    rank: int,
-    size: int,
-    port: int,
-    jobs: list[tuple[str, str]],
-    pairs: int,
-    folder: str | None,
-    out: str,
-) -> None:
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
-    keep_freed_memory()  # as every run does
-    torch.set_num_threads(1 if size > 1 else len(os.sched_getaffinity(0)))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=size,
-    )
-    other = OtherTree(folder) if folder else None
-    results = []
-    for name, shape_name in jobs:
-        results.append(measure(name, shape_name, pairs, other))
-        if rank == 0:
-            print(line_of(results[-1]), flush=True)
-        gc.collect()
-    if rank == 0:
-        torch.save(results, out)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run_jobs(
-    size: int, jobs: list[tuple[str, str]], pairs: int, folder: str | None = None
-) -> list[Result]:
-    """Rows one after another in one set of `size` processes; folder: of the other checkout."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    threads = "1" if size > 1 else str(len(os.sched_getaffinity(0)))
-    os.environ["OMP_NUM_THREADS"] = threads  # the workers inherit it
-    with tempfile.NamedTemporaryFile() as out:
-        arguments = (size, port, jobs, pairs, folder, out.name)
-        torch.multiprocessing.spawn(worker, arguments, nprocs=size)
-        return torch.load(out.name, weights_only=False)
+    return Result(name, shape_name, size, ours, theirs, *memory, difference)
 
 
 # ---- the table ----
@@ -338,31 +232,53 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
-    parser.add_argument("--ranks", nargs="+", type=int, help="default: those of each row")
-    parser.add_argument("--pairs", type=int, default=100, help="timed steps of each contender")
-    parser.add_argument("--against", metavar="COMMIT", help="compare with this commit of ours")
+    parser.add_argument("--ranks", nargs="+", type=int, help="default: a core or GPU for each")
+    parser.add_argument("--minutes", type=float, default=9, help="for all rows together")
+    parser.add_argument("--pairs", type=int, default=MOST, help="timed steps of each contender")
     parser.add_argument("--out", help="write the table to this file, too")
     parser.add_argument("--list", action="store_true", help="list the rows and exit")
-    args = parser.parse_args(argv)
-    if args.against:
-        named = f"{args.against}^{{commit}}"
-        command = ["git", "-C", str(REPO), "rev-parse", "--verify", "--short", named]
-        found = subprocess.run(command, capture_output=True, text=True)
-        if found.returncode:
-            parser.error(f"--against {args.against}: not a commit of this repository")
-        args.against = found.stdout.strip()
-    return args
+    return parser.parse_args(argv)
 
 
-def run_rows(args: argparse.Namespace, folder: str | None = None) -> list[Result]:
-    """Every row that the arguments name, by number of ranks; folder: of the other checkout."""
-    jobs: dict[int, list[tuple[str, str]]] = {}
-    for name in args.rows:
-        for size in ranks_of(ROWS[name], args.ranks):
-            jobs.setdefault(size, []).extend(
-                (name, s) for s in args.shapes if s in ROWS[name].shapes
-            )
-    return [r for size in sorted(jobs) for r in run_jobs(size, jobs[size], args.pairs, folder)]
+def ranks_of(row: Row, wished: list[int] | None) -> list[int]:
+    """The world sizes to run a row with. NCCL needs one GPU per rank."""
+    if torch.cuda.is_available():
+        return [min(torch.cuda.device_count(), max(wished or [1]))]
+    cores = len(os.sched_getaffinity(0))
+    return [n for n in row.ranks if (n in wished if wished else n <= cores)]
+
+
+def run_rows(args: argparse.Namespace, deadline: float) -> tuple[list[Result], list[str]]:
+    """The results by number of ranks, each printed as it comes, and the rows that had no time."""
+    jobs = sorted(
+        (
+            (size, name, shape)
+            for name in args.rows
+            for size in ranks_of(ROWS[name], args.ranks)
+            for shape in args.shapes
+            if shape in ROWS[name].shapes
+        ),
+        key=lambda job: job[0],
+    )
+    print(f"{len(jobs)} measurements, in at most {args.minutes:g} minutes (--minutes)\n{HEAD}")
+    results, late, pool = [], [], Pool(0)
+    for i, (size, name, shape) in enumerate(jobs):
+        left = deadline - time.monotonic()
+        if sys.stderr.isatty():
+            progress = f"{i + 1} of {len(jobs)}: {name} ({shape}), {left / 60:.0f} minutes left"
+            print(f"{progress}\r", end="", file=sys.stderr, flush=True)
+        if size != pool.size:
+            pool.close()
+            pool = Pool(size, backend=BACKEND)
+        job = measure, name, shape, args.pairs, left / (len(jobs) - i), left
+        result = pool.run(*job, timeout=3600)[0] if left > 0 else None
+        if result is None:
+            late.append(f"{name} ({shape}, {size} ranks)")
+        else:
+            results.append(result)
+            print(line_of(result), flush=True)
+    pool.close()
+    return results, late
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -372,28 +288,22 @@ def main(argv: list[str] | None = None) -> int:
         for name, row in ROWS.items():
             print(f"{name:20} {row.against}, ranks {' '.join(map(str, row.ranks))}")
         return 0
-    against = {n: f"commit {args.against}" if args.against else ROWS[n].against for n in args.rows}
-    print(f"{machine()}\n\n{HEAD}", flush=True)
-    if args.against:
-        with checkout(args.against) as folder:
-            results = run_rows(args, folder)
-    else:
-        results = run_rows(args)
-    slower = slower_rows(results)
-    for row in slower:
-        print(f"slower than {against[row.split()[0]]}: {row}")
+    print(machine())
+    results, late = run_rows(args, time.monotonic() + 60 * args.minutes)
+    measured = {r.row for r in results}
+    for row in slower_rows(results):
+        print(f"slower than {ROWS[row.split()[0]].against}: {row}")
+    if late:
+        print(f"not measured, for lack of time: {', '.join(late)}")
+    if few := [name for name in args.rows if not ranks_of(ROWS[name], args.ranks)]:
+        print(f"not measured, for lack of cores (--ranks): {', '.join(few)}")
     if args.out:
         lines = [machine(), "", HEAD, *map(line_of, results), ""]
-        lines += [f"- {name}: against {theirs}" for name, theirs in against.items()]
+        lines += [
+            f"- {name}: against {ROWS[name].against}" for name in args.rows if name in measured
+        ]
         Path(args.out).write_text("\n".join([*lines, *shapes_used({r.shape for r in results}), ""]))
-    return 1 if slower else 0
-
-
-def ranks_of(row: Row, wished: list[int] | None) -> list[int]:
-    """The world sizes to run a row with. NCCL needs one GPU per rank."""
-    if torch.cuda.is_available():
-        return [min(torch.cuda.device_count(), max(wished or [1]))]
-    return [n for n in row.ranks if not wished or n in wished]
+    return 1 if slower_rows(results) else 0
 
 
 if __name__ == "__main__":

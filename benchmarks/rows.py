@@ -557,95 +557,24 @@ class TorchRing(torch.autograd.Function):
         return grads[:3]
 
 
-class FlashRing(torch.autograd.Function):
-    """08's ring, with PyTorch's flash operator for the scores of a turn."""
-
-    @staticmethod
-    def parts(ring, source: int) -> tuple[slice, slice, bool]:
-        """Rows and columns of the visible scores of a turn, and whether they have a diagonal."""
-        half = sum(map(len, ring.positions)) // 2
-        if source == ring.rank:
-            return slice(None), slice(None), True
-        if source < ring.rank:  # its first chunk is visible to all queries
-            return slice(None), slice(half), False
-        return slice(half, None), slice(None), False  # the last chunk of queries sees both
-
-    @staticmethod
-    def forward(ctx, ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.zeros_like(q)
-        logsumexp = q.new_full(q.shape[:-1], -torch.inf)
-        kv = torch.stack((k, v))
-        for source, (keys, values) in ring.circulate(kv):
-            rows, columns, diagonal = FlashRing.parts(ring, source)
-            part, part_lse = FLASH(
-                q[:, :, rows], keys[:, :, columns], values[:, :, columns], 0.0, diagonal
-            )
-            before = logsumexp[:, :, rows]
-            both = torch.logaddexp(before, part_lse)
-            out[:, :, rows] *= (before - both).exp()[..., None]
-            out[:, :, rows] += part * (part_lse - both).exp()[..., None]
-            before.copy_(both)
-        ctx.save_for_backward(q, kv, out, logsumexp)
-        ctx.ring = ring
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (q, kv, out, logsumexp), ring = ctx.saved_tensors, ctx.ring
-        grad_q, exchange = torch.zeros_like(q), None
-        for source, block in ring.circulate(kv):
-            rows, columns, diagonal = FlashRing.parts(ring, source)
-            grad_block = torch.zeros_like(block)
-            grad_rows, grad_block[0, :, :, columns], grad_block[1, :, :, columns] = FLASH_BACKWARD(
-                grad[:, :, rows],
-                q[:, :, rows],
-                *block[..., columns, :],
-                out[:, :, rows],
-                logsumexp[:, :, rows].contiguous(),
-                0.0,
-                diagonal,
-            )
-            grad_q[:, :, rows] += grad_rows
-            if source == ring.rank:
-                grad_home = grad_block
-                continue
-            if exchange is not None:
-                grad_block += exchange.wait()
-            exchange = ring.start_exchange(grad_block)
-        if exchange is not None:
-            grad_home += exchange.wait()
-        return None, grad_q, *grad_home
+def our_ring(shape: Shape) -> Step:
+    return ring_step(shape, None)
 
 
-def ring_row(attend: Callable | None) -> Callable[[Shape], Step]:
-    """Stage 08, with `attend(ring)` in place of its own attention if it is given."""
-
-    def build(shape: Shape) -> Step:
-        stage, group = load_stage("08"), dist.group.WORLD
-        model = transformer(shape)
-        chunks = stage.context_parallel(model, group)
-        if attend is not None:
-            shards = [stage.zigzag(r, group.size(), shape.seq_len) for r in range(group.size())]
-            ring = stage.Ring(group, shards, device())
-            for layer in model.layers.values():
-                layer.attn.attend = attend(ring)
-        replica = stage.DistributedDataParallel(model)
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        step = plain_step(replica, optimizer, replica.finish_gradient_synchronization)
-        return lambda *batch: step(*(stage.local_tokens(x, chunks, shape.seq_len) for x in batch))
-
-    return build
+def torch_ring(shape: Shape) -> Step:
+    return ring_step(shape, TorchRing.apply)
 
 
-# ---- 10: float8 ----
-
-
-def our_float8(shape: Shape) -> Step:
-    model = load_stage("10").float8(transformer(shape), "rowwise")
-    return plain_step(model, torch.optim.AdamW(model.parameters(), **ADAMW))
-
-
-# ---- the table ----
+def ring_step(shape: Shape, attend: Callable | None) -> Step:
+    """Stage 08, with `attend` in place of its own attention if it is given."""
+    stage, model = load_stage("08"), transformer(shape)
+    chunks = stage.context_parallel(model, dist.group.WORLD)
+    for layer in model.layers.values() if attend else ():
+        layer.attn.attend = attend
+    replica = stage.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    step = plain_step(replica, optimizer, replica.finish_gradient_synchronization)
+    return lambda *batch: step(*(stage.local_tokens(x, chunks, shape.seq_len) for x in batch))
 
 
 # ---- 09: experts on every rank, and PyTorch's differentiable all-to-all ----
@@ -702,6 +631,14 @@ def experts_over_torch_all_to_all(shape: Shape) -> Step:
     return with_torch
 
 
+# ---- 10: float8 ----
+
+
+def our_float8(shape: Shape) -> Step:
+    model = load_stage("10").float8(transformer(shape), "rowwise")
+    return plain_step(model, torch.optim.AdamW(model.parameters(), **ADAMW))
+
+
 # ---- 11: Muon on every rank, under DDP ----
 
 
@@ -736,6 +673,9 @@ def torch_muon(shape: Shape) -> Step:
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
     muon = torch.optim.Muon(matrices, lr=ADAMW["lr"], adjust_lr_fn="match_rms_adamw")
     return muon_step(replica, muon, others)
+
+
+# ---- the table ----
 
 
 @dataclass(frozen=True)
@@ -809,16 +749,9 @@ ROWS = {
         share_of=lambda rank: rank // 2 % 2,
     ),
     "08-ring": Row(
-        ring_row(None),
-        ring_row(lambda ring: TorchRing.apply),
+        our_ring,
+        torch_ring,
         "_templated_ring_attention over PyTorch's flash operator",
-        shapes=("long",),
-        share_of=lambda rank: 0,
-    ),
-    "08-ring-flash": Row(
-        ring_row(lambda ring: partial(FlashRing.apply, ring)),
-        ring_row(lambda ring: TorchRing.apply),
-        "the same; ours over the flash operator, too",
         shapes=("long",),
         share_of=lambda rank: 0,
     ),

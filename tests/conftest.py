@@ -32,71 +32,34 @@ LONG = "slurm parity survival dry_run gpu_check late_backend costs gradients lau
 LONG += " lessons stages"
 
 
-collected: list[str] = []  # the node ids of all tests, including those that `-k` and `-m` deselect
+RERUNS = int(os.environ.get("RERUNS", 2))  # of a test that is marked `wall_clock` and fails
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-k` and `-m` deselect
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     first = [f"test_{name}.py" for name in LONG.split()]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else 99)
-    collected[:] = [item.nodeid for item in items]
+    collected = {item.nodeid for item in items}
     for item in items:
+        if item.get_closest_marker("wall_clock"):
+            item.add_marker(pytest.mark.flaky(reruns=RERUNS))
         for mark in item.iter_markers("quick_cases"):
-            check_cases(config, item, mark.args)
+            check_cases(config, item, mark.args, collected)
             item.add_marker("quick" if item.callspec.id in mark.args else "slow")
 
 
-def check_cases(config: pytest.Config, item: pytest.Function, ids: tuple[str, ...]) -> None:
+def check_cases(
+    config: pytest.Config, item: pytest.Function, ids: tuple[str, ...], collected: set[str]
+) -> None:
     test = item.nodeid.partition("[")[0]
     absent = [id for id in ids if f"{test}[{id}]" not in collected]
     if absent and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"{test} has no cases {absent}")
 
 
-@pytest.fixture(scope="session")
-def all_tests(request) -> list[str]:
-    """The node ids of all tests in the files that pytest was given."""
-    if any("::" in argument for argument in request.config.args):
-        pytest.skip("only parts of files were collected")
-    return collected
-
-
 def pytest_configure(config: pytest.Config) -> None:
     # a warning that common/ silences itself; pytest replaces the filters
     config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled:UserWarning")
-
-
-# ---- tests that depend on wall-clock time ----
-
-ATTEMPTS = int(os.environ.get("WALL_CLOCK_ATTEMPTS", 3))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test that is marked `wall_clock` again if it fails, each time with new fixtures."""
-    if not item.get_closest_marker("wall_clock"):
-        return None  # pytest runs it
-    runner = item.config.pluginmanager.getplugin("runner")  # pytest's own plugin
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for attempt in range(1, ATTEMPTS + 1):
-        reports = runner.runtestprotocol(item, log=False, nextitem=nextitem)
-        failures = [report.longreprtext for report in reports if report.failed]
-        if not failures or attempt == ATTEMPTS:
-            break
-        item.user_properties.append((f"attempt {attempt} failed", "\n".join(failures)))
-    for report in reports:
-        item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show the failed attempts of tests that were run again, also of those that then passed."""
-    for outcome in ("passed", "failed", "error"):
-        for report in terminalreporter.getreports(outcome):
-            for name, text in report.user_properties:
-                terminalreporter.section(f"{report.nodeid} ({outcome} in the end): {name}")
-                terminalreporter.write_line(text)
 
 
 @pytest.fixture(scope="session", autouse=True)

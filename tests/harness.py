@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
 import io
 import json
 import multiprocessing
@@ -60,6 +59,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from stages import (  # noqa: F401  for the tests, too
     REPO,
     StageRun,
+    load_file,
     load_stage,
     runs_for,
     stage_file,
@@ -402,9 +402,11 @@ def assert_reproduces(run: StageRun, metrics: list[dict], reference: list[dict])
 
 
 def comparably(job: Callable, how: str, folder: str, stage: str, argv: list[str]) -> Any:
-    """`job(stage, argv)`, within `record` or `replay` of the module that the stage's file names."""
-    module = stage_file(stage).replay
-    around = getattr(importlib.import_module(module), how)(folder) if module else nullcontext()
+    """`job(stage, argv)`, in its stage's `replay` where there is one; how: "record" or "replay"."""
+    name, around = stage_file(stage).replay, nullcontext()
+    if name:
+        module = load_file(stage_path(stage).with_name(f"{name}.py"), name)
+        around = getattr(module, name)(how, folder, load_stage(stage))
     with around:
         return job(stage, argv)
 

@@ -1,4 +1,4 @@
-"""A law of all stages: model state and bytes sent per step are those of one table of formulas.
+"""A law of all stages: model state and bytes sent per step are those of tools/costs.py.
 
 Dry runs give the numbers: they execute a stage's own `main` as one rank. tests/test_dry_run.py
 holds them to real runs, test_cost_data_parallel.py the ledger to the bytes given to the kernel.
@@ -9,213 +9,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from unittest.mock import patch
 
 import pytest
-import torch
+from costs import Costs, costs_of
 from dry_run import Report, dry_run
 from harness import StageRun, load_stage, runs_for, stage_file, true_ledger
-from torch import nn
 
 pytestmark = pytest.mark.slow
 
 VOCABULARY = 201  # of the tests' corpus; the model pads it to 256 words
 PURPOSES = ("accumulation", "bf16", "late", "late-bf16", "parity")
-
-
-class Expected:
-    """What the formulas need: sizes in elements, and the costs as they are added up.
-
-    E, layer, O: of the embedding, a layer and the output unit; P of all. A: hidden states of a
-    micro-batch, c: bytes of one of their elements. m: micro-batches of a replica.
-    """
-
-    def __init__(self, run: StageRun, rank: int):
-        stage = load_stage(run.stage)
-        launch = {"RANK": str(rank), "WORLD_SIZE": str(run.ranks)}
-        with patch.dict(os.environ, launch):
-            self.args = args = stage.parse_args(run.argv)
-        self.rank, self.n = rank, run.ranks
-        self.d, self.L = args.d_model, args.n_layers
-        d, vocab = self.d, 256
-        self.E, self.layer, self.O = vocab * d, 12 * d * d + 2 * d, vocab * d + d
-        self.P = self.E + self.L * self.layer + self.O
-        self.T = args.micro_batch_size * args.seq_len
-        self.A, self.c = self.T * d, 2 if args.dtype == "bfloat16" else 4
-        self.m = args.global_batch_size // args.micro_batch_size  # with one replica
-        self.held = Counter()  # bytes by kind
-        self.sent = Counter()  # ring bytes by (collective, group)
-        self.sent_before = Counter()  # the same, once: of the initial weights
-
-    def hold(self, parameters: float, gradients: float, optimizer: float) -> None:
-        self.held = Counter(parameters=parameters, gradients=gradients, optimizer=optimizer)
-
-    def start_equal(self, group: str, n: int, nbytes: float) -> None:
-        """Broadcast the initial weights."""
-        self.sent_before["broadcast", group] += nbytes * (n - 1) / n
-
-    def send(self, op: str, group: str, n: int, nbytes: float) -> None:
-        """Add a collective's bytes on a ring of n ranks; a point-to-point message is `isend`."""
-        around = {"all_reduce": 2 * (n - 1) / n, "isend": 1}.get(op, (n - 1) / n)
-        if nbytes * around:
-            self.sent[op, group] += nbytes * around
-
-
-def ddp(x: Expected) -> None:
-    x.hold(4 * x.P, 4 * x.P, 8 * x.P)
-    x.start_equal("world", x.n, 4 * x.P)
-    x.send("all_reduce", "world", x.n, 4 * x.P)
-
-
-def gathered(x: Expected, reshards: bool) -> float:
-    """Bytes of the unsharded weights of a micro-batch; the embedding's backward needs none."""
-    bf16 = (getattr(x.args, "param_dtype", None) or x.args.dtype) == "bfloat16"
-    return 4 * x.E + (2 if reshards else 1) * (x.P - x.E) * (2 if bf16 else 4)
-
-
-def zero(x: Expected) -> None:
-    zero_stage, m = x.args.zero_stage, x.m // x.n
-    shard = 4 * x.P / x.n
-    x.start_equal("world", x.n, 4 * x.P)
-    if zero_stage == 3:
-        assert not x.args.autocast  # units compute in the dtype that they are gathered in
-        x.hold(shard, shard, 2 * shard)
-        x.send("all_gather_single", "world", x.n, m * gathered(x, True))
-    else:
-        x.hold(4 * x.P, 4 * x.P if zero_stage == 1 else shard, 2 * shard)
-        x.send("all_gather_single", "world", x.n, 4 * x.P)
-    x.send("reduce_scatter_single", "world", x.n, (1 if zero_stage == 1 else m) * 4 * x.P)
-
-
-def fsdp(x: Expected) -> None:
-    assert not x.args.autocast  # units compute in the dtype that they are gathered in
-    s, m = x.args.shard_degree or x.n, x.m // x.n
-    shard = 4 * x.P / s
-    x.hold(shard, shard, 2 * shard)
-    reduced = 2 if x.args.reduce_dtype == "bfloat16" else 4
-    x.send("all_gather_single", "shard", s, m * gathered(x, not x.args.no_reshard_after_forward))
-    x.send("reduce_scatter_single", "shard", s, m * reduced * x.P)
-    x.send("all_reduce", "replicate", x.n // s, 4 * x.P / s)
-
-
-def tensor_parallel(x: Expected, group: str, tp: int, layers: int, is_first=True, is_last=True):
-    """The communication of the layers, the embedding and the loss of a rank, and its parameters."""
-    norms = 2 * layers * x.d + x.d * is_last
-    full = layers * x.layer + x.E * is_first + x.O * is_last
-    recomputed = layers * x.args.activation_checkpointing
-    # recomputation stops at the last tensor that backward needs: before the MLP's second collective
-    # unless dropout follows it
-    again = recomputed * (2 if x.args.dropout else 1)
-    large = 4 * layers * x.c * x.A  # two forward and two backward
-    large += (x.c * is_last + 4 * is_first) * x.A  # the embedding's stays in float32
-    if x.args.sequence_parallel and tp > 1:
-        x.send("all_gather_single", group, tp, x.m * (large + 2 * recomputed * x.c * x.A))
-        x.send("reduce_scatter_single", group, tp, x.m * (large + again * x.c * x.A))
-        x.send("all_reduce", group, tp, 4 * norms)
-    else:
-        x.send("all_reduce", group, tp, x.m * (large + again * x.c * x.A))
-    x.send("all_reduce", group, tp, x.m * 3 * 4 * x.T * is_last)
-    return (full - norms) / tp + norms
-
-
-def tensor(x: Expected) -> None:
-    own = tensor_parallel(x, "world", x.n, x.L)
-    x.hold(4 * own, 4 * own, 8 * own)
-
-
-def pipeline(x: Expected, pp: int, rank: int, nbytes: float) -> tuple[int, bool, bool]:
-    """The sends of a pipeline's rank, `nbytes` per message; its layers, first and last."""
-    v = x.args.virtual_stages if x.args.schedule == "interleaved" else 1
-    n_stages = pp * v
-    layers = 0
-    for stage in range(rank, n_stages, pp):
-        layers += x.L // n_stages + (stage < x.L % n_stages)
-        for other in (stage + 1, stage - 1):  # hidden states, gradients
-            if 0 <= other < n_stages and pp > 1:
-                towards = "to_higher" if other % pp > rank else "to_lower"
-                x.send("isend", towards, 2, x.m * nbytes)
-    return layers, rank == 0, rank == pp - 1
-
-
-def pipelined(x: Expected) -> None:
-    layers, is_first, is_last = pipeline(x, x.n, x.rank, 4 * x.A)
-    own = layers * x.layer + x.E * is_first + x.O * is_last
-    x.hold(4 * own, 4 * own, 8 * own)
-
-
-def mesh(x: Expected) -> None:
-    pp, tp = x.args.pp, x.args.tp
-    dp = x.n // pp // tp
-    x.m //= dp
-    shards = tp if x.args.sequence_parallel else 1
-    part = pipeline(x, pp, x.rank // (dp * tp), 4 * x.A / shards)
-    own = tensor_parallel(x, "tp", tp, *part)
-    x.hold(4 * own, 4 * own, 8 * own)
-    x.start_equal("dp", dp, 4 * own)
-    x.send("all_reduce", "dp", dp, 4 * own)
-
-
-def context_parallel(x: Expected) -> None:
-    ddp(x)
-    cp = x.args.cp or x.n
-    x.m //= x.n // cp
-    forwards = 1 + x.args.activation_checkpointing
-    times = x.m * x.L * (cp - 1) / cp * x.A
-    if x.args.context_parallel_kind == "ring":  # keys and values; then also their gradients
-        x.send("isend", "cp", 2, 2 * times * x.c * (forwards + 1) + 2 * times * 4)
-    else:  # an all-to-all of a shard
-        x.sent["all_to_all_single", "cp"] += 4 * times / cp * x.c * (forwards + 1)
-
-
-def expert_parallel(x: Expected) -> None:
-    args, ep = x.args, x.args.ep or x.n
-    expert = 8 * x.d * x.d // args.top_k  # k experts per token have the size of the dense MLP
-    router = args.n_experts * x.d
-    sharded = x.L * args.n_experts * expert / ep
-    dense = x.P - x.L * (8 * x.d * x.d - router)
-    x.hold(4 * (dense + sharded), 4 * (dense + sharded), 8 * (dense + sharded))
-    x.start_equal("world", x.n, 4 * dense + 4 * x.L * args.n_experts)  # and the biases
-    x.start_equal("replicas", x.n // ep, 4 * sharded)
-    x.send("all_reduce", "world", x.n, 4 * dense + 8 * x.L * args.n_experts)  # and the loads
-    x.send("all_reduce", "replicas", x.n // ep, 4 * sharded)
-    again = args.activation_checkpointing
-    rows = (4 + 2 * again) * args.top_k * x.T * x.d * x.c  # in a dry run the load is balanced
-    counts = (1 + again) * 8 * args.n_experts
-    x.send("all_to_all_single", "ep", ep, x.m // x.n * x.L * (rows + counts))
-
-
-# a stage that is not here costs what the stage costs that it is compared with
-def muon(x: Expected) -> None:
-    d = x.d
-    shapes = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * x.L
-    matrices = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
-    owners = load_stage("11").choose_owners(matrices, x.n)
-    owned = sum(p.numel() for p in matrices if owners[p] == x.rank)
-    every = 12 * d * d * x.L
-    x.start_equal("world", x.n, 4 * x.P)
-    x.hold(4 * x.P, 4 * (x.P - every + owned), 8 * (x.P - every) + 4 * owned)
-    x.send("all_reduce", "world", x.n, 4 * (x.P - every))
-    x.send("reduce", "world", x.n, 4 * every)
-    x.send("broadcast", "world", x.n, 4 * every)
-
-
-COSTS: dict[str, Callable[[Expected], None]] = {
-    "02": ddp,
-    "03": zero,
-    "04": fsdp,
-    "05": tensor,
-    "06": pipelined,
-    "07": mesh,
-    "08": context_parallel,
-    "09": expert_parallel,
-    "11": muon,
-}
-
-
-def formulas(stage: str) -> Callable[[Expected], None]:
-    return COSTS.get(stage) or formulas(stage_file(stage).compare)
 
 
 def cases() -> list:
@@ -234,10 +39,10 @@ def cases() -> list:
 
 
 @cache
-def expected_of(run: StageRun, rank: int) -> Expected:
-    expected = Expected(run, rank)
-    formulas(run.stage)(expected)
-    return expected
+def expected_of(run: StageRun, rank: int) -> Costs:
+    with patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": str(run.ranks)}):
+        args = load_stage(run.stage).parse_args(run.argv)
+    return costs_of(run.stage, args, run.ranks, rank, 256)
 
 
 def assert_costs(pools, run: StageRun, rank: int) -> Report:

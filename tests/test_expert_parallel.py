@@ -1,6 +1,6 @@
 """Stage 09: gradients for the same routing, communication, memory, balance, checkpoints.
 
-Runs that differ only in rounding part at near ties (`tools/routing.py`). So these use float64, the
+Runs that differ only in rounding part at near ties (`routing.py` of 09). So these use float64, the
 recorded routing of one process, or one expert.
 """
 
@@ -19,8 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dry_run import PATCHES, dry_run
 from generate import continued, load_run
-from harness import REPO, assert_same_curve, load_stage
-from routing import record, replay
+from harness import REPO, assert_same_curve, comparably, load_stage, train
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -355,24 +354,22 @@ def test_configuration_counts_all_and_active_parameters(pools, top_k):
 # ---- checkpoints ----
 
 
-def train(argv: list[str], around, folder: str) -> list[dict]:
-    """Within `record` or `replay` of a folder; a replayed run fails if its own routing differs
-    from the recorded one without a near tie."""
-    with around(folder):
-        return load_stage("09").main(argv)
-
-
 def test_a_checkpoint_resumes_on_other_meshes_and_is_exported(pools, corpus_dir, tmp_path):
-    """The biases too: without them a replayed run would choose other experts."""
+    """The biases too: without them a replayed run would choose other experts, and it fails if its
+    choice differs from the recorded one without a near tie."""
+
+    def run(size: int, how: str, argv: list[str]) -> list[list[dict]]:
+        return pools(size).run(comparably, train, how, str(tmp_path), "09", argv)
+
     argv = [*RUN, "--data", str(corpus_dir), "--dropout", "0.1"]
     flags = lambda name, *more: [*argv, "--run-dir", str(tmp_path / name), *more]  # noqa: E731
-    (whole,) = pools(1).run(train, flags("whole"), record, str(tmp_path))
+    (whole,) = run(1, "record", flags("whole"))
     saved = flags("saved", "--checkpoint-every", "8", "--keep-checkpoints", "9")
-    pools(2).run(train, saved, replay, str(tmp_path))
+    run(2, "replay", saved)
     after_8 = str(tmp_path / "saved" / "checkpoints" / "step-00000008")
     for size, own in ((1, []), (4, []), (4, ["--ep", "2"])):
         rest = flags(f"resumed-{size}{len(own)}", "--resume", after_8, *own)
-        for metrics in pools(size).run(train, rest, replay, str(tmp_path)):
+        for metrics in run(size, "replay", rest):
             assert_same_curve(metrics, whole[8:])
     loss = pools(1).run(loss_of_exported, str(tmp_path / "saved"), [*argv, "--run-dir", "none"])[0]
     assert abs(loss - whole[-1]["test_loss"]) < 1e-4  # evaluated with this run's own routing

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import shlex
-import subprocess
 import sys
 import time
 
@@ -27,10 +24,6 @@ from mutants import read_table
 from common import collectives
 
 
-def who(offset: int) -> tuple[int, int, str]:
-    return dist.get_rank() + offset, dist.get_world_size(), os.environ["OMP_NUM_THREADS"]
-
-
 def total_of_ranks() -> float:
     x = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(x)
@@ -50,13 +43,6 @@ def hang() -> None:
 def leave(status: int) -> None:
     print(f"leaving {dist.get_rank()}", file=sys.stderr)
     sys.exit(status)
-
-
-def test_pool_runs_a_function_on_every_rank_and_reuses_its_processes(pools):
-    pool = pools(2)
-    assert pool.run(who, offset=10) == [(10, 2, "1"), (11, 2, "1")]
-    assert pool.run(total_of_ranks) == [1.0, 1.0]
-    assert pool.run(os.getpid) == pool.run(os.getpid)
 
 
 @pytest.mark.wall_clock
@@ -89,15 +75,6 @@ def test_exit_status_and_stderr_are_reported_without_a_restart(pools):
         pools(2).run(leave, 2)
     assert error.value.statuses == [2, 2]
     assert pools(2).run(os.getpid) == before
-
-
-def test_closed_pool_leaves_no_process():
-    pool = Pool(2)
-    ids = pool.run(os.getpid)
-    pool.close()
-    for pid in ids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
 
 
 def test_parity_check_names_the_first_step_that_differs():
@@ -191,71 +168,3 @@ def test_every_mutant_matches_exactly_one_place_of_the_code():
         if (count := (REPO / m.file).read_text().count(m.old)) != 1 or not m.tests
     }
     assert not stale, stale
-
-
-def selects(expression: str, test: str) -> bool:
-    """Whether `-k expression` selects the test of this node id."""
-    words = re.sub(
-        r"[^\s()]+",
-        lambda word: (
-            word[0] if word[0] in ("and", "or", "not") else str(word[0].lower() in test.lower())
-        ),
-        expression,
-    )
-    return eval(words)
-
-
-def test_every_mutant_selects_a_test(all_tests):
-    files = {test.partition("::")[0] for test in all_tests}
-    empty = []
-    for mutant in read_table():
-        words = shlex.split(mutant.tests)
-        names = {f"tests/{word}" for word in words if word.endswith(".py")}
-        expression = words[words.index("-k") + 1] if "-k" in words else "test_"
-        if names <= files and not any(
-            test.partition("::")[0] in names and selects(expression, test) for test in all_tests
-        ):
-            empty.append((mutant.name, mutant.tests))
-    assert not empty, empty
-
-
-TIMED_TESTS = """
-import pytest
-attempts, folders = [], []
-
-@pytest.mark.wall_clock
-@pytest.mark.parametrize("failures", [0, 2, 3])
-def test(failures, tmp_path, monkeypatch):
-    attempts.append(failures)
-    folders.append(tmp_path)
-    assert not any(tmp_path.iterdir()) and len(set(folders)) == len(folders)
-    (tmp_path / "left behind").touch()
-    assert not hasattr(pytest, "patched")
-    monkeypatch.setattr(pytest, "patched", True, raising=False)
-    assert attempts.count(failures) > failures, f"too slow, {attempts.count(failures)}"
-
-def test_that_is_not_marked(tmp_path):
-    assert attempts == [0, 2, 2, 2, 3, 3, 3]
-    assert False, "not run again"
-"""
-
-
-def test_wall_clock_tests_run_again_with_new_fixtures_and_their_failures_are_shown(tmp_path):
-    (tmp_path / "test_timed.py").write_text(TIMED_TESTS)
-    options = ["-p", "conftest", "-c", str(REPO / "pyproject.toml"), "-n", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(tmp_path)],
-        env=dict(os.environ, PYTHONPATH=str(REPO / "tests")),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    shown = re.findall(r"::(test\[\d\] .*? failed) =", done.stdout)
-    assert shown == [
-        "test[2] (passed in the end): attempt 1 failed",
-        "test[2] (passed in the end): attempt 2 failed",
-        "test[3] (failed in the end): attempt 1 failed",
-        "test[3] (failed in the end): attempt 2 failed",
-    ], done.stdout + done.stderr
-    assert done.stdout.count("AssertionError: too slow, 2") == 2
-    assert "2 failed, 2 passed" in done.stdout

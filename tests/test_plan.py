@@ -14,41 +14,25 @@ from harness import load_stage
 from step_time import GPUS, Job
 
 # stage, ranks, rank, the stage's flags and the fields of the job that they set
+ZERO_1 = {"sharding": "zero1", "gather_bytes": 4}
+FSDP, FULL, MESH = {"sharding": "fsdp"}, {"recompute": "full"}, {"pp": 2, "tp": 2}
+LARGE = "--micro-batch-size 8"  # one micro-batch: gradients appear while activations go
 LAYOUTS = [
     ("02", 4, 0, "", {}),
-    ("02", 4, 0, "--activation-checkpointing", {"recompute": "full"}),
-    ("03", 8, 0, "--zero-stage 1", {"sharding": "zero1", "gather_bytes": 4}),
+    ("02", 4, 0, "--activation-checkpointing", FULL),
+    ("03", 8, 0, "--zero-stage 1", ZERO_1),
     ("03", 8, 0, "--zero-stage 2", {"sharding": "zero2", "gather_bytes": 4}),
     ("03", 8, 0, "--zero-stage 3", {"sharding": "zero3", "overlaps_gather": False}),
-    ("04", 8, 0, "", {"sharding": "fsdp"}),
-    ("04", 8, 0, "--shard-degree 4", {"sharding": "fsdp", "shard_ranks": 4}),
-    ("04", 4, 0, "--no-reshard-after-forward", {"sharding": "fsdp", "reshards": False}),
+    ("04", 8, 0, "", FSDP),
+    ("04", 8, 0, "--shard-degree 4", {**FSDP, "shard_ranks": 4}),
+    ("04", 4, 0, "--no-reshard-after-forward", {**FSDP, "reshards": False}),
     ("05", 4, 0, "--sequence-parallel", {"tp": 4, "sequence_parallel": True}),
-    # one micro-batch: gradients appear while activations go
-    (
-        "03",
-        8,
-        0,
-        "--zero-stage 1 --micro-batch-size 8",
-        {"sharding": "zero1", "gather_bytes": 4, "micro_batch": 8},
-    ),
-    (
-        "04",
-        8,
-        0,
-        "--activation-checkpointing --micro-batch-size 8",
-        {"sharding": "fsdp", "recompute": "full", "micro_batch": 8},
-    ),
+    ("03", 8, 0, f"--zero-stage 1 {LARGE}", {**ZERO_1, "micro_batch": 8}),
+    ("04", 8, 0, f"--activation-checkpointing {LARGE}", {**FSDP, **FULL, "micro_batch": 8}),
     ("05", 4, 0, "--micro-batch-size 64", {"tp": 4, "micro_batch": 64}),
     ("06", 4, 3, "--schedule 1f1b", {"pp": 4}),
     ("06", 4, 0, "--schedule interleaved", {"pp": 4, "schedule": "interleaved", "virtual": 2}),
-    (
-        "07",
-        8,
-        0,
-        "--pp 2 --tp 2 --sequence-parallel",
-        {"pp": 2, "tp": 2, "sequence_parallel": True},
-    ),
+    ("07", 8, 0, "--pp 2 --tp 2 --sequence-parallel", {**MESH, "sequence_parallel": True}),
 ]
 
 
@@ -61,8 +45,10 @@ def test_bytes_and_memory_in_closed_form_are_the_dry_runs(pools, stage, ranks, r
     job = replace(job, **fields)
     (dry,) = pools(1, group=False).run(dry_run, stage, ranks, rank, argv)
     last = rank > 0 or job.pp == 1
-    assert sum(plan.sent(job, last).values()) == pytest.approx(dry.sent.total_ring_bytes, abs=1)
-    assert plan.memory_of_rank(job, 256, last) == pytest.approx(dry.peak, rel=0.03)
+    assert plan.costs(stage, job, last).sent.total() == pytest.approx(
+        dry.sent.total_ring_bytes, abs=1
+    )
+    assert plan.memory_of_rank(stage, job, 256, last) == pytest.approx(dry.peak, rel=0.03)
 
 
 def model(**changes) -> Job:
@@ -104,7 +90,7 @@ def command(monkeypatch, capsys):
     """`make plan` in this process: exit status, stdout, stderr."""
 
     def run(words: str = "", **variables: str) -> tuple[int, str, str]:
-        for name in "NODES GPUS GPU NETWORK EFFICIENCY PREFLIGHT EXPLAIN SVG".split():
+        for name in "NODES GPUS GPU NETWORK EFFICIENCY PREFLIGHT EXPLAIN".split():
             monkeypatch.setenv(name, variables.get(name, ""))
         monkeypatch.setattr("sys.argv", ["plan.py", *words.split()])
         status = 0
@@ -139,14 +125,13 @@ def test_wrong_arguments_end_with_one_line_and_status_2(command, variables, said
     assert status == 2 and errors.count("\n") == 1 and said in errors
 
 
-def test_the_plan_of_the_example_takes_at_most_20_seconds(command, tmp_path):
+def test_the_plan_of_the_example_takes_at_most_20_seconds(command):
     start = time.process_time()
     variables = {"NODES": "16", "GPUS": "8", "GPU": "h100", "NETWORK": "50", "EXPLAIN": "1"}
-    status, said, _ = command(SHAPE, **variables, SVG=str(tmp_path / "plan.svg"))
+    status, said, _ = command(SHAPE, **variables)
     assert time.process_time() - start < 20
     assert status == 0 and 'make submit-04 NODES=16 GPUS=8 ARGS="--d-model 4096' in said
     assert "a tie: measure these" in said and "by formula" in said
-    assert (tmp_path / "plan.svg").read_text().count("<rect") > 100
 
 
 def test_no_figure_is_printed_for_a_latency_bound_step(command):
@@ -162,11 +147,11 @@ def test_a_preflight_replaces_the_data_sheets_rates(tmp_path):
     file.write_text(
         '{"summary": {"matmul_bfloat16": 5e14, "inside_node": 3e11, "across_nodes": 4e10}}'
     )
-    gpu, card = plan.gpu_of("h100", str(file), None, 16)
+    gpu, card = plan.gpu_of("h100", str(file), None)
     assert (gpu.nvlink, card) == (3e11, 4e10)
     assert gpu.matmul == GPUS["h100"].matmul  # MFU stays a part of the data sheet's rate
     assert gpu.matmul * gpu.efficiency == pytest.approx(5e14)
     assert gpu.memory_bandwidth == GPUS["h100"].memory_bandwidth
-    slow, _ = plan.gpu_of("h100", str(file), 0.5, 16)
+    slow, _ = plan.gpu_of("h100", str(file), 0.5)
     times = [plan.step_time(model(gpu=each)).seconds for each in (gpu, slow)]
     assert times[0] < times[1]

@@ -190,19 +190,6 @@ def test_an_experiment_ends_as_its_readme_says():
     assert not problems, f"{problems}\n{output}"
 
 
-def test_pictures_are_up_to_date():
-    import buckets
-    import mesh_step
-    import messages
-
-    for name, drawn in {
-        "02_ddp/buckets.svg": buckets,
-        "06_pipeline/messages.svg": messages,
-        "07_3d/step.svg": mesh_step,
-    }.items():
-        assert (REPO / name).read_text() == str(drawn.draw()), f"{name}: make pictures"
-
-
 @pytest.mark.slow
 def test_the_pictures_of_memory_show_the_measured_peaks():
     """To 0.1 MB: not where each operator lies, which may differ between machines."""

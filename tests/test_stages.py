@@ -52,12 +52,11 @@ bench = "it is an example"
 """
 
 
-def repository(folder: Path, text: str | None) -> Path:
+def repository(folder: Path, text: str) -> Path:
     for name in ("01_first/train.py", "08_example/train.py", "benchmarks/rows.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
-    if text is not None:
-        (folder / "08_example/stage.toml").write_text(text)
+    (folder / "08_example/stage.toml").write_text(text)
     module.stage_file.cache_clear()
     return folder
 
@@ -83,15 +82,9 @@ def test_fields_and_runs_of_a_file(tmp_path):
     [
         ("kill ", "", 'add a run for "kill"'),
         ("kill ", "kill kill ", "2 runs are for 'kill'"),
-        ("kill ", "kil ", "no purpose 'kil'"),
-        ("[[2, 4]", "[0", "0 is no number of ranks"),
-        ('"parity", {', '"parity", "why", {', "is wrong"),
         ("diff_lines = 10", "", "add diff_lines"),
-        ('compare = "01"', 'compare = "09"', "compare = '09' is not one of the stages"),
-        ('title = "Example"', 'titel = "Example"', "remove 'titel'"),
         ("bench =", '"bench kill" =', "runs for 'kill' and is exempt"),
         ('bench = "it is an example"', "", 'add a row "08-..." to ROWS'),
-        ("runs = [", "runs = ", "no TOML"),
     ],
 )
 def test_a_missing_or_wrong_entry_is_named_with_what_to_add(tmp_path, old, new, said):
@@ -99,12 +92,6 @@ def test_a_missing_or_wrong_entry_is_named_with_what_to_add(tmp_path, old, new, 
     found = problems("08", repository(tmp_path, GOOD.replace(old, new)))
     assert any(problem.startswith("08_example/stage.toml: ") for problem in found)
     assert any(said in problem for problem in found), found
-
-
-def test_a_missing_file_is_named_and_breaks_nothing_else(tmp_path):
-    repo = repository(tmp_path, None)
-    assert "copy 02_ddp/stage.toml" in problems("08", repo)[0]
-    assert stage_file("08", repo).runs == ()
 
 
 # ---- the rows of make quickstart ----

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import csv
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import plan
 import pytest
@@ -366,51 +363,6 @@ def test_the_predicted_best_of_bigscience_runs_costs_at_most_a_tenth_more_than_t
     assert per_sample(best) <= 1.1 * min(map(per_sample, chosen))
 
 
-def report(*words: str | Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "tools/planner/step_errors.py", *map(str, words)]
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-
-
-def file_of(folder: Path, changes: dict[tuple[int, str], str]) -> Path:
-    """Published runs in a file, with these changes by row and column."""
-    rows = list(csv.DictReader(step_errors.PUBLISHED.open()))[:4]
-    for (row, column), value in changes.items():
-        rows[row][column] = value
-    with (folder / "runs.csv").open("w", newline="") as out:
-        writer = csv.DictWriter(out, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    return folder / "runs.csv"
-
-
-def test_a_report_has_a_line_per_source_and_counts_rows_that_lack_fields(tmp_path):
-    changes = {(1, "source"): "other", (2, "micro_batch"): "", (3, "gpu"): "V100"}
-    done = report(file_of(tmp_path, changes))
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[:3] for line in lines[1:3]] == [
-        ["llm-foundry", "3", "1"],
-        ["other", "1", "1"],
-    ]
-    assert "2 rows lack a field" in done.stdout
-    assert re.fullmatch(r"all: 2 rows, median [\d.]+ %, 90th percentile [\d.]+ %", lines[-1])
-
-
-@pytest.mark.parametrize("words", [[], ["nowhere.csv"]])
-def test_a_missing_file_ends_with_one_line_and_status_2(words):
-    done = report(*words)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("column", ["recompute", "sharding", "schedule"])
-def test_an_unknown_value_ends_with_one_line_and_status_2(column, tmp_path):
-    file = file_of(tmp_path, {(1, column): "fsdp3"})
-    done = report(file)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert f"{file}, row 2: {column} 'fsdp3' is not one of " in done.stderr
-    assert done.stderr.strip().endswith(", ".join(step_errors.KNOWN[column]))
-
-
 def test_the_errors_in_the_text_are_those_of_the_model():
     text = (REPO / "benchmarks/README.md").read_text()
     usable = [run for run in published() if run[2] is not None]
@@ -434,8 +386,7 @@ def test_the_published_runs_have_as_many_usable_rows_as_their_text_says():
 
 @pytest.mark.parametrize("change", [{"micro_batch": 2}, {"tp": 2}, {"pp": 2}, {"sharding": "fsdp"}])
 def test_no_part_of_a_step_is_negative_and_more_bandwidth_is_never_slower(change):
-    job = plan.Job(32, 4096, 32, 4096, 33_280, 512, 128, step_time.GPUS["h100"], network=50e9)
-    job = replace(job, **change)
+    job = plan.Job(32, 4096, 32, 4096, 33_280, 512, 128, H100, network=50e9, **change)
     slow = step_time.step_time(replace(job, network=5e9))
     assert min(slow.parts.values()) >= 0
     assert step_time.step_time(job).seconds <= slow.seconds

@@ -91,8 +91,8 @@ def command(script: Path, ranks: int, flags: str, folder: Path) -> list[str]:
     arguments = [*f"{SETTINGS} {flags}".split(), "--run-dir", str(folder)]
     replay = stage_file(script.parent.name[:2]).replay
     if replay:
-        how = "record" if ranks == 1 else "replay"
-        return [*launcher, f"tools/{replay}.py", how, str(FOLDER / replay), *arguments]
+        script = script.with_name(f"{replay}.py")
+        arguments = ["record" if ranks == 1 else "replay", str(FOLDER / replay), *arguments]
     return [*launcher, str(script.relative_to(ROOT)), *arguments]
 
 

@@ -12,8 +12,9 @@ says what the tools and the tests need to know of it. Nothing outside of the fol
                                     its own number where it changes what is computed
     tolerance = { loss = 1e-5, norm = 1e-4, steps = 50 }    of float32 runs against the reference,
                                     absolute and relative, and the steps that are compared
-    replay = "some_module"          a module of tools/: with `record(folder)` around the reference
-                                    run and `replay(folder)` around the others they are comparable
+    replay = "some_module"          a file of its folder: a reference run inside of its function of
+                                    that name, `how` = "record", and the others inside of it with
+                                    "replay" are comparable
     ranks_differ = "why"            where ranks issue different collectives or hold more than others
     exercise = ["Class.method", "function", ...]    what `make exercise-NN` blanks, in the order in
                                     which to write it
@@ -156,12 +157,13 @@ def load_stage(number: str) -> ModuleType:
     SCRIPT_04=path in the environment puts another script in the place of stage 04's: every test of
     a stage can test a changed copy of its script.
     """
-    return load_script(Path(os.environ.get(f"SCRIPT_{number}") or stage_path(number)), number)
+    path = Path(os.environ.get(f"SCRIPT_{number}") or stage_path(number))
+    return load_file(path, f"stage_{number}")
 
 
 @cache
-def load_script(path: Path, number: str) -> ModuleType:
-    name = f"stage_{number}"
+def load_file(path: Path, name: str) -> ModuleType:
+    """A file as the module `name`."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -3,16 +3,15 @@
     make plan NODES=16 GPUS=8 GPU=h100 NETWORK=50 ARGS="--d-model 4096 --n-layers 32 ..."
 
     NODES= GPUS=      nodes, and GPUs per node
-    GPU=              a100, a100-40, h100, h200, b200, or cpu: this machine, measured
+    GPU=              a100, a100-40, h100, h200, b200
     NETWORK=          GB/s of one GPU's network card, in one direction; needed for several nodes
     EFFICIENCY=0.55   achieved part of the data sheet's matmul rate, where it has been measured
     PREFLIGHT=FILE    rates of this cluster instead of the data sheet's, from `make preflight`
     EXPLAIN=1         the formulas of the best layout, with its numbers
-    SVG=FILE          draw step time and memory of all layouts
     ARGS=             the model's flags, as in every stage, and --global-batch-size
 
-Step times come from `step_time`. Bytes and memory are formulas, because a dry run takes seconds per
-layout; tests compare them with the dry run.
+Step times come from `step_time`, bytes from `costs`. Memory is a formula, because a dry run takes
+seconds per layout; tests compare both with the dry run.
 """
 
 from __future__ import annotations
@@ -27,19 +26,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pictures"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.extend(str(Path(__file__).resolve().parents[up]) for up in (1, 2))  # tools/ and above
 
-from step_errors import caveats
-from step_time import GPUS, Gpu, Job, step_time
-from svg import Picture
+from costs import Costs, costs_of
+from step_time import GPUS, Gpu, Job, caveats, step_time
 
 from common.arguments import PRESETS, SHAPE, base_parser, positive, positive_int
 from common.distributed import fail
 
 VOCABULARY = 33_280  # WikiText-2's 33,278, padded
 USABLE = 0.92  # of a GPU's memory: the CUDA context, NCCL's buffers and fragmentation take the rest
-RANGE = 0.88, 1.25  # measured / predicted, 10 % and 90 % of left-out sources: step_errors.py fit
+RANGE = 0.88, 1.25  # measured / predicted of left-out sources, 10 and 90 %: tests/step_errors.py
 TIE = 1.10
 MOST_MICRO_BATCH = 64
 
@@ -111,6 +108,26 @@ def micro_batches(job: Job) -> list[int]:
 # ---- bytes: what a rank sends per step, and holds ----
 
 
+def costs(stage: str, job: Job, last: bool = False) -> Costs:
+    """Of the first rank or of the last one, by the table that is held to dry runs."""
+    args = Namespace(
+        **vars(job),
+        n_layers=job.layers,
+        seq_len=job.seq,
+        global_batch_size=job.global_batch,
+        micro_batch_size=job.micro_batch,
+        activation_checkpointing=job.recompute == "full",
+        dropout=0.0,
+        autocast=False,
+        zero_stage=int(job.sharding[-1]) if job.sharding.startswith("zero") else 0,
+        shard_degree=job.shard_ranks,
+        no_reshard_after_forward=not job.reshards,
+        reduce_dtype="float32",
+        virtual_stages=job.virtual,
+    )
+    return costs_of(stage, args, job.ranks, (job.ranks - 1) * last, job.vocab)
+
+
 def flops(job: Job) -> float:
     """Of a step, as MFU counts them (`TransformerConfig.flops_per_token`)."""
     weights = parameters(job) - job.vocab * job.d_model
@@ -119,80 +136,22 @@ def flops(job: Job) -> float:
 
 
 def parameters(job: Job) -> float:
-    """Of the model: embedding and head, the layers with two norms each, the last norm."""
-    d = job.d_model
-    return 2 * job.vocab * d + job.layers * (12 * d * d + 2 * d) + d
+    return costs("02", job).P
 
 
-def own_parameters(job: Job, last: bool) -> float:
-    """Of the rank in the first or in the last pipeline stage. Norms are replicated over tp."""
-    d = job.d_model
-    layers = math.ceil(job.layers / job.pp) if not last else job.layers // job.pp
-    ends = 2 if job.pp == 1 else 1
-    norms = 2 * d * layers + (d if last or job.pp == 1 else 0)
-    return (ends * job.vocab * d + layers * 12 * d * d) / job.tp + norms
-
-
-def sent(job: Job, last: bool = False) -> dict[str, float]:
-    """Bytes that a rank sends per step, by axis, if collectives run on rings. Padding of shards and
-    buckets is left out. last: of the last pipeline stage instead of the first."""
-    d, m, e = job.d_model, job.micro_batches, 4 if job.dtype == "float32" else 2
-    found = {}
-    if job.dp > 1:
-        found["dp"] = data_parallel_bytes(job, last)
-    half, hidden = (job.tp - 1) / job.tp, job.tokens * d  # of a ring; elements
-    if job.tp > 1:
-        layers = math.ceil(job.layers / job.pp) if not last else job.layers // job.pp
-        again = (1.5 if job.sequence_parallel else 1) if job.recompute == "full" else 0
-        rounds = layers * (4 + again) * e
-        if not last or job.pp == 1:
-            rounds += 4  # the embedding's output is float32
-        loss = 0.0
-        if last or job.pp == 1:
-            rounds += e
-            loss = 3 * 4 * job.tokens
-        replicated = 4 * d * (2 * layers + (last or job.pp == 1)) if job.sequence_parallel else 0
-        found["tp"] = 2 * half * (m * (rounds * hidden + loss) + replicated)
-    if job.pp > 1:
-        boundaries = 2 * job.virtual - 1 if job.pp == 2 or job.virtual > 1 else 1
-        shards = job.tp if job.sequence_parallel else 1
-        found["pp"] = m * boundaries * 4 * hidden / shards
-    return found
-
-
-def data_parallel_bytes(job: Job, last: bool) -> float:
-    m, p = job.micro_batches, own_parameters(job, last)
-    if job.sharding == "ddp":
-        return 2 * (job.dp - 1) / job.dp * 4 * p
-    shards = job.shard_ranks or job.dp
-    half = (shards - 1) / shards
-    if job.sharding in ("zero1", "zero2"):
-        return half * 4 * p * ((m if job.sharding == "zero2" else 1) + 1)
-    # the weights in bfloat16, twice; the embedding in float32, and once: its backward needs none
-    lookup = job.vocab * job.d_model
-    gathered = (2 if job.reshards else 1) * job.gather_bytes * (p - lookup) + 4 * lookup
-    replicas = job.dp // shards
-    return m * half * (gathered + 4 * p) + 2 * (replicas - 1) / replicas * 4 * p / shards
-
-
-def peak_memory(job: Job, rows: int = 2048) -> float:
+def peak_memory(stage: str, job: Job, rows: int = 2048) -> float:
     """Peak bytes of the rank that has the most. rows: of a chunk of logits (common/loss.py)."""
-    return max(
-        memory_of_rank(job, rows, last) for last in ((False, True) if job.pp > 1 else (True,))
-    )
+    ranks = (False, True) if job.pp > 1 else (True,)
+    return max(memory_of_rank(stage, job, rows, last) for last in ranks)
 
 
-def memory_of_rank(job: Job, rows: int, last: bool) -> float:
+def memory_of_rank(stage: str, job: Job, rows: int, last: bool) -> float:
     """Model state, activations of the micro-batches in flight, and the larger of the head's and a
     layer's backward. See Cost in the stages' READMEs for what a layer keeps."""
     e, d, tokens = 4 if job.dtype == "float32" else 2, job.d_model, job.tokens
-    p, shards = own_parameters(job, last), job.shard_ranks or job.dp
-    state, gradients = {
-        "zero1": (4 * p + 8 * p / shards, 4 * p),
-        "zero2": (4 * p + 8 * p / shards, 4 * p / shards),
-        "zero3": (12 * p / shards, 4 * p / shards),
-        "fsdp": (12 * p / shards, 4 * p / shards),
-    }.get(job.sharding, (12 * p, 4 * p))
+    table, shards = costs(stage, job, last), job.shard_ranks or job.dp
+    gradients = table.held["gradients"]
+    state = table.held.total() - gradients
     outside = job.tp if job.sequence_parallel else 1
     # a layer keeps: residuals and norms float32, inputs of column-parallel layers, all inside
     kept = tokens * ((16 * d + 8) / outside + 2 * e * d + (12 * e * d + 4 * job.heads) / job.tp)
@@ -221,7 +180,7 @@ def memory_of_rank(job: Job, rows: int, last: bool) -> float:
         peak = max(peak, head_memory(job, rows, outside))
     elif job.pp > 1:  # the embedding's gradient, when the micro-batch's layers are done
         peak = max(peak, 4 * job.vocab * d / job.tp + 12 * tokens * d - layers / job.virtual * kept)
-    messages += 0 if job.reshards else job.gather_bytes * p
+    messages += 0 if job.reshards else job.gather_bytes * table.P
     first = in_flight * layers * kept + peak + messages
     if job.dp > 1 and job.sharding == "ddp":  # 02's buffers: gradients exist from the first step on
         return state + gradients + first
@@ -258,7 +217,7 @@ def plan(model: Job, fixed: Namespace) -> tuple[list[tuple[float, Layout]], Coun
         for size in sizes:
             for full in (True,) if fixed.activation_checkpointing else (False, True):
                 sized = replace(job, micro_batch=size, recompute="full" if full else "none")
-                memory = peak_memory(sized, rows=2048 if model.gpu.overlaps else 256)
+                memory = peak_memory(stage, sized, rows=2048)
                 if memory > USABLE * model.gpu.memory:
                     dropped["too little memory"] += 1
                     continue
@@ -268,9 +227,7 @@ def plan(model: Job, fixed: Namespace) -> tuple[list[tuple[float, Layout]], Coun
     return sorted(found, key=lambda pair: pair[0]), dropped
 
 
-def gpu_of(
-    name: str, preflight: str, efficiency: float | None, ranks: int
-) -> tuple[Gpu, float | None]:
+def gpu_of(name: str, preflight: str, efficiency: float | None) -> tuple[Gpu, float | None]:
     """The device, and the bytes/s of its network card if they were measured.
 
     `preflight.json` has an object "summary", with rates per GPU in FLOP/s and bytes/s, in one
@@ -281,12 +238,8 @@ def gpu_of(
         inside_node                       bus bandwidth of a group that is one node
         across_nodes                      of one network card
     """
-    if name == "cpu":
-        from own_runs import measure_here
-
-        return measure_here(ranks), math.inf
     if name not in GPUS:
-        fail(f"GPU={name}: pass one of {', '.join(GPUS)}, cpu")
+        fail(f"GPU={name}: pass one of {', '.join(GPUS)}")
     gpu, card = GPUS[name], None
     if preflight:
         try:
@@ -326,30 +279,11 @@ def show(found: list[tuple[float, Layout]], model: Job, command: str, explain: b
     if explain:
         print("\nThe first one's step, by formula:")
         print("\n".join(step_time(found[0][1].job).explain))
-        for axis, count in sent(found[0][1].job).items():
-            print(f"sent over {axis} by a rank of the first stage: {count / 1e9:.3g} GB")
+        for (op, group), count in costs(found[0][1].stage, found[0][1].job).sent.items():
+            print(f"the first rank sends by {op} in {group}: {count / 1e9:.3g} GB")
 
 
 PARTS = ("compute", "tp", "pipeline", "dp", "optimizer")
-COLORS = {"02": "blue", "03": "teal", "04": "green", "05": "orange", "06": "pink", "07": "purple"}
-
-
-def draw(found: list[tuple[float, Layout]]) -> str:
-    """Every layout as a square: to the right more memory, above a longer step (logarithmic)."""
-    picture = Picture(720, 460, "Step time and memory of every layout that fits")
-    most, best = max(x.memory for _, x in found), found[0][0]
-    span = math.log(max(found[-1][0] / best, 1.01))
-    for seconds, layout in reversed(found):
-        x, y = 60 + 620 * layout.memory / most, 400 - 320 * math.log(seconds / best) / span
-        hint = f"{layout.stage} {layout.flags}: {seconds:.3g} s, {layout.memory / 1e9:.1f} GB"
-        picture.rect(x, y, 7, 7, COLORS[layout.stage], hint)
-    picture.line(56, 410, 690, 410, "ink")
-    picture.text(60, 428, "0 GB")
-    picture.text(690, 428, f"{most / 1e9:.0f} GB", anchor="end")
-    picture.text(52, 405, f"{best:.2g} s", anchor="end")
-    picture.text(52, 88, f"{found[-1][0]:.2g} s", anchor="end")
-    picture.legend(60, 448, {color: stage for stage, color in COLORS.items()})
-    return str(picture)
 
 
 def variable(name: str, read: Callable, to_pass: str, default: float | None = None):
@@ -376,7 +310,7 @@ def main() -> None:
     if args.d_model % args.n_heads:
         fail(f"--d-model {args.d_model} is not a multiple of --n-heads {args.n_heads}")
     ranks, name = nodes * per_node, os.environ.get("GPU", "").lower()
-    gpu, card = gpu_of(name, os.environ.get("PREFLIGHT", ""), efficiency, ranks)
+    gpu, card = gpu_of(name, os.environ.get("PREFLIGHT", ""), efficiency)
     if network:
         card = 1e9 * network
     if card is None and nodes > 1:
@@ -392,7 +326,7 @@ def main() -> None:
         gpu=gpu,
         per_node=per_node,
         network=card or math.inf,
-        dtype=args.dtype or ("float32" if name == "cpu" else "bfloat16"),
+        dtype=args.dtype or "bfloat16",
     )
     found, dropped = plan(model, args)
     gpus = f"{nodes} x {per_node} {name} (held to {gpu.held_to})"
@@ -408,8 +342,6 @@ def main() -> None:
     if nodes > 1:
         start = f"make submit-{{stage}} NODES={nodes} GPUS={per_node}"
     show(found, model, f'{start} ARGS="{words} {{flags}}"', bool(os.environ.get("EXPLAIN")))
-    if path := os.environ.get("SVG"):
-        Path(path).write_text(draw(found))
 
 
 if __name__ == "__main__":

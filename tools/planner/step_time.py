@@ -4,7 +4,7 @@ A step is computation, and communication that computation does not hide. Computa
 achieved rate plus bytes at the memory's bandwidth; communication is ring bytes over the bandwidth
 of the group. Every term is a formula of the model's shape and the layout (`Job`), with the data
 sheet's figures (`GPUS`), constants that are set by hand, with their reason (`BY_HAND`), and three
-that are fitted to the published runs (`FITTED`; step_errors.py fits and judges them). What
+that are fitted to the published runs (`FITTED`; tests/step_errors.py fits and judges them). What
 differs between programs is a field of `Job`; no constant belongs to one program.
 Not modelled: experts, CPU offload, checkpoints, data, stragglers, kernel launches (`TOO_SHORT`).
 """
@@ -19,16 +19,15 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device, or one rank's share of it. Rates in FLOP/s and bytes/s, in one direction."""
+    """A device. Rates in FLOP/s and bytes/s, in one direction."""
 
-    matmul: float  # dense bfloat16, as the data sheet says; float32 on a CPU
+    matmul: float  # dense bfloat16, as the data sheet says
     memory_bandwidth: float
     nvlink: float  # of one GPU, to the other GPUs of its node
     memory: float  # bytes
     efficiency: str | float  # achieved part of `matmul`: a name in FITTED, or a measured value
     attention: float  # achieved part of `matmul` in fused attention
     held_to: str  # what the predictions were compared with
-    overlaps: bool = True  # communication runs beside computation
 
 
 # NVIDIA's data sheets: A100 (2021), H100 SXM and H200 (2023 and 2024), HGX B200 (2024). H100-500W
@@ -151,6 +150,24 @@ class Step:
         return sum(self.parts.values())
 
 
+# ---- the domain: what the model claims to predict ----
+
+
+def caveats(job: Job, seconds: float | None = None) -> list[str]:
+    """Why a job lies outside of the domain; nothing if it lies inside. seconds: as predicted."""
+    found = {
+        "d_model under 2,048: small kernels": job.d_model < 2048,
+        "sequences above 8,192": job.seq > 8192,
+        "d_model / tp is not a multiple of 64: slow matmuls": job.d_model % (64 * job.tp) != 0,
+        "the heads' width is not a multiple of 8: slow attention": job.d_model % (8 * job.heads)
+        != 0,
+        "latency-bound": seconds is not None
+        and job.ranks >= TOO_SHORT[0]
+        and seconds < TOO_SHORT[1],
+    }
+    return [reason for reason, holds in found.items() if holds]
+
+
 # ---- communication ----
 
 
@@ -266,7 +283,7 @@ def layer_of(job: Job) -> Layer:
     # scatter and an all-gather, and in backward only the reduce-scatters (of dX) can be hidden
     all_reduce = ring(job, tp, 1).seconds(element * tokens * d, rounds=2)
     tp_forward = 2 * all_reduce * (2 if job.recompute == "full" else 1)
-    hidden = 7 / 12 * matmuls if job.overlaps_tp and job.gpu.overlaps else 0.0  # dW of wqkv and w1
+    hidden = 7 / 12 * matmuls if job.overlaps_tp else 0.0  # dW of wqkv and w1
     can_hide = (1 if job.sequence_parallel else 2) * all_reduce
     tp_backward = 2 * all_reduce - min(can_hide, hidden)
     return Layer(forward, backward, recomputed, tp_forward, tp_backward)
@@ -334,7 +351,7 @@ def add_pipeline(step: Step, job: Job, layer: Layer, head: float) -> None:
     by = shrinks.get(job.schedule, 1)
     formula = f"(pp - 1 = {p - 1}) x {average:.3g} s of a micro-batch / {by} ({job.schedule})"
     step.add("pipeline", (p - 1) / by * average, formula)
-    if not (job.overlaps_messages and job.gpu.overlaps):
+    if not job.overlaps_messages:
         crosses = job.ranks > job.per_node
         speed = ring(job, 2, job.per_node if crosses else 1).bandwidth
         size = 2 * job.tokens * job.d_model / (job.tp if job.sequence_parallel else 1)
@@ -353,13 +370,11 @@ def add_data_parallel(step: Step, job: Job, layer: Layer, head: float) -> None:
     hops = (own - 1) * group.seconds(0.0)  # one collective per layer
     gather = group.seconds(job.gather_bytes * size) + hops
     reduce = group.seconds(job.reduce_bytes * size) + hops
-    hides_gather = job.overlaps_gather and job.gpu.overlaps
-    hides_reduce = job.overlaps_reduction and job.gpu.overlaps
 
     def exposed(communication: float, computation: float, hides: bool) -> float:
         return max(0.0, communication - computation) if hides else communication
 
-    first, again, times = exposed(gather, forward, hides_gather), 0.0, 1  # times per step
+    first, again, times = exposed(gather, forward, job.overlaps_gather), 0.0, 1  # times per step
     if job.sharding in ("fsdp", "zero3"):
         times, again = m, gather if job.reshards else 0.0
     elif job.sharding in ("zero1", "zero2"):
@@ -367,8 +382,8 @@ def add_data_parallel(step: Step, job: Job, layer: Layer, head: float) -> None:
         first /= times  # the weights are gathered once, after the step
     else:
         reduce, first = 2 * reduce, 0.0  # an all-reduce; nothing is gathered
-    waits = exposed(reduce + again * hides_gather, backward, hides_reduce)
-    waits += again * (not hides_gather)
+    waits = exposed(reduce + again * job.overlaps_gather, backward, job.overlaps_reduction)
+    waits += again * (not job.overlaps_gather)
     step.add(
         "dp",
         times * (first + waits),
@@ -379,6 +394,6 @@ def add_data_parallel(step: Step, job: Job, layer: Layer, head: float) -> None:
     if shards < job.dp * job.cp:  # hybrid: replicas all-reduce their shards, once per step
         replicas = ring(job, job.dp // shards, job.tp * shards)
         seconds = replicas.seconds(job.reduce_bytes * size / shards, rounds=2) + 2 * hops
-        late = exposed(seconds, max(0.0, backward - again - reduce), hides_reduce)
+        late = exposed(seconds, max(0.0, backward - again - reduce), job.overlaps_reduction)
         formula = f"all-reduce of 1/{shards} over {replicas.ranks} replicas, {seconds:.3g} s"
         step.add("dp", late, f"{formula}, less what is left of backward")

@@ -1,7 +1,7 @@
 """Validates `step_time` on published runs: which it can predict, and how well.
 
-    python tools/planner/step_errors.py benchmarks/published_runs.csv
-    python tools/planner/step_errors.py fit
+    python tests/step_errors.py benchmarks/published_runs.csv
+    python tests/step_errors.py fit
 
 The **domain** is what the model claims to predict. It was set before any error was computed, and
 depends on the run and on the prediction, never on the measurement. Rows inside of it with even
@@ -21,10 +21,12 @@ from statistics import fmean, median
 from typing import NamedTuple
 from unittest.mock import patch
 
-import step_time
-from step_time import FITTED, GPUS, TOO_SHORT, Job
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools/planner"))
 
-PUBLISHED = Path(__file__).resolve().parents[2] / "benchmarks" / "published_runs.csv"
+import step_time
+from step_time import FITTED, GPUS, Job, caveats
+
+PUBLISHED = Path(__file__).resolve().parents[1] / "benchmarks/published_runs.csv"
 NAMES = {"a100-80": "a100", "a100-80gb": "a100", "a100-40gb": "a100-40", "h100-80": "h100"}
 KNOWN = {  # the values that a column may have, or nothing: the default
     "recompute": ("none", "selective", "op-sac", "full"),
@@ -93,21 +95,6 @@ def measured(row: dict[str, str], job: Job) -> float:
     if row.get("step_s"):
         return float(row["step_s"])
     return job.global_batch * job.seq / job.ranks / float(row["tokens_per_s_per_gpu"])
-
-
-def caveats(job: Job, seconds: float | None = None) -> list[str]:
-    """Why a job lies outside of the domain; nothing if it lies inside. seconds: as predicted."""
-    found = {
-        "d_model under 2,048: small kernels": job.d_model < 2048,
-        "sequences above 8,192": job.seq > 8192,
-        "d_model / tp is not a multiple of 64: slow matmuls": job.d_model % (64 * job.tp) != 0,
-        "the heads' width is not a multiple of 8: slow attention": job.d_model % (8 * job.heads)
-        != 0,
-        "latency-bound": seconds is not None
-        and job.ranks >= TOO_SHORT[0]
-        and seconds < TOO_SHORT[1],
-    }
-    return [reason for reason, holds in found.items() if holds]
 
 
 class Row(NamedTuple):

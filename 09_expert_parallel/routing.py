@@ -4,13 +4,13 @@ Routing is discrete. Two runs that differ in the order of a sum agree to seven d
 experts of a token are nearly tied: then each run may take a different one, and the runs diverge for
 good. So they are compared up to that token, or with the routing of one replayed in both.
 
-    python tools/routing.py record FOLDER [flags of train.py]           writes all choices
-    torchrun ... tools/routing.py compare FOLDER [flags of train.py]    finds the first other one
-    torchrun ... tools/routing.py replay FOLDER [flags of train.py]     takes the recorded choices
+    python 09_expert_parallel/routing.py record FOLDER [flags of train.py]     writes all choices
+    torchrun ... 09_expert_parallel/routing.py compare FOLDER [flags]   finds the first other one
+    torchrun ... 09_expert_parallel/routing.py replay FOLDER [flags]    takes the recorded choices
 
-    with record(folder): ...    the same for runs in this process
-    with replay(folder): ...    a run inside takes the recorded choices in place of its own, which
-                                may differ only where experts are nearly tied
+    with routing("record", folder, train): ...    the same for runs of that module in this process
+    with routing("replay", folder, train): ...    a run inside takes the recorded choices, from
+                                                  which its own may differ only at near ties
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from stages import load_stage
 from torch import Tensor
 
 from common.distributed import cleanup, print0, rank, setup
@@ -115,9 +115,9 @@ class Routing:
 
 
 @contextmanager
-def routing(how: str, folder: str | Path) -> Iterator[Routing]:
-    """Record or compare the routing of a run of stage 09 inside of the block."""
-    stage, found = load_stage("09"), Routing(how, folder)
+def routing(how: str, folder: str | Path, stage: ModuleType) -> Iterator[Routing]:
+    """Record, replay or compare the routing of a run of `stage`, this folder's train.py."""
+    found = Routing(how, folder)
     mixture, parse_args = stage.MixtureOfExperts, stage.parse_args
     plain_choose, plain_forward = mixture.choose, Transformer.forward
 
@@ -142,14 +142,6 @@ def routing(how: str, folder: str | Path) -> Iterator[Routing]:
     found.close()
 
 
-def record(folder: str | Path):
-    return routing("record", folder)
-
-
-def replay(folder: str | Path):
-    return routing("replay", folder)
-
-
 def first_of_all_ranks(found: Routing) -> dict | None:
     """The first choice that differs on any rank; of several in one layer the widest margin."""
     every = [None] * dist.get_world_size()
@@ -159,10 +151,12 @@ def first_of_all_ranks(found: Routing) -> dict | None:
 
 
 def main(how: str, folder: str, argv: list[str]) -> None:
-    sys.argv[0] = str(load_stage("09").__file__)
+    import train
+
+    sys.argv[0] = train.__file__
     setup()
-    with routing(how, folder) as found:
-        load_stage("09").main(argv)
+    with routing(how, folder, train) as found:
+        train.main(argv)
     if how == "replay":
         print0(f"replayed, with near ties at {found.n_differing} of {found.n_choices} choices here")
     if how == "compare":

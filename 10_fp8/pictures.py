@@ -1,7 +1,7 @@
 """Draw stage 10's curves, and print the final losses of its runs.
 
-    python tools/pictures/float8.py outliers         10_fp8/outliers.svg
-    python tools/pictures/float8.py curves FOLDER    10_fp8/wikitext2.svg
+    python 10_fp8/pictures.py outliers         10_fp8/outliers.svg
+    python 10_fp8/pictures.py curves FOLDER    10_fp8/wikitext2.svg
 
 A run's folder is FOLDER/NAME-SEED.
 """
@@ -9,24 +9,24 @@ A run's folder is FOLDER/NAME-SEED.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 from math import log10
 from pathlib import Path
 from statistics import mean
 
-from svg import Picture
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "tools/pictures"))
 
-REPO = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPO), str(REPO / "10_fp8")]
+from svg import Picture
 
 COLORS = ("#3b82f6", "#e8893a", "#2fa36b", "#8b5cf6", "#d9538f", "#7c8794")
 
 
 def outliers() -> Picture:
     """The errors of the other elements, per format, by the size of one feature or token."""
-    errors = importlib.import_module("errors")  # of 10_fp8, with PyTorch
+    import errors  # needs PyTorch
+
     charts = {
         f"one {of} k times as large": {
             f"{kind}, {sharing}": list(
