@@ -58,10 +58,9 @@ def ddp(x: Costs) -> None:
     x.send("all_reduce", "world", x.n, 4 * x.P)
 
 
-def gathered(x: Costs, reshards: bool) -> float:
-    """Bytes of the unsharded weights of a micro-batch; the embedding's backward needs none."""
-    bf16 = (getattr(x.args, "param_dtype", None) or x.args.dtype) == "bfloat16"
-    return 4 * x.E + (2 if reshards else 1) * (x.P - x.E) * (2 if bf16 else 4)
+def gathered(x: Costs, reshards: bool, itemsize: int = 4) -> float:
+    """Bytes of the unsharded weights of a micro-batch; backward needs those of the layers only."""
+    return 4 * x.E + itemsize * (x.P - x.E + reshards * x.L * x.layer)
 
 
 def zero(x: Costs) -> None:
@@ -69,7 +68,6 @@ def zero(x: Costs) -> None:
     shard = 4 * x.P / x.n
     x.start_equal("world", x.n, 4 * x.P)
     if zero_stage == 3:
-        assert not x.args.autocast  # units compute in the dtype that they are gathered in
         x.hold(shard, shard, 2 * shard)
         x.send("all_gather_single", "world", x.n, m * gathered(x, True))
     else:
@@ -84,7 +82,9 @@ def fsdp(x: Costs) -> None:
     shard = 4 * x.P / s
     x.hold(shard, shard, 2 * shard)
     reduced = 2 if x.args.reduce_dtype == "bfloat16" else 4
-    x.send("all_gather_single", "shard", s, m * gathered(x, not x.args.no_reshard_after_forward))
+    itemsize = 2 if x.args.param_dtype == "bfloat16" else 4
+    parameters = gathered(x, not x.args.no_reshard_after_forward, itemsize)
+    x.send("all_gather_single", "shard", s, m * parameters)
     x.send("reduce_scatter_single", "shard", s, m * reduced * x.P)
     x.send("all_reduce", "replicate", x.n // s, 4 * x.P / s)
 
