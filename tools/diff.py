@@ -22,7 +22,7 @@ DEFINITIONS, LEADING = (ast.FunctionDef, ast.ClassDef), (ast.Expr, ast.Import, a
 TOP = "docstring and imports"
 CONTEXT, MOST_REMOVED = 2, 3  # equal lines shown around a change, removed ones shown in a row
 COLOURS = {"+": "32", "-": "31", "=": "36", "*": "1"}
-Lines = list[tuple[int, str]]  # numbers in the file, from 1, and texts
+Line = tuple[int, str]  # its number in the file, from 1, and its text
 
 
 class Block(NamedTuple):
@@ -33,9 +33,10 @@ class Block(NamedTuple):
     owner: str
     name: str
     first: int
-    lines: list[str]
+    lines: tuple[str, ...]
 
 
+@cache
 def split(stage: str, text: str) -> list[Block]:
     """A script in blocks, which hold all of its lines but the blank ones between them."""
     lines, body = text.splitlines(), ast.parse(text).body
@@ -59,17 +60,17 @@ def split(stage: str, text: str) -> list[Block]:
             names[i] = names[i - 1] if i and lines[i - 1].strip() else name
     groups = [(name, [*numbers]) for name, numbers in groupby(range(len(lines)), names.__getitem__)]
     texts = [(name, i, "\n".join(lines[j] for j in i).rstrip()) for name, i in groups if name]
-    return [Block(stage, x.split(".")[0], x, i[0] + 1, t.split("\n")) for x, i, t in texts]
+    return [Block(stage, x.split(".")[0], x, i[0] + 1, (*t.split("\n"),)) for x, i, t in texts]
 
 
-def align(old: Block | None, new: Block) -> list[tuple[str, Lines, Lines]]:
+def align(old: Block | None, new: Block) -> list[tuple[str, list[Line], list[Line]]]:
     """Older and newer lines: " " equal, "=" also far from a change and from `def`, "-" or "+"."""
     a, b = ([*enumerate(x.lines, x.first)] if x else [] for x in (old, new))
     header = next((i for i, x in enumerate(new.lines) if re.match(" *(def|class) ", x)), len(b))
     # a line without a word is no reason to align what is around it
     wordless = re.compile(r"\W*\w?\W*").fullmatch
     matcher = SequenceMatcher(wordless, [text for _, text in a], new.lines, autojunk=False)
-    hunks: list[tuple[str, Lines, Lines]] = []
+    hunks: list[tuple[str, list[Line], list[Line]]] = []
     for kind, i, i_end, j, j_end in matcher.get_opcodes():
         size, top = i_end - i, CONTEXT if hunks else header + 1
         end = size - CONTEXT * (i_end < len(a) or j_end < len(b))
@@ -82,15 +83,14 @@ def align(old: Block | None, new: Block) -> list[tuple[str, Lines, Lines]]:
     return hunks
 
 
-@cache
 def compare(old: str, new: str, repo: Path = REPO) -> tuple[list, list[Block], list[str]]:
     """All of the newer stage; of the older one what is in no pair; and the names that are gone."""
     every = {n: split(x.parent.name, x.read_text()) for n, x in stage_paths(repo).items()}
     older, newer, pairs, continued = every[old], every[new], [], []
-    owners = {block.owner for block in newer}
+    owners, others = {block.owner for block in newer}, renamed(repo)
     known = older + [x for n in every if n < new and n != old for x in every[n]]
     for block in newer:
-        aliases = [x for x in renamed(repo).get(block.owner, []) if x not in owners]
+        aliases = [x for x in others.get(block.owner, []) if x not in owners]
         names = [block.name, *(block.name.replace(block.owner, x, 1) for x in aliases)]
         base = max(  # the identical one, or that of the older stage, or the most similar one
             (x for name in names for x in known if x.name == name),
