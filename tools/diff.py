@@ -93,7 +93,7 @@ def compare(old: str, new: str, repo: Path = REPO) -> tuple[list, list[Block], l
         aliases = [x for x in others.get(block.owner, []) if x not in owners]
         names = [block.name, *(block.name.replace(block.owner, x, 1) for x in aliases)]
         base = max(  # the identical one, or that of the older stage, or the most similar one
-            (x for name in names for x in known if x.name == name),
+            (x for x in (older if block.name[0] == "#" else known) if x.name in names),
             key=lambda x: (x.lines == block.lines, x in older, len({*x.lines} & {*block.lines})),
             default=None,
         )

@@ -24,8 +24,7 @@ ALIKE = 0.5  # the part of its words that a line keeps, at least, if it is shown
 PAGES = {REPO / "README.md": "index.html"}
 PAGES |= {path.with_name("README.md"): f"{n}.html" for n, path in STAGES.items()}
 PAGES |= {path: f"{n}-code.html" for n, path in STAGES.items()}
-FRAME = """<!DOCTYPE html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
+FRAME = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="stylesheet" href="style.css">
 <header><a href="index.html">All stages</a><nav>{stages}</nav><nav>{views}</nav></header>
@@ -93,7 +92,8 @@ def rows(old: Block | None, new: Block) -> str:
             cells = cell("old", x, y, old.stage if old else "") + cell("new", y, x, new.stage)
             if "# -----" not in (y or x)[1]:
                 lines += f'<div class="row{" equal" * (mark != "+")}">{cells}</div>'
-        found += fold(f"... {len(b)} lines", lines) if mark == "=" else lines
+        shown = f'<div class="hunk">{lines}</div>'
+        found += shown if mark != "=" else fold(f"... {len(b)} lines", lines)
     return found
 
 
