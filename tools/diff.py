@@ -94,7 +94,10 @@ def compare(old: str, new: str, repo: Path = REPO) -> tuple[list, list[Block], l
         names = [block.name, *(block.name.replace(block.owner, x, 1) for x in aliases)]
         base = max(  # the identical one, or that of the older stage, or the most similar one
             (x for x in (older if block.name[0] == "#" else known) if x.name in names),
-            key=lambda x: (x.lines == block.lines, x in older, len({*x.lines} & {*block.lines})),
+            key=lambda x: (
+                (x.lines == block.lines, x in older, -names.index(x.name))
+                + (len({*x.lines} & {*block.lines}),)
+            ),
             default=None,
         )
         pairs.append((base, block))
@@ -125,7 +128,6 @@ def folded(pairs: list[tuple]) -> Iterator[tuple[str, list[tuple]]]:
 
 
 def report(old: str, new: str) -> Iterator[str]:
-    """The comparison in lines of text."""
     pairs, _, gone = compare(old, new)
     older, newer = (stage_paths()[x].parent.name for x in (old, new))
     yield f"* {older} -> {newer}: + new   - gone   = the same"
