@@ -92,12 +92,9 @@ def compare(old: str, new: str, repo: Path = REPO) -> tuple[list, list[Block], l
     for block in newer:
         aliases = [x for x in others.get(block.owner, []) if x not in owners]
         names = [block.name, *(block.name.replace(block.owner, x, 1) for x in aliases)]
-        base = max(  # the identical one, or that of the older stage, or the most similar one
+        base = max(  # the identical one, or that of the older stage, or the first one
             (x for x in (older if block.name[0] == "#" else known) if x.name in names),
-            key=lambda x: (
-                (x.lines == block.lines, x in older, -names.index(x.name))
-                + (len({*x.lines} & {*block.lines}),)
-            ),
+            key=lambda x: (x.lines == block.lines, x in older, -names.index(x.name)),
             default=None,
         )
         pairs.append((base, block))
