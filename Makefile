@@ -27,7 +27,6 @@ help help-all: ### this list
 # EDIT="..."  an expression for sed: run-NN trains with this change to the script, and prints it
 # NODES= GPUS= CPUS= MEM= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 MEM=0
 # FROM=01     the stage that diff-NN compares with; by default the one that its stage.toml names
-# FULL=1      diff-NN shows the whole new file, its changed lines marked
 # GPU=h100    of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN=: see PLANNING.md
 # PYTHON=...  the python3 that creates the virtual environment
 
@@ -95,10 +94,9 @@ generate: $(READY) ### continue PROMPT= with the model of RUN= (default: the las
 	@$(BIN)/python tools/generate.py $(RUN) $(ARGS)
 # ---- read ----
 diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition by definition
-	@$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/diff.py $* $(if $(FROM),--from $(FROM)) \
-		$(if $(FULL),--full)
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/diff.py $* $(if $(FROM),--from $(FROM))
 lessons: $(READY) ## lessons/: each stage's README, code and comparisons as web pages, from disk
-	@$(BIN)/python tools/lessons/build.py $(ARGS)
+	@$(BIN)/python tools/lessons.py
 schedule-06: $(READY) ### draw time lines of pipelines; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
 	@$(BIN)/python tools/pictures/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(PP),--pp $(PP)) \
 		$(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \

@@ -15,8 +15,7 @@ from harness import REPO, lines_of, stage_file, stage_path, stages
 
 sys.path.insert(0, str(REPO / "tools"))
 
-from compare import Comparison, compare_stages, split_stage
-from compare import compare as compare_texts
+from diff import Block, compare
 from stages import pairs as stage_pairs
 
 PAIRS = stage_pairs()
@@ -108,45 +107,45 @@ def refined(stage: str) -> list[str]:
     for names in stage_file(stage).refined:
         owner, _, methods = names.partition(": ")
         found += [f"{owner}.{method}" for method in methods.split()] or [owner]
-    return found
+    return [name.removesuffix(".(head)") for name in found]
 
 
-def differing(comparison: Comparison) -> dict[str, str]:
+def differing(pairs: list[tuple[Block | None, Block]]) -> dict[str, str]:
     """The definitions of a technique that are identical to none of their earlier versions, each
     with the version that it is compared with. The head of a renamed class may differ."""
     found, inside = {}, False
-    for definition in comparison.definitions:
-        name, base = definition.block.name, definition.base
-        if definition.block.kind == "banner":
-            inside = (inside or "# The technique" in name) and BANNER not in name
-            inside = inside or COPIES in name
-        for leaf in definition.leaves if inside else []:
-            is_renamed_head = leaf.block.kind == "head" and base.name != name
-            if leaf.status in ("changed", "rewritten") and not is_renamed_head:
-                found[leaf.block.name] = f"{leaf.base.name} in {leaf.base_stage}"
+    for base, block in pairs:
+        if block.name.startswith("#"):
+            inside = (inside or "# The technique" in block.name) and block.name != BANNER
+            inside = inside or COPIES in block.name
+        elif inside and base and base.lines != block.lines:
+            if block.name != block.owner or block.name == base.name:
+                found[block.name] = f"{base.name} in {base.stage}"
     return found
 
 
 @pytest.mark.parametrize("stage", stages()[1:])
 def test_a_definition_of_two_stages_is_identical_or_listed_as_refined(stage):
-    found = differing(compare_stages(stage_file(stage).compare, stage))
+    found = differing(compare(stage_file(stage).compare, stage)[0])
     unlisted = {name: base for name, base in found.items() if name not in refined(stage)}
     assert not unlisted, f"not identical to an earlier stage: add to [refined]: {unlisted}"
     outdated = [name for name in refined(stage) if name not in found]
     assert not outdated, f"identical or gone: remove from [refined]: {outdated}"
 
 
-def test_a_changed_shared_definition_is_found():
-    banner = "# {0}\n# The technique\n# {0}\n\n\n".format("-" * 96)
+@pytest.mark.parametrize("change", ["why", "why not", "why\n        x()"])
+def test_a_changed_shared_definition_is_found(change, tmp_path):
+    banner = '"""."""\n\n# {0}\n# The technique\n# {0}\n\n\n'.format("-" * 96)
     loop = "# {0}\n# The training loop\n# {0}\n\n\ndef main():\n    {1}\n"
     text = "class A:\n    x = 1\n\n    def f(self):\n        return 1  # why\n\n\n"
-    first = split_stage("01_first", banner + text + loop.format("-" * 96, "first()"))
-    for change, names in (("why", []), ("why not", ["A.f"]), ("why\n        x()", ["A.f"])):
-        changed = text.replace("why", change)
-        second = split_stage("02_second", banner + changed + loop.format("-" * 96, "second()"))
-        assert list(differing(compare_texts(first, second))) == names
-        earlier = split_stage("00_zeroth", banner + changed)
-        assert not differing(compare_texts(first, second, earlier))
+    changed = text.replace("why", change)
+    for name, script in (("01_a", changed), ("02_b", text), ("03_c", changed)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(banner + script + loop.format("-" * 96, name[3:]))
+    assert not differing(compare("02", "03", tmp_path)[0])  # as in 01
+    (tmp_path / "01_a/train.py").write_text(banner)
+    found = differing(compare("02", "03", tmp_path)[0])
+    assert list(found) == ["A.f"] * (change != "why")
 
 
 def test_moved_and_respaced_lines_are_found():

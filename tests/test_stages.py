@@ -154,15 +154,13 @@ def in_copy(copy: Path, *words: str, **variables: str) -> str:
 
 
 TOOLS = """
-import chaos, diff, dry_run, quickstart, stages
-from lessons import build as lessons
+import chaos, diff, dry_run, lessons, quickstart, stages
 print([row.name for row in quickstart.rows()])
 print("chaos", chaos.run_of("NEW").ranks, "plan", stages.with_ranks("{ranks}", 4096),
       [run.id for run in stages.runs_for("plan")])
-print(*diff.Renderer(False).diff(diff.compare_stages(stages.stage_file("NEW").compare, "NEW")))
+print(*diff.report(stages.stage_file("NEW").compare, "NEW"))
 dry_run.show("NEW", 8, 0, stages.BASE["dry-run"].split(), 201)
-site = lessons.Site()
-print(site.default_old("NEW"), lessons.comparison_page("NEW", "02"), site.comparison("NEW", "02"))
+print(lessons.framed("", lessons.comparison_page("02", "NEW"), "NEW"))
 """.replace("NEW", NEW)
 
 
@@ -172,8 +170,8 @@ def test_every_tool_includes_a_copied_stage(copy):
     assert f"{NEW}_example: Data parallelism" in listed
     said = in_copy(copy, "-c", TOOLS)
     assert f"'{NEW}_example'" in said and f"{NEW}-4096-" in said
-    assert f"02_ddp -> {NEW}_example" in said and "class Bucket: as in 02_ddp" in said
-    assert f"stage {NEW}, rank 0 of 8" in said and f"02 {NEW}-from-02.html" in said
+    assert f"02_ddp -> {NEW}_example" in said and "Bucket, split_into_buckets" in said
+    assert f"stage {NEW}, rank 0 of 8" in said and f'href="{NEW}-from-02.html"' in said
 
 
 @pytest.mark.slow

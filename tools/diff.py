@@ -1,195 +1,158 @@
-"""Show what one stage changes in another, definition by definition.
-
-    python tools/diff.py 04             compare 04 with the stage that 04_*/stage.toml names
-    python tools/diff.py 04 --from 02   or with any other stage
-
-New definitions are shown in full, changed ones by their changed lines, and a definition that is
-identical to the one of that name in an earlier stage takes one line. `make diff-04` runs this.
-"""
+"""Show what one stage changes in another: `make diff-04`, `tools/diff.py 04 [--from 02]`."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
-import shlex
-import shutil
-import subprocess
+import pydoc
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import groupby
+from difflib import SequenceMatcher
+from functools import cache
+from itertools import groupby, takewhile
+from pathlib import Path
+from typing import NamedTuple
 
-from compare import Block, Comparison, Definition, Fold, Row, compare_stages, condensed, note
-from stages import stage_file, stages
+from stages import REPO, renamed, stage_file, stage_paths, stages
 
-WIDTH = 100
-COLOURS = {"+": "32", "-": "31", "~": "33", "=": "36", "*": "1", " ": ""}
-
-# ---- rendering ----
-
-
-@dataclass
-class Renderer:
-    """Renders a comparison as lines of text, each with a mark in its first column.
-
-    Every line ends its own colours, because a pager starts each line without any.
-    """
-
-    colour: bool
-
-    def diff(self, comparison: Comparison) -> list[str]:
-        old, new = comparison.old.name, comparison.new.name
-        words = self.word("gone", 0, True) + self.word("new", 1, True)
-        legend = f"+ new   - gone   ~ words changed: {words}   = folded"
-        paragraphs = [[self.line("*", f"{old} -> {new}"), self.line("*", legend)]]
-        for definition in comparison.definitions:
-            paragraphs += self.definition(definition, old)
-        if comparison.gone:
-            paragraphs += [[], self.gone(old, comparison.gone, "")]
-        return spaced(paragraphs)
-
-    def whole_file(self, comparison: Comparison) -> list[str]:
-        """Every line of the newer file, blank lines between definitions included."""
-        lines, at = [], 1
-        for leaf in (leaf for each in comparison.definitions for leaf in each.leaves):
-            lines += [self.line(" ", "")] * (leaf.block.first - at) + self.rows(leaf.rows)
-            at = leaf.block.last + 1
-        return lines
-
-    def definition(self, definition: Definition, expected: str) -> Iterator[list[str]]:
-        """The paragraphs of a definition, which one expects to be compared with that stage."""
-        if definition.block.kind == "banner":
-            yield []
-        said = note(definition, expected)
-        notes = [self.line("*", said)] if said else []
-        first, *others = definition.leaves
-        yield [*notes, *self.rows(condensed(first))]
-        for other in others:
-            yield from self.definition(other, definition.base_stage)
-        if definition.gone:
-            yield self.gone(definition.base_stage, definition.gone, "    ")
-        if definition.parts:
-            yield []
-
-    def rows(self, items: list[Row | Fold]) -> list[str]:
-        """Rows as lines. Where old and new lines alternate, the old ones come first."""
-        lines, marked = [], [each for item in items for each in self.marked(item)]
-        for _, group in groupby(marked, key=lambda each: each[0] in "-+"):
-            in_order = sorted(group, key=lambda each: each[0] == "+")
-            lines += [self.line(mark, text) for mark, text in in_order]
-        return lines
-
-    def marked(self, item: Row | Fold) -> list[tuple[str, str]]:
-        """An item as one line or as the old and the new one, each with its mark."""
-        if isinstance(item, Fold):
-            return [("=" if any(row.new for row in item.rows) else "-", item.summary)]
-        if item.kind == "equal":
-            return [(" ", item.new.text)]
-        if item.kind == "changed" and reads_in_place(item):
-            return [("~", self.text(item, 0, 1))]
-        return [(mark, self.text(item, side)) for side, mark in enumerate("-+") if item[side]]
-
-    def text(self, row: Row, *sides: int) -> str:
-        """The old (0) or the new (1) text of a row, or both in one; changed words are marked."""
-        if row.kind != "changed":
-            return row[sides[0]].text
-        indent, *words = row.words
-        text = indent[sides[-1]]
-        for word in words:
-            if word[0] == word[1]:
-                text += word[0]
-            else:
-                text += "".join(self.word(word[i], i, len(sides) == 2) for i in sides if word[i])
-        return text
-
-    def word(self, word: str, side: int, in_place: bool) -> str:
-        """A changed word. in_place: the old ones and the new ones are in the same line."""
-        if self.colour:
-            return f"\033[3{side + 1};7m{word}\033[0m" if in_place else f"\033[7m{word}\033[27m"
-        return ("[-{}-]", "{{+{}+}}")[side].format(word) if in_place else word
-
-    def gone(self, stage: str, blocks: list[Block], indent: str) -> list[str]:
-        names = ", ".join(block.name.rpartition(".")[2] for block in blocks)
-        text = f"{indent}gone since {stage}: {names}"
-        wrapped = textwrap.wrap(text, WIDTH, subsequent_indent=f"{indent}    ")
-        return [self.line("-", x) for x in wrapped]
-
-    def line(self, mark: str, text: str) -> str:
-        text = f"{mark} {text}".rstrip() or mark
-        colour = COLOURS[mark]
-        if not self.colour or not colour:
-            return text
-        if mark == "~":  # the words have colours of their own
-            return f"\033[{colour}m~\033[0m{text[1:]}"
-        return f"\033[{colour}m{text}\033[0m"
+DEFINITIONS, LEADING = (ast.FunctionDef, ast.ClassDef), (ast.Expr, ast.Import, ast.ImportFrom)
+TOP = "docstring and imports"
+CONTEXT, MOST_REMOVED = 2, 3  # equal lines shown around a change, removed ones shown in a row
+COLOURS = {"+": "32", "-": "31", "=": "36", "*": "1"}
+Line = tuple[int, str]  # its number in the file, from 1, and its text
 
 
-def reads_in_place(row: Row) -> bool:
-    """Whether old and new words are readable within one line: few, and less than what stays."""
-    (_, indent), *words = row.words
-    changed = [(old, new) for old, new in words if old != new]
-    kept = sum(len(old) for old, new in words if old == new)
-    longest = max(sum(len(old) for old, _ in changed), sum(len(new) for _, new in changed))
-    shown = sum(len(old) + len(new) for old, new in changed) + kept + len(indent)
-    return len(changed) <= 2 and longest <= kept and shown <= WIDTH
+class Block(NamedTuple):
+    """A function; a method, `Bucket.collect`; the docstring and fields of a class, `Bucket`; or
+    lines between these, named by their text. owner: the class, or itself. first: its line."""
+
+    stage: str
+    owner: str
+    name: str
+    first: int
+    lines: tuple[str, ...]
 
 
-def spaced(paragraphs: list[list[str]]) -> list[str]:
-    """Paragraphs as lines. All that are not single lines have blank ones around them."""
-    lines, apart = [], False
-    for paragraph in paragraphs:
-        if lines and lines[-1] and (apart or len(paragraph) != 1):
-            lines.append("")
-        lines += paragraph
-        apart = len(paragraph) != 1
-    return lines
+@cache
+def split(stage: str, text: str) -> list[Block]:
+    """A script in blocks, which hold all of its lines but the blank ones between them."""
+    lines, body = text.splitlines(), ast.parse(text).body
+    found = [(TOP, list(takewhile(lambda node: isinstance(node, LEADING), body)))]
+    for node in (each for each in body if isinstance(each, DEFINITIONS)):
+        parts = node.body if isinstance(node, ast.ClassDef) else []
+        found.append((node.name, [node]))
+        found += [(f"{node.name}.{x.name}", [x]) for x in parts if isinstance(x, DEFINITIONS)]
+    names = [""] * len(lines)  # of the block that each line belongs to
+    for name, nodes in found:
+        # decorators and the comments directly above belong to a definition
+        first = min(x.lineno for x in (nodes[0], *getattr(nodes[0], "decorator_list", []))) - 1
+        first -= len([*takewhile(lambda x: x.lstrip()[:1] == "#", lines[:first][::-1])])
+        names[first : nodes[-1].end_lineno] = [name] * (nodes[-1].end_lineno - first)
+    for i, line in enumerate(lines):
+        if not line.strip():
+            names[i] = names[i] and names[i - 1]  # "" between two blocks
+        elif not names[i]:
+            text = " ".join(x.strip("# -") for x in takewhile(str.strip, lines[i:])).strip()
+            name = f"# {text}" if line[0] == "#" else re.split(" = |:$", line)[0]
+            names[i] = names[i - 1] if i and lines[i - 1].strip() else name
+    groups = [(name, [*numbers]) for name, numbers in groupby(range(len(lines)), names.__getitem__)]
+    texts = [(name, i, "\n".join(lines[j] for j in i).rstrip()) for name, i in groups if name]
+    return [Block(stage, x.split(".")[0], x, i[0] + 1, (*t.split("\n"),)) for x, i, t in texts]
 
 
-def lines_to_read(comparison: Comparison) -> int:
-    return sum(bool(line.strip()) for line in Renderer(colour=False).diff(comparison))
+def align(old: Block | None, new: Block) -> list[tuple[str, list[Line], list[Line]]]:
+    """Older and newer lines: " " equal, "=" also far from a change and from `def`, "-" or "+"."""
+    a, b = ([*enumerate(x.lines, x.first)] if x else [] for x in (old, new))
+    header = next((i for i, x in enumerate(new.lines) if re.match(" *(def|class) ", x)), len(b))
+    # a line without a word is no reason to align what is around it
+    wordless = re.compile(r"\W*\w?\W*").fullmatch
+    matcher = SequenceMatcher(wordless, [text for _, text in a], new.lines, autojunk=False)
+    hunks: list[tuple[str, list[Line], list[Line]]] = []
+    for kind, i, i_end, j, j_end in matcher.get_opcodes():
+        size, top = i_end - i, CONTEXT if hunks else header + 1
+        end = size - CONTEXT * (i_end < len(a) or j_end < len(b))
+        if kind != "equal":
+            hunks += [("-", a[i:i_end], []), ("+", [], b[j:j_end])]
+        else:
+            top, end = (top, end) if end - top > 1 else (size, size)
+            spans = ((" ", 0, top), ("=", top, end), (" ", end, size))
+            hunks += [(m, a[i + x : i + y], b[j + x : j + y]) for m, x, y in spans if x < y]
+    return hunks
 
 
-# ---- the command ----
+def compare(old: str, new: str, repo: Path = REPO) -> tuple[list, list[Block], list[str]]:
+    """All of the newer stage; of the older one what is in no pair; and the names that are gone."""
+    every = {n: split(x.parent.name, x.read_text()) for n, x in stage_paths(repo).items()}
+    older, newer, pairs, continued = every[old], every[new], [], []
+    owners, others = {block.owner for block in newer}, renamed(repo)
+    known = older + [x for n in every if n < new and n != old for x in every[n]]
+    for block in newer:
+        aliases = [x for x in others.get(block.owner, []) if x not in owners]
+        names = [block.name, *(block.name.replace(block.owner, x, 1) for x in aliases)]
+        base = max(  # the identical one, or that of the older stage, or the first one
+            (x for x in (older if block.name[0] == "#" else known) if x.name in names),
+            key=lambda x: (x.lines == block.lines, x in older, -names.index(x.name)),
+            default=None,
+        )
+        pairs.append((base, block))
+        continued += names
+    rest = [block for block in older if block not in [base for base, _ in pairs]]
+    return pairs, rest, [x.name for x in rest if x.name not in continued and x.name[0] != "#"]
 
 
-def show(lines: list[str]) -> None:
-    """Print, at a terminal through a pager, as git does."""
-    text = "".join(f"{line}\n" for line in lines)
-    pager = shlex.split(os.environ.get("PAGER", "less"))
-    if sys.stdout.isatty() and pager and shutil.which(pager[0]):
-        environment = {"LESS": "FRX", **os.environ}  # colours pass, and a short text just stays
-        subprocess.run(pager, input=text, encoding="utf-8", env=environment)
-        return
-    sys.stdout.reconfigure(errors="replace")
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def folded(pairs: list[tuple]) -> Iterator[tuple[str, list[tuple]]]:
+    """Pairs that a reader can do without, under a summary; each of the others under ""."""
+    changed = {new.owner for old, new in pairs if not old or old.lines != new.lines}
+
+    def reason(pair: tuple) -> str:
+        old, new = pair
+        if old and new.name == TOP:
+            return f"{sum(len(b) for mark, _, b in align(*pair) if mark == '+')} changed"
+        if old is None or old.lines != new.lines or new.name in changed or new.name[0] == "#":
+            return ""  # as a heading stays: the line of a class of which a method has changed
+        return f"as in {old.stage}" + f", {old.owner}" * (old.name != new.name)
+
+    for why, group in groupby(pairs, key=reason):
+        found = list(group)
+        heads = {new.owner for _, new in found if new.name == new.owner}
+        parts = [b.owner if b.owner in heads else b.name.split(".")[-1] for _, b in found]
+        count = sum(len(new.lines) for _, new in found)
+        summary = f"{', '.join(dict.fromkeys(parts))}: {why} ({count} lines)"
+        yield from [(summary, found)] if why else (("", [pair]) for pair in found)
 
 
-def is_coloured() -> bool:
-    is_wanted = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
-    return is_wanted and not os.environ.get("NO_COLOR")
+def report(old: str, new: str) -> Iterator[str]:
+    pairs, _, gone = compare(old, new)
+    older, newer = (stage_paths()[x].parent.name for x in (old, new))
+    yield f"* {older} -> {newer}: + new   - gone   = the same"
+    for summary, [(base, block), *_] in folded(pairs):
+        if summary:
+            yield from textwrap.wrap(f"= {summary}", 100, subsequent_indent="=     ")
+            continue
+        yield ""
+        if base and (base.stage != older or block.owner == block.name != base.name):
+            yield f"* {block.name}: compared with {base.name} in {base.stage}"
+        for mark, a, b in align(base, block):
+            lines = [f"{mark} {text}" for _, text in b or a if "# -----" not in text]
+            is_folded = mark == "=" or (mark == "-" and len(a) > MOST_REMOVED)
+            yield from [f"{mark}     ... {len(lines)} lines"] if is_folded else lines
+    if gone:
+        yield from textwrap.wrap(f"- gone: {', '.join(gone)}", 100, subsequent_indent="-     ")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("new", help="the stage to show, such as 04")
-    parser.add_argument("--from", dest="old", help="the stage to compare with")
-    parser.add_argument("--full", action="store_true", help="the whole file, changed lines marked")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage=argparse.SUPPRESS)
+    parser.add_argument("new", choices=stages()[1:])
+    parser.add_argument("--from", dest="old", choices=stages())
     args = parser.parse_args()
-    for number in (args.new, args.old or args.new):
-        if number not in stages():
-            known = " ".join(stages())
-            parser.exit(2, f"diff.py: stage {number} does not exist; the stages are {known}\n")
-    old = args.old or stage_file(args.new).compare
-    if not old:
-        advice = "read its train.py, or pass FROM= another one"
-        parser.exit(2, f"diff.py: {args.new} is the first stage: {advice}\n")
-    comparison = compare_stages(old, args.new)
-    renderer = Renderer(is_coloured())
-    show(renderer.whole_file(comparison) if args.full else renderer.diff(comparison))
+    text = "\n".join(report(args.old or stage_file(args.new).compare, args.new)) + "\n"
+    if (sys.stdout.isatty() or os.environ.get("FORCE_COLOR")) and not os.environ.get("NO_COLOR"):
+        text = re.sub(r"(?m)^([-+=*]).*", lambda x: f"\033[{COLOURS[x[1]]}m{x[0]}\033[0m", text)
+    os.environ.setdefault("LESS", "FRX")
+    pydoc.pager(text)
 
 
 if __name__ == "__main__":
