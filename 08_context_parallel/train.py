@@ -45,6 +45,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -124,6 +125,9 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # q, k, v and the result: [batch, heads, seq / n, head_dim]; kv: [2, batch, ...]
+        ring.check(q, k, v)
+        if q.shape[2] != ring.length:
+            raise ValueError(f"{q.shape[2]} tokens on a rank, in a ring for {ring.length}")
         q, kv = q.contiguous(), torch.stack((k, v))
         softmax = OnlineSoftmax(q)
         with torch.autocast(q.device.type, enabled=False):
@@ -139,6 +143,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
+        if torch.is_grad_enabled():  # once_differentiable accepts a constant grad_out
+            raise RuntimeError("create_graph=True: RingAttention has no second derivative")
         (q, kv, out, logsumexp), ring = ctx.saved_tensors, ctx.ring
         grad_out, grad_q = grad_out.contiguous(), torch.zeros_like(q, dtype=torch.float32)
         # per query, the sum over its keys of each weight times the weight's gradient
@@ -201,12 +207,30 @@ class OnlineSoftmax:
 # ---- the ring ----
 
 
-class Ring:
+class SameShape:
+    """Compares the ranks' shapes and dtypes: each receives into a tensor like the one it sends."""
+
+    checked: tuple | None = None  # the last ones
+
+    def check(self, *tensors: Tensor) -> None:
+        """Raise ValueError unless q, k and v are alike, and the same on every rank of the group."""
+        kinds = {(*x.shape, x.dtype) for x in tensors}
+        if len(kinds) > 1:
+            raise ValueError(f"q, k and v must have one shape and dtype: {kinds}")
+        if kinds != self.checked:  # if only some ranks have new ones, they wait until the timeout
+            check_same("shapes or dtypes of q", kinds, tensors[0].device, self.group)
+            self.checked = kinds
+
+
+class Ring(SameShape):
     """The ranks of a group in a circle. shards: the positions of every rank's tokens."""
 
     def __init__(self, group: ProcessGroup, shards: list[Positions], device: torch.device):
         self.group, self.n, self.rank = group, group.size(), group.rank()
         self.shards, self.positions = shards, shards[group.rank()]
+        self.length = sum(map(len, self.positions))
+        if any(sum(map(len, shard)) != self.length for shard in shards):
+            raise ValueError(f"shards of different lengths: {shards}; ranks must divide seq_len")
         if self.n > 1:
             # NCCL's first operation between two ranks connects them, and blocks until both have
             # issued it: do that here, one by one, while no other operation is in flight
@@ -306,7 +330,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 # ---- Ulysses, instead of a ring: shard the heads during attention ----
 
 
-class UlyssesAttention:
+class UlyssesAttention(SameShape):
     """Causal attention of some heads over the full sequence, between two all-to-alls.
 
     Outside, every rank has all heads of its tokens; inside, all tokens of its heads.
@@ -316,6 +340,9 @@ class UlyssesAttention:
         self.group = group
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.check(q, k, v)
+        if q.shape[1] % self.group.size():
+            raise ValueError(f"{q.shape[1]} heads for {self.group.size()} ranks: must be divisible")
         qkv = torch.stack((q, k, v))  # [3, batch, heads, seq / n, head_dim]
         q, k, v = ExchangeShards.apply(qkv, -3, -2, self.group)  # [batch, heads / n, seq, head_dim]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -335,6 +362,7 @@ class ExchangeShards(torch.autograd.Function):
         return torch.cat(from_rank.unbind(), join)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         return ExchangeShards.apply(grad, ctx.join, ctx.split, ctx.group), None, None, None
 

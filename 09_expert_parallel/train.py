@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -101,19 +102,20 @@ class MixtureOfExperts(nn.Module):
         self, d_model: int, n_experts: int, top_k: int, make_expert: Callable, group: ProcessGroup
     ):
         super().__init__()
+        if n_experts % group.size() or not 1 <= top_k <= n_experts:
+            raise ValueError(f"{n_experts} experts on {group.size()} ranks, {top_k} per token")
         self.group, self.n_experts, self.top_k = group, n_experts, top_k
         self.router = nn.Linear(d_model, n_experts, bias=False)
-        self.register_buffer("bias", torch.zeros(n_experts))
+        self.register_buffer("bias", torch.zeros(n_experts, dtype=torch.float32))
         n_local = n_experts // group.size()
         own = range(group.rank() * n_local, (group.rank() + 1) * n_local)
         self.experts = nn.ModuleDict({str(i): make_expert(i) for i in own})
-        for param in self.experts.parameters():
-            # the tokens of all ranks of the group meet at the expert: average their gradients
-            param.register_hook(lambda grad: grad / group.size())
         self.load: Tensor | int = 0
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
         tokens = x.flatten(0, -2)  # [T, d]
+        if in_autocast_dtype(tokens[:0]).dtype == torch.float16:
+            raise ValueError("float16: a GradScaler would skip a step on some ranks; use bfloat16")
         weights, chosen = self.route(tokens)
         expert_of_row = chosen.flatten()  # [T k], row i is a copy of token i // k
         counts = torch.zeros_like(self.bias, dtype=torch.int64)
@@ -127,9 +129,11 @@ class MixtureOfExperts(nn.Module):
         counts_out, counts_in = exchange_counts(counts, self.group)
         send = [sum(of_rank) for of_rank in counts_out]  # rows for each rank
         receive = [sum(of_rank) for of_rank in counts_in]
-        rows = AllToAll.apply(rows, send, receive, self.group)
+        # tokens of all ranks of the group meet at the expert: average their gradients, only there
+        n_ranks = self.group.size()
+        rows = AllToAll.apply(rows, send, receive, self.group, n_ranks)
         rows = self.run_experts(rows, counts_in)
-        rows = AllToAll.apply(rows, receive, send, self.group)
+        rows = AllToAll.apply(rows, receive, send, self.group, 1 / n_ranks)
 
         results = torch.empty_like(rows)
         results[order] = rows  # back to the tokens' order
@@ -167,18 +171,22 @@ class MixtureOfExperts(nn.Module):
 
 
 class AllToAll(torch.autograd.Function):
-    """Send `send[r]` rows to rank r and receive `receive[r]` from it, in the order of the ranks."""
+    """Send `send[r]` rows to rank r and receive `receive[r]` from it, in the order of the ranks.
+    Backward is the way back, and multiplies by `factor`."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup):
-        ctx.way_back = receive, send, group
+    def forward(
+        ctx, rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup, factor: float
+    ):
+        ctx.way_back, ctx.factor = (receive, send, group, 1.0), factor
         output = rows.new_empty(sum(receive), rows.shape[1])
         all_to_all_single(output, rows.contiguous(), receive, send, group=group)
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
-        return AllToAll.apply(grad, *ctx.way_back), None, None, None
+        return AllToAll.apply(grad, *ctx.way_back).mul_(ctx.factor), None, None, None, None
 
 
 def exchange_counts(counts: Tensor, group: ProcessGroup) -> list[list[list[int]]]:
@@ -223,6 +231,10 @@ def balance_load(model: nn.Module, rate: float) -> Tensor:
     the busiest expert, relative to the mean, averaged over the layers.
     """
     mixtures = mixtures_of(model)
+    if len({mixture.n_experts for mixture in mixtures}) != 1:
+        raise ValueError("all mixtures must have the same number of experts")
+    if any(isinstance(mixture.load, int) for mixture in mixtures):
+        raise RuntimeError("a mixture has counted no tokens: run the model, in training mode")
     load = torch.stack([mixture.load for mixture in mixtures])  # [layers, E], int64
     all_reduce(load)
     total = load.sum(dim=1, keepdim=True)
@@ -230,6 +242,7 @@ def balance_load(model: nn.Module, rate: float) -> Tensor:
     signs = excess.sign().float()
     signs -= signs.mean(dim=1, keepdim=True)  # the biases' mean has no effect: keep it at zero
     for mixture, sign in zip(mixtures, signs, strict=True):
+        mixture.bias = mixture.bias.float()  # model.bfloat16() has cast it: steps would be lost
         mixture.bias -= rate / mixture.n_experts * sign
         mixture.load = 0
     return (load.amax(dim=1) * load.shape[1] / total[:, 0]).mean()
@@ -238,11 +251,13 @@ def balance_load(model: nn.Module, rate: float) -> Tensor:
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     experts = {p for mixture in mixtures_of(model) for p in mixture.experts.parameters()}
-    sharded = [p.grad for p in model.parameters() if p in experts]
-    replicated = [p.grad for p in model.parameters() if p not in experts]
+    params = [p for p in model.parameters() if p.grad is not None]
+    sharded = [p.grad for p in params if p in experts]
+    replicated = [p.grad for p in params if p not in experts]
     # squares of sharded gradients add up over the ranks; replicated gradients count once
-    squares = all_reduce_control(global_norm(sharded).square(), group=group)
-    total_norm = (squares + global_norm(replicated).square()).sqrt()
+    squares = global_norm(sharded).square().to(next(model.parameters()).device)
+    squares = all_reduce_control(squares, group=group)
+    total_norm = (squares + global_norm(replicated).square().to(squares)).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
 

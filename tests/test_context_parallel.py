@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -28,7 +29,10 @@ class ThreadRing(stage.Ring):
 
     def __init__(self, rank: int, shards: list, inboxes: list[queue.Queue]):
         self.n, self.rank, self.shards, self.positions = len(shards), rank, shards, shards[rank]
-        self.inboxes = inboxes
+        self.inboxes, self.length = inboxes, sum(map(len, self.positions))
+
+    def check(self, *_: Tensor) -> None:
+        """Threads have no process group."""
 
     def start_exchange(self, tensor: Tensor):
         self.inboxes[(self.rank + 1) % self.n].put(tensor.clone())
@@ -162,6 +166,50 @@ def test_sequences_of_another_length_are_an_error():
     for length in (47, 49):  # else the last token would be dropped, or positions be missing
         with pytest.raises(ValueError, match=f"{length} tokens instead of seq_len 48"):
             stage.local_tokens(torch.zeros(1, length), stage.zigzag(0, 2, 48), 48)
+
+
+# ---- tensors that a ring was not built for ----
+
+
+def attend(kind: str, seq_len: int, shape: tuple, of_rank_1: dict, kv_heads: int = 9) -> str:
+    """The error of attention, or of its second derivative; q on both ranks: [1, *shape]."""
+    group = dist.group.WORLD
+    own = {"size": (1, *shape)} | (of_rank_1 if dist.get_rank() == 1 else {})
+    q = torch.zeros(**own, requires_grad=True)
+    k = q[:, :kv_heads]
+    try:
+        shards = [stage.zigzag(r, group.size(), seq_len) for r in range(group.size())]
+        attention = stage.UlyssesAttention(group)
+        if kind == "ring":
+            attention = partial(stage.RingAttention.apply, stage.Ring(group, shards, q.device))
+        y = attention(q, k, k)
+        (x,) = torch.autograd.grad(y.sum(), q, create_graph=True)
+        x.sum().backward()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+MISFITS = [  # kind, seq_len of the ring, [heads, tokens, head_dim], rank 1's, message
+    ("ring", 12, (2, 4, 4), {}, "4 tokens on a rank, in a ring for 6"),
+    ("ring", 8, (2, 6, 4), {}, "6 tokens on a rank, in a ring for 4"),
+    ("ring", 5, (2, 3, 4), {}, "different lengths"),
+    ("ring", 8, (2, 4, 4), {"size": (1, 3, 4, 4)}, "differ between ranks"),
+    ("ring", 8, (2, 4, 4), {"dtype": torch.bfloat16}, "differ between ranks"),
+    ("ring", 8, (2, 4, 4), {}, "one shape and dtype", 1),
+    ("ring", 8, (2, 4, 4), {}, "no second derivative"),
+    ("ulysses", 8, (2, 4, 4), {"size": (1, 2, 3, 4)}, "differ between ranks"),
+    ("ulysses", 8, (3, 4, 4), {}, "3 heads for 2 ranks"),
+    ("ulysses", 8, (2, 4, 4), {}, "once_differentiable"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", MISFITS, ids=str)
+def test_other_tensors_than_the_ranks_expect_are_an_error(pools, case):
+    kind, seq_len, shape, of_rank_1, message, *kv_heads = case
+    for said in pools(2).run(attend, kind, seq_len, shape, of_rank_1, *kv_heads):
+        assert message in said, said
 
 
 # ---- balance ----

@@ -335,6 +335,67 @@ def test_weights_of_experts_far_below_the_largest_logit_are_exact(pools, gap):
     assert gradient == pytest.approx([0, slope, -slope, 0], rel=1e-5)
 
 
+def of_mixture(case: str) -> object:
+    """What a copier's loop may do with a mixture; returns an error, or what it should leave."""
+    stage, group = load_stage("09"), dist.group.WORLD
+    sizes = {"two sizes": [4, 8], "five experts": [5]}.get(case, [4])
+    make = lambda index: nn.Linear(8, 8)  # noqa: E731
+    try:
+        top_k = 9 if case == "nine per token" else 2
+        model = nn.Sequential(*(stage.MixtureOfExperts(8, n, top_k, make, group) for n in sizes))
+        mixture = model[0].train(case != "evaluation")
+        if case == "bfloat16":
+            model.bfloat16()
+            for _ in range(400):
+                mixture.load = torch.tensor([0, 2, 1, 1])
+                stage.balance_load(model, rate=0.0004)
+            return mixture.bias[0].item()
+        with torch.autocast("cpu", torch.float16, enabled=case == "float16"):
+            y = model(x := torch.ones(3, 8, requires_grad=True))
+        if case == "second derivative":
+            (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+            grad.sum().backward()
+        if case == "frozen":
+            mixture.router.requires_grad_(False)
+            mixture.experts[str(2 * dist.get_rank())].bias.requires_grad_(False)
+            model.zero_grad()
+            model(x).sum().backward()
+            return stage.clip_grad_norm_(model, 1.0, group).isfinite().item()
+        if case == "new experts":  # as of to_empty, after the mixture was built
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+            model(x).sum().backward()
+            return sum(expert.bias.grad.sum() for expert in mixture.experts.values()).item()
+        stage.balance_load(model, 0.1)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+
+
+MIXTURES = {
+    "two sizes": "same number of experts",
+    "five experts": "5 experts on 2 ranks",
+    "nine per token": "9 per token",
+    "evaluation": "counted no tokens",
+    "float16": "GradScaler",
+    "second derivative": "once_differentiable",
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", MIXTURES)
+def test_a_misuse_of_a_mixture_is_an_error(pools, case):
+    for said in pools(2).run(of_mixture, case):
+        assert MIXTURES[case] in said, said
+
+
+@pytest.mark.quick
+def test_a_cast_frozen_or_replaced_mixture_is_exact(pools):
+    assert pools(2).run(of_mixture, "bfloat16") == pytest.approx([400 * 0.0001] * 2, rel=1e-3)
+    assert all(pools(2).run(of_mixture, "frozen"))
+    # of 3 tokens per rank the weights add up to 3, for each of 8 features, averaged over the ranks
+    assert sum(pools(2).run(of_mixture, "new experts")) == pytest.approx(3 * 8)
+
+
 def counted_parameters(top_k: int) -> tuple[int, int]:
     model = expert_model(replace(CONFIG, top_k=top_k), group_of(1))
     sizes = {name: p.numel() for name, p in model.named_parameters()}

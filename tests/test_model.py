@@ -191,6 +191,23 @@ def test_chunked_loss_with_a_second_backward_or_a_frozen_input():
     torch.testing.assert_close(leaf.grad, grad_x)
 
 
+@pytest.mark.parametrize(
+    "targets", [[1, -1, 2], [1, 8, 2], [1, -101, 2], [1], [1, 2, 3, 4]], ids=str
+)
+def test_targets_outside_the_vocabulary_or_of_another_number_are_an_error(targets):
+    x, weight = torch.randn(3, 4), torch.randn(8, 4)
+    for loss in (linear_cross_entropy, lambda x, w, t: F.cross_entropy(x @ w.t(), t)):
+        with pytest.raises((IndexError, RuntimeError, ValueError)):
+            loss(x, weight, torch.tensor(targets))
+
+
+def test_a_second_derivative_of_the_chunked_loss_is_an_error():
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(8, 4)
+    loss = linear_cross_entropy(x, weight, torch.tensor([1, IGNORED, 2]))
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
 def test_linear_layer_under_autocast_is_bitwise_identical_to_pytorchs():
     """Ours only keeps fewer tensors for backward."""
     torch.manual_seed(0)
