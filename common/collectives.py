@@ -177,13 +177,13 @@ def _goes_through_host(tensor: Tensor, group: Group) -> bool:
     return tensor.is_cuda and _is_gloo(tensor, group)
 
 
-def all_reduce_control(tensor: Tensor, group: Group = None) -> Tensor:
+def all_reduce_control(tensor: Tensor, group: Group = None, op=ReduceOp.SUM) -> Tensor:
     """All-reduce a scalar that controls the run: a loss to log, a norm to clip by, a vote to stop.
 
     Returns the tensor, reduced in place. It is counted apart from the technique's communication.
     """
     ledger.control[("all_reduce", group_name(group))] += 1
-    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 
