@@ -55,7 +55,7 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.counter_rng import CounterDropout
-from common.loss import IGNORED, in_autocast_dtype
+from common.loss import IGNORED, check_plain, first_order, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
 
 # isort: split
@@ -112,9 +112,10 @@ class TensorParallelModule(nn.Module):
 
     def __init__(self, plain: nn.Module, region: TensorParallelRegion):
         super().__init__()
-        self.region = region
-        (full,) = plain.parameters()  # a bias is an error: this model has none
-        self.weight = nn.Parameter(shard_of(full, self.shard_dim, region.group))
+        check_plain(plain, "weight")  # a bias, for example, would be lost
+        self.region, self.training = region, plain.training
+        shard = shard_of(plain.weight, self.shard_dim, region.group)
+        self.weight = nn.Parameter(shard, plain.weight.requires_grad)
 
 
 class ColumnParallelLinear(TensorParallelModule):
@@ -146,6 +147,7 @@ class LinearWithAsyncCommunication(torch.autograd.Function):
         return F.linear(x, weight.to(x.dtype))  # [batch, seq, out / tp]
 
     @staticmethod
+    @first_order
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         # each rank holds a partial dX, from its own features of y: reduce them
@@ -162,6 +164,9 @@ class ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, partial: Tensor, region: TensorParallelRegion) -> Tensor:
+        if partial.dtype == torch.float16:
+            # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
+            raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
         ctx.region = region
         total, work = region.start_exit(partial)
         work.wait()
@@ -170,6 +175,7 @@ class ReduceFromRegion(torch.autograd.Function):
         return total
 
     @staticmethod
+    @first_order
     def backward(ctx, grad: Tensor):
         return ctx.region.enter(grad), None
 
@@ -203,10 +209,9 @@ class VocabParallelEmbedding(TensorParallelModule):
     shard_dim = 0  # weight: [vocab / tp, d]
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, seq] -> [batch, seq, d]
-        row = tokens - self.region.rank * len(self.weight)
-        remote = (row < 0) | (row >= len(self.weight))
-        partial = F.embedding(row.masked_fill(remote, 0), self.weight)
-        return ReduceFromRegion.apply(partial.masked_fill(remote[..., None], 0.0), self.region)
+        row, is_local = local_index(tokens, len(self.weight), self.region.group)
+        partial = F.embedding(row, self.weight)
+        return ReduceFromRegion.apply(partial.masked_fill(~is_local[..., None], 0.0), self.region)
 
 
 class VocabParallelOutput(nn.Module):
@@ -214,7 +219,8 @@ class VocabParallelOutput(nn.Module):
 
     def __init__(self, output: Output, region: TensorParallelRegion):
         super().__init__()
-        self.group = region.group
+        check_plain(output, "norm", "head")
+        self.group, self.training = region.group, output.training
         self.norm = output.norm
         self.head = ColumnParallelLinear(output.head, region)
 
@@ -244,9 +250,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.dtype, logits = logits.dtype, logits.float()
         counted = targets != IGNORED
         scale = counted / counted.sum().clamp(min=1)  # [tokens], weights of the mean
-        column = targets - group.rank() * logits.shape[-1]
-        is_local = (column >= 0) & (column < logits.shape[-1])  # IGNORED is local nowhere
-        column = column.masked_fill(~is_local, 0)[:, None]
+        column, is_local = local_index(targets.masked_fill(~counted, 0), logits.shape[-1], group)
+        column, is_local = column[:, None], is_local & counted
 
         highest = logits.amax(dim=-1)
         all_reduce(highest, ReduceOp.MAX, group=group)
@@ -261,12 +266,22 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return (losses * scale).sum()
 
     @staticmethod
+    @first_order
     def backward(ctx, grad: Tensor):
         exp, column, softmax_scale, target_scale = ctx.saved_tensors
         # scale * (softmax - 1 at the target), in place: autograd raises on a second backward
         grad_logits = exp.mul_((softmax_scale * grad)[:, None])
         grad_logits.scatter_add_(-1, column, (-target_scale * grad)[:, None])
         return grad_logits.to(ctx.dtype), None, None
+
+
+def local_index(ids: Tensor, n: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The row of each id among this rank's n, or 0, and whether it is among them. An id outside
+    of the vocabulary stays out of range: the lookup raises, as PyTorch's does."""
+    row = ids - group.rank() * n
+    is_local = (row >= 0) & (row < n)
+    is_outside = (ids < 0) | (ids >= group.size() * n)
+    return torch.where(is_local, row, ids * is_outside), is_local
 
 
 # ---- shards of the weights ----
@@ -333,7 +348,8 @@ class SequenceParallelRegion(TensorParallelRegion):
 def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
     """Sum the norms' gradients, once per step: each rank's come from its part of the sequence."""
     dims = shard_dims_of(model)
-    grads = [p.grad for name, p in model.named_parameters() if name not in dims]
+    params = [p for name, p in model.named_parameters() if name not in dims]
+    grads = [p.new_zeros(0) if p.grad is None else p.grad for p in params]  # if one is frozen
     flat = torch.cat([grad.flatten() for grad in grads])
     all_reduce(flat, group=group)
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
@@ -346,8 +362,10 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     dims = shard_dims_of(model)
-    sharded = [p.grad for name, p in model.named_parameters() if name in dims]
-    replicated = [p.grad for name, p in model.named_parameters() if name not in dims]
+    params = dict(model.named_parameters())  # of a frozen one, an empty gradient
+    grads = {n: p.new_zeros(0) if p.grad is None else p.grad for n, p in params.items()}
+    sharded = [grad for name, grad in grads.items() if name in dims]
+    replicated = [grad for name, grad in grads.items() if name not in dims]
     # squares of sharded gradients add up over the ranks; replicated gradients count once
     squares = all_reduce_control(global_norm(sharded).square(), group=group)
     total_norm = (squares + global_norm(replicated).square()).sqrt()

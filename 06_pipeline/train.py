@@ -34,6 +34,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,12 +48,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import all_reduce_control, global_norm, irecv, isend
 from common.distributed import annotate
-from common.loss import in_autocast_dtype
+from common.loss import check_plain, first_order, in_autocast_dtype
 
 # isort: split
 from common.arguments import base_parser, check_pipeline, model_config, positive_int, seconds
@@ -89,36 +90,55 @@ class Pipeline:
         self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
         self.p, self.rank = to_lower.size(), to_lower.rank()
         self.stages, self.n_stages = stages, self.p * len(stages)
-        part = next(iter(stages.values())).part
-        self.device, self.d_model = next(part.parameters()).device, d_model
+        parameter = next(next(iter(stages.values())).part.parameters(), None)
+        if parameter is None or (self.p == 1 and len(stages) > 1):
+            raise ValueError(f"rank {self.rank} needs layers, and one rank alone takes one stage")
+        self.device, self.d_model = parameter.device, d_model
         self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
         self.open_channels()
 
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
-        """Forward and backward of micro-batches (tokens, targets, dropout keys), all of one shape;
-        under `no_grad` forward only. Returns their losses, [m]: zeros except on the last rank."""
+        """Forward and backward of micro-batches (tokens, targets, dropout keys); under `no_grad`
+        forward only. Returns their losses, [m]: zeros except on the last rank."""
         losses = torch.zeros(len(micro_batches), device=self.device)
-        shape = self.message_shape(micro_batches[0][0])
-        actions = self.schedule(self.rank, self.p, len(micro_batches))
-        if not torch.is_grad_enabled():
-            actions = [action for action in actions if action.kind == "F"]
+        shapes = [self.message_shape(tokens) for tokens, _, _ in micro_batches]
+        self.compare(torch.is_grad_enabled(), *shapes)
+        actions = self.actions_for(len(micro_batches))
         # post each receive one action early: data arrives meanwhile (two early could deadlock)
-        self.start_receive(actions[0], shape)
+        self.start_receive(actions[0], shapes[actions[0].micro])
         for action, upcoming in pairwise([*actions, None]):
             if upcoming is not None:
-                self.start_receive(upcoming, shape)
+                self.start_receive(upcoming, shapes[upcoming.micro])
             received = self.finish_receive(action) if action in self.receives else None
             with annotate(f"{action.kind} {action.micro} {action.stage}"):
                 result = self.run_action(action, received, micro_batches)
             _, destination = source_and_destination(action, self.n_stages)
             if destination is not None:
-                self.start_send(result, destination)
+                self.start_send(result, destination, shapes[action.micro])
             elif action.kind == "F":
                 losses[action.micro] = result  # of the last stage
         while self.sends:
             self.finish_oldest_send()
         return losses
+
+    def compare(self, *facts) -> None:
+        """Raise if the ranks disagree: messages would not fit the buffers that receive them."""
+        digest = torch.tensor(hash(facts) % 2**32, device=self.device)
+        extremes = torch.stack([digest, -digest])
+        all_reduce_control(extremes, self.to_lower, ReduceOp.MAX)
+        # the public way to raise, `if`, would wait for the GPU
+        torch._assert_async(extremes.sum() == 0, "ranks differ in no_grad or micro-batch shapes")
+
+    def actions_for(self, m: int) -> list[Action]:
+        """This rank's actions with m micro-batches; under `no_grad` its forwards, with any m."""
+        trains = torch.is_grad_enabled()
+        micros = range(m if trains else ceil(m / self.p) * self.p)
+        actions = self.schedule(self.rank, self.p, len(micros))
+        needed = [(k, i, s) for s in self.stages for k in self.stages[s].kinds for i in micros]
+        if sorted(actions) != sorted(needed):
+            raise ValueError("the schedule does not fit the numbers or the class of these stages")
+        return [a for a in actions if trains or (a.kind == "F" and a.micro < m)]
 
     def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
         """Run an action. received: an F's activations or a B's gradient; None in an F of the first
@@ -141,7 +161,7 @@ class Pipeline:
         if source is None:
             return
         src = source % self.p
-        buffer = torch.empty(shape, device=self.device)
+        buffer = torch.empty(shape, device=self.device, dtype=torch.float32)
         work = irecv(buffer, group=self.group_for(src, self.rank), group_src=src)
         self.receives[action] = work, buffer
 
@@ -150,8 +170,11 @@ class Pipeline:
         work.wait()
         return buffer
 
-    def start_send(self, tensor: Tensor, destination: int) -> None:
+    def start_send(self, tensor: Tensor, destination: int, shape: tuple[int, ...]) -> None:
         """Send without waiting. Beyond p sends in flight, wait for the oldest and free it."""
+        if (tensor.shape, tensor.dtype) != (shape, torch.float32):
+            found = f"{list(tensor.shape)} in {tensor.dtype}"
+            raise ValueError(f"a message is {list(shape)} in float32, not {found}")
         dst = destination % self.p
         work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
         self.sends.append((work, tensor))
@@ -192,6 +215,8 @@ class PipelineStage:
     part: maps tokens or activations to activations. output: in the last stage, maps activations and
     targets to their mean loss; else None. autocast: compute in bfloat16; `part` returns float32."""
 
+    kinds = "FB"  # of the actions that a schedule must have for it
+
     def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
         self.part, self.output, self.autocast = part, output, autocast
         self.in_flight: dict[int, InFlight] = {}  # by micro-batch
@@ -206,6 +231,8 @@ class PipelineStage:
             detached = y.detach().requires_grad_(trains)  # a leaf: the loss's backward ends here
             result = detached if self.output is None else self.output(detached, targets)
         if trains:
+            if not y.requires_grad:
+                raise ValueError("a first stage that is all frozen: run it before the pipeline")
             if self.output is not None:
                 # now: the logits or the head's gradient are too large to keep for each micro-batch
                 (result / m).backward()
@@ -287,11 +314,13 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     with messages over v p - 1 boundaries. Micro-batches go round in groups of p: p divides m."""
     if v == 1:
         return one_f_one_b(rank, p, m)
+    if m % p:
+        raise ValueError(f"interleaving needs a multiple of {p} micro-batches, not {m}")
     rounds = [  # chunk: which of this rank's v stages
         (micro, chunk)
         for start in range(0, m, p)
         for chunk in range(v)
-        for micro in range(start, min(start + p, m))  # fewer than p at the end of evaluation
+        for micro in range(start, start + p)
     ]
     forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
@@ -336,6 +365,8 @@ class ZeroBubbleStage(PipelineStage):
     each micro-batch between its B and its W, the oldest first, the weight, input [tokens, in] and
     output gradient [tokens, out] of every linear layer."""
 
+    kinds = "FBW"
+
     def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
         super().__init__(part, output, autocast)
         self.pending: deque[list[tuple[nn.Parameter, Tensor, Tensor]]] = deque()
@@ -353,6 +384,8 @@ class ZeroBubbleStage(PipelineStage):
     def weight_gradients(self) -> None:
         """Compute the weight gradients of the oldest micro-batch. No hooks on weights run."""
         for weight, x, grad in self.pending.popleft():
+            if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+                raise RuntimeError("hooks on a deferred weight, such as DDP's, would never run")
             weight_grad = (grad.t() @ x).to(weight.dtype)
             weight.grad = weight_grad if weight.grad is None else weight.grad.add_(weight_grad)
 
@@ -362,10 +395,12 @@ class DeferredLinear(nn.Module):
 
     def __init__(self, plain: nn.Module, pending: deque[list]):
         super().__init__()
-        (self.weight,) = plain.parameters()  # a bias is an error: this model has none
-        self.pending = pending
+        check_plain(plain, "weight")  # a bias, for example, would get no gradient
+        self.weight, self.training, self.pending = plain.weight, plain.training, pending
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.weight.requires_grad and not x.requires_grad:
+            raise ValueError("no gradient reaches this layer: train one before it")
         return LinearWithDeferredGradient.apply(in_autocast_dtype(x), self)
 
 
@@ -379,9 +414,11 @@ class LinearWithDeferredGradient(torch.autograd.Function):
         return F.linear(x, layer.weight.to(x.dtype))
 
     @staticmethod
+    @first_order
     def backward(ctx, grad: Tensor):
         (x,), weight = ctx.saved_tensors, ctx.layer.weight
-        ctx.layer.pending[-1].append((weight, x.flatten(0, -2), grad.flatten(0, -2)))
+        if weight.requires_grad:
+            ctx.layer.pending[-1].append((weight, x.flatten(0, -2), grad.flatten(0, -2)))
         return grad @ weight.to(grad.dtype), None  # cast again: no bf16 copy of W is kept
 
 
@@ -390,7 +427,8 @@ class LinearWithDeferredGradient(torch.autograd.Function):
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
-    squares = global_norm(p.grad for p in model.parameters()).square()
+    params = list(model.parameters())  # of a frozen one, an empty gradient
+    squares = global_norm(p.new_zeros(0) if p.grad is None else p.grad for p in params).square()
     total_norm = all_reduce_control(squares).sqrt()  # the squares add up over the stages
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm

@@ -32,11 +32,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ from common.collectives import (
 )
 from common.counter_rng import CounterDropout
 from common.distributed import annotate, group_along
-from common.loss import IGNORED, in_autocast_dtype
+from common.loss import IGNORED, check_plain, first_order, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
 
 # isort: split
@@ -102,6 +103,8 @@ class Mesh(NamedTuple):
 def build_mesh(pp: int, dp: int, tp: int, timeout: float) -> Mesh:
     """This rank's groups on the mesh: rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
     shape = (pp, dp, tp)
+    if pp * dp * tp != dist.get_world_size():
+        raise ValueError(f"a mesh of {shape} ranks on {dist.get_world_size()}")
     return Mesh(
         to_lower=group_along(shape, 0, "to_lower", timeout),
         to_higher=group_along(shape, 0, "to_higher", timeout),
@@ -133,36 +136,55 @@ class Pipeline:
         self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
         self.p, self.rank = to_lower.size(), to_lower.rank()
         self.stages, self.n_stages = stages, self.p * len(stages)
-        part = next(iter(stages.values())).part
-        self.device, self.d_model = next(part.parameters()).device, d_model
+        parameter = next(next(iter(stages.values())).part.parameters(), None)
+        if parameter is None or (self.p == 1 and len(stages) > 1):
+            raise ValueError(f"rank {self.rank} needs layers, and one rank alone takes one stage")
+        self.device, self.d_model = parameter.device, d_model
         self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
         self.open_channels()
 
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
-        """Forward and backward of micro-batches (tokens, targets, dropout keys), all of one shape;
-        under `no_grad` forward only. Returns their losses, [m]: zeros except on the last rank."""
+        """Forward and backward of micro-batches (tokens, targets, dropout keys); under `no_grad`
+        forward only. Returns their losses, [m]: zeros except on the last rank."""
         losses = torch.zeros(len(micro_batches), device=self.device)
-        shape = self.message_shape(micro_batches[0][0])
-        actions = self.schedule(self.rank, self.p, len(micro_batches))
-        if not torch.is_grad_enabled():
-            actions = [action for action in actions if action.kind == "F"]
+        shapes = [self.message_shape(tokens) for tokens, _, _ in micro_batches]
+        self.compare(torch.is_grad_enabled(), *shapes)
+        actions = self.actions_for(len(micro_batches))
         # post each receive one action early: data arrives meanwhile (two early could deadlock)
-        self.start_receive(actions[0], shape)
+        self.start_receive(actions[0], shapes[actions[0].micro])
         for action, upcoming in pairwise([*actions, None]):
             if upcoming is not None:
-                self.start_receive(upcoming, shape)
+                self.start_receive(upcoming, shapes[upcoming.micro])
             received = self.finish_receive(action) if action in self.receives else None
             with annotate(f"{action.kind} {action.micro} {action.stage}"):
                 result = self.run_action(action, received, micro_batches)
             _, destination = source_and_destination(action, self.n_stages)
             if destination is not None:
-                self.start_send(result, destination)
+                self.start_send(result, destination, shapes[action.micro])
             elif action.kind == "F":
                 losses[action.micro] = result  # of the last stage
         while self.sends:
             self.finish_oldest_send()
         return losses
+
+    def compare(self, *facts) -> None:
+        """Raise if the ranks disagree: messages would not fit the buffers that receive them."""
+        digest = torch.tensor(hash(facts) % 2**32, device=self.device)
+        extremes = torch.stack([digest, -digest])
+        all_reduce_control(extremes, self.to_lower, ReduceOp.MAX)
+        # the public way to raise, `if`, would wait for the GPU
+        torch._assert_async(extremes.sum() == 0, "ranks differ in no_grad or micro-batch shapes")
+
+    def actions_for(self, m: int) -> list[Action]:
+        """This rank's actions with m micro-batches; under `no_grad` its forwards, with any m."""
+        trains = torch.is_grad_enabled()
+        micros = range(m if trains else ceil(m / self.p) * self.p)
+        actions = self.schedule(self.rank, self.p, len(micros))
+        needed = [(k, i, s) for s in self.stages for k in self.stages[s].kinds for i in micros]
+        if sorted(actions) != sorted(needed):
+            raise ValueError("the schedule does not fit the numbers or the class of these stages")
+        return [a for a in actions if trains or (a.kind == "F" and a.micro < m)]
 
     def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
         """Run an action. received: an F's activations or a B's gradient; None in an F of the first
@@ -185,7 +207,7 @@ class Pipeline:
         if source is None:
             return
         src = source % self.p
-        buffer = torch.empty(shape, device=self.device)
+        buffer = torch.empty(shape, device=self.device, dtype=torch.float32)
         work = irecv(buffer, group=self.group_for(src, self.rank), group_src=src)
         self.receives[action] = work, buffer
 
@@ -194,8 +216,11 @@ class Pipeline:
         work.wait()
         return buffer
 
-    def start_send(self, tensor: Tensor, destination: int) -> None:
+    def start_send(self, tensor: Tensor, destination: int, shape: tuple[int, ...]) -> None:
         """Send without waiting. Beyond p sends in flight, wait for the oldest and free it."""
+        if (tensor.shape, tensor.dtype) != (shape, torch.float32):
+            found = f"{list(tensor.shape)} in {tensor.dtype}"
+            raise ValueError(f"a message is {list(shape)} in float32, not {found}")
         dst = destination % self.p
         work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
         self.sends.append((work, tensor))
@@ -254,6 +279,10 @@ class MeshPipeline(Pipeline):
             for number, stage in stages.items():
                 modules = [module for module in (stage.part, stage.output) if module is not None]
                 self.replicas[number] = DistributedDataParallel(nn.ModuleList(modules), mesh.dp)
+            modules = [module for replica in self.replicas.values() for module in replica.module]
+            # each has a backward of its own, with which a shared parameter would be reduced
+            if max(Counter(p for each in modules for p in each.parameters()).values()) > 1:
+                raise ValueError("with dp, two parts (or a part and its output) share a parameter")
 
     def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
         """06's, but gradients are reduced with the last micro-batch only."""
@@ -278,8 +307,10 @@ class MeshPipeline(Pipeline):
 def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     dims = shard_dims_of(model)
-    sharded = [p.grad for name, p in model.named_parameters() if name in dims]
-    replicated = [p.grad for name, p in model.named_parameters() if name not in dims]
+    params = dict(model.named_parameters())  # of a frozen one, an empty gradient
+    grads = {n: p.new_zeros(0) if p.grad is None else p.grad for n, p in params.items()}
+    sharded = [grad for name, grad in grads.items() if name in dims]
+    replicated = [grad for name, grad in grads.items() if name not in dims]
     # Every parameter counts once. Squares of sharded gradients add up over `tp`, those of stages
     # over `pp`. Replicated gradients are equal over `tp`, and all gradients over `dp`.
     squares = global_norm(replicated).square()
@@ -579,9 +610,10 @@ class TensorParallelModule(nn.Module):
 
     def __init__(self, plain: nn.Module, region: TensorParallelRegion):
         super().__init__()
-        self.region = region
-        (full,) = plain.parameters()  # a bias is an error: this model has none
-        self.weight = nn.Parameter(shard_of(full, self.shard_dim, region.group))
+        check_plain(plain, "weight")  # a bias, for example, would be lost
+        self.region, self.training = region, plain.training
+        shard = shard_of(plain.weight, self.shard_dim, region.group)
+        self.weight = nn.Parameter(shard, plain.weight.requires_grad)
 
 
 class ColumnParallelLinear(TensorParallelModule):
@@ -613,6 +645,7 @@ class LinearWithAsyncCommunication(torch.autograd.Function):
         return F.linear(x, weight.to(x.dtype))  # [batch, seq, out / tp]
 
     @staticmethod
+    @first_order
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         # each rank holds a partial dX, from its own features of y: reduce them
@@ -629,6 +662,9 @@ class ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, partial: Tensor, region: TensorParallelRegion) -> Tensor:
+        if partial.dtype == torch.float16:
+            # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
+            raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
         ctx.region = region
         total, work = region.start_exit(partial)
         work.wait()
@@ -637,6 +673,7 @@ class ReduceFromRegion(torch.autograd.Function):
         return total
 
     @staticmethod
+    @first_order
     def backward(ctx, grad: Tensor):
         return ctx.region.enter(grad), None
 
@@ -670,10 +707,9 @@ class VocabParallelEmbedding(TensorParallelModule):
     shard_dim = 0  # weight: [vocab / tp, d]
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, seq] -> [batch, seq, d]
-        row = tokens - self.region.rank * len(self.weight)
-        remote = (row < 0) | (row >= len(self.weight))
-        partial = F.embedding(row.masked_fill(remote, 0), self.weight)
-        return ReduceFromRegion.apply(partial.masked_fill(remote[..., None], 0.0), self.region)
+        row, is_local = local_index(tokens, len(self.weight), self.region.group)
+        partial = F.embedding(row, self.weight)
+        return ReduceFromRegion.apply(partial.masked_fill(~is_local[..., None], 0.0), self.region)
 
 
 class VocabParallelOutput(nn.Module):
@@ -681,7 +717,8 @@ class VocabParallelOutput(nn.Module):
 
     def __init__(self, output: Output, region: TensorParallelRegion):
         super().__init__()
-        self.group = region.group
+        check_plain(output, "norm", "head")
+        self.group, self.training = region.group, output.training
         self.norm = output.norm
         self.head = ColumnParallelLinear(output.head, region)
 
@@ -711,9 +748,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.dtype, logits = logits.dtype, logits.float()
         counted = targets != IGNORED
         scale = counted / counted.sum().clamp(min=1)  # [tokens], weights of the mean
-        column = targets - group.rank() * logits.shape[-1]
-        is_local = (column >= 0) & (column < logits.shape[-1])  # IGNORED is local nowhere
-        column = column.masked_fill(~is_local, 0)[:, None]
+        column, is_local = local_index(targets.masked_fill(~counted, 0), logits.shape[-1], group)
+        column, is_local = column[:, None], is_local & counted
 
         highest = logits.amax(dim=-1)
         all_reduce(highest, ReduceOp.MAX, group=group)
@@ -728,12 +764,22 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return (losses * scale).sum()
 
     @staticmethod
+    @first_order
     def backward(ctx, grad: Tensor):
         exp, column, softmax_scale, target_scale = ctx.saved_tensors
         # scale * (softmax - 1 at the target), in place: autograd raises on a second backward
         grad_logits = exp.mul_((softmax_scale * grad)[:, None])
         grad_logits.scatter_add_(-1, column, (-target_scale * grad)[:, None])
         return grad_logits.to(ctx.dtype), None, None
+
+
+def local_index(ids: Tensor, n: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The row of each id among this rank's n, or 0, and whether it is among them. An id outside
+    of the vocabulary stays out of range: the lookup raises, as PyTorch's does."""
+    row = ids - group.rank() * n
+    is_local = (row >= 0) & (row < n)
+    is_outside = (ids < 0) | (ids >= group.size() * n)
+    return torch.where(is_local, row, ids * is_outside), is_local
 
 
 def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
@@ -793,7 +839,8 @@ class SequenceParallelRegion(TensorParallelRegion):
 def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
     """Sum the norms' gradients, once per step: each rank's come from its part of the sequence."""
     dims = shard_dims_of(model)
-    grads = [p.grad for name, p in model.named_parameters() if name not in dims]
+    params = [p for name, p in model.named_parameters() if name not in dims]
+    grads = [p.new_zeros(0) if p.grad is None else p.grad for p in params]  # if one is frozen
     flat = torch.cat([grad.flatten() for grad in grads])
     all_reduce(flat, group=group)
     for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
@@ -817,6 +864,8 @@ class PipelineStage:
     part: maps tokens or activations to activations. output: in the last stage, maps activations and
     targets to their mean loss; else None. autocast: compute in bfloat16; `part` returns float32."""
 
+    kinds = "FB"  # of the actions that a schedule must have for it
+
     def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
         self.part, self.output, self.autocast = part, output, autocast
         self.in_flight: dict[int, InFlight] = {}  # by micro-batch
@@ -831,6 +880,8 @@ class PipelineStage:
             detached = y.detach().requires_grad_(trains)  # a leaf: the loss's backward ends here
             result = detached if self.output is None else self.output(detached, targets)
         if trains:
+            if not y.requires_grad:
+                raise ValueError("a first stage that is all frozen: run it before the pipeline")
             if self.output is not None:
                 # now: the logits or the head's gradient are too large to keep for each micro-batch
                 (result / m).backward()
@@ -904,11 +955,13 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     with messages over v p - 1 boundaries. Micro-batches go round in groups of p: p divides m."""
     if v == 1:
         return one_f_one_b(rank, p, m)
+    if m % p:
+        raise ValueError(f"interleaving needs a multiple of {p} micro-batches, not {m}")
     rounds = [  # chunk: which of this rank's v stages
         (micro, chunk)
         for start in range(0, m, p)
         for chunk in range(v)
-        for micro in range(start, min(start + p, m))  # fewer than p at the end of evaluation
+        for micro in range(start, start + p)
     ]
     forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]

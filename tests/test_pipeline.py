@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter, deque
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from itertools import chain, product
 from unittest.mock import patch
 
 import pytest
@@ -45,13 +47,133 @@ def pipeline_of(schedule: str, config: TransformerConfig, autocast: bool = False
     return stage.Pipeline(stages, stage.SCHEDULES[schedule], *groups, config.d_model), model
 
 
+# ---- the contract ----
+
+
+class Part(nn.Sequential):
+    def forward(self, x: torch.Tensor, keys=None) -> torch.Tensor:
+        return super().forward(x)
+
+
+MISUSES = {  # what is wrong, and the message of at least one rank
+    "autocast": "not [2, 3, 8] in torch.bfloat16",
+    "float64": "not [2, 3, 8] in torch.float64",
+    "width": "a message is [2, 3, 16]",
+    "another width": "ranks differ",
+    "another number": "ranks differ",
+    "one evaluates": "ranks differ",
+    "no layers": "rank 0 needs",
+    "all frozen": "all frozen",
+    "odd": "multiple of 2",
+    "two stages": "does not fit",
+    "another stage class": "does not fit",
+    "hooks": "would never run",
+}
+ALLOWED = ["plain", "uneven", "shared weight", "frozen layers", "evaluation"]
+
+
+def small_pipeline(number: str, case: str) -> tuple[list, list, float, list]:
+    """Losses, weight gradients and their norm, of four small layers on two ranks, and then those of
+    the plain model: with what `case` names."""
+    stage, rank = load_stage(number), dist.get_rank()
+    torch.manual_seed(0)
+    v = 2 if case in ("odd", "two stages", "evaluation") else 1
+    layers = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(4)]
+    x, y = torch.randn(2, 6 if case in ("odd", "evaluation") else 4, 3, 8)
+    if case == "uneven":
+        x, y = x[:3], y[:3]
+    if case == "autocast":
+        layers = [layer[:1] for layer in layers]
+    if case == "float64":
+        x, y, layers = x.double(), y.double(), [layer.double() for layer in layers]
+    if case in ("all frozen", "frozen layers"):
+        layers[0].requires_grad_(False)
+        layers[2].requires_grad_(False)
+    if case == "all frozen":
+        layers[1], x = layers[1].requires_grad_(False), torch.randint(8, (4, 3))
+        layers[0] = nn.Embedding(8, 8).requires_grad_(False)
+    if case == "shared weight":
+        layers[1][0].weight, layers[3][0].weight = layers[0][0].weight, layers[2][0].weight
+    if case == "no layers":
+        layers = [nn.Sequential(), nn.Sequential(), *layers[2:]]
+    plain, each, loss = copy.deepcopy(nn.Sequential(*layers)), 2 // v, nn.MSELoss()
+    halves = x.chunk(3 if v > 1 and len(x) == 6 else 2), y.chunk(3 if len(y) == 6 else 2)
+    batches = [(a, b, None) for a, b in zip(*halves, strict=True)]
+    if case == "another number":
+        batches += batches * rank
+    zero_bubble = case in ("another stage class", "hooks", "frozen layers", "shared weight")
+    parts = {s: Part(*layers[s * each : (s + 1) * each]) for s in range(rank, 2 * v, 2)}
+    stages = {}
+    for s, part in parts.items():
+        stages[s] = stage.PipelineStage(part, loss if s == 2 * v - 1 else None, case == "autocast")
+        if zero_bubble:
+            stages[s].__class__, stages[s].pending = stage.ZeroBubbleStage, deque()
+            for layer in part:
+                layer[0] = stage.DeferredLinear(layer[0], stages[s].pending)
+                if case == "hooks":
+                    layer[0].weight.register_hook(lambda grad: grad)
+    schedule = stage.zero_bubble if zero_bubble else stage.one_f_one_b
+    schedule = stage.one_f_one_b if case == "another stage class" else schedule
+    if case in ("odd", "evaluation"):
+        schedule = partial(stage.interleaved_1f1b, v=2)
+    width = 16 if case == "width" or (case == "another width" and rank) else 8
+    pipeline = stage.Pipeline(stages, schedule, dist.new_group(), dist.new_group(), width)
+    with torch.set_grad_enabled(case != "evaluation" and not (case == "one evaluates" and rank)):
+        losses = pipeline.run(batches).tolist()
+        expected = [loss(plain(a), b) for a, b, _ in batches]
+        if torch.is_grad_enabled():
+            (sum(expected) / len(batches)).backward()
+    own = [parameter for part in parts.values() for parameter in part.parameters()]
+    theirs = [plain[s * each : (s + 1) * each].parameters() for s in parts]
+    pairs = [(p.grad, q.grad) for p, q in zip(own, chain(*theirs), strict=True)]
+    norm = stage.clip_grad_norm_(nn.ModuleList(parts.values()), 1e9).item()
+    plain_norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+    return losses, [value.item() * rank for value in expected], (norm, plain_norm), pairs
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_what_does_not_fit_is_an_error(pools, case):
+    ended = pools(2).attempt(small_pipeline, "06", case)
+    assert any(MISUSES[case] in (outcome.traceback or "") for outcome in ended), ended
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_what_the_contract_allows_is_exact(pools, case):
+    for losses, expected, norms, pairs in pools(2).run(small_pipeline, "06", case):
+        assert losses == pytest.approx(expected) and norms[0] == pytest.approx(norms[1])
+        for ours, theirs in pairs:
+            assert (ours is None) == (theirs is None)
+            torch.testing.assert_close(ours, theirs)
+
+
+def tied_norm() -> tuple[float, float]:
+    """As the README says: of a parameter that two ranks hold."""
+    stage, weight = load_stage("06"), nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), 1.0 + dist.get_rank())
+    dist.all_reduce(weight.grad)
+    weight.grad /= 2**0.5
+    norm = stage.clip_grad_norm_(nn.ParameterList([weight]), 1.0).item()
+    return norm, (weight.grad * 2**0.5).norm().item()
+
+
+def test_tied_parameters_are_clipped_as_the_readme_says(pools):
+    for norm, after in pools(2).run(tied_norm):
+        assert norm == pytest.approx(27**0.5) and after == pytest.approx(1.0)
+
+
 # ---- backward in two parts ----
 
 
-def test_zero_bubble_takes_no_linear_layer_with_a_bias():
-    """Its weight gradient is computed apart, and nobody would compute the bias's."""
-    with pytest.raises(ValueError):
-        load_stage("06").DeferredLinear(nn.Linear(4, 4), deque())
+def test_zero_bubble_takes_no_layer_that_it_cannot_train():
+    stage, embedding = load_stage("06"), nn.Embedding(4, 4).requires_grad_(False)
+    with pytest.raises(ValueError, match="would lose: bias"):
+        stage.DeferredLinear(nn.Linear(4, 4), deque())
+    deferred = stage.DeferredLinear(nn.Linear(4, 4, bias=False), deque())
+    with pytest.raises(ValueError, match="no gradient"):
+        deferred(embedding(torch.arange(4)))
+    x = torch.ones(1, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(deferred(x).sum(), x, create_graph=True)
 
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmm_")

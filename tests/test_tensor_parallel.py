@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.loss import IGNORED
-from common.model import Transformer, TransformerConfig
+from common.loss import IGNORED, linear_cross_entropy
+from common.model import Output, Transformer, TransformerConfig
 
 pytestmark = pytest.mark.slow
 
@@ -211,19 +213,128 @@ def test_backward_overlaps_the_all_reduce_with_the_weight_gradients_matmul(
     assert collective - matmul > 200e3, "the matmul has waited for the collective"
 
 
-# ---- what a layer does not take ----
+# ---- the contract: what does not fit is an error ----
 
 
-def sizes_and_biases() -> None:
-    stage, region = load_stage("05"), region_of(False)
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def plain_linear(change: str = "") -> nn.Linear:
+    linear = (Scaled if change == "subclass" else nn.Linear)(8, 8, bias=change == "bias")
+    if change == "hook":
+        linear.register_forward_hook(lambda *_: None)
+    if change == "weight hook":
+        linear.weight.register_hook(lambda grad: 0 * grad)
+    if change == "weight attribute":
+        linear.weight.no_decay = True
+    if change == "buffer":
+        linear.register_buffer("scale", torch.ones(1))
+    if change == "own forward":
+        linear.forward = lambda x: x
+    return nn.utils.parametrizations.spectral_norm(linear) if change == "spectral" else linear
+
+
+FIELDS = [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
+CHANGES = ["bias", "subclass", "spectral", "hook", "weight hook", "weight attribute", "buffer"]
+CHANGES += ["own forward"]
+
+
+def what_is_replaced(number: str) -> None:
+    stage, config = load_stage(number), CONFIG
+    region = stage.TensorParallelRegion(dist.group.WORLD)
     for module in (stage.ColumnParallelLinear, stage.RowParallelLinear):
+        for change in CHANGES:
+            with pytest.raises(ValueError, match="would lose"):
+                module(plain_linear(change), region)
         with pytest.raises(ValueError, match=r"of \(6, 6\) is not divisible by 4 ranks"):
             module(nn.Linear(6, 6, bias=False), region)
-        with pytest.raises(ValueError, match="too many values"):
-            module(nn.Linear(8, 8), region)
+        ours = module(plain_linear().double().requires_grad_(False).eval(), region)
+        carried = ours.weight.dtype, ours.weight.requires_grad, ours.training
+        assert carried == (torch.float64, False, False)
+    for fields in FIELDS:
+        with pytest.raises(ValueError, match=f"would lose: {[*fields][0]}"):
+            stage.VocabParallelEmbedding(nn.Embedding(8, 8, **fields), region)
     with pytest.raises(ValueError, match=r"dimension 0 of \(6, 8\) is not divisible by 4 ranks"):
         stage.VocabParallelEmbedding(nn.Embedding(6, 8), region)
+    output = Output(config)
+    output.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="would lose: _forward_pre_hooks"):
+        stage.VocabParallelOutput(output, region)
 
 
-def test_a_width_that_is_not_divisible_and_a_bias_are_errors(pools):
-    pools(4).run(sizes_and_biases)
+@pytest.mark.parametrize("number", ["05", "07"])
+def test_a_replaced_module_loses_nothing(pools, number):
+    pools(4).run(what_is_replaced, number)
+
+
+def out_of_vocabulary(number: str) -> None:
+    """Ids outside of the vocabulary; the plain loss and the sharded ones agree about IGNORED."""
+    stage, group = load_stage(number), dist.group.WORLD
+    embedding = stage.VocabParallelEmbedding(nn.Embedding(8, 4), stage.TensorParallelRegion(group))
+    x, weight = torch.randn(2, 4), torch.randn(8, 4)
+    local = x @ weight.chunk(2)[dist.get_rank()].t()
+    for wrong in (-1, 8, -101):
+        with pytest.raises(IndexError):
+            embedding(torch.tensor([[1, wrong]]))
+        targets = torch.tensor([1, wrong])
+        with pytest.raises(RuntimeError, match=f"index {wrong} is out of bounds"):
+            stage.vocab_parallel_cross_entropy(local.clone(), targets, group)
+        with pytest.raises(RuntimeError, match=f"index {wrong} is out of bounds"):
+            linear_cross_entropy(x, weight, targets)
+
+
+@pytest.mark.quick_cases("05")
+@pytest.mark.parametrize("number", ["05", "07"])
+def test_ids_outside_of_the_vocabulary_are_errors(pools, number):
+    pools(2).run(out_of_vocabulary, number)
+
+
+def derivatives_and_dtypes(number: str) -> None:
+    stage, group = load_stage(number), dist.group.WORLD
+    region = stage.TensorParallelRegion(group)
+    column = stage.ColumnParallelLinear(plain_linear(), region)
+    row = stage.RowParallelLinear(plain_linear(), region)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    loss = partial(stage.vocab_parallel_cross_entropy, targets=torch.arange(6), group=group)
+    for y in (column(x), row(column(x)), loss(column(x).flatten(0, 1))):
+        with pytest.raises(RuntimeError, match="create_graph"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        plain = linear_cross_entropy(x.flatten(0, 1), torch.randn(8, 8), torch.arange(6))
+        torch.autograd.grad(plain, x, create_graph=True)
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="float16"):
+        row(column(x))
+
+
+@pytest.mark.parametrize("number", ["05", "07"])
+def test_second_derivatives_and_float16_are_errors(pools, number):
+    pools(2).run(derivatives_and_dtypes, number)
+
+
+def norms_of_a_frozen_model() -> tuple[float, float]:
+    """Of a sharded layer, a replicated bias, and as many frozen ones."""
+    stage, group = load_stage("05"), dist.group.WORLD
+    torch.manual_seed(0)
+    region, plain = (
+        stage.TensorParallelRegion(group),
+        nn.Sequential(plain_linear(), nn.Linear(8, 8)),
+    )
+    plain += nn.Sequential(plain_linear().requires_grad_(False), nn.Linear(8, 8))
+    plain[1].weight.requires_grad_(False)
+    ours = copy.deepcopy(plain)
+    for i, kind in ((0, stage.ColumnParallelLinear), (2, stage.RowParallelLinear)):
+        ours[i] = kind(ours[i], region)
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        if p.requires_grad:
+            p.grad = torch.ones_like(p)
+            q.grad = torch.ones_like(q)
+    stage.all_reduce_replicated_gradients(nn.Sequential(ours[0], plain_linear()), group)
+    norm = stage.clip_grad_norm_(ours, 1.0, group)
+    return norm.item(), nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
+
+
+def test_a_frozen_parameter_has_no_share_in_the_norm(pools):
+    for ours, plain in pools(2).run(norms_of_a_frozen_model):
+        assert ours == pytest.approx(plain)
