@@ -29,6 +29,7 @@ help help-all: ### this list
 # FROM=01     the stage that diff-NN compares with; by default the one that its stage.toml names
 # FULL=1      diff-NN shows the whole new file, its changed lines marked
 # GPU=h100    of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN= SVG=: see PLANNING.md
+# DEVICE=cuda dry-run-NN on fake GPU tensors: memory as on a GPU, and where the host waits for it
 # PYTHON=...  the python3 that creates the virtual environment
 
 # ---- set-up ----
@@ -104,7 +105,8 @@ schedule-06: $(READY) ### draw time lines of pipelines; SCHEDULE= PP= MICRO= VIR
 		$(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
 		$(if $(RUN),--run $(RUN)) $(if $(SVG),--svg $(SVG))
 dry-run-%: $$(folder)/train.py $(READY) ## what RANK= of RANKS= would hold and send in stage NN
-	@$(BIN)/python tools/dry_run.py $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) $(ARGS)
+	@$(BIN)/python tools/dry_run.py $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) \
+		$(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 dry-run-all: $(READY) ### every stage on 8 to 4096 ranks, in one table
 	@$(BIN)/python tools/dry_run.py all
 plan: $(READY) ## the fastest layouts of a model on NODES= GPUS= GPU= NETWORK=

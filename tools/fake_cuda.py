@@ -1,0 +1,250 @@
+"""`make dry-run-NN DEVICE=cuda`: a stage's main on CUDA tensors, on a machine without GPU.
+
+Fake tensors compute nothing, and what PyTorch's core asks of a GPU beyond that is compiled from
+fake_cuda.cpp. So forward, backward, optimizer, evaluation and checkpoint run as on a GPU: with the
+operators that PyTorch chooses there, whose shapes and memory are known. Tensors on different
+devices are an error, as in a real run. In addition, `Watch` counts by its place in the code what a
+real run does without a word: the host waits for the GPU, or computes itself.
+
+It cannot show what depends on time or numbers: see tests/README.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
+
+import torch
+import torch.distributed as dist
+from dry_run import PeakStorage, Report, fake_stage, report_of
+from stages import load_stage
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from common.collectives import ledger
+from common.distributed import fail
+from common.run import Run
+
+GPUS = 8  # per node, as in fake_cuda.cpp
+GPU = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30)
+
+
+@cache
+def load() -> None:
+    """Make this process believe in GPUs, until it ends. Compiles fake_cuda.cpp once (7 s)."""
+    source, root = Path(__file__).with_suffix(".cpp"), Path(torch.__file__).parent
+    digest = hashlib.sha256(source.read_bytes() + repr((torch.__version__, root)).encode())
+    library = source.parent / f"__pycache__/fake_cuda-{digest.hexdigest()[:12]}.so"
+    if not library.exists():
+        compiler = shutil.which("g++") or fail("DEVICE=cuda needs g++, which is not installed")
+        library.parent.mkdir(exist_ok=True)
+        aside = library.with_suffix(f".{os.getpid()}")
+        flags = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{root}/include", f"-L{root}/lib"]
+        command = [compiler, *flags, source, "-lc10", "-ltorch_cpu", "-o", aside]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            why = next((x for x in done.stderr.splitlines() if "error" in x), done.stderr.strip())
+            fail(f"g++ cannot compile {source.name} for PyTorch {torch.__version__}: {why}")
+        aside.replace(library)
+    ctypes.CDLL(str(library))
+    if not torch.backends.cuda.is_built():  # then a fused norm is decomposed, unlike on a GPU
+        load.norm = torch.library.Library("aten", "IMPL")  # unregisters when it is collected
+        load.norm.impl("_fused_rms_norm", lambda *_: None, "CUDA")
+
+
+def torch_cuda(watch: Watch) -> contextlib.AbstractContextManager:
+    """torch.cuda as it answers on a node with eight H100."""
+    stack = contextlib.ExitStack()
+    answers = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: GPUS,
+        "current_device": torch.accelerator.current_device_index,
+        "set_device": lambda device: torch.accelerator.set_device_index(device.index),
+        "get_device_properties": lambda *_: GPU,
+        "get_device_capability": lambda *_: (GPU.major, GPU.minor),
+        "get_device_name": lambda *_: GPU.name,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: False,
+        "max_memory_allocated": lambda *_: 0,
+        "synchronize": lambda *_: watch.note("waits", "synchronize"),
+    }
+    stack.enter_context(patch.multiple(torch.cuda, **answers))
+    stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
+    # fake tensors would initialize the GPU that they now believe in
+    stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda *_: None))
+    stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", True))
+    return stack
+
+
+# ---- what the host does ----
+
+# their kernels on a GPU tell the host a size or a value
+READ_BY_HOST = {
+    *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
+    *("repeat_interleave", "histc", "multinomial", "equal", "is_nonzero", "_linalg_check_errors"),
+}
+NO_WORK = {"empty", "empty_like", "new_empty", "is_pinned"}
+PHASES = {"log": "log", "evaluate": "evaluate", "agree_to_save": "save", "save": "save"}
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operator before the fake tensors do.
+
+    events: how often, by (phase, function, what, file and line). A phase is "start", "step", or one
+    of PHASES. what: "waits: ..." for the GPU, or "computes: ..." on the CPU.
+    """
+
+    def __init__(self, gpu: int) -> None:
+        super().__init__()
+        self.gpu, self.phase = gpu, "start"
+        self.events: Counter[tuple[str, str, str, str]] = Counter()
+
+    def note(self, kind: str, what: str) -> None:
+        """Count an event at the innermost line of the stage's script or common/ on the stack."""
+        phase, function, line, frame = self.phase, "autograd", "", sys._getframe(1)
+        while frame is not None:
+            module, code = frame.f_globals.get("__name__", ""), frame.f_code
+            if module.startswith(("stage_", "common.")):
+                if not line and module != "common.collectives":
+                    file = "/".join(Path(code.co_filename).parts[-2:])
+                    function, line = code.co_qualname, f"{file}:{frame.f_lineno}"
+                phase = PHASES.get(code.co_name, phase)
+            frame = frame.f_back
+        if kind == "waits" or phase in ("step", "evaluate"):
+            self.events[phase, function, f"{kind}: {what}", line] += 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func._schema.name.partition("::")[2]
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        on_gpu = any(t.is_cuda for t in inputs)
+        if any(t.is_cuda and t.device.index != self.gpu for t in inputs):
+            raise RuntimeError(f"{name} on another GPU than this rank's, cuda:{self.gpu}")
+        if name == "_local_scalar_dense":  # fake tensors have no numbers: 0 is a vote, 1 a loss
+            if on_gpu:
+                self.note("waits", "item()")
+            dtype = inputs[0].dtype
+            kind = float if dtype.is_floating_point else int
+            return kind(on_gpu and dtype != torch.bool)
+        if on_gpu and (name in READ_BY_HOST or self.has_mask(name, args)):
+            self.note("waits", name)
+            if name in ("equal", "is_nonzero"):
+                return True
+        result = func(*args, **kwargs)
+        tensors = [*inputs, *(t for t in tree_leaves(result) if isinstance(t, Tensor))]
+        on_cpu = [t for t in tensors if t.device.type == "cpu"]
+        on_gpu = any(t.is_cuda for t in tensors)
+        if name in ("_to_copy", "copy_") and on_cpu and on_gpu:
+            if not (kwargs.get("non_blocking") or (name == "copy_" and any(args[2:]))):
+                self.note("waits", f"copies to the {'GPU' if on_cpu[0] is inputs[-1] else 'CPU'}")
+        elif len({t.device.type for t in inputs} - {"meta"}) > 1:
+            raise RuntimeError(f"{name} has tensors on the GPU and on the CPU")
+        elif on_cpu and not (func.is_view or name in NO_WORK) and func.namespace != "prim":
+            self.note("computes", name)
+        return result
+
+    @staticmethod
+    def has_mask(name: str, args: tuple) -> bool:
+        """Whether the operator indexes with a mask, whose count of true elements the host reads."""
+        if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            return False
+        fills = name != "index" and args[2].numel() == 1  # then it is a masked_fill
+        return not fills and any(i is not None and i.dtype == torch.bool for i in args[1])
+
+
+# ---- the run ----
+
+
+def batches_in_this_process(steps, collate_fn, **_) -> Iterator:
+    """In place of a DataLoader: real tensors, without a worker."""
+    for step in steps:
+        with _disable_current_modes():
+            batch = collate_fn(step)
+        yield batch
+
+
+def stage_only(state, storage_writer, **_) -> Future:
+    """In place of `dcp.async_save`: copies to host memory, and writes nothing."""
+    storage_writer.stage(state)
+    saved: Future = Future()
+    saved.set_result(None)
+    return saved
+
+
+def new_group(*args, own=dist.new_group, backend=None, **kwargs) -> dist.ProcessGroup:
+    """A fake group where a stage asks for one of Gloo."""
+    return own(*args, **kwargs)
+
+
+def run(
+    number: str, ranks: int, rank: int, argv: list[str], vocabulary: int
+) -> tuple[Report, Counter]:
+    """Run two steps of stage `number`, then evaluate and save. Returns the memory and communication
+    of the first step, and `Watch.events`."""
+    load()
+    watch, storages = Watch(rank % GPUS), PeakStorage("cuda")
+    reports = []
+
+    class TwoSteps(Run):
+        def steps(self, first: int) -> Iterator[int]:
+            self.stepped, self.sent_before = [], Counter(ledger.ring)
+            hook = register_optimizer_step_pre_hook(lambda each, *_: self.stepped.append(each))
+            for step in super().steps(first):
+                watch.phase = "step"
+                yield step
+            hook.remove()
+
+        def log(self, *args, **others) -> None:
+            if not reports:
+                reports.append(report_of(self.stepped, self.sent_before, "cuda"))
+                reports[0].peak = storages.peak
+            super().log(*args, **others)
+
+    local = {"LOCAL_RANK": rank % GPUS, "LOCAL_WORLD_SIZE": min(ranks, GPUS)}
+    launch = {"RANK": rank, "WORLD_SIZE": ranks, **local} if number != "01" else {}
+    own_exchange = getattr(load_stage(number), "exchange_counts", None)
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        folder = enter(tempfile.TemporaryDirectory())
+        argv = [*argv, *"--steps 2 --log-every 1 --checkpoint-every 2 --resume never".split()]
+        argv += ["--run-dir", folder]
+        enter(torch_cuda(watch))
+        enter(patch.dict(os.environ, {name: str(value) for name, value in launch.items()}))
+        enter(patch.dict(sys.modules, {"torch.utils.tensorboard": MagicMock()}))
+        enter(patch("common.data.DataLoader", batches_in_this_process))
+        enter(patch("common.checkpoint.dcp.async_save", stage_only))
+        enter(patch.object(dist, "new_group", new_group))
+        enter(contextlib.redirect_stdout(None))
+        stage = enter(fake_stage(number, ranks, rank, argv, vocabulary, own_exchange, Run=TwoSteps))
+        enter(storages)
+        enter(watch)
+        stage.main(argv)
+    return reports[0], watch.events
+
+
+def show_events(events: Counter) -> None:
+    print(f"\n{'what the host does':42}{'in':36}{'times':>6}")
+    order = ["start", "step", "log", "evaluate", "save"]
+    for (phase, _, what, line), count in sorted(
+        events.items(), key=lambda item: (order.index(item[0][0]), item[0])
+    ):
+        print(f"  {phase:10}{what:30}{line:36}{count:6}")
