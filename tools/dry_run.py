@@ -290,7 +290,10 @@ def show(
     if device == "cuda":
         import fake_cuda
 
-        report, events = fake_cuda.run(number, ranks, rank, argv, vocabulary)
+        try:
+            report, events = fake_cuda.run(number, ranks, rank, argv, vocabulary)
+        except RuntimeError as error:
+            fail(f"stage {number} fails in {fake_cuda.place_of(error)}: {error}", status=1)
     else:
         report = dry_run(number, ranks, rank, argv, vocabulary)
     held = f"held on the {'GPU' if device == 'cuda' else 'CPU'}, GB"

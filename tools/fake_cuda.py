@@ -19,12 +19,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -106,6 +107,18 @@ NO_WORK = {"empty", "empty_like", "new_empty", "is_pinned"}
 PHASES = {"log": "log", "evaluate": "evaluate", "agree_to_save": "save", "save": "save"}
 
 
+def line_of(frame: FrameType, line: int) -> str:
+    """`04_fsdp/train.py:123` for a line of a stage's script or of common/, "" for any other."""
+    ours = frame.f_globals.get("__name__", "").startswith(("stage_", "common."))
+    return "/".join(Path(frame.f_code.co_filename).parts[-2:]) + f":{line}" if ours else ""
+
+
+def place_of(error: Exception) -> str:
+    """The innermost such line that the error has passed."""
+    lines = [line_of(*each) for each in traceback.walk_tb(error.__traceback__)]
+    return next(filter(None, reversed(lines)), "PyTorch")
+
+
 class Watch(TorchDispatchMode):
     """Sees every operator before the fake tensors do.
 
@@ -122,12 +135,10 @@ class Watch(TorchDispatchMode):
         """Count an event at the innermost line of the stage's script or common/ on the stack."""
         phase, function, line, frame = self.phase, "autograd", "", sys._getframe(1)
         while frame is not None:
-            module, code = frame.f_globals.get("__name__", ""), frame.f_code
-            if module.startswith(("stage_", "common.")):
-                if not line and module != "common.collectives":
-                    file = "/".join(Path(code.co_filename).parts[-2:])
-                    function, line = code.co_qualname, f"{file}:{frame.f_lineno}"
-                phase = PHASES.get(code.co_name, phase)
+            if place := line_of(frame, frame.f_lineno):
+                if not line and not place.startswith("common/collectives.py"):
+                    function, line = frame.f_code.co_qualname, place
+                phase = PHASES.get(frame.f_code.co_name, phase)
             frame = frame.f_back
         if kind == "waits" or phase in ("step", "evaluate"):
             self.events[phase, function, f"{kind}: {what}", line] += 1
