@@ -30,6 +30,7 @@ help help-all: ### this list
 # FULL=1      diff-NN shows the whole new file, its changed lines marked
 # GPU=h100    of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN= SVG=: see PLANNING.md
 # DEVICE=cuda dry-run-NN on fake GPU tensors: memory as on a GPU, and where the host waits for it
+# TORCH=keep  setup uses the PyTorch that PYTHON= imports; TORCH=2.14.1 installs this version
 # PYTHON=...  the python3 that creates the virtual environment
 
 # ---- set-up ----
@@ -37,7 +38,7 @@ setup: $(READY) ## create a virtual environment in .venv and install requirement
 	@echo "$(VENV) is ready: $$($(BIN)/python --version), PyTorch" \
 		"$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')"
 $(READY): requirements.txt
-	@sh tools/setup.sh "$(PYTHON)" "$(VENV)"
+	@sh tools/setup.sh "$(PYTHON)" "$(VENV)" $(TORCH)
 data: $(READY) ## download and prepare WikiText-2, once, where there is internet access
 	$(BIN)/python -m common.data
 # ---- run ----
