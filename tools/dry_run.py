@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from stages import BASE, load_stage, runs_for, stage_file, stages
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -86,6 +86,11 @@ def states_of(optimizers: list[torch.optim.Optimizer], device: str = "cpu") -> R
     return Report(**sizes)
 
 
+def device_of(tensor: Tensor) -> torch.device:
+    """As `tensor.device`, which for a fake tensor is an operator, as slow as others."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
 class PeakStorage(TorchDispatchMode):
     """The peak of the bytes in living floating-point storages, updated at every operator."""
 
@@ -103,7 +108,7 @@ class PeakStorage(TorchDispatchMode):
 
     def see(self, values) -> None:
         for tensor in tree_leaves(values):
-            if not isinstance(tensor, Tensor) or tensor.device.type != self.device:
+            if not isinstance(tensor, Tensor) or device_of(tensor).type != self.device:
                 continue
             if tensor.is_floating_point():
                 storage = tensor.untyped_storage()

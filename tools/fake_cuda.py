@@ -30,7 +30,7 @@ from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
-from dry_run import PeakStorage, Report, fake_stage, report_of
+from dry_run import PeakStorage, Report, device_of, fake_stage, report_of
 from stages import load_stage
 from torch import Tensor
 from torch._subclasses import fake_tensor
@@ -103,7 +103,7 @@ READ_BY_HOST = {
     *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
     *("repeat_interleave", "histc", "multinomial", "equal", "is_nonzero", "_linalg_check_errors"),
 }
-NO_WORK = {"empty", "empty_like", "new_empty", "is_pinned"}
+NO_WORK = {"device", "empty", "empty_like", "new_empty", "is_pinned"}
 PHASES = {"log": "log", "evaluate": "evaluate", "agree_to_save": "save", "save": "save"}
 
 
@@ -147,8 +147,9 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.partition("::")[2]
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        on_gpu = any(t.is_cuda for t in inputs)
-        if any(t.is_cuda and t.device.index != self.gpu for t in inputs):
+        devices = [device_of(t) for t in inputs]
+        on_gpu = any(d.type == "cuda" for d in devices)
+        if any(d.type == "cuda" and d.index != self.gpu for d in devices):
             raise RuntimeError(f"{name} on another GPU than this rank's, cuda:{self.gpu}")
         if name == "_local_scalar_dense":  # fake tensors have no numbers: 0 is a vote, 1 a loss
             if on_gpu:
@@ -161,15 +162,15 @@ class Watch(TorchDispatchMode):
             if name in ("equal", "is_nonzero"):
                 return True
         result = func(*args, **kwargs)
-        tensors = [*inputs, *(t for t in tree_leaves(result) if isinstance(t, Tensor))]
-        on_cpu = [t for t in tensors if t.device.type == "cpu"]
-        on_gpu = any(t.is_cuda for t in tensors)
-        if name in ("_to_copy", "copy_") and on_cpu and on_gpu:
+        outputs = [device_of(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
+        kinds = {device.type for device in (*devices, *outputs)}
+        if name in ("_to_copy", "copy_") and kinds >= {"cpu", "cuda"}:
             if not (kwargs.get("non_blocking") or (name == "copy_" and any(args[2:]))):
-                self.note("waits", f"copies to the {'GPU' if on_cpu[0] is inputs[-1] else 'CPU'}")
-        elif len({t.device.type for t in inputs} - {"meta"}) > 1:
+                to = "GPU" if outputs[0].type == "cuda" else "CPU"
+                self.note("waits", f"copies to the {to}")
+        elif {device.type for device in devices} >= {"cpu", "cuda"}:
             raise RuntimeError(f"{name} has tensors on the GPU and on the CPU")
-        elif on_cpu and not (func.is_view or name in NO_WORK) and func.namespace != "prim":
+        elif "cpu" in kinds and not (func.is_view or name in NO_WORK):
             self.note("computes", name)
         return result
 
