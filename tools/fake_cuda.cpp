@@ -56,7 +56,6 @@ int64_t choose_attention(const at::Tensor& q, const at::Tensor&, const at::Tenso
   if (half && !mask && q.size(-1) <= 256) return int64_t(at::SDPBackend::flash_attention);
   return int64_t(aligned ? at::SDPBackend::efficient_attention : at::SDPBackend::math);
 }
-at::native::RegisterCUDADispatch<
-    at::native::_fused_sdp_choice_stub_DECLARE_DISPATCH_type> chosen(
-    at::native::_fused_sdp_choice_stub, choose_attention);
+at::native::RegisterCUDADispatch<at::native::_fused_sdp_choice_stub_DECLARE_DISPATCH_type>
+    chosen(at::native::_fused_sdp_choice_stub, choose_attention);
 }  // namespace

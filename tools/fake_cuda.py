@@ -1,12 +1,9 @@
 """`make dry-run-NN DEVICE=cuda`: a stage's main on CUDA tensors, on a machine without GPU.
 
-Fake tensors compute nothing, and what PyTorch's core asks of a GPU beyond that is compiled from
-fake_cuda.cpp. So forward, backward, optimizer, evaluation and checkpoint run as on a GPU: with the
-operators that PyTorch chooses there, whose shapes and memory are known. Tensors on different
-devices are an error, as in a real run. In addition, `Watch` counts by its place in the code what a
-real run does without a word: the host waits for the GPU, or computes itself.
-
-It cannot show what depends on time or numbers: see tests/README.md.
+Fake tensors compute nothing, and what PyTorch's core asks of a GPU is compiled from fake_cuda.cpp.
+So all of a run uses the operators that PyTorch chooses on a GPU, and has their memory. Tensors on
+different devices are an error. `Watch` counts, by its place in the code, what a real run does
+without a word: the host waits for the GPU, or computes itself. tests/README.md: what it cannot see.
 """
 
 from __future__ import annotations
@@ -70,30 +67,26 @@ def load() -> None:
         load.norm.impl("_fused_rms_norm", lambda *_: None, "CUDA")
 
 
-def torch_cuda(watch: Watch) -> contextlib.AbstractContextManager:
-    """torch.cuda as it answers on a node with eight H100."""
-    stack = contextlib.ExitStack()
+def torch_cuda(watch: Watch) -> list:
+    """Patches: torch.cuda as it answers on a node with eight H100."""
     answers = {
         "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_lazy_init": lambda: None,
         "device_count": lambda: GPUS,
         "current_device": torch.accelerator.current_device_index,
         "set_device": lambda device: torch.accelerator.set_device_index(device.index),
         "get_device_properties": lambda *_: GPU,
         "get_device_capability": lambda *_: (GPU.major, GPU.minor),
         "get_device_name": lambda *_: GPU.name,
-        "is_bf16_supported": lambda *_, **__: True,
-        "is_current_stream_capturing": lambda: False,
         "max_memory_allocated": lambda *_: 0,
         "synchronize": lambda *_: watch.note("waits", "synchronize"),
     }
-    stack.enter_context(patch.multiple(torch.cuda, **answers))
-    stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
-    # fake tensors would initialize the GPU that they now believe in
-    stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda *_: None))
-    stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", True))
-    return stack
+    return [
+        patch.multiple(torch.cuda, **answers),
+        patch.object(torch.version, "cuda", "13.0"),
+        # fake tensors would initialize the GPU that they now believe in
+        patch.object(fake_tensor, "init_gpu_context", lambda *_: None),
+        patch.object(FakeTensorMode, "avoid_device_init", True),
+    ]
 
 
 # ---- what the host does ----
@@ -101,7 +94,7 @@ def torch_cuda(watch: Watch) -> contextlib.AbstractContextManager:
 # their kernels on a GPU tell the host a size or a value
 READ_BY_HOST = {
     *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
-    *("repeat_interleave", "histc", "multinomial", "equal", "is_nonzero", "_linalg_check_errors"),
+    *("repeat_interleave", "histc", "multinomial", "_linalg_check_errors"),
 }
 NO_WORK = {"device", "empty", "empty_like", "new_empty", "is_pinned"}
 PHASES = {"log": "log", "evaluate": "evaluate", "agree_to_save": "save", "save": "save"}
@@ -155,12 +148,9 @@ class Watch(TorchDispatchMode):
             if on_gpu:
                 self.note("waits", "item()")
             dtype = inputs[0].dtype
-            kind = float if dtype.is_floating_point else int
-            return kind(on_gpu and dtype != torch.bool)
+            return (float if dtype.is_floating_point else int)(on_gpu and dtype != torch.bool)
         if on_gpu and (name in READ_BY_HOST or self.has_mask(name, args)):
             self.note("waits", name)
-            if name in ("equal", "is_nonzero"):
-                return True
         result = func(*args, **kwargs)
         outputs = [device_of(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
         kinds = {device.type for device in (*devices, *outputs)}
@@ -197,14 +187,8 @@ def batches_in_this_process(steps, collate_fn, **_) -> Iterator:
 def stage_only(state, storage_writer, **_) -> Future:
     """In place of `dcp.async_save`: copies to host memory, and writes nothing."""
     storage_writer.stage(state)
-    saved: Future = Future()
-    saved.set_result(None)
+    (saved := Future()).set_result(None)
     return saved
-
-
-def new_group(*args, own=dist.new_group, backend=None, **kwargs) -> dist.ProcessGroup:
-    """A fake group where a stage asks for one of Gloo."""
-    return own(*args, **kwargs)
 
 
 def run(
@@ -233,20 +217,23 @@ def run(
 
     local = {"LOCAL_RANK": rank % GPUS, "LOCAL_WORLD_SIZE": min(ranks, GPUS)}
     launch = {"RANK": rank, "WORLD_SIZE": ranks, **local} if number != "01" else {}
-    own_exchange = getattr(load_stage(number), "exchange_counts", None)
+    exchange, new_group = getattr(load_stage(number), "exchange_counts", None), dist.new_group
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         folder = enter(tempfile.TemporaryDirectory())
         argv = [*argv, *"--steps 2 --log-every 1 --checkpoint-every 2 --resume never".split()]
         argv += ["--run-dir", folder]
-        enter(torch_cuda(watch))
-        enter(patch.dict(os.environ, {name: str(value) for name, value in launch.items()}))
-        enter(patch.dict(sys.modules, {"torch.utils.tensorboard": MagicMock()}))
-        enter(patch("common.data.DataLoader", batches_in_this_process))
-        enter(patch("common.checkpoint.dcp.async_save", stage_only))
-        enter(patch.object(dist, "new_group", new_group))
+        for each in (
+            *torch_cuda(watch),
+            patch.dict(os.environ, {name: str(value) for name, value in launch.items()}),
+            patch.dict(sys.modules, {"torch.utils.tensorboard": MagicMock()}),
+            patch("common.data.DataLoader", batches_in_this_process),
+            patch("common.checkpoint.dcp.async_save", stage_only),
+            patch.object(dist, "new_group", lambda *ranks, backend=0, **k: new_group(*ranks, **k)),
+        ):
+            enter(each)
         enter(contextlib.redirect_stdout(None))
-        stage = enter(fake_stage(number, ranks, rank, argv, vocabulary, own_exchange, Run=TwoSteps))
+        stage = enter(fake_stage(number, ranks, rank, argv, vocabulary, exchange, Run=TwoSteps))
         enter(storages)
         enter(watch)
         stage.main(argv)
@@ -255,8 +242,7 @@ def run(
 
 def show_events(events: Counter) -> None:
     print(f"\n{'what the host does':42}{'in':36}{'times':>6}")
-    order = ["start", "step", "log", "evaluate", "save"]
-    for (phase, _, what, line), count in sorted(
-        events.items(), key=lambda item: (order.index(item[0][0]), item[0])
-    ):
-        print(f"  {phase:10}{what:30}{line:36}{count:6}")
+    for phase in ("start", "step", *dict.fromkeys(PHASES.values())):
+        for (when, _, what, line), count in sorted(events.items()):
+            if when == phase:
+                print(f"  {phase:10}{what:30}{line:36}{count:6}")
