@@ -88,7 +88,7 @@ gpu-check: $(READY) ## run every stage on this machine's GPUs, write gpu-check.m
 	@$(BIN)/python tools/gpu/check.py $(if $(BUDGET),--budget $(BUDGET)) $(ARGS)
 # ---- look ----
 tensorboard: $(READY) ## show the metrics of all runs in a browser
-	$(BIN)/tensorboard --logdir runs
+	$(BIN)/python -m tensorboard.main --logdir runs
 export: $(READY) ## write a checkpoint's weights to one file: RUN= a run or a checkpoint (default: the last)
 	@$(BIN)/python tools/export.py $(RUN) $(ARGS)
 # passed in the environment and unexpanded, because a prompt may contain quotes and dollars
@@ -132,8 +132,8 @@ chaos: $(READY) ### kill -9 runs of every stage at any time: they must end with 
 mutants: $(READY) ### break the code on purpose: the tests must fail
 	$(BIN)/python tests/mutants.py $(ARGS)
 lint: $(READY) ### ruff, and shellcheck where it is installed
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
 	@! command -v shellcheck >/dev/null || shellcheck */*.sh */*.sbatch .ci/run
 experiments: $(READY) ### run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(BIN)/python tools/experiments.py $(ONLY)
