@@ -28,6 +28,8 @@ help help-all: ### this list
 # NODES= GPUS= CPUS= MEM= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 MEM=0
 # FROM=01     the stage that diff-NN compares with; by default the one that its stage.toml names
 # GPU=h100    of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN=: see PLANNING.md
+# DEVICE=cuda dry-run-NN on fake GPU tensors: memory as on a GPU, and where the host waits for it
+# TORCH=keep  setup uses the PyTorch that PYTHON= imports; TORCH=2.14.1 installs this version
 # PYTHON=...  the python3 that creates the virtual environment
 
 # ---- set-up ----
@@ -35,7 +37,7 @@ setup: $(READY) ## create a virtual environment in .venv and install requirement
 	@echo "$(VENV) is ready: $$($(BIN)/python --version), PyTorch" \
 		"$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')"
 $(READY): requirements.txt
-	@sh tools/setup.sh "$(PYTHON)" "$(VENV)"
+	@sh tools/setup.sh "$(PYTHON)" "$(VENV)" $(TORCH)
 data: $(READY) ## download and prepare WikiText-2, once, where there is internet access
 	$(BIN)/python -m common.data
 # ---- run ----
@@ -85,7 +87,7 @@ gpu-check: $(READY) ## run every stage on this machine's GPUs, write gpu-check.m
 	@$(BIN)/python tools/gpu/check.py $(if $(BUDGET),--budget $(BUDGET)) $(ARGS)
 # ---- look ----
 tensorboard: $(READY) ## show the metrics of all runs in a browser
-	$(BIN)/tensorboard --logdir runs
+	$(BIN)/python -m tensorboard.main --logdir runs
 export: $(READY) ## write a checkpoint's weights to one file: RUN= a run or a checkpoint (default: the last)
 	@$(BIN)/python tools/export.py $(RUN) $(ARGS)
 # passed in the environment and unexpanded, because a prompt may contain quotes and dollars
@@ -102,7 +104,8 @@ schedule-06: $(READY) ### draw time lines of pipelines; SCHEDULE= PP= MICRO= VIR
 		$(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
 		$(if $(RUN),--run $(RUN)) $(if $(SVG),--svg $(SVG))
 dry-run-%: $$(folder)/train.py $(READY) ## what RANK= of RANKS= would hold and send in stage NN
-	@$(BIN)/python tools/dry_run.py $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) $(ARGS)
+	@$(BIN)/python tools/dry_run.py $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) \
+		$(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 dry-run-all: $(READY) ### every stage on 8 to 4096 ranks, in one table
 	@$(BIN)/python tools/dry_run.py all
 plan: $(READY) ## the fastest layouts of a model on NODES= GPUS= GPU= NETWORK=
@@ -127,8 +130,8 @@ chaos: $(READY) ### kill -9 runs of every stage at any time: they must end with 
 mutants: $(READY) ### break the code on purpose: the tests must fail
 	$(BIN)/python tests/mutants.py $(ARGS)
 lint: $(READY) ### ruff, and shellcheck where it is installed
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
 	@! command -v shellcheck >/dev/null || shellcheck */*.sh */*.sbatch .ci/run
 experiments: $(READY) ### run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(BIN)/python tools/experiments.py $(ONLY)

@@ -671,6 +671,7 @@ def torch_muon(shape: Shape) -> Step:
     model = transformer(shape)
     matrices, others = matrices_and_others(model)
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # nesterov=False would change the momentum of bfloat16 parameters in place before PyTorch 2.15
     muon = torch.optim.Muon(matrices, lr=ADAMW["lr"], adjust_lr_fn="match_rms_adamw")
     return muon_step(replica, muon, others)
 

@@ -113,7 +113,7 @@ class Linear(nn.Module):
 def rotary_table(positions: Positions, head_dim: int, device: torch.device) -> Tensor:
     """cos and sin of position times frequency, float32 [seq, 1, 3, head_dim / 2, 2]."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    turns = torch.tensor([1, 1, 0], device=device)[:, None]  # q and k, but not v
+    turns = (torch.arange(3, device=device) < 2)[:, None]  # q and k, but not v
     position = position_ids(positions, device)[:, None, None, None]
     angle = position * turns * 10000.0**-exponent
     return torch.stack((angle.cos(), angle.sin()), dim=-1)

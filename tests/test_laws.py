@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 
 import pytest
@@ -88,6 +89,30 @@ def test_requirements_declare_every_imported_package():
     required = (REPO / "requirements.txt").read_text().replace("markdown-it-py", "markdown_it")
     declared = re.findall(r"^[\w-]+", required, re.MULTILINE)
     assert packages - local - sys.stdlib_module_names <= set(declared)
+
+
+@pytest.mark.parametrize(
+    "torch, has_torch, status, installed",
+    [
+        ("", False, 0, "-r requirements.txt torch==2.13.0"),
+        ("2.14.1", True, 0, "-r requirements.txt torch==2.14.1"),
+        ("", True, 0, "-r requirements.txt"),
+        ("keep", True, 0, "-r requirements.txt"),
+        ("keep", False, 2, ""),
+    ],
+)
+def test_setup_keeps_the_pytorch_of_an_environment(tmp_path, torch, has_torch, status, installed):
+    python = f'[ "$1 $2" != "-c import torch" ] && echo "$@" || exit {int(not has_torch)}'
+    for name in ("pip", "python"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{python}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    command = ["sh", "tools/setup.sh", sys.executable, str(tmp_path), torch]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert ("TORCH=keep" in done.stderr) == bool(status)
+    lines = [x for x in done.stdout.splitlines() if x.startswith("-m pip install")]
+    assert not installed and not lines or lines[0].endswith(f"version-check {installed}")
 
 
 def test_map_of_common_names_every_file():

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from dry_run import dry_run
 from harness import REPO, load_stage
-from test_tensor_parallel import BATCH, CONFIG, parallel_model
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.slow
@@ -73,48 +68,6 @@ def test_a_layer_keeps_what_05_says_in_dry_runs(pools, dtype, sequence_parallel,
             expected = 2 / n if sequence_parallel else 2
         units = (many - few) / 2 / (2 * 8 * 2048 * 256)
         assert units == pytest.approx(expected, rel=0.02), n
-
-
-class FusedRMSNorm(torch.autograd.Function):
-    """Saves what the fused operator of a GPU does: its input, and one number per token."""
-
-    @staticmethod
-    def forward(ctx, x, shape, weight, eps):
-        scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-        ctx.save_for_backward(x, scale, weight)
-        return x * scale * weight
-
-
-def saved_by_a_layer(sequence_parallel: bool) -> float:
-    """Bytes of the storages that a layer saves for backward with fused norms, in units of A / 2."""
-    model = parallel_model(replace(CONFIG, d_model=256), sequence_parallel)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    x = torch.randn(BATCH, 32 // (dist.get_world_size() if sequence_parallel else 1), 256)
-    saved, fused = {}, FusedRMSNorm.apply
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        storage = t.untyped_storage()
-        if t.is_floating_point() and storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with (
-        patch.object(F, "rms_norm", lambda x, shape, weight, eps: fused(x, shape, weight, eps)),
-        torch.autocast("cpu", torch.bfloat16),
-        saved_tensors_hooks(pack, lambda t: t),
-    ):
-        y = model.layers["0"](x.requires_grad_())
-    assert y.requires_grad
-    return sum(saved.values()) / (2 * BATCH * 32 * 256)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_a_layer_with_fused_norms_saves_what_05_says(pools, sequence_parallel):
-    for n in (1, 4):
-        for units in pools(n).run(saved_by_a_layer, sequence_parallel):
-            expected = halves(stated_in_05(FUSED), n, sequence_parallel, "bfloat16")
-            # and the log-sum-exp of attention, 1/rms, and the norms' factors
-            assert expected <= units <= expected + 0.25, n
 
 
 def test_the_example_of_05_follows_from_the_formulas():

@@ -86,7 +86,10 @@ def plain_muon(weight: Tensor, momentum: Tensor, grad: Tensor, lr: float) -> Non
 
 
 def weights_of_one_process(dtype: torch.dtype) -> list[Tensor]:
-    """The matrices after three steps; in bfloat16, its only dtype, of `torch.optim.Muon`."""
+    """The matrices after three steps; in bfloat16, its only dtype, of `torch.optim.Muon`.
+
+    With nesterov=False it normalizes its momentum in place in PyTorch 2.13 and 2.14.1, not in 2.15.
+    """
     model = Transformer(CONFIG)
     init_weights(model, seed=1)
     weights = [p for p in model.layers.parameters() if p.dim() == 2]

@@ -1,6 +1,7 @@
 """What a stage would hold and send on any number of ranks, without the ranks.
 
     python tools/dry_run.py 07 --ranks 1024 --pp 8 --tp 8 --preset gpt2-xl --n-heads 32 ...
+    python tools/dry_run.py 04 --device cuda --cpu-offload ...      see fake_cuda.py
     python tools/dry_run.py all
 
 It runs the stage's own `main` for one step as one chosen rank. PyTorch's fake process group answers
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 from stages import BASE, load_stage, runs_for, stage_file, stages
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -38,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.collectives import Ledger, all_reduce_control, all_to_all_single, ledger
+from common.data import Corpus
 from common.distributed import World, fail
 from common.model import rotary_table
 
@@ -65,8 +67,8 @@ class Report:
         return self.peak - self.states
 
 
-def states_of(optimizers: list[torch.optim.Optimizer]) -> Report:
-    """The storages behind parameters, gradients and optimizer state, each counted once."""
+def states_of(optimizers: list[torch.optim.Optimizer], device: str = "cpu") -> Report:
+    """The storages on `device` of parameters, gradients and optimizer state, each counted once."""
     state = {p: tensors for optimizer in optimizers for p, tensors in optimizer.state.items()}
     params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     kinds = {
@@ -77,17 +79,24 @@ def states_of(optimizers: list[torch.optim.Optimizer]) -> Report:
     sizes: dict[str, int] = {}
     seen: set[int] = set()
     for kind, tensors in kinds.items():
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+        held = (t.untyped_storage() for t in tensors if t.device.type == device)
+        storages = {storage._cdata: storage for storage in held}
         sizes[kind] = sum(s.nbytes() for key, s in storages.items() if key not in seen)
         seen |= storages.keys()
     return Report(**sizes)
 
 
+def device_of(tensor: Tensor) -> torch.device:
+    """As `tensor.device`, which for a fake tensor is an operator, as slow as others."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
 class PeakStorage(TorchDispatchMode):
     """The peak of the bytes in living floating-point storages, updated at every operator."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
+        self.device = device
         self.known: dict[int, tuple[StorageWeakRef, int]] = {}
         self.at_most = self.peak = 0  # at_most: with storages freed since the last sweep
 
@@ -99,7 +108,9 @@ class PeakStorage(TorchDispatchMode):
 
     def see(self, values) -> None:
         for tensor in tree_leaves(values):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.is_meta:
+            if not isinstance(tensor, Tensor) or device_of(tensor).type != self.device:
+                continue
+            if tensor.is_floating_point():
                 storage = tensor.untyped_storage()
                 reference, before = self.known.get(storage._cdata) or (StorageWeakRef(storage), 0)
                 if storage.nbytes() != before:
@@ -117,6 +128,14 @@ class PeakStorage(TorchDispatchMode):
             else:
                 self.known[key] = reference, storage.nbytes()
         self.at_most = sum(size for _, size in self.known.values())
+
+
+def report_of(optimizers: list, sent_before: Counter, device: str = "cpu") -> Report:
+    """The model state on `device` and what the ledger has counted, after these have stepped."""
+    report = states_of(optimizers, device)
+    report.sent_before = sent_before
+    report.sent = Ledger(*map(Counter, (ledger.calls, ledger.payload, ledger.ring, ledger.control)))
+    return report
 
 
 class OneStep:
@@ -141,11 +160,7 @@ class OneStep:
             hook.remove()
 
     def log(self, *_, **others) -> None:
-        self.report = states_of(self.optimizers)
-        self.report.sent_before = self.sent_before
-        self.report.sent = Ledger(
-            *map(Counter, (ledger.calls, ledger.payload, ledger.ring, ledger.control))
-        )
+        self.report = report_of(self.optimizers, self.sent_before)
         del self.optimizers
 
     def evaluates(self, step: int) -> bool:
@@ -172,9 +187,13 @@ def empty_batches(_, batching, device, first_step: int, rank: int = 0, size: int
         yield [(tokens, tokens, keys)] * (share // micro)
 
 
-def balanced_counts(rows: int, counts: Tensor, group: dist.ProcessGroup) -> list:
-    """In place of 09's `exchange_counts`: every rank has `rows`, evenly over the experts."""
+def exchange_nothing(counts: Tensor, group: dist.ProcessGroup) -> None:
     all_to_all_single(torch.empty_like(counts), counts, group=group)  # for the ledger
+
+
+def balanced_counts(rows: int, exchange, counts: Tensor, group: dist.ProcessGroup) -> list:
+    """In place of 09's `exchange_counts`: every rank has `rows`, evenly over the experts."""
+    exchange(counts, group)  # a fake tensor has no numbers
     (each, rest), n = divmod(rows, len(counts)), len(counts) // group.size()
     every = [each + (i < rest) for i in range(len(counts))]
     sent = [every[i : i + n] for i in range(0, len(every), n)]  # by rank
@@ -189,7 +208,46 @@ def replace_parameters(module: nn.Module, convert, recurse: bool = True) -> nn.M
             converted = convert(p)
             if converted is not p:
                 setattr(owner, name, nn.Parameter(converted, p.requires_grad))
+        for name, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[name] = convert(buffer)
     return module
+
+
+@contextlib.contextmanager
+def fake_stage(
+    number: str, ranks: int, rank: int, argv: list[str], vocabulary: int, exchange, **patches
+) -> Iterator[ModuleType]:
+    """The script of a stage as `rank` of `ranks`, on fake tensors, with `patches` of its names.
+
+    exchange: what 09 does to exchange counts, before its balanced counts replace them.
+    """
+    module = load_stage(number)
+    if number != "01":
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    if hasattr(module, "exchange_counts"):
+        args = module.parse_args(argv)
+        rows = args.micro_batch_size * args.seq_len * args.top_k
+        patches["exchange_counts"] = partial(balanced_counts, rows, exchange)
+    if hasattr(module, "check_same"):  # fake tensors have no numbers to compare
+        patches["check_same"] = lambda *args: all_reduce_control(
+            torch.zeros(2, device=args[2]), args[3]
+        )
+    words, tokens = [str(i) for i in range(vocabulary)], torch.zeros(2, dtype=torch.int32)
+    corpus = Corpus("fake", tokens[:1].expand(2**20), tokens, tokens, words, "0")
+    rotary_table.cache_clear()  # real tensors and fake ones do not mix
+    ledger.reset()  # of an earlier run of this process
+    try:
+        with (
+            patch.multiple(module, load_corpus=lambda _: corpus, **patches),
+            patch("common.arguments.check_memory"),  # this machine's memory does not matter
+            patch.object(nn.Module, "_apply", replace_parameters),
+            FakeTensorMode(allow_non_fake_inputs=True),  # the corpus
+        ):
+            yield module
+    finally:
+        rotary_table.cache_clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def dry_run(
@@ -199,34 +257,11 @@ def dry_run(
 
     Raises SystemExit where the stage fails. There must be no process group yet.
     """
-    module = load_stage(number)
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    patches = {
-        "setup": lambda timeout: World(rank, rank, ranks, torch.device("cpu")),
-        "load_corpus": lambda _: SimpleNamespace(vocab=range(vocabulary), train=None),
-        "train_batches": empty_batches,
-        **PATCHES,
-    }
-    if hasattr(module, "exchange_counts"):  # a fake tensor has no numbers to exchange
-        args = module.parse_args(argv)
-        rows = args.micro_batch_size * args.seq_len * args.top_k
-        patches["exchange_counts"] = partial(balanced_counts, rows)
-    if hasattr(module, "check_same"):  # nor to compare
-        patches["check_same"] = lambda *args: all_reduce_control(torch.zeros(2), args[3])
-    rotary_table.cache_clear()  # real tensors and fake ones do not mix
-    ledger.reset()  # of an earlier run of this process
-    try:
-        with (
-            patch.multiple(module, **patches),
-            patch("common.arguments.check_memory"),  # this machine's memory does not matter
-            patch.object(nn.Module, "_apply", replace_parameters),
-            FakeTensorMode(),
-            PeakStorage() as storages,
-        ):
-            report = module.main(argv)
-    finally:
-        rotary_table.cache_clear()
-        dist.destroy_process_group()
+    world = World(rank, rank, ranks, torch.device("cpu"))
+    patches = {"setup": lambda timeout: world, "train_batches": empty_batches, **PATCHES}
+    stage = fake_stage(number, ranks, rank, argv, vocabulary, exchange_nothing, **patches)
+    with stage as module, PeakStorage() as storages:
+        report = module.main(argv)
     report.peak = storages.peak
     return report
 
@@ -256,11 +291,22 @@ def with_batch_that_fits(number: str, ranks: int, argv: list[str]) -> list[str]:
     return [*argv, *flags]
 
 
-def show(number: str, ranks: int, rank: int, argv: list[str], vocabulary: int) -> None:
+def show(
+    number: str, ranks: int, rank: int, argv: list[str], vocabulary: int, device: str = "cpu"
+) -> None:
     start = time.perf_counter()
     argv = with_batch_that_fits(number, ranks, argv)
-    report = dry_run(number, ranks, rank, argv, vocabulary)
-    print(f"stage {number}, rank {rank} of {ranks}: {' '.join(argv)}\n\nheld, GB")
+    if device == "cuda":
+        import fake_cuda
+
+        try:
+            report, events = fake_cuda.run(number, ranks, rank, argv, vocabulary)
+        except RuntimeError as error:
+            fail(f"stage {number} fails in {fake_cuda.place_of(error)}: {error}", status=1)
+    else:
+        report = dry_run(number, ranks, rank, argv, vocabulary)
+    held = f"held on the {'GPU' if device == 'cuda' else 'CPU'}, GB"
+    print(f"stage {number}, rank {rank} of {ranks}: {' '.join(argv)}\n\n{held}")
     for name in ("parameters", "gradients", "optimizer", "activations", "peak"):
         print(f"  {name:24}{gigabytes(getattr(report, name)):>12}")
     print(f"\n{'sent per step':26}{'calls':>12}{'payload GB':>14}{'on a ring GB':>14}")
@@ -269,6 +315,8 @@ def show(number: str, ranks: int, rank: int, argv: list[str], vocabulary: int) -
         row = f"{sent.calls[key]:12}{gigabytes(sent.payload[key]):>14}"
         print(f"  {' over '.join(key):24}{row}{gigabytes(sent.ring[key]):>14}")
     print(f"  {'total':36}{'':14}{gigabytes(sent.total_ring_bytes):>14}")
+    if device == "cuda":
+        fake_cuda.show_events(events)
     print(
         "\nactivations: with unsharded parameters and tensors in flight at the peak. "
         f"{time.perf_counter() - start:.0f} s"
@@ -307,19 +355,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("stage", help="its number, or all: one table")
     parser.add_argument("--ranks", type=int, default=8, help="number of ranks to simulate")
     parser.add_argument("--rank", type=int, default=0, help="the rank to run as")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="fake, too")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="words")
     args, own = parser.parse_known_args(argv)
     if not 0 <= args.rank < args.ranks:
         fail(f"--rank {args.rank} is not one of the {args.ranks} ranks: 0 to {args.ranks - 1}")
-    if args.stage not in stages()[1:] and args.stage != "all":
-        known = ", ".join(stages()[1:])
+    first = 0 if args.device == "cuda" else 1  # stage 01 has nothing to send
+    if args.stage not in stages()[first:] and args.stage != "all":
+        known = ", ".join(stages()[first:])
         fail(f"there is no stage {args.stage!r} for a dry run; there are {known}, or all")
     if args.stage == "all":
         every_stage()
     else:
-        show(args.stage, args.ranks, args.rank, own, args.vocabulary)
+        show(args.stage, args.ranks, args.rank, own, args.vocabulary, args.device)
 
 
 if __name__ == "__main__":
     sys.argv[0] = "dry-run"
     main()
+    sys.stdout.flush()
+    os._exit(0)  # before Python ends: autograd's threads for fake GPUs would still run

@@ -1,7 +1,8 @@
 #!/bin/sh
-# Create the virtual environment of `make setup`: setup.sh PYTHON FOLDER
+# Create the virtual environment of `make setup`: setup.sh PYTHON FOLDER [TORCH]
+# TORCH: a version, or "keep": the environment sees the packages of PYTHON, and so its PyTorch
 set -u
-python=$1 venv=$2
+python=$1 venv=$2 torch=${3:-}
 
 fail() {
   echo "make setup: $*" >&2
@@ -18,7 +19,21 @@ command -v "$python" >/dev/null ||
   fail "$python has no venv module; on Debian and Ubuntu: apt install python3-venv"
 
 echo "make setup: installing into $venv, once (PyTorch is large: a few minutes)"
-[ -x "$venv/bin/pip" ] || "$python" -m venv "$venv" || fail "cannot create $venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt ||
+see=$([ "$torch" = keep ] && echo --system-site-packages)
+[ -x "$venv/bin/pip" ] || "$python" -m venv ${see:+"$see"} "$venv" || fail "cannot create $venv"
+if "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+  torch=${torch:-keep} # pip replaces it only if it is not in the range of requirements.txt
+elif [ "$torch" = keep ]; then
+  fail "TORCH=keep: $venv/bin/python cannot import torch. Remove $venv and pass the python3 that can," \
+    "PYTHON=/path/to/python3, or install into an environment that has PyTorch, VENV=/path/to/it"
+fi
+first=$(sed -n 's/.*passed on PyTorch \([^ ]*\).*/\1/p' requirements.txt)
+wanted=$([ "$torch" = keep ] || echo "torch==${torch:-$first}")
+set -- -r requirements.txt ${wanted:+"$wanted"}
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" ||
   fail "pip could not install requirements.txt (its message is above); is there internet?"
+# PyTorch's own, outside of the environment, would start the Python that it is installed for
+[ -x "$venv/bin/torchrun" ] || {
+  printf '#!/bin/sh\nexec "%s/python" -m torch.distributed.run "$@"\n' "$(cd "$venv/bin" && pwd)"
+} >"$venv/bin/torchrun" && chmod +x "$venv/bin/torchrun"
 touch "$venv/.installed"

@@ -24,6 +24,9 @@ says what the tools and the tests need to know of it. Nothing outside of the fol
     [refined]                       "Class: method method" or "function" = "why it is not identical
                                     to the definition of an earlier stage"
     [exempt]                        "purpose purpose" = "why it has no such run"
+    [host]                          "function waits" or "function computes" = "why": what the host
+                                    does in a step on a GPU. "--flag: why": only in the runs with
+                                    this flag, and in all of them
     runs = [[2, "--a-flag 1", "quickstart parity* late"], ...]
                                     ranks (a number, or a list: a run for each), flags, purposes;
                                     a fourth element, { loss = 0.02, norm = 0.1 }, is the tolerance
@@ -124,6 +127,7 @@ class StageFile:
     renamed: dict[str, list[str]] = field(default_factory=dict)
     refined: dict[str, str] = field(default_factory=dict)
     exempt: dict[str, str] = field(default_factory=dict)
+    host: dict[str, str] = field(default_factory=dict)
     exercise: tuple[str, ...] = ()
     checks: dict[str, str] = field(default_factory=dict)
     runs: tuple[StageRun, ...] = ()

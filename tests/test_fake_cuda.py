@@ -1,0 +1,133 @@
+"""Every stage on fake CUDA tensors: `make dry-run-NN DEVICE=cuda`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from harness import Pool, StageRun, cases, stage_file, stage_path
+from slurm_cluster import need
+from test_memory_figures import FUSED, halves, stated_in_05
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY = 200
+ONE = StageRun("01", "late", 1, ("--micro-batch-size", "6"), quick=True)
+RUNS = [pytest.param(ONE, id="01", marks=pytest.mark.quick), *cases("late"), *cases("late-bf16")]
+
+# what the host does outside of a step, in every stage
+OUTSIDE = {
+    "log": {"Run.log waits", "Run._check_finite waits", "Metrics.end_step waits"},
+    "evaluate": {"evaluate waits"},
+    "save": {"AtomicWriter.stage waits", "Run._check_finite waits"},  # once, for all copies
+}
+OUTSIDE["log"] |= {"Metrics.end_step.<locals>.<dictcomp> waits"}
+
+
+@pytest.fixture(scope="module")
+def process():
+    """One process for all runs: it believes in GPUs until it ends."""
+    need("g++", packages="g++")
+    with contextlib.closing(Pool(1, group=False)) as pool:
+        yield pool
+
+
+def on_fake_cuda(stage: str, ranks: int, rank: int, argv: list[str], script: Path | None = None):
+    """Report, and what the host does in each phase."""
+    import fake_cuda
+
+    # stages are cached by their path
+    with patch.dict(os.environ, {f"SCRIPT_{stage}": str(script or stage_path(stage))}):
+        report, events = fake_cuda.run(stage, ranks, rank, argv, VOCABULARY)
+    found: dict[str, set[str]] = {}
+    for phase, function, what, _ in events:
+        found.setdefault(phase, set()).add(f"{function} {what.partition(':')[0]}")
+    return report, found
+
+
+def named(run: StageRun) -> set[str]:
+    """What the stage's file says that the host does in a step of this run."""
+    reasons = stage_file(run.stage).host.items()
+    flags = {key: why.partition(":")[0].split() for key, why in reasons if why.startswith("--")}
+    return {key for key, _ in reasons if set(flags.get(key, ())) <= set(run.argv)}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_host_waits_and_computes_in_a_step_only_where_the_stages_file_says(process, run):
+    rank = 0 if run.purpose == "late-bf16" else run.ranks - 1
+    ((_, found),) = process.run(on_fake_cuda, run.stage, run.ranks, rank, run.argv)
+    assert found.get("step", set()) == named(run)
+    for phase, known in OUTSIDE.items():
+        assert found[phase] <= known | named(run) and found[phase] & known, phase
+
+
+def held_by_05(n: int, flags: str, layers: int) -> int:
+    """Bytes at the peak that are neither weights nor optimizer state, for 8 x 2048 tokens."""
+    import fake_cuda
+
+    shape = "--d-model 256 --n-heads 4 --seq-len 2048 --global-batch-size 8 --dtype bfloat16"
+    argv = f"{shape} --n-layers {layers} {flags}".split()
+    report, _ = fake_cuda.run("05", n, 0, argv, VOCABULARY)
+    return report.peak - report.parameters - report.optimizer
+
+
+@pytest.mark.parametrize("n, flags", [(1, ""), (4, ""), (4, "--sequence-parallel")])
+def test_with_a_gpus_operators_a_layer_of_05_keeps_what_its_readme_says(process, n, flags):
+    few, many = (process.run(held_by_05, n, flags, layers)[0] for layers in (2, 4))
+    expected = halves(stated_in_05(FUSED), n, bool(flags), "bfloat16")
+    # and the log-sum-exp of attention, 1/rms, and the norms' factors
+    assert expected <= (many - few) / 2 / (2 * 8 * 2048 * 256) <= expected + 0.1
+
+
+# ---- planted bugs ----
+
+LOSS, STEP = "loss += micro_loss.detach()", "optimizer.step()"
+PLANTED = {  # stage, text of its script, its replacement, what the dry run says
+    "a number on the CPU": ("02", " / len(micro_batches)", " / torch.tensor(4.0)", "on the CPU"),
+    "another rank's GPU": ("02", "= world.device", '= torch.device("cuda:0")', "another GPU"),
+    "a weight on the CPU": ("02", "model.to(device)", "pass", "two devices"),
+    "a loss that is read": ("02", LOSS, "loss += micro_loss.item()", "main waits: item()"),
+    "a blocking copy": ("02", LOSS, f"{LOSS}.cpu().to(device)", "main waits: copies to the GPU"),
+    "a synchronization": ("02", STEP, f"{STEP}; torch.cuda.synchronize()", "main waits: synch"),
+    "a mask": ("02", LOSS, f"{LOSS}; inputs[keys > 0] = inputs[0]", "main waits: index_put_"),
+    "a step on the CPU": ("02", STEP, f"{STEP}; torch.zeros(9).add_(1)", "main computes: add_"),
+    "a collective on the CPU": (
+        *("02", "loss = all_reduce_control(loss)", "loss = all_reduce_control(torch.zeros(()))"),
+        "main computes: allreduce_",
+    ),
+    "a float8 operand in rows": (
+        "10",
+        ".contiguous().t()",
+        ".contiguous().t().contiguous()",
+        "col_major",
+    ),
+}
+
+
+def with_bug(stage: str, script: Path) -> str:
+    """What a dry run of this script says."""
+    import fake_cuda
+
+    argv = "--d-model 32 --n-heads 2 --seq-len 16 --micro-batch-size 6 --dtype bfloat16".split()
+    with patch.dict(os.environ, {f"SCRIPT_{stage}": str(script)}):
+        try:
+            _, events = fake_cuda.run(stage, 2, 1, argv, VOCABULARY)
+        except RuntimeError as error:
+            return f"{fake_cuda.place_of(error)}: {error}"
+    return ", ".join(f"{f} {what} in {line}" for phase, f, what, line in events if phase == "step")
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found_at_its_place(process, tmp_path, bug):
+    stage, old, new, said = PLANTED[bug]
+    text = stage_path(stage).read_text()
+    assert text.count(old) == 1
+    script = tmp_path / "train.py"
+    script.write_text(text.replace(old, new))
+    (found,) = process.run(with_bug, stage, script)
+    line = text[: text.index(old)].count("\n") + 1
+    place = f"{tmp_path.name}/train.py:{line}" if said.startswith("main") else ""
+    assert said in found and place in found
