@@ -177,14 +177,22 @@ def _goes_through_host(tensor: Tensor, group: Group) -> bool:
     return tensor.is_cuda and _is_gloo(tensor, group)
 
 
-def all_reduce_control(tensor: Tensor, group: Group = None) -> Tensor:
+def all_reduce_control(tensor: Tensor, op=ReduceOp.SUM, group: Group = None) -> Tensor:
     """All-reduce a scalar that controls the run: a loss to log, a norm to clip by, a vote to stop.
 
     Returns the tensor, reduced in place. It is counted apart from the technique's communication.
     """
     ledger.control[("all_reduce", group_name(group))] += 1
-    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor, op=op, group=group)
     return tensor
+
+
+def value_of_rank_0(value: object, group: Group) -> object:
+    """Broadcast a picklable value of rank 0, on Gloo: its size, then its bytes."""
+    ledger.control[("broadcast", group_name(group))] += 2
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=group)
+    return values[0]
 
 
 def global_norm(tensors: Iterable[Tensor], width: int = 1024) -> Tensor:

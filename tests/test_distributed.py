@@ -23,7 +23,7 @@ from common.distributed import (
     setup,
     world_size,
 )
-from common.run import new_folder, run_id
+from common.folder import RunFolder, launch_name, new_folder
 
 TORCHRUN = {
     **{"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
@@ -131,32 +131,67 @@ def test_srun_takes_the_first_host_as_master_address(monkeypatch, tmp_path):
         # torchrun without --rdzv-id and without Slurm: the time
         ({"TORCHELASTIC_RUN_ID": "none"}, None),
         ({}, None),
+        (SBATCH, "77"),  # a job without srun
+        (SRUN | {"SLURM_STEP_ID": "4294967290"}, "77"),  # the shell of an salloc
+        (SRUN | {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "2"}, "70_2.3"),
+        ({"TORCHELASTIC_RUN_ID": "../a b"}, "_/a_b".replace("/", "_")),
     ],
 )
-def test_requeued_job_has_the_same_run_folder(monkeypatch, tmp_path, variables, expected):
+def test_requeued_job_has_the_same_run_folder(monkeypatch, variables, expected):
     environment(monkeypatch, variables)
-    found = [run_id(tmp_path) for _ in range(2)]
-    if expected is not None:
-        assert found == [expected] * 2
-    else:
-        assert all(time.strftime("%Y%m%d") in x for x in found) or time.strftime("%H%M") < "0001"
+    assert launch_name() == expected
+
+
+LIFE_2, RERUN = {"SLURM_RESTART_COUNT": "1"}, {"TORCHELASTIC_RESTART_COUNT": "1"}
+
+
+@pytest.mark.parametrize(
+    "starts, folders",
+    [
+        # the environment, and the learning rate, of one start after another
+        ([(SBATCH, 1), (SBATCH, 2), (SBATCH, 1)], ["77", "77-2", "77-3"]),  # in one shell
+        (
+            [(SBATCH, 1), (SBATCH, 2), (SBATCH | LIFE_2, 1), (SBATCH | LIFE_2, 2)],
+            2 * ["77", "77-2"],
+        ),
+        # the commands of a requeued job in another order
+        (
+            [(SBATCH, 1), (SBATCH, 2), (SBATCH | LIFE_2, 2), (SBATCH | LIFE_2, 1)],
+            ["77", "77-2", "77-2", "77"],
+        ),
+        (
+            [({"TORCHELASTIC_RUN_ID": "x"}, 1), ({"TORCHELASTIC_RUN_ID": "x"} | RERUN, 1)],
+            ["x", "x"],
+        ),
+    ],
+)
+def test_each_command_of_a_job_has_a_folder_of_its_own(monkeypatch, tmp_path, starts, folders):
+    found = []
+    for variables, lr in starts:
+        for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
+            monkeypatch.delenv(name, raising=False)
+        environment(monkeypatch, variables)
+        run = RunFolder(None, tmp_path, {"lr": lr})
+        found.append(run.path.name)
+        run.close()
+    assert found == folders
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):
     found = [new_folder(tmp_path / "runs", "20250101-120000").name for _ in range(3)]
     assert found == ["20250101-120000", "20250101-120000-2", "20250101-120000-3"]
-    (tmp_path / "file").write_text("")  # where no folder can be made, the run reports it
-    assert new_folder(tmp_path / "file", "x") == tmp_path / "file" / "x"
 
 
-def agree_on_the_run(folder: str) -> str:
-    time.sleep(0.6 * dist.get_rank())  # the ranks' clocks differ
-    return run_id(Path(folder))
+def write_there(folder: str) -> None:
+    RunFolder(folder, Path("runs"), {}).close()
 
 
-def test_ranks_agree_on_the_timestamped_run_folder(pools, tmp_path):
-    a, b, c = pools(3).run(agree_on_the_run, str(tmp_path))
-    assert a == b == c and [p.name for p in tmp_path.iterdir()] == [a]
+def test_two_processes_cannot_write_to_one_run_folder(pools, tmp_path):
+    held = RunFolder(str(tmp_path / "run"), tmp_path, {})
+    (ended,) = pools(1, group=False).attempt(write_there, str(tmp_path / "run"))
+    assert "another run writes there (process " in ended.traceback
+    held.close()
+    pools(1, group=False).run(write_there, str(tmp_path / "run"))
 
 
 def join() -> tuple:

@@ -216,6 +216,7 @@ def dry_run(
     try:
         with (
             patch.multiple(module, **patches),
+            patch("common.arguments.check_ranks"),  # there is one process
             patch("common.arguments.check_memory"),  # this machine's memory does not matter
             patch.object(nn.Module, "_apply", replace_parameters),
             FakeTensorMode(),
