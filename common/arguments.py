@@ -39,6 +39,10 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Fails with one line on rank 0, and with status 2 on every rank."""
 
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # else -1e-3 is a flag
+
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (--help lists the flags)")
 
@@ -74,7 +78,6 @@ def base_parser(description: str | None) -> Parser:
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    p._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # and no flag: -1e-3, too
     count, natural, amount = positive_int, _number(int, 0), non_negative
     add = p.add_argument
     add("--data", default="wikitext2", help="wikitext2, sample, a folder of {train,valid,test}.txt")

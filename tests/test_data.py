@@ -349,7 +349,7 @@ def test_damaged_prepared_data_is_an_error_that_names_the_file(
     assert str(path) in said and f"remove {path.parent}, and it is prepared again" in said
 
 
-@pytest.mark.parametrize("text", ["a d\n" * 50, "\ufeffa b\n" * 50])
+@pytest.mark.parametrize("text", ["a d\n" * 50, "\ufeff" + "a b\n" * 50])
 def test_text_of_the_same_size_and_time_is_another_corpus(tmp_path, text):
     name = folder(tmp_path / "c", "a b\n" * 50)
     load_corpus(name)
