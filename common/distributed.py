@@ -81,11 +81,11 @@ def launch_environment() -> Launch:
             raise ValueError("a rank is below the number of ranks, a port below 65536")
         return launch
     except (KeyError, ValueError) as error:
-        why = f"{error.args[0]} is not set" if isinstance(error, KeyError) else error
+        why = f"{error.args[0]} is not set" if isinstance(error, KeyError) else str(error)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     given = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
     why = f"{why}; start with torchrun, srun or Open MPI's mpirun, or unset them for one process"
-    fail_here(f"the launcher's variables are wrong: {given}: {why}")
+    fail_here("the launcher's variables are wrong: " + ": ".join(filter(None, (given, why))))
 
 
 def _read_environment() -> Launch:

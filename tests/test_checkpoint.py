@@ -330,6 +330,16 @@ def test_resume_from_nothing_is_an_error(tmp_path, error_of):
         assert f"--resume {path}: no checkpoint" in error_of(loaded, tmp_path, str(path))
 
 
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path, error_of, monkeypatch):
+    saved(tmp_path)
+    for function in ("stat", "listdir"):  # another user's, or a name that is too long
+        with monkeypatch.context() as patched:
+            denied = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+            patched.setattr(os, function, denied)
+            assert "cannot be read: [Errno 13]" in error_of(loaded, tmp_path, "auto")
+    assert "cannot be read: [Errno 36]" in error_of(loaded, tmp_path, "x" * 300)
+
+
 @pytest.mark.parametrize("change", [{"d_model": 64}, {"n_layers": 3}, {"n_layers": 1}], ids=str)
 def test_incompatible_checkpoint_of_another_model_is_an_error(tmp_path, error_of, change):
     saved(tmp_path)

@@ -91,6 +91,13 @@ WRONG = {
     "RANK=0 WORLD_SIZE=1 LOCAL_RANK=-1": "LOCAL_RANK=-1",
     "RANK=0 WORLD_SIZE=2 MASTER_PORT=99999": "a port below 65536",
     "RANK=0 WORLD_SIZE=2 MASTER_PORT=": "MASTER_PORT=: invalid literal",
+    # launchers that are not supported: each process would train alone
+    "PMI_RANK=0 PMI_SIZE=2": "PMI_SIZE=2: not a launcher that is supported",  # MPICH, Intel MPI
+    "FLUX_TASK_RANK=0 FLUX_JOB_SIZE=2": "FLUX_JOB_SIZE=2",
+    "MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_SIZE=4": "MV2_COMM_WORLD_SIZE=4",
+    "JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=4": "JSM_NAMESPACE_SIZE=4",
+    "PMIX_RANK=0": "PMIX_RANK=0",
+    "PALS_RANKID=0": "PALS_RANKID=0",
 }
 
 
@@ -98,6 +105,30 @@ WRONG = {
 def test_wrong_launcher_variables_are_an_error(monkeypatch, error_of, variables):
     environment(monkeypatch, dict(word.split("=") for word in variables.split()))
     assert WRONG[variables] in error_of(world_size)
+
+
+@pytest.mark.parametrize("variables", ["PMI_SIZE=1 PMIX_RANK=0", "FLUX_JOB_SIZE=1"])
+def test_one_process_of_another_launcher_trains(monkeypatch, variables):
+    environment(monkeypatch, dict(word.split("=") for word in variables.split()))
+    assert launch_environment().launcher == "python"
+
+
+def test_an_unknown_host_and_a_missing_scontrol_are_one_line_errors(monkeypatch, error_of):
+    environment(monkeypatch, SRUN | {"SLURM_PROCID": "0", "MASTER_ADDR": "no-such-host.invalid"})
+    assert "cannot find the host of rank 0, no-such-host.invalid" in error_of(setup)
+    environment(monkeypatch, {"MASTER_ADDR": "", "PATH": "", "SLURM_STEP_NODELIST": "n1"})
+    assert "set MASTER_ADDR" in error_of(setup)
+
+
+@pytest.mark.parametrize("host, url", [("::1", "tcp://[::1]:"), ("127.0.0.1", "tcp://127.0.0.1:")])
+def test_address_of_rank_0_may_be_ipv6(monkeypatch, host, url):
+    environment(monkeypatch, SRUN | {"MASTER_ADDR": host})
+    asked = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: asked.append(k["init_method"]))
+    for name in ("get_rank", "get_world_size"):
+        monkeypatch.setattr(dist, name, lambda *a: 0)
+    setup()
+    assert asked[0].startswith(url)
 
 
 def test_mpirun_on_several_nodes_needs_a_master_address(monkeypatch, error_of):

@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import signal
+import stat
 from argparse import Namespace
 from itertools import islice
 from pathlib import Path
@@ -506,16 +507,70 @@ def train_and_signal(argv: list[str], number: int, step: int) -> tuple[list[dict
     return metrics, signal.getsignal(number) == before
 
 
-def test_signal_saves_a_checkpoint_after_the_step_and_stops(pools, train, tmp_path, corpus_dir):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU])
+def test_signal_saves_a_checkpoint_after_the_step_and_stops(
+    pools, train, tmp_path, corpus_dir, number
+):
     flags = ["--steps", "9", "--log-every", "1"]  # a signal saves without --checkpoint-every too
     argv = [*SMALL, "--data", str(corpus_dir), *flags, "--run-dir", str(tmp_path)]
-    job = train_and_signal, argv, signal.SIGTERM, 3
+    job = train_and_signal, argv, number, 3
     ((metrics, restored),) = pools(1, group=False).run(*job)
     assert restored
     assert [x["step"] for x in metrics] == [0, 1, 2, 3]
     assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
     train(*flags, "--run-dir", tmp_path)
     assert numbers(metrics_of(tmp_path)) == numbers(train(*flags))
+
+
+def train_badly(argv: list[str], what: str) -> list[dict]:
+    """Train where something around the run fails."""
+    no_space = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    if what == "fsync":
+
+        def of_files(handle: int, fsync=os.fsync) -> None:
+            if stat.S_ISDIR(os.fstat(handle).st_mode):  # as on some network file systems
+                raise OSError(errno.EINVAL, "Invalid argument")
+            fsync(handle)
+
+        sync = patch("os.fsync", of_files)
+    else:
+        place = {
+            "print": "builtins.print",
+            "board": "torch.utils.tensorboard.SummaryWriter.add_scalar",
+        }
+        place["opening the board"] = "torch.utils.tensorboard.SummaryWriter.__init__"
+        sync = patch(place[what], no_space)
+    run = Run.steps
+
+    def steps(self, first):
+        with sync:
+            yield from run(self, first)
+
+    with patch.object(Run, "steps", steps):
+        return load_stage("01").main(argv)
+
+
+@pytest.mark.parametrize("what", ["print", "board", "opening the board", "fsync"])
+def test_what_cannot_be_logged_or_synced_ends_no_run(pools, tmp_path, corpus_dir, what):
+    argv = [*SMALL, "--data", str(corpus_dir), *"--steps 4 --log-every 1".split()]
+    argv += ["--checkpoint-every", "2", "--run-dir", str(tmp_path)]
+    pool = pools(1, group=False)
+    pool.close()  # a warning is printed once in a process
+    (ended,) = pool.attempt(train_badly, argv, what)
+    assert ended.exit_status is None and ended.traceback is None, ended
+    assert [x["step"] for x in metrics_of(tmp_path)] == [0, 1, 2, 3]
+    assert len(checkpoints(tmp_path / "checkpoints")) == 2
+    if what != "print":  # which prints the warnings, too
+        assert "(the run continues)" in ended.stderr and ended.stderr.count("\n") <= 3
+
+
+def test_lines_of_metrics_that_are_none_are_dropped_at_a_resume(train, tmp_path):
+    place = ["--checkpoint-every", 2, "--log-every", 1, "--run-dir", tmp_path]
+    train("--steps", 2, *place)
+    good = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(b'5\n\xff\n[1]\n{"step": "x"}\nnull\n' + good[:-1])
+    train("--steps", 4, *place)
+    assert [x["step"] for x in metrics_of(tmp_path)] == [0, 1, 2, 3]
 
 
 # ---- NaN ----
