@@ -74,7 +74,7 @@ def base_parser(description: str | None) -> Parser:
     """A parser with the flags that every stage has. Defaults are printed by --help."""
     p = Parser(
         description=(description or "").strip().split("\n")[0],  # None under python -OO
-        epilog="SIGTERM, SIGUSR1, SIGHUP: finish the step, save, exit. Ctrl-C: exit without saving.",
+        epilog="SIGTERM, SIGUSR1, SIGHUP: finish the step, save, exit. Ctrl-C: exit at once.",
         formatter_class=_Help,
         allow_abbrev=False,
     )
