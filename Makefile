@@ -6,7 +6,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
 OMP_NUM_THREADS ?= 1
-gpus = $(shell echo "$${CUDA_VISIBLE_DEVICES-$$(nvidia-smi -L 2>/dev/null | grep GPU)}" | tr , '\n' | grep -c .)
+# CUDA ignores what follows an entry that is no GPU (-1, NoDevFiles)
+gpus = $(shell echo "$${CUDA_VISIBLE_DEVICES-$$(nvidia-smi -L 2>/dev/null | grep GPU)}" | tr , '\n' | \
+	sed '/^ *-/,$$d; /NoDevFiles/,$$d' | grep -c .)
 NPROC ?= $(or $(filter-out 0,$(gpus)),2)
 
 folders := $(patsubst %/train.py,%,$(sort $(wildcard [0-9][0-9]_*/train.py)))
@@ -32,6 +34,14 @@ help help-all: ### this list
 # TORCH=keep  setup uses the PyTorch that PYTHON= imports; TORCH=2.14.1 installs this version
 # PYTHON=...  the python3 that creates the virtual environment
 
+ifneq ($(EDIT),)
+ifneq ($(filter-out run-%,$(MAKECMDGOALS)),)
+$(error EDIT= is for run-NN: it does not change what $(filter-out run-%,$(MAKECMDGOALS)) does)
+endif
+endif
+# passed in the environment and unexpanded, because a path or a prompt may contain any character
+$(foreach each,RUN A B SCRIPT PROMPT,$(eval override export $(each) := $$(value $(each))))
+
 # ---- set-up ----
 setup: $(READY) ## create a virtual environment in .venv and install requirements.txt
 	@echo "$(VENV) is ready: $$($(BIN)/python --version), PyTorch" \
@@ -48,8 +58,8 @@ quickstart: $(READY) ## train every stage for 50 steps on the embedded sample an
 # the ranks; the process id of make distinguishes runs that start in the same second.
 store = $(if $(filter-out 0,$(PET_MAX_RESTARTS)),TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 launch = $(if $(filter 01,$*),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(store) \
-	$(BIN)/torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-	--rdzv-id $(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID) --nproc-per-node $(NPROC))
+	$(BIN)/python -m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 \
+	--rdzv-id $(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID) --nproc-per-node $(or $(filter-out 0 -%,$(NPROC)),$(error NPROC=$(NPROC): pass 1 or more)))
 
 run-%: $$(folder)/train.py $(READY) ## train stage NN here
 ifdef EDIT
@@ -89,11 +99,9 @@ gpu-check: $(READY) ## run every stage on this machine's GPUs, write gpu-check.m
 tensorboard: $(READY) ## show the metrics of all runs in a browser
 	$(BIN)/python -m tensorboard.main --logdir runs
 export: $(READY) ## write a checkpoint's weights to one file: RUN= a run or a checkpoint (default: the last)
-	@$(BIN)/python tools/export.py $(RUN) $(ARGS)
-# passed in the environment and unexpanded, because a prompt may contain quotes and dollars
-generate: override export PROMPT := $(value PROMPT)
+	@$(BIN)/python tools/export.py $${RUN:+"$$RUN"} $(ARGS)
 generate: $(READY) ### continue PROMPT= with the model of RUN= (default: the last run)
-	@$(BIN)/python tools/generate.py $(RUN) $(ARGS)
+	@$(BIN)/python tools/generate.py $${RUN:+"$$RUN"} $(ARGS)
 # ---- read ----
 diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition by definition
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/diff.py $* $(if $(FROM),--from $(FROM))
@@ -102,7 +110,7 @@ lessons: $(READY) ## lessons/: each stage's README, code and comparisons as web 
 schedule-06: $(READY) ### draw time lines of pipelines; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
 	@$(BIN)/python tools/pictures/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(PP),--pp $(PP)) \
 		$(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
-		$(if $(RUN),--run $(RUN)) $(if $(SVG),--svg $(SVG))
+		$${RUN:+--run "$$RUN"} $(if $(SVG),--svg $(SVG))
 dry-run-%: $$(folder)/train.py $(READY) ## what RANK= of RANKS= would hold and send in stage NN
 	@$(BIN)/python tools/dry_run.py $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) \
 		$(if $(DEVICE),--device $(DEVICE)) $(ARGS)
@@ -114,9 +122,9 @@ plan: $(READY) ## the fastest layouts of a model on NODES= GPUS= GPU= NETWORK=
 exercise-%: $$(folder)/train.py $(READY) ## write stage NN yourself: its script with blanks, in exercises/
 	@$(BIN)/python tools/exercise.py $* $(if $(OVERWRITE),--overwrite)
 check-%: $$(folder)/train.py $(READY) ## check that exercise, or SCRIPT= a changed copy of the stage's script
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/check_script.py $* $(SCRIPT)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/check_script.py $* $${SCRIPT:+"$$SCRIPT"}
 first-difference: $(READY) ## where the runs A= and B= begin to differ (B= is the reference)
-	@$(BIN)/python tools/first_difference.py $(if $(A)$(B),$(A) $(B),--help)
+	@$(BIN)/python tools/first_difference.py $(if $(A)$(B),"$$A" "$$B",--help)
 # ---- check ----
 WORKERS ?= auto
 pytest = $(BIN)/python -m pytest tests -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     corpus = load_corpus(args.data)
 
-    config = model_config(args, corpus.vocab)
+    config = model_config(args, corpus)
     model = Transformer(config)
     init_weights(model, args.seed)
     model.to(device)

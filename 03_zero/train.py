@@ -510,7 +510,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     device = world.device
     corpus = load_corpus(args.data)
 
-    config = model_config(args, corpus.vocab)
+    config = model_config(args, corpus)
     model = Transformer(config)
     init_weights(model, args.seed)
     model.to(device)

@@ -423,7 +423,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     device = world.device
     corpus = load_corpus(args.data)
 
-    config = model_config(args, corpus.vocab)
+    config = model_config(args, corpus)
     with torch.device("meta"):
         model = Transformer(config)
     model = sharded_from_meta(model, args, world)

@@ -407,7 +407,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     group = dist.group.WORLD
     corpus = load_corpus(args.data)
 
-    config = model_config(args, corpus.vocab)
+    config = model_config(args, corpus)
     with torch.device("meta"):
         model = Transformer(config)
     tensor_parallel(model, group, args.sequence_parallel)

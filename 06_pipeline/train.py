@@ -468,7 +468,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     device = world.device
     corpus = load_corpus(args.data)
 
-    config = model_config(args, corpus.vocab)
+    config = model_config(args, corpus)
     n_stages = world.size * args.virtual_stages
     own_stages = range(world.rank, n_stages, world.size)
     units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}

@@ -360,9 +360,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     device = world.device
     corpus = load_corpus(args.data)
 
+    config = model_config(args, corpus)
     mesh = build_mesh(args.pp, args.dp, args.tp, args.timeout)
     dp, tp = mesh.dp, mesh.tp
-    config = model_config(args, corpus.vocab)
     n_stages = args.pp * args.virtual_stages
     own_stages = range(mesh.pp.rank(), n_stages, args.pp)
     units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}

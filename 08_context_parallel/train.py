@@ -408,8 +408,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     device = world.device
     corpus = load_corpus(args.data)
 
+    config = model_config(args, corpus)
     group = group_along((args.dp, args.cp), 1, "cp", args.timeout)
-    config = model_config(args, corpus.vocab)
     model = Transformer(config)
     init_weights(model, args.seed)
     model.to(device)

@@ -302,10 +302,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
     device = world.device
     corpus = load_corpus(args.data)
 
+    config = model_config(args, corpus)
     mesh = (world.size // args.ep, args.ep)  # ep innermost: its ranks share a node
     ep = group_along(mesh, 1, "ep", args.timeout)
     replicas = group_along(mesh, 0, "replicas", args.timeout)
-    config = model_config(args, corpus.vocab)
     model = Transformer(config)
     expert_parallel(model, ep)
     init_weights(model, args.seed)

@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     check_float8(args, device)
     corpus = load_corpus(args.data)
 
-    config = model_config(args, corpus.vocab)
+    config = model_config(args, corpus)
     model = Transformer(config)
     init_weights(model, args.seed)
     float8(model, args.recipe)

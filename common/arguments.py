@@ -1,16 +1,21 @@
 """The flags that every stage has, their defaults, and the checks that need no model."""
 
 import argparse
+import hashlib
 import math
 import os
+import platform
+import re
+import sys
 from argparse import ArgumentTypeError, Namespace
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from common.collectives import all_reduce_control
-from common.data import Batching
+from common.data import Batching, Corpus
 from common.distributed import fail, launch_environment
 from common.model import TransformerConfig
 
@@ -33,6 +38,10 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 class Parser(argparse.ArgumentParser):
     """Fails with one line on rank 0, and with status 2 on every rank."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # else -1e-3 is a flag
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (--help lists the flags)")
@@ -61,11 +70,11 @@ non_negative = _number(float, 0)
 seconds = _number(float, 1, 10**6)
 
 
-def base_parser(description: str) -> Parser:
+def base_parser(description: str | None) -> Parser:
     """A parser with the flags that every stage has. Defaults are printed by --help."""
     p = Parser(
-        description=description.strip().split("\n")[0],
-        epilog="SIGTERM or SIGUSR1: finish the step, save, and exit. Ctrl-C: exit without saving.",
+        description=(description or "").strip().split("\n")[0],  # None under python -OO
+        epilog="SIGTERM, SIGUSR1, SIGHUP: finish the step, save, exit. Ctrl-C: exit at once.",
         formatter_class=_Help,
         allow_abbrev=False,
     )
@@ -229,10 +238,11 @@ def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) ->
             fail(f"{name} is not divisible by {by}")
 
 
-def model_config(args: Namespace, vocab: list[str]) -> TransformerConfig:
-    """The model's configuration, from the flags and the vocabulary."""
+def model_config(args: Namespace, corpus: Corpus) -> TransformerConfig:
+    """The model's configuration, from the flags and the vocabulary. The ranks must agree."""
+    check_ranks(args, corpus)
     config = TransformerConfig(
-        vocab_size=len(vocab),
+        vocab_size=len(corpus.vocab),
         **{name: getattr(args, name) for name in SHAPE},
         dropout=args.dropout,
         activation_checkpointing=args.activation_checkpointing,
@@ -243,6 +253,35 @@ def model_config(args: Namespace, vocab: list[str]) -> TransformerConfig:
         check_degree(config, args.tp, args.sequence_parallel)
     check_memory(args, config)
     return config
+
+
+def check_ranks(args: Namespace, corpus: Corpus) -> None:
+    """Fail if ranks differ in what all must share: arguments, data, code, versions."""
+    if not dist.is_initialized():
+        return
+    code = hashlib.sha256()
+    for file in (Path(sys.argv[0]), *sorted(Path(__file__).parent.glob("*.py"))):
+        code.update(file.read_bytes() if file.is_file() else b"")
+    flags = {k: v for k, v in vars(args).items() if k not in ("batching", "data")}
+    shared = {"--" + name.replace("_", "-"): repr(value) for name, value in flags.items()}
+    shared |= {"the hash of --data": corpus.digest, "the hash of the code": code.hexdigest()[:12]}
+    shared |= {"PyTorch's version": torch.__version__, "Python's": platform.python_version()}
+    shared["the kind of device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    digest = hashlib.sha256(repr(shared).encode()).digest()
+    number = int.from_bytes(digest[:7], "big")
+    least_and_most = all_reduce_control(torch.tensor([-number, number]), op=dist.ReduceOp.MAX)
+    if -least_and_most[0] == least_and_most[1]:
+        return
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, shared)
+    differences = []
+    for name, value in every[0].items():
+        others = [rank for rank, each in enumerate(every) if each.get(name) != value]
+        if others:
+            ranks = f"rank {others[0]}" + f" and {len(others) - 1} more" * (len(others) > 1)
+            theirs = every[others[0]].get(name)
+            differences.append(f"{name} is {value} on rank 0 and {theirs} on {ranks}")
+    fail(f"the ranks differ: {'; '.join(differences)}: start all with the same command")
 
 
 def check_memory(args: Namespace, config: TransformerConfig) -> None:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 from common import storage
-from common.distributed import fail, print0, rank
+from common.distributed import exists, fail, move_aside, print0, rank
 from common.storage import checkpoints
 
 # a run without a process group is meant to save in one process
@@ -169,6 +169,7 @@ class Checkpointer:
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
         self._ranks = {"process_group": self.group, "no_dist": self.group is None}
+        self.is_own = False  # whether `load` has loaded a checkpoint of this folder
         self.blocked_seconds = 0.0  # time for which saves have blocked training
         self._saving: tuple[storage.AtomicWriter, Future] | None = None
 
@@ -217,12 +218,16 @@ class Checkpointer:
         of a checkpoint or of a run. A corrupt one is reported, and the previous one is used. One of
         another model is an error.
         """
+        self.is_own = False
         if resume == "never":
             return 0
-        found = checkpoints(self.path if resume == "auto" else Path(resume) / "checkpoints")
-        if (Path(resume) / ".metadata").is_file():
-            found = [Path(resume)]
-        found = self._gather(found[::-1])[0]  # rank 0's listing: shared file systems may lag
+        try:
+            found, error = self._candidates(resume), None
+        except OSError as unreadable:
+            found, error = [], unreadable
+        found, error = self._gather((found, error))[0]  # rank 0's: shared file systems may lag
+        if error:
+            fail(f"--resume {resume}: cannot be read: {error}")
         if not found and resume == "auto":
             return 0
         if not found:
@@ -239,15 +244,22 @@ class Checkpointer:
                     left = f"older ones: {', '.join(others)}" if others else "no older one is left"
                     fail(f"--resume {resume}: {path} is corrupt: {error}; {left}")
                 print0(f"{path} is corrupt: {error}; going back to {older.name}")
-        if rank() == 0 and path.parent == self.path:
+        self.is_own = self.path.exists() and self.path.samefile(path.parent)
+        if rank() == 0 and self.is_own:
             for bad in found[: found.index(path)]:  # they do not count as checkpoints to keep
-                aside = self.path / f"corrupt-{bad.name}"
-                shutil.rmtree(aside, ignore_errors=True)
-                bad.rename(aside)
+                move_aside(bad, f"corrupt-{bad.name}")
         for adamw in optimizer.state.values():
             adamw["step"].fill_(step)
         print0("\n".join([*notes, f"resumed from {path}, {step} steps done"]))
         return step
+
+    def _candidates(self, resume: str) -> list[Path]:
+        """The checkpoints that `resume` may mean, the newest first."""
+        if resume == "auto":
+            return checkpoints(self.path)[::-1]
+        if exists(Path(resume) / ".metadata"):
+            return [Path(resume)]
+        return checkpoints(Path(resume) / "checkpoints")[::-1]
 
     def _gather(self, value: object) -> list:
         if self.group is None:

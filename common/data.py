@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import io
+import mmap
 import os
 import re
 import tempfile
@@ -23,10 +24,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from common.counter_rng import generator_of, sample_keys
-from common.distributed import fail, print0
+from common.distributed import exists, fail, print0, sync
 from common.loss import IGNORED
 
 SPLITS = ("train", "valid", "test")
+FILES = (*(f"{split}.int32" for split in SPLITS), "vocab.txt")  # of a prepared corpus
 EOS, UNKNOWN = "<eos>", "<unk>"
 
 
@@ -64,24 +66,46 @@ def load_corpus(name: str, download: bool = False) -> Corpus:
     """
     root = os.environ.get("DATA_ROOT") or Path(__file__).resolve().parents[1] / "data"
     prepared = Path(root, _folder_name(name))
-    if not (prepared / "digest.txt").exists():
-        _prepare(name, prepared, download)
-    tokens = {}
-    for split in SPLITS:
-        path = prepared / f"{split}.int32"
-        size = path.stat().st_size // 4
-        if size < 2:
-            fail(f"--data {name}: too few tokens in {split}: {size}, at least 2 are needed")
-        tokens[split] = torch.from_file(str(path), shared=False, size=size, dtype=torch.int32)
-    vocab = (prepared / "vocab.txt").read_text(encoding="utf-8").split("\n")[:-1]
-    return Corpus(name, **tokens, vocab=vocab, digest=(prepared / "digest.txt").read_text())
+    again = f"remove {prepared}, and it is prepared again"
+    try:
+        if not exists(prepared / "digest.txt"):
+            _prepare(name, prepared, download)
+        contents = [_mapped(prepared / file) for file in FILES]
+        recorded = (prepared / "digest.txt").read_text().split()
+    except OSError as error:
+        fail(f"--data {name}: {error}: {again}")
+    found = _digests(contents)
+    if found != recorded:
+        pairs = zip(FILES, found[1:], recorded[1:], strict=False)
+        wrong = next((file for file, ours, theirs in pairs if ours != theirs), "digest.txt")
+        fail(f"--data {name}: {prepared / wrong} has changed since it was prepared: {again}")
+    if small := [file for file, content in zip(FILES, contents, strict=True) if len(content) < 8]:
+        fail(f"--data {name}: too few tokens in {small[0]}: fewer than 2")
+    tokens = (torch.frombuffer(content, dtype=torch.int32) for content in contents[:-1])
+    vocab = bytes(contents[-1]).decode().split("\n")[:-1]
+    return Corpus(name, *tokens, vocab=vocab, digest=recorded[0])
+
+
+def _mapped(path: Path) -> mmap.mmap | bytes:
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return b""
+        # a private copy, which is never made: PyTorch warns of memory that is read-only
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _digests(contents: list) -> list[str]:
+    """The digest of a corpus, and one of each of its FILES."""
+    each = [hashlib.sha256(content) for content in contents]
+    whole = hashlib.sha256(b"".join(x.digest() for x in each)).hexdigest()[:12]
+    return [whole, *(x.hexdigest() for x in each)]
 
 
 # ---- preparation ----
 
 
 def _folder_name(name: str) -> str:
-    """The folder of a prepared corpus. A folder that changed or moved is a new corpus."""
+    """The folder of a prepared corpus, from a hash of what it is prepared from."""
     if name == "wikitext2":
         return name
     if name == "sample":
@@ -89,13 +113,17 @@ def _folder_name(name: str) -> str:
 
         return f"{name}-{hashlib.sha256(repr(topics).encode()).hexdigest()[:12]}"
     folder = Path(name).resolve()
-    files = [folder / f"{split}.txt" for split in SPLITS]
-    for file in files:
-        if not file.is_file():
-            known = "a folder with train.txt, valid.txt and test.txt, or wikitext2, or sample"
-            fail(f"--data {name}: no {file.name} there; give {known}")
-    identity = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return f"{folder.name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:12]}"
+    content = hashlib.sha256()
+    try:
+        for split in SPLITS:
+            with open(folder / f"{split}.txt", "rb") as file:
+                content.update(hashlib.file_digest(file, "sha256").digest())
+    except (FileNotFoundError, NotADirectoryError):
+        known = "a folder with train.txt, valid.txt and test.txt, or wikitext2, or sample"
+        fail(f"--data {name}: no {split}.txt there; give {known}")
+    except OSError as error:
+        fail(f"--data {name} cannot be read: {error}")
+    return f"{re.sub('[^A-Za-z0-9.-]', '_', folder.name)[:60]}-{content.hexdigest()[:12]}"
 
 
 def _prepare(name: str, prepared: Path, download: bool) -> None:
@@ -104,10 +132,10 @@ def _prepare(name: str, prepared: Path, download: bool) -> None:
         fail(f"--data {name} is not prepared: run `make data` where there is internet, or {other}")
     try:
         prepared.parent.mkdir(parents=True, exist_ok=True)
-        with open(prepared.with_suffix(".lock"), "w") as lock:
+        with open(prepared.with_name(f"{prepared.name}.lock"), "w") as lock:
             with contextlib.suppress(OSError):  # without locks the atomic rename alone protects us
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if (prepared / "digest.txt").exists():
+            if exists(prepared / "digest.txt"):
                 return  # another process prepared it while this one waited
             words = _read_words(name)
             with tempfile.TemporaryDirectory(
@@ -118,8 +146,9 @@ def _prepare(name: str, prepared: Path, download: bool) -> None:
                 _write(words, aside)
                 try:
                     aside.rename(prepared)
+                    sync(prepared.parent)
                 except OSError:
-                    if not (prepared / "digest.txt").exists():
+                    if not exists(prepared / "digest.txt"):
                         raise
                     # a process on another node, which does not see the lock, was first
     except OSError as error:
@@ -140,7 +169,7 @@ def _lines_of_folder(folder: Path) -> dict[str, io.StringIO]:
     lines = {}
     try:
         for path in (folder / f"{split}.txt" for split in SPLITS):
-            lines[path.stem] = io.StringIO(path.read_text(encoding="utf-8"))
+            lines[path.stem] = io.StringIO(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"cannot be read: {path}, line {line}, is not UTF-8: {error}") from None
@@ -193,9 +222,10 @@ def _write(words: dict[str, list[str]], folder: Path) -> None:
         numbers = [number.get(word, number.get(UNKNOWN)) for word in words[split]]
         (folder / f"{split}.int32").write_bytes(torch.tensor(numbers, dtype=torch.int32).numpy())
     (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in vocab), encoding="utf-8")
-    files = [*(folder / f"{split}.int32" for split in SPLITS), folder / "vocab.txt"]
-    digests = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
-    (folder / "digest.txt").write_text(hashlib.sha256(digests).hexdigest()[:12])
+    digests = _digests([(folder / name).read_bytes() for name in FILES])
+    (folder / "digest.txt").write_text("\n".join(digests))
+    for path in (*folder.iterdir(), folder):
+        sync(path)
 
 
 # ---- batches ----

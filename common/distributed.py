@@ -3,18 +3,23 @@
 Everything here works without a process group too: a single process is rank 0 of 1.
 """
 
+import atexit
 import contextlib
+import io
+import itertools
 import os
 import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +31,20 @@ import torch.distributed as dist
 PEER_IS_GONE = re.compile(
     "(?s)gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)|remote process exited"
 )
+
+for number, name in enumerate(("stdin", "stdout", "stderr")):
+    try:  # the next file that is opened would take the place of a closed stream (2>&-)
+        os.fstat(number)
+    except OSError:
+        os.open(os.devnull, os.O_RDWR)
+    if getattr(sys, name) is None:
+        setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))
+if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have characters that it cannot encode
+    sys.stdout.reconfigure(errors="backslashreplace")
+
+# launchers that are not supported: their number of processes, or a rank where there is none
+OTHER_SIZES = ("PMI_SIZE", "FLUX_JOB_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
+OTHER_RANKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
 
 GRACE = 2.0  # seconds that a failing rank waits before it exits: launchers then end the other ranks
 
@@ -62,13 +81,11 @@ def launch_environment() -> Launch:
             raise ValueError("a rank is below the number of ranks, a port below 65536")
         return launch
     except (KeyError, ValueError) as error:
-        why = f"{error.args[0]} is not set" if isinstance(error, KeyError) else error
+        why = f"{error.args[0]} is not set" if isinstance(error, KeyError) else str(error)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     given = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-    why = f"{why}; start with torchrun, srun or mpirun, or unset them for one process"
-    script = Path(sys.argv[0]).name
-    print(f"{script}: the launcher's variables are wrong: {given}: {why}", file=sys.stderr)
-    raise SystemExit(2)
+    why = f"{why}; start with torchrun, srun or Open MPI's mpirun, or unset them for one process"
+    fail_here("the launcher's variables are wrong: " + ": ".join(filter(None, (given, why))))
 
 
 def _read_environment() -> Launch:
@@ -77,23 +94,28 @@ def _read_environment() -> Launch:
     Only a step of Slurm has SLURM_STEP_NUM_TASKS; a batch shell has a SLURM_PROCID of 0, too.
     """
     env = os.environ  # below, `ranks` are: rank, rank on the node, ranks on the node, all ranks
+    has_size = any(n in env for n in (*OTHER_SIZES, "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
     if "RANK" in env:
         launcher, host, port = "torchrun", "127.0.0.1", 29500
         local = env.get("LOCAL_RANK", 0), env.get("LOCAL_WORLD_SIZE", 1)
         ranks = env["RANK"], *local, env["WORLD_SIZE"]
+    elif int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:  # mpirun may have used srun to start
+        ranks = [env[f"OMPI_COMM_WORLD_{n}"] for n in ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "SIZE")]
+        launcher, host = "mpirun", "127.0.0.1" if ranks[2] == ranks[3] else ""
+        port = 20000 + sum(map(ord, env.get("PMIX_NAMESPACE", "")))  # unique to this mpirun here
     elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         launcher, host = "srun", ""
         port = 20000 + (7 * int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", 0))) % 12000
         size = int(env["SLURM_STEP_NUM_TASKS"])
         local = env["SLURM_LOCALID"], size // int(env.get("SLURM_STEP_NUM_NODES", 1))
         ranks = env["SLURM_PROCID"], *local, size
-    elif int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        ranks = [env[f"OMPI_COMM_WORLD_{n}"] for n in ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "SIZE")]
-        launcher, host = "mpirun", "127.0.0.1" if ranks[2] == ranks[3] else ""
-        port = 20000 + sum(map(ord, env.get("PMIX_NAMESPACE", "")))  # unique to this mpirun here
     elif env.get("WORLD_SIZE", "1") != "1":
         raise KeyError("RANK")
     else:
+        others = [f"{name}={env[name]}" for name in OTHER_SIZES if int(env.get(name, 1)) > 1]
+        others += [f"{n}={env[n]}" for n in OTHER_RANKS if n in env and not has_size]
+        if others:
+            raise ValueError(f"{' '.join(others)}: not a launcher that is supported")
         return Launch("python", 0, 0, 1, 1, None)
     address = env.get("MASTER_ADDR", host), int(env.get("MASTER_PORT", port))
     return Launch(launcher, *map(int, ranks), address)
@@ -102,8 +124,19 @@ def _read_environment() -> Launch:
 def _host_of_rank_0(launcher: str) -> str:
     if launcher == "mpirun":
         fail("mpirun over several nodes needs MASTER_ADDR: pass -x MASTER_ADDR=<rank 0's>")
-    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", "")]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+        return said.stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        fail(f"{' '.join(command)}: {error!r}: set MASTER_ADDR to the host of rank 0")
+
+
+def _check_address(host: str, port: int) -> None:
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:  # perhaps on this node alone
+        fail_here(f"{platform.node()} cannot find the host of rank 0, {host}: {error}")
 
 
 def rank() -> int:
@@ -124,6 +157,8 @@ def setup(timeout: float = 600.0) -> World:
     launch, limit = launch_environment(), timedelta(seconds=timeout)
     device, backend = _device_and_backend(launch)
     if not dist.is_initialized():
+        if launch.address and launch.address[0]:
+            _check_address(*launch.address)
         if launch.address is None:
             where: dict[str, Any] = {"store": dist.HashStore()}
         elif launch.launcher == "torchrun":
@@ -131,7 +166,8 @@ def setup(timeout: float = 600.0) -> World:
             where = {"init_method": "env://"}
         else:
             host, port = launch.address
-            where = {"init_method": f"tcp://{host or _host_of_rank_0(launch.launcher)}:{port}"}
+            host = host or _host_of_rank_0(launch.launcher)
+            where = {"init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{port}"}
         # Without device_id, NCCL has one communicator per pair of ranks for messages. With it, all
         # of a group's messages share one, where a pipeline's early receive blocks later sends.
         dist.init_process_group(
@@ -218,7 +254,7 @@ def _report(error: BaseException) -> None:
         place = f"{frame.name} ({frame.filename}:{frame.lineno})"
         text = f"another rank is gone, as seen in {place}: {error}"
     where = f"rank {rank()} of {world_size()}, {platform.node()}"
-    print(f"[{where}] {text}", file=sys.stderr, flush=True)
+    say(f"[{where}] {text}", file=sys.stderr)
     if lost:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(GRACE)
@@ -238,34 +274,116 @@ def has_lost_a_peer(error: BaseException | None) -> bool:
 
 
 def print0(*values: Any, **kwargs: Any) -> None:
-    """`print` on rank 0, flushed."""
+    """`say` on rank 0."""
     if rank() == 0:
+        say(*values, **kwargs)
+
+
+def say(*values: Any, **kwargs: Any) -> None:
+    """`print`, flushed. A full disk or a closed terminal is reported once and ends no run."""
+    try:
         print(*values, **{"flush": True, **kwargs})
+    except (OSError, ValueError) as error:  # ValueError: of a closed file
+        warn(f"a line could not be printed: {error}")
+
+
+@lru_cache(maxsize=100)
+def warn(message: str) -> None:
+    """Print a line on stderr, once, where an error is no reason to end the run."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"{Path(sys.argv[0]).name}: {message} (the run continues)", file=sys.stderr)
+        sys.stderr.flush()
+
+
+@atexit.register
+def _flush() -> None:
+    """At the exit Python flushes stdout, and would turn an error there into status 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if stream is sys.stdout else 2)
 
 
 def save0(obj: Any, path: str | os.PathLike) -> None:
-    """`torch.save` on rank 0, atomically: the file is renamed when it is complete."""
+    """`torch.save` on rank 0, atomically."""
     if rank() == 0:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        torch.save(obj, aside)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as aside, open(aside, "wb") as file:
+            torch.save(obj, file)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` (or of what it links to) when complete."""
+    path = Path(os.path.realpath(path))
+    aside = path.with_name(f".writing-{os.getpid()}")
+    try:
+        yield aside
+        sync(aside)
         aside.replace(path)
+        sync(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder's entries to disk, where the file system can (some cannot)."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        warn(f"{path} may be lost at a power failure: {error}")
+    finally:
+        os.close(handle)
+
+
+def exists(path: str | os.PathLike) -> bool:
+    """Whether the path is there. Raises OSError if that cannot be told."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def move_aside(path: Path, name: str) -> Path:
+    """Rename to `name` in the same folder, with a number appended if the name is taken."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    free = next(new for each in names if not os.path.lexists(new := path.with_name(each)))
+    return path.rename(free)
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
     """Print one line on stderr, once for the whole job, and exit with `status` (2: wrong usage).
 
-    Every rank must fail the same way. The others wait for rank 0, which may start last: a
-    launcher that sees one process exit terminates the rest, rank 0 before it has printed.
+    All ranks fail the same way, and rank 0 prints: the others wait for it, because it may start
+    last, and a launcher that sees one process exit terminates the rest. A rank that fails alone
+    (its node lacks the data, say) prints after that wait, if there is a process group.
     """
     if rank() == 0:
-        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+        say(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
         if dist.is_initialized() and world_size() > 1:
+            _store().set("failed", message)
             time.sleep(GRACE)  # after `setup` all ranks arrive soon, and exit by themselves
     elif world_size() > 1:
         with contextlib.suppress(ValueError):  # not in the main thread
             # a launcher that terminates this rank while it waits gets the same status
             signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
+        if dist.is_initialized():
+            try:
+                _store().wait(["failed"], timedelta(seconds=3 * GRACE + 2))
+            except RuntimeError:  # rank 0 continues
+                fail_here(f"rank {rank()} on {platform.node()}: {message}", status)
         time.sleep(2 * GRACE if dist.is_initialized() else 5 * GRACE)
     raise SystemExit(status)
+
+
+def fail_here(message: str, status: int = 2) -> NoReturn:
+    """Print one line on stderr and exit: for an error that other ranks may not have."""
+    say(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()

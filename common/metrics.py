@@ -3,12 +3,14 @@
 A line goes to the console, to `metrics.jsonl` and to TensorBoard. Rank 0 writes it.
 """
 
+import contextlib
 import gc
 import json
 import math
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from common.collectives import ledger
-from common.distributed import print0, rank, world_size
+from common.distributed import print0, rank, replacing, warn, world_size
 
 # fmt: off
 PEAK_FLOPS = {  # dense bf16, in FLOP/s, by a part of the device's name; the longer name first
@@ -108,17 +110,26 @@ class Metrics:
         self._step_started, self._seconds, self._steps_timed = 0.0, 0.0, 0
         self._file = self._board = None
 
-    def start(self, first: int) -> None:
+    def open(self, first: int) -> None:
         """Open the files; drop the lines of a run that got past step `first` before it stopped."""
-        if rank() == 0:
-            from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
-            self._board = SummaryWriter(self._path.parent)
-            lines = self._path.read_text().splitlines(True) if self._path.exists() else []
-            aside = self._path.with_suffix(".writing")
-            aside.write_text("".join(x for x in lines if _step_of(x) < first))
-            aside.replace(self._path)
-            self._file = open(self._path, "a")
+        lines = self._path.read_bytes().splitlines() if self._path.exists() else []
+        with replacing(self._path) as file:
+            file.write_bytes(b"".join(x + b"\n" for x in lines if step_of(x) < first))
+        self._file = open(self._path, "a")
+        with self._going_on(self._path.parent):
+            self._board = SummaryWriter(self._path.parent, purge_step=first)
+
+    @contextlib.contextmanager
+    def _going_on(self, file: Path) -> Iterator[None]:
+        """A line that cannot be written, to a full disk for example, ends no run."""
+        try:
+            yield
+        except Exception as error:  # TensorBoard's thread may raise any
+            warn(f"metrics cannot be written to {file}: {error}")
+
+    def start(self, first: int) -> None:
         ledger.reset()  # communication at the start belongs to no step
         self._first_step, self._started = first, time.perf_counter()
 
@@ -167,23 +178,25 @@ class Metrics:
         ledger.reset()  # what an evaluation has sent belongs to no step
         if rank() != 0:
             return
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        for name, value in line.items():
-            if name != "step":
-                self._board.add_scalar(COLUMNS[name][0], value, line["step"])
+        with self._going_on(self._path):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()  # what could not be written is written with a later line
+        with self._going_on(self._path.parent):
+            for name, value in line.items():
+                if name != "step" and self._board:
+                    self._board.add_scalar(COLUMNS[name][0], value, line["step"])
         with tqdm.external_write_mode():  # clears the progress bar meanwhile
             print0(readable(line))
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._board.close()
+        for file in filter(None, (self._file, self._board)):
+            with self._going_on(self._path.parent):
+                file.close()
 
 
-def _step_of(line: str) -> float:
-    """The step of a line in metrics.jsonl; infinity if a kill has truncated it."""
+def step_of(line: bytes) -> float:
+    """The step of a line in metrics.jsonl; infinity if it is not one, or cut short by a kill."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
         return math.inf

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -12,9 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,12 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from common.checkpoint import Checkpointer, checkpoints
-from common.collectives import all_reduce_control
+from common.checkpoint import Checkpointer
+from common.collectives import all_reduce_control, value_of_rank_0
 from common.data import Corpus
-from common.distributed import fail, launch_environment, print0, rank, world_size
+from common.distributed import fail, launch_environment, print0, rank, replacing, warn, world_size
+from common.folder import RunFolder
 from common.metrics import Metrics
 from common.model import TransformerConfig
+
+# Signals that ask a run to save and stop: of a user, Slurm, a closed terminal, and of LSF or Grid
+# Engine before a limit.
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU)
 
 
 class Run:
@@ -49,17 +52,20 @@ class Run:
     ):
         if device.type == "cpu":
             keep_freed_memory()
-        stage = Path(script).resolve().parent.name
+        script = Path(script).resolve()
+        stage = script.parent.name
         self.args = args
-        self.folder = Path(args.run_dir or Path("runs", stage, run_id(Path("runs", stage))))
-        tokens = args.global_batch_size * args.seq_len
-        flops = tokens * config.flops_per_token()
-        self.metrics = Metrics(args.steps, tokens, flops, device, self.folder)
         self._group = timeout = None
         if dist.is_initialized():
             timeout = timedelta(seconds=args.timeout)
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="stop")
         flags = {k: 0 if v == math.inf else v for k, v in vars(args).items() if k != "batching"}
+        self._claim: RunFolder | None = None  # on rank 0
+        self.folder, continues = self._of_rank_0(self._claim_folder, Path("runs", stage), flags)
+        self.resume = "auto" if continues else args.resume
+        tokens = args.global_batch_size * args.seq_len
+        flops = tokens * config.flops_per_token()
+        self.metrics = Metrics(args.steps, tokens, flops, device, self.folder)
         saved = {  # with every checkpoint
             "arguments": flags,
             "vocabulary": hashlib.sha256("\n".join(corpus.vocab).encode()).hexdigest()[:12],
@@ -70,8 +76,10 @@ class Run:
         self._asked_to_stop = False  # on this rank
         self._stopping = False  # on all ranks
         self._loss = self._grad_norm = torch.zeros(())  # of the last step
-        description = {
+        self._description = {
             "stage": stage,
+            "script": script.name,
+            "edit": os.environ.get("EDIT", "") if script.name != "train.py" else "",
             **saved,
             "parameters": config.num_parameters(),
             "world_size": world_size(),
@@ -79,32 +87,39 @@ class Run:
             "device": self.metrics.device_name or platform.processor() or platform.machine(),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "git_commit": git_commit() if rank() == 0 else None,
-            "launch": launch_ids(),
         }
-        restarted = self._any_rank(has_restarted(self.folder))  # all ranks have read the folder
-        problem = self._make_folder(description, restarted) if rank() == 0 else None
-        if self._any_rank(problem is not None):
-            fail(str(problem))
         size = f"{config.num_parameters() / 1e6:.2f} M parameters, {world_size()} x {device.type}"
         data = f"data {corpus.name} (hash {corpus.digest})"
         print0(f"{stage}: {size}, {data}, run folder {self.folder}")
-        continues = restarted and bool(checkpoints(self.checkpoints.path))
-        self.resume = "auto" if self._any_rank(continues) else args.resume
 
-    def _make_folder(self, description: dict, restarted: bool) -> str | None:
-        """Make the folder; return what went wrong. `--resume never` moves old checkpoints aside."""
-        folder = self.checkpoints.path
-        try:
-            if self.args.resume == "never" and not restarted and checkpoints(folder):
-                earlier = new_folder(self.folder, "checkpoints-earlier")
-                folder.rename(earlier)
-                print0(f"--resume never: the checkpoints of the earlier run are now in {earlier}")
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-            (self.folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
-        except OSError as error:
-            return f"--run-dir {self.folder}: cannot write there: {error}"
-        return None
+    def _of_rank_0(self, function: Callable, *args):
+        """What `function` returns on rank 0. An OSError there ends the run on all ranks."""
+        value = error = None
+        if rank() == 0:
+            try:
+                value = function(*args)
+            except OSError as found:
+                error = f"--run-dir {self.args.run_dir or 'runs'}: cannot write there: {found}"
+        if self._group is not None:
+            value, error = value_of_rank_0((value, error), self._group)
+        if error:
+            fail(error)
+        return value
+
+    def _claim_folder(self, parent: Path, flags: dict) -> tuple[Path, bool]:
+        self._claim = RunFolder(self.args.run_dir, parent, flags)
+        folder = self._claim.path / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        return self._claim.path, self._claim.continues()
+
+    def _begin(self, first: int) -> None:
+        """Describe the run in its folder, now that its checkpoint is loaded."""
+        if earlier := self._claim.begin(first, self.checkpoints.is_own):
+            print0(f"what an earlier run had written to {self.folder} is now in {earlier}")
+        with replacing(self.folder / "config.json") as file:
+            file.write_text(json.dumps(self._description, indent=2) + "\n")
+        self.metrics.open(first)
 
     def steps(self, first: int) -> Iterator[int]:
         """Yield the steps from `first` to `--steps`, until the ranks agree to stop.
@@ -113,9 +128,12 @@ class Run:
         """
         if first >= self.args.steps:
             print0(f"nothing left to do: {first} steps are done, --steps is {self.args.steps}")
+            return
+        self._of_rank_0(self._begin, first)
         self.metrics.start(first)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            self._handlers[number] = signal.signal(number, self._ask_to_stop)
+        for number in STOPS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                self._handlers[number] = signal.signal(number, self._ask_to_stop)
         self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, _interrupt)
         hidden = rank() != 0 or not sys.stderr.isatty()
         with (
@@ -138,7 +156,14 @@ class Run:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # without two lines of its own
         schedule = torch.profiler.schedule(wait=1, warmup=2, active=3, repeat=1)
         folder, name = str(self.folder / "profile"), f"rank{rank()}"
-        save = torch.profiler.tensorboard_trace_handler(folder, name)
+        write = torch.profiler.tensorboard_trace_handler(folder, name)
+
+        def save(profiler: torch.profiler.profile) -> None:
+            try:
+                write(profiler)
+            except (OSError, RuntimeError) as error:
+                warn(f"no trace in {folder}: {error}")
+
         return torch.profiler.profile(schedule=schedule, on_trace_ready=save)
 
     def evaluates(self, step: int) -> bool:
@@ -149,7 +174,7 @@ class Run:
         """Agree with all ranks whether to save a checkpoint after this step, and whether to stop.
 
         A checkpoint is due every `--checkpoint-every` steps and after the last one, if that flag is
-        set, and when any rank has received SIGTERM or SIGUSR1; then no step follows. This is an
+        set, and when any rank has received one of STOPS; then no step follows. This is an
         all-reduce in a group of its own: a collective that only some ranks enter hangs.
         """
         self._stopping = self._any_rank(self._asked_to_stop or self.checkpoints.has_failed())
@@ -205,6 +230,8 @@ class Run:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self.metrics.close()
+        if self._claim is not None:
+            self._claim.close()
         if self._group is not None:
             dist.destroy_process_group(self._group)
         return self.metrics.lines
@@ -236,54 +263,6 @@ def keep_freed_memory() -> None:
         if not libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD of malloc.h
             libc.mallopt(-3, 2**25)  # the most before glibc 2.35
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def run_id(parent: Path) -> str:
-    """The launcher's id of this run, which a requeued job keeps; else a new folder's name."""
-    env = os.environ
-    if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" in env:
-        job, step = env["SLURM_JOB_ID"], env["SLURM_STEP_ID"]
-        name = job if step == "0" else f"{job}.{step}"  # each srun of a job is a run
-        # slurm/ exports SUBMITTED, because Slurm may count its jobs from 1 again
-        return f"{name}-{env['SUBMITTED']}" if "SUBMITTED" in env else name
-    if env.get("TORCHELASTIC_RUN_ID", "none") != "none":
-        return env["TORCHELASTIC_RUN_ID"]
-    name = [new_folder(parent, time.strftime("%Y%m%d-%H%M%S")).name if rank() == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(name, src=0)
-    return name[0]
-
-
-def new_folder(parent: Path, name: str) -> Path:
-    """Make a folder of this name, with a number appended if the name is taken."""
-    for number in itertools.count(1):
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError:
-            pass  # `_make_folder` meets the same error and reports it
-        return folder
-
-
-def launch_ids() -> dict[str, str]:
-    """Slurm's job, torchrun's run and torchrun's process, which a restart has in common."""
-    env = os.environ
-    process = env.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")[0]
-    job = f"{env['SLURM_JOB_ID']}-{env.get('SUBMITTED')}" if "SLURM_JOB_ID" in env else ""
-    return {"job": job, "run": env.get("TORCHELASTIC_RUN_ID", ""), "process": process}
-
-
-def has_restarted(folder: Path) -> bool:
-    """Whether Slurm has requeued the job, or torchrun has restarted the ranks, of this run."""
-    # when a node joins, torchrun restarts all ranks and does not count it: it is the same process
-    counts = {"job": "SLURM_RESTART_COUNT", "run": "TORCHELASTIC_RESTART_COUNT", "process": ""}
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        earlier = json.loads((folder / "config.json").read_text())["launch"]
-        same = [name for name, id in launch_ids().items() if id and id == earlier[name]]
-        return any(int(os.environ.get(counts[name], 1)) > 0 for name in same)
-    return False
 
 
 def git_commit() -> str | None:

@@ -24,6 +24,8 @@ from torch.futures import Future
 from torch.utils.serialization import config
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from common.distributed import exists, move_aside, sync
+
 
 class CheckpointError(Exception):
     """A checkpoint cannot be used."""
@@ -129,8 +131,9 @@ class AtomicWriter(dcp.FileSystemWriter):
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """Create the folder. Runs on rank 0, before any rank writes."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in (*self.folder.glob("writing-*"), *self.folder.glob("deleting-*")):
-            shutil.rmtree(stale, ignore_errors=True)  # of a save or deletion that did not end
+        for path in self.folder.iterdir():  # of a save or deletion that did not end
+            if re.fullmatch(r"(writing-|deleting-step-)\d{8,}", path.name):
+                shutil.rmtree(path, ignore_errors=True)
         self.path.mkdir()
         return super().prepare_global_plan(plans)
 
@@ -158,21 +161,25 @@ class AtomicWriter(dcp.FileSystemWriter):
             file.write(SEAL + b"%d" % checksum)
             file.flush()
             os.fsync(file.fileno())
-        if self.final.exists():
-            _delete(self.final)
+        if self.final.exists():  # incomplete, or of a run that this one does not continue
+            move_aside(self.final, f"replaced-{self.final.name}")
         self.path.rename(self.final)
-        _sync_folder(self.folder)
+        sync(self.folder)  # so that the rename survives a power failure
         found = checkpoints(self.folder)
-        here = found.index(self.final)
-        # later steps belong to a run that had resumed from an earlier checkpoint than this run
-        for old in found[: max(0, here + 1 - self.keep)] + found[here + 1 :]:
+        for old in found[: max(0, found.index(self.final) + 1 - self.keep)]:
             _delete(old)
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
-    found = [p for p in Path(folder).glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)]
-    return sorted((p for p in found if (p / ".metadata").is_file()), key=lambda p: int(p.name[5:]))
+    """The complete checkpoints in a folder, oldest first.
+
+    Raises OSError if the folder cannot be read: that does not mean that there are none.
+    """
+    try:
+        found = [p for p in Path(folder).iterdir() if re.fullmatch(r"step-\d{8,}", p.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((p for p in found if exists(p / ".metadata")), key=lambda p: int(p.name[5:]))
 
 
 def _delete(path: Path) -> None:
@@ -180,13 +187,6 @@ def _delete(path: Path) -> None:
     aside = path.with_name(f"deleting-{path.name}")
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)  # a file may be in use: the next save tries again
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the rename to disk, so that it survives a power failure."""
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 DCP = "torch.distributed.checkpoint"

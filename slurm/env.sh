@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# The environment of every job; each train.sbatch sources it at the root of the repository.
+# The environment of every job; each train.sbatch sources it at the root of the repository, and so may
+# you in the shell of an salloc: an error returns, with status 2, and ends no shell.
 # A site's own settings go into slurm/site.env (untracked), which is read first and takes
 # precedence: copy site.env.plain.example or site.env.jsc.example and change it.
 if [[ -f slurm/site.env ]]; then
@@ -9,18 +10,30 @@ if [[ -f slurm/site.env ]]; then
   set +a
 fi
 
+if [[ -z ${SLURM_JOB_ID-} ]] || ! command -v scontrol >/dev/null; then
+  echo "slurm/env.sh is for a Slurm job, on a node that has scontrol: SLURM_JOB_ID=${SLURM_JOB_ID-}" >&2
+  return 2
+elif ((${SLURM_HET_SIZE:-1} > 1)); then
+  echo "slurm/env.sh: heterogeneous jobs are not supported: submit with one group of nodes" >&2
+  return 2
+fi
+# of an array's task, and not of all its tasks: the array's id may be a task's SLURM_JOB_ID, too
+JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+export JOB=${JOB:-$SLURM_JOB_ID}
+
 # The run's folder is named by the job's number and the time of its submission, because Slurm may count
 # from 1 again. make submit-NN passes the time; after a plain sbatch the first start notes it as the
 # job's comment. The job's environment and comment outlive a requeue (its SubmitTime does not).
 if [[ -z ${SUBMITTED-} ]]; then
   for pause in 1 10 60 0; do # without an answer a requeued job would begin a new run
-    if job=$(scontrol --oneliner show job "$SLURM_JOB_ID"); then break; fi
+    if comment=$(squeue --noheader --jobs="$JOB" --format=%k); then break; fi
     sleep "$pause"
   done
-  SUBMITTED=$(sed -n 's/.* Comment=\([0-9]\{8\}-[0-9]\{6\}\).*/\1/p' <<<"$job")
+  SUBMITTED=$(sed -n 's/.*submitted \([0-9]\{8\}-[0-9]\{6\}\).*/\1/p' <<<"$comment")
   if [[ -z $SUBMITTED ]]; then
     SUBMITTED=$(date +%Y%m%d-%H%M%S)
-    scontrol update JobId="$SLURM_JOB_ID" Comment="$SUBMITTED" || true
+    if [[ $comment == "(null)" ]]; then comment=''; fi # a user's own stays
+    scontrol update JobId="$JOB" Comment="${comment:+$comment, }submitted $SUBMITTED" || true
   fi
 fi
 export SUBMITTED
@@ -50,11 +63,12 @@ MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000)) # below the ports that Linux gives
 export MASTER_ADDR MASTER_PORT
 
 if [[ -n ${VENV=.venv} ]]; then
-  if [[ ! -f $VENV/bin/activate ]]; then
+  if [[ ! -x $VENV/bin/python ]]; then
     echo "no virtual environment in $VENV: run make setup where there is internet, or set" \
       "VENV= in slurm/site.env" >&2
-    exit 2
+    return 2
   fi
-  # shellcheck source=/dev/null
-  source "$VENV/bin/activate"
+  # not by `activate`, which has the path that the environment was created at
+  VIRTUAL_ENV=$(realpath "$VENV")
+  export VIRTUAL_ENV PATH=$VIRTUAL_ENV/bin:$PATH
 fi

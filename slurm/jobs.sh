@@ -11,6 +11,8 @@
 # NODES GPUS PARTITION ACCOUNT TIME override the header of train.sbatch.
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
+# what finds a job and its log again must be as in train.sbatch
+unset SBATCH_JOB_NAME SBATCH_OUTPUT SBATCH_ERROR SBATCH_ARRAY_INX
 shopt -s nullglob
 
 # Seconds of a time in sbatch's formats (M, M:S, H:M:S, D-H, D-H:M, D-H:M:S); nothing for other words
@@ -63,8 +65,7 @@ check_flags() { # "STAGE=RANKS ..." FLAG...
     set +u
     # shellcheck source=/dev/null
     if [[ -f slurm/site.env ]]; then source slurm/site.env; fi
-    # shellcheck source=/dev/null
-    if [[ -f ${VENV=.venv}/bin/activate ]]; then source "$VENV/bin/activate"; fi
+    PATH=$(realpath -m "${VENV=.venv}")/bin:$PATH
     NPROC=${NPROC:-2} python tools/check_flags.py "$@" 2>&1 >/dev/null
   ) || if [[ $? == 2 && $said == train.py:* ]]; then
     echo "$said" >&2
@@ -132,7 +133,7 @@ preflight() {
 
 # this folder's jobs, the newest last: id, name, state, elapsed time, and its nodes or why it waits
 jobs() {
-  squeue --me --states="$1" --noheader --sort=i --format="%i|%j|%T|%Z|%M|%R" |
+  squeue --me --states="$1" --noheader --sort=i --format="%A|%j|%T|%Z|%M|%R" |
     awk -F'|' -v here="$PWD" '$4 == here { print $1 "|" $2 "|" $3 "|" $5 "|" $6 }'
 }
 

@@ -13,7 +13,8 @@ shift
 
 warning=${SIGNAL_SECONDS:-180} # as in --signal of train.sbatch
 
-job_field() { scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
+JOB=${JOB:-$SLURM_JOB_ID} # env.sh's
+job_field() { scontrol --oneliner show job "$JOB" | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }
 # of StartTime or EndTime, if known. If scontrol does not answer, there is no date to read, and `date`
 # would take an empty one for midnight.
 seconds_of() {
@@ -34,8 +35,14 @@ if [[ $launcher == torchrun ]]; then
   # from the others, and NCCL could not use peer-to-peer copies between them.
   per_node=${SLURM_GPUS_ON_NODE:-${NPROC:-2}}
   nodes=$SLURM_JOB_NUM_NODES
+  if [[ ! $per_node =~ ^[1-9][0-9]*$ ]]; then
+    echo "$per_node processes per node: request GPUs, or set NPROC= to 1 or more" >&2
+    exit 2
+  fi
+  host=$MASTER_ADDR
+  if [[ $host == *:* ]]; then host="[$host]"; fi # an IPv6 address
   command=(torchrun --nnodes "$nodes" --nproc-per-node "$per_node" --rdzv-backend c10d
-    --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT")
+    --rdzv-id "$JOB" --rdzv-endpoint "$host:$MASTER_PORT")
 else
   per_node=1
   nodes=1
@@ -79,22 +86,32 @@ node_is_lost() { step_starts_on 1 && ! step_starts_on "$SLURM_JOB_NUM_NODES"; }
 cut_twice_without_a_step() {
   local life=${SLURM_RESTART_COUNT:-0}
   if [[ ! $cut || $status == 0 ]]; then return 1; fi # status 0: it has done a step and saved
-  if [[ $(job_field Comment) == *"no-step-in-life-$((life - 1))" ]]; then return 0; fi
-  scontrol update JobId="$SLURM_JOB_ID" Comment="${SUBMITTED-}.no-step-in-life-$life"
+  local comment
+  comment=$(squeue --noheader --jobs="$JOB" --format=%k)
+  if [[ $comment == *"no-step-in-life-$((life - 1))" ]]; then return 0; fi
+  comment=${comment%no-step-in-life-*} comment=${comment%, }
+  if [[ $comment == "(null)" ]]; then comment=''; fi
+  scontrol update JobId="$JOB" Comment="${comment:+$comment, }no-step-in-life-$life"
   return 1
+}
+
+requeue() { # WHY
+  echo "$1: job $JOB is to be requeued, and then continues from its newest checkpoint"
+  if ! scontrol requeue "$JOB"; then
+    echo "job $JOB could not be requeued: submit it again with --run-dir and the folder of this run" >&2
+    exit 1
+  fi
 }
 
 # 138: USR1 killed a task before it had anything to save; 143: srun then terminated the other tasks
 if [[ $requeue && $status =~ ^(0|138|143)$ ]] && cut_twice_without_a_step; then
-  echo "job $SLURM_JOB_ID hit its time limit twice before its first step: not requeued;" \
+  echo "job $JOB hit its time limit twice before its first step: not requeued;" \
     "pass a longer --time" >&2
 elif [[ $requeue && $status =~ ^(0|138|143)$ ]]; then
-  echo "time is nearly up: job $SLURM_JOB_ID requeued, continues from its newest checkpoint"
-  scontrol requeue "$SLURM_JOB_ID"
+  requeue "time is nearly up"
 elif [[ $status != 0 ]] && node_is_lost; then
-  echo "a node is lost: job $SLURM_JOB_ID requeued, continues from its newest checkpoint"
-  scontrol requeue "$SLURM_JOB_ID"
+  requeue "a node is lost"
 elif [[ $status != 0 ]]; then
-  echo "job $SLURM_JOB_ID failed with status $status" >&2
+  echo "job $JOB failed with status $status" >&2
 fi
 exit "$status"

@@ -7,6 +7,12 @@ set -euo pipefail
 trap "" USR1
 ulimit -n "$(ulimit -Hn)" || true # Gloo connects every rank with every other, in several groups
 
+resolves() { python -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "$1" 2>/dev/null; }
+if [[ ${MASTER_ADDR-} ]] && ! resolves "$MASTER_ADDR"; then
+  echo "$(hostname) cannot find the job's first node, $MASTER_ADDR: see HOST_SUFFIX in slurm/env.sh" >&2
+  exit 2
+fi
+
 if [[ $1 == torchrun ]]; then
   # torchrun compares addresses to find out whether a node hosts the rendezvous, which fails when
   # HOST_SUFFIX names another network. Nodes may start minutes after one another.
@@ -14,7 +20,7 @@ if [[ $1 == torchrun ]]; then
   shift
   set -- --rdzv-conf "is_host=$is_host,read_timeout=600" "$@"
   if [[ ${HOST_SUFFIX-} ]]; then set -- --local-addr "$SLURMD_NODENAME$HOST_SUFFIX" "$@"; fi
-  set -- torchrun "$@"
+  set -- python -m torch.distributed.run "$@" # not `torchrun`, which has the path of a Python
   # restarts (torchrun's own variable turns them on) need a store for each attempt, see RUNNING.md
   if [[ ${PET_MAX_RESTARTS-0} != 0 ]]; then export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; fi
 fi
@@ -38,10 +44,10 @@ child=$!
 # torchrun's children are the ranks; it would give them 30 seconds, too few to save a large model.
 # shellcheck disable=SC2317 # the traps call it
 pass_on() {
-  if [[ $1 == torchrun ]]; then pkill "-$2" -P "$child"; else kill "-$2" "$child"; fi || true
+  if [[ $1 == -m ]]; then pkill "-$2" -P "$child"; else kill "-$2" "$child"; fi || true
 }
-# shellcheck disable=SC2064 # $1 is the launcher, now
-for signal in USR1 TERM; do trap "pass_on $1 $signal" "$signal"; done
+# shellcheck disable=SC2064 # $2 is -m for torchrun, now
+for signal in USR1 TERM; do trap "pass_on $2 $signal" "$signal"; done
 while true; do
   wait "$child" && status=0 || status=$? # a trap interrupts a wait, with a status above 128
   kill -0 "$child" 2>/dev/null || break

@@ -73,7 +73,7 @@ def test_resume_in_any_other_stage_has_the_same_loss_curve(train, curve, saved, 
 def plain_model(corpus_dir: Path):
     args = load_stage("01").parse_args([*SAVES["01"].argv, "--data", str(corpus_dir)])
     corpus = load_corpus(args.data)
-    return Transformer(model_config(args, corpus.vocab)), corpus, args
+    return Transformer(model_config(args, corpus)), corpus, args
 
 
 @saving

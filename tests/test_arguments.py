@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -69,6 +71,55 @@ def places(tmp_path_factory, corpus_dir) -> dict[str, str]:
 def argv_of(row: Row, places: dict[str, str], run_dir: Path) -> list[str]:
     base = f"{BASE} --data {places['corpus']} --run-dir {run_dir}"
     return [*base.split(), *shlex.split(row.argv.format(**places))]
+
+
+def main_with(stage: str, argv: list[str], of_rank_1: dict) -> None:
+    """Train with other flags, or other variables, on rank 1."""
+    others = of_rank_1 if torch.distributed.get_rank() == 1 else {}
+    variables = {name: value for name, value in others.items() if name[0] != "-"}
+    flags = [word for name, value in others.items() if name[0] == "-" for word in (name, value)]
+    with patch.dict(os.environ, variables), patch.object(sys, "argv", [others.get("CODE", "")]):
+        load_stage(stage).main([*argv, *flags])
+
+
+@pytest.mark.parametrize(
+    "stage, of_rank_1, says",
+    [
+        ("02", {"--lr": "0.5"}, ["--lr is 0.001 on rank 0 and 0.5 on rank 1"]),
+        ("02", {"--seed": "1", "--dtype": "bfloat16"}, ["--seed is 1337", "'bfloat16' on rank 1"]),
+        ("02", {"--d-model": "64"}, ["--d-model is"]),  # before any message of the model's shapes
+        ("07", {"--tp": "2"}, ["--tp is 1 on rank 0 and 2 on rank 1"]),
+        ("02", {"--data": "{other}"}, ["the hash of --data is"]),
+        ("02", {"--data": "{absent}"}, ["rank 1 on", "no train.txt there"]),
+        ("02", {"--resume": "never"}, ["--resume is 'auto' on rank 0 and 'never' on rank 1"]),
+        ("02", {"CODE": __file__}, ["the hash of the code is"]),
+        ("02", {"--data": "{copy}"}, []),  # each node may have its own copy
+    ],
+)
+def test_ranks_that_differ_are_an_error_that_names_what_differs(
+    fresh_pool, corpus_dir, tmp_path, stage, of_rank_1, says
+):
+    for name in ("other", "copy"):
+        shutil.copytree(corpus_dir, tmp_path / name)
+    (tmp_path / "other/test.txt").write_text("word1 word2\n")
+    places = {name: str(tmp_path / name) for name in ("other", "copy", "absent")}
+    of_rank_1 = {name: value.format(**places) for name, value in of_rank_1.items()}
+    argv = [
+        *BASE.split(),
+        "--steps",
+        "1",
+        "--data",
+        str(corpus_dir),
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    ended = fresh_pool(2).attempt(main_with, stage, argv, of_rank_1)
+    said = "".join(o.stderr for o in ended)
+    if says:
+        assert ended[1].exit_status == 2 and said.count("\n") == 1, ended
+        assert all(word in said for word in says), said
+    else:
+        assert not said and ended[0].exit_status is None
 
 
 def main(stage: str, argv: list[str], early: bool) -> None:

@@ -230,7 +230,7 @@ MOMENTS = {  # the function that does not return, and the newest complete checkp
     "while a file is written": (torch, "save", die_in_call(4, torch.save), 4),
     "before the metadata": (Writer, "finish", die, 4),
     "before the rename": (Path, "rename", die, 4),
-    "after the rename": (storage, "_sync_folder", die, 6),
+    "after the rename": (storage, "sync", die, 6),
     "while an old one is deleted": (shutil, "rmtree", die_half_way, 6),
 }
 
@@ -304,14 +304,6 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypa
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003"]
 
 
-def test_resume_from_an_older_checkpoint_removes_newer_ones(tmp_path):
-    for step in (8, 10):
-        saved(tmp_path, step, steps=0)
-    saved(tmp_path, step=5)
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000005"]
-    assert loaded(tmp_path)[1] == 5
-
-
 def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
     saved(tmp_path, step=2, steps=0)
     state = saved(tmp_path, step=2, steps=2)
@@ -336,6 +328,16 @@ def test_resume_accepts_a_checkpoint_a_run_or_auto(tmp_path):
 def test_resume_from_nothing_is_an_error(tmp_path, error_of):
     for path in (tmp_path, tmp_path / "absent"):
         assert f"--resume {path}: no checkpoint" in error_of(loaded, tmp_path, str(path))
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path, error_of, monkeypatch):
+    saved(tmp_path)
+    for function in ("stat", "listdir"):  # another user's, or a name that is too long
+        with monkeypatch.context() as patched:
+            denied = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+            patched.setattr(os, function, denied)
+            assert "cannot be read: [Errno 13]" in error_of(loaded, tmp_path, "auto")
+    assert "cannot be read: [Errno 36]" in error_of(loaded, tmp_path, "x" * 300)
 
 
 @pytest.mark.parametrize("change", [{"d_model": 64}, {"n_layers": 3}, {"n_layers": 1}], ids=str)

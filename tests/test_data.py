@@ -326,6 +326,42 @@ def test_failed_preparation_is_reported_and_releases_its_lock(monkeypatch, tmp_p
     assert len(released) == 1
 
 
+@pytest.mark.parametrize(
+    "file, damage",
+    [
+        ("train.int32", lambda path: os.truncate(path, 40)),
+        ("valid.int32", lambda path: os.truncate(path, 0)),
+        ("test.int32", lambda path: path.unlink()),
+        ("vocab.txt", lambda path: path.write_bytes(path.read_bytes()[:-2])),
+        ("train.int32", lambda path: path.write_bytes(b"\7" + path.read_bytes()[1:])),
+        ("digest.txt", lambda path: path.write_text("")),  # of a power failure
+    ],
+)
+def test_damaged_prepared_data_is_an_error_that_names_the_file(
+    monkeypatch, tmp_path, error_of, file, damage
+):
+    monkeypatch.setenv("DATA_ROOT", str(tmp_path / "root"))
+    name = folder(tmp_path / "c", "a b c d\n" * 50)
+    load_corpus(name)
+    (path,) = (tmp_path / "root").glob(f"*/{file}")
+    damage(path)
+    said = error_of(load_corpus, name)
+    assert str(path) in said and f"remove {path.parent}, and it is prepared again" in said
+
+
+@pytest.mark.parametrize("text", ["a d\n" * 50, "\ufeff" + "a b\n" * 50])
+def test_text_of_the_same_size_and_time_is_another_corpus(tmp_path, text):
+    name = folder(tmp_path / "c", "a b\n" * 50)
+    load_corpus(name)
+    path = tmp_path / "c/train.txt"
+    times = path.stat()
+    path.write_text(text, encoding="utf-8")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    corpus = load_corpus(name)
+    assert ("d" in corpus.vocab) == ("d" in text)
+    assert not any("\ufeff" in word for word in corpus.vocab[:3])
+
+
 # ---- the sample ----
 
 

@@ -23,7 +23,7 @@ from common.distributed import (
     setup,
     world_size,
 )
-from common.run import new_folder, run_id
+from common.folder import RunFolder, launch_name, new_folder
 
 TORCHRUN = {
     **{"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
@@ -91,6 +91,13 @@ WRONG = {
     "RANK=0 WORLD_SIZE=1 LOCAL_RANK=-1": "LOCAL_RANK=-1",
     "RANK=0 WORLD_SIZE=2 MASTER_PORT=99999": "a port below 65536",
     "RANK=0 WORLD_SIZE=2 MASTER_PORT=": "MASTER_PORT=: invalid literal",
+    # launchers that are not supported: each process would train alone
+    "PMI_RANK=0 PMI_SIZE=2": "PMI_SIZE=2: not a launcher that is supported",  # MPICH, Intel MPI
+    "FLUX_TASK_RANK=0 FLUX_JOB_SIZE=2": "FLUX_JOB_SIZE=2",
+    "MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_SIZE=4": "MV2_COMM_WORLD_SIZE=4",
+    "JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=4": "JSM_NAMESPACE_SIZE=4",
+    "PMIX_RANK=0": "PMIX_RANK=0",
+    "PALS_RANKID=0": "PALS_RANKID=0",
 }
 
 
@@ -98,6 +105,30 @@ WRONG = {
 def test_wrong_launcher_variables_are_an_error(monkeypatch, error_of, variables):
     environment(monkeypatch, dict(word.split("=") for word in variables.split()))
     assert WRONG[variables] in error_of(world_size)
+
+
+@pytest.mark.parametrize("variables", ["PMI_SIZE=1 PMIX_RANK=0", "FLUX_JOB_SIZE=1"])
+def test_one_process_of_another_launcher_trains(monkeypatch, variables):
+    environment(monkeypatch, dict(word.split("=") for word in variables.split()))
+    assert launch_environment().launcher == "python"
+
+
+def test_an_unknown_host_and_a_missing_scontrol_are_one_line_errors(monkeypatch, error_of):
+    environment(monkeypatch, SRUN | {"SLURM_PROCID": "0", "MASTER_ADDR": "no-such-host.invalid"})
+    assert "cannot find the host of rank 0, no-such-host.invalid" in error_of(setup)
+    environment(monkeypatch, {"MASTER_ADDR": "", "PATH": "", "SLURM_STEP_NODELIST": "n1"})
+    assert "set MASTER_ADDR" in error_of(setup)
+
+
+@pytest.mark.parametrize("host, url", [("::1", "tcp://[::1]:"), ("127.0.0.1", "tcp://127.0.0.1:")])
+def test_address_of_rank_0_may_be_ipv6(monkeypatch, host, url):
+    environment(monkeypatch, SRUN | {"MASTER_ADDR": host})
+    asked = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: asked.append(k["init_method"]))
+    for name in ("get_rank", "get_world_size"):
+        monkeypatch.setattr(dist, name, lambda *a: 0)
+    setup()
+    assert asked[0].startswith(url)
 
 
 def test_mpirun_on_several_nodes_needs_a_master_address(monkeypatch, error_of):
@@ -131,32 +162,67 @@ def test_srun_takes_the_first_host_as_master_address(monkeypatch, tmp_path):
         # torchrun without --rdzv-id and without Slurm: the time
         ({"TORCHELASTIC_RUN_ID": "none"}, None),
         ({}, None),
+        (SBATCH, "77"),  # a job without srun
+        (SRUN | {"SLURM_STEP_ID": "4294967290"}, "77"),  # the shell of an salloc
+        (SRUN | {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "2"}, "70_2.3"),
+        ({"TORCHELASTIC_RUN_ID": "../a b"}, "_/a_b".replace("/", "_")),
     ],
 )
-def test_requeued_job_has_the_same_run_folder(monkeypatch, tmp_path, variables, expected):
+def test_requeued_job_has_the_same_run_folder(monkeypatch, variables, expected):
     environment(monkeypatch, variables)
-    found = [run_id(tmp_path) for _ in range(2)]
-    if expected is not None:
-        assert found == [expected] * 2
-    else:
-        assert all(time.strftime("%Y%m%d") in x for x in found) or time.strftime("%H%M") < "0001"
+    assert launch_name() == expected
+
+
+LIFE_2, RERUN = {"SLURM_RESTART_COUNT": "1"}, {"TORCHELASTIC_RESTART_COUNT": "1"}
+
+
+@pytest.mark.parametrize(
+    "starts, folders",
+    [
+        # the environment, and the learning rate, of one start after another
+        ([(SBATCH, 1), (SBATCH, 2), (SBATCH, 1)], ["77", "77-2", "77-3"]),  # in one shell
+        (
+            [(SBATCH, 1), (SBATCH, 2), (SBATCH | LIFE_2, 1), (SBATCH | LIFE_2, 2)],
+            2 * ["77", "77-2"],
+        ),
+        # the commands of a requeued job in another order
+        (
+            [(SBATCH, 1), (SBATCH, 2), (SBATCH | LIFE_2, 2), (SBATCH | LIFE_2, 1)],
+            ["77", "77-2", "77-2", "77"],
+        ),
+        (
+            [({"TORCHELASTIC_RUN_ID": "x"}, 1), ({"TORCHELASTIC_RUN_ID": "x"} | RERUN, 1)],
+            ["x", "x"],
+        ),
+    ],
+)
+def test_each_command_of_a_job_has_a_folder_of_its_own(monkeypatch, tmp_path, starts, folders):
+    found = []
+    for variables, lr in starts:
+        for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
+            monkeypatch.delenv(name, raising=False)
+        environment(monkeypatch, variables)
+        run = RunFolder(None, tmp_path, {"lr": lr})
+        found.append(run.path.name)
+        run.close()
+    assert found == folders
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):
     found = [new_folder(tmp_path / "runs", "20250101-120000").name for _ in range(3)]
     assert found == ["20250101-120000", "20250101-120000-2", "20250101-120000-3"]
-    (tmp_path / "file").write_text("")  # where no folder can be made, the run reports it
-    assert new_folder(tmp_path / "file", "x") == tmp_path / "file" / "x"
 
 
-def agree_on_the_run(folder: str) -> str:
-    time.sleep(0.6 * dist.get_rank())  # the ranks' clocks differ
-    return run_id(Path(folder))
+def write_there(folder: str) -> None:
+    RunFolder(folder, Path("runs"), {}).close()
 
 
-def test_ranks_agree_on_the_timestamped_run_folder(pools, tmp_path):
-    a, b, c = pools(3).run(agree_on_the_run, str(tmp_path))
-    assert a == b == c and [p.name for p in tmp_path.iterdir()] == [a]
+def test_two_processes_cannot_write_to_one_run_folder(pools, tmp_path):
+    held = RunFolder(str(tmp_path / "run"), tmp_path, {})
+    (ended,) = pools(1, group=False).attempt(write_there, str(tmp_path / "run"))
+    assert "another run writes there (process " in ended.traceback
+    held.close()
+    pools(1, group=False).run(write_there, str(tmp_path / "run"))
 
 
 def join() -> tuple:

@@ -73,8 +73,38 @@ def test_a_checkpoint_is_exported_and_continued_by_its_own_path(call, run, tmp_p
     assert len(words) == 32 and words[:2] == ["word1", "word2"]
     assert set(words) <= set(load_corpus(str(corpus_dir)).vocab)
     shutil.copytree(older, tmp_path / older.name)  # without the run's other files
-    done = call("generate.py", tmp_path / older.name)
-    assert done.exit_status == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr
+    assert not call("generate.py", tmp_path / older.name, "--prompt", "word1").exit_status
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--temperature nan", "must be a finite number"),
+        ("--temperature -1e-3", "must be at least 0"),
+        ("--words 0", "must be at least 1"),
+        ("--temperature 1e-310 --prompt word1", ""),
+        ("--prompt word1", "has another vocabulary now"),  # of a corpus that was changed
+    ],
+)
+def test_generate_with_wrong_values_or_another_corpus_is_a_one_line_error(
+    call, run, corpus_dir, flags, says
+):
+    text = (corpus_dir / "train.txt").read_text()
+    if "vocabulary" in says:
+        (corpus_dir / "train.txt").write_text(text + "another\n")
+    done = call("generate.py", run, *flags.split())
+    (corpus_dir / "train.txt").write_text(text)
+    assert says in done.stderr and done.stderr.count("\n") == bool(says), done.stderr
+    assert done.exit_status == (2 if says else None)
+
+
+def test_export_to_a_folder_is_an_error_and_to_a_link_writes_what_it_links_to(call, run, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    done = call("export.py", run, "--out", tmp_path / "folder")
+    assert done.exit_status == 2 and done.stderr.count("\n") == 1 and "folder" in done.stderr
+    assert not call("export.py", run, "--out", tmp_path / "link").exit_status
+    assert (tmp_path / "link").is_symlink() and torch.load(tmp_path / "file", weights_only=True)
 
 
 def test_what_cannot_be_exported_is_a_one_line_error(call, run, tmp_path):

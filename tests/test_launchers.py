@@ -45,20 +45,33 @@ def test_readmes_command_of_mpirun_starts_a_stage(tmp_path, reference, corpus_di
     assert_same_curve(metrics_of(tmp_path), reference(flags))
 
 
-def dry_make_run(bin: Path, tool: str, script: str) -> str:
+def dry_make_run(bin: Path, tool: str, script: str, **variables: str) -> str:
     """What `make run-04` would run where `tool` is this script."""
     (bin / tool).write_text(f"#!/bin/sh\n{script}")
     (bin / tool).chmod(0o755)
     settings = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}"}
+    settings = {k: v for k, v in settings.items() if k != "CUDA_VISIBLE_DEVICES"} | variables
     command = ["make", "-n", "run-04"]
     return subprocess.run(command, cwd=REPO, env=settings, capture_output=True, text=True).stdout
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("gpus, processes", [(0, 2), (1, 1), (4, 4)])
-def test_make_run_starts_one_process_per_gpu(tmp_path, gpus, processes):
+@pytest.mark.parametrize(
+    "gpus, visible, processes",
+    [
+        (0, None, 2),
+        (1, None, 1),
+        (4, None, 4),
+        (4, "-1", 2),
+        (4, "", 2),
+        (4, "2,3,-1,0", 2),
+        (4, "1", 1),
+    ],
+)
+def test_make_run_starts_one_process_per_gpu(tmp_path, gpus, visible, processes):
     listed = "".join(f"echo GPU {i}: H100\n" for i in range(gpus))
-    said = dry_make_run(tmp_path, "nvidia-smi", listed)
+    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    said = dry_make_run(tmp_path, "nvidia-smi", listed, **variables)
     assert f"--nproc-per-node {processes} 04_fsdp/train.py" in said
 
 
@@ -176,7 +189,7 @@ done
 
 
 def test_status_names_only_logs_that_exist(tmp_path):
-    tools = SLURM | {"squeue": 'case "$*" in *%i*) [ ! -e ../jobs ] || . ../jobs ;; esac'}
+    tools = SLURM | {"squeue": 'case "$*" in *%A*) [ ! -e ../jobs ] || . ../jobs ;; esac'}
     done = make(tmp_path, "status", **tools)
     assert done.stdout.strip().endswith("some minutes ago"), done.stdout
     (tmp_path / "jobs").write_text(JOBS)
@@ -193,7 +206,8 @@ def test_status_names_only_logs_that_exist(tmp_path):
 SCONTROL = """\
 sleep "${SLOW-0}"
 case "$*" in
-*"show job"*) echo "JobId=7 Comment=$COMMENT StartTime=$START EndTime=$END Command=x" ;;
+*"show job"*) echo "JobId=7 StartTime=$START EndTime=$END Command=x" ;;
+*requeue*) echo "scontrol $*"; exit "${REQUEUE_STATUS-0}" ;;
 *) echo "scontrol $*" ;;
 esac
 """
@@ -211,7 +225,8 @@ def launch(
     folder: Path, before: float, left: float | None, signal_it: bool = False, **variables: str
 ) -> subprocess.CompletedProcess:
     """Run launch.sh in a job that started `before` seconds ago and has `left` seconds left."""
-    for tool, lines in {"scontrol": SCONTROL, "srun": SRUN}.items():
+    squeue = 'echo "$COMMENT"'
+    for tool, lines in {"scontrol": SCONTROL, "srun": SRUN, "squeue": squeue}.items():
         (folder / tool).write_text(f"#!/bin/bash\n{lines}\n")
         (folder / tool).chmod(0o755)
     env = dict(os.environ, PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="7", STATUS="0")
@@ -267,7 +282,8 @@ def test_job_that_hits_its_time_limit_twice_before_its_first_step_is_not_requeue
     assert ("scontrol requeue 7" in done.stdout) == requeued, done
     assert ("hit its time limit twice" in done.stderr) == (not requeued)
     noted = requeued and status != "0" and left == 200
-    assert (f"Comment=.no-step-in-life-{restarts}" in done.stdout) == noted
+    assert (f"no-step-in-life-{restarts}" in done.stdout) == noted
+    assert done.stdout.count("no-step") <= 1  # the note replaces an earlier one
 
 
 @pytest.mark.wall_clock
@@ -275,6 +291,57 @@ def test_job_that_saves_before_scontrol_answers_is_requeued_with_its_own_status(
     variables = {"SLOW": "1", "SLURM_RESTART_COUNT": "1", "COMMENT": "no-step-in-life-0"}
     done = launch(tmp_path, 3600, 200, signal_it=True, **variables)
     assert done.returncode == 0 and "scontrol requeue 7" in done.stdout, done
+
+
+def test_a_job_that_cannot_be_requeued_says_so_and_an_arrays_task_requeues_itself(tmp_path):
+    variables = {"REQUEUE_STATUS": "1", "JOB": "5_2", "COMMENT": "mine, submitted x"}
+    done = launch(tmp_path, 3600, 200, signal_it=True, **variables | {"STATUS": "138"})
+    assert "scontrol requeue 5_2" in done.stdout and done.returncode == 1, done
+    assert "could not be requeued" in done.stderr and "--run-dir" in done.stderr
+    assert "JobId=5_2 Comment=mine, submitted x, no-step-in-life-0" in done.stdout
+
+
+ERRORS_OF_ENV = {  # the job's variables: what env.sh says, and returns to the shell with status 2
+    "": "SLURM_JOB_ID=",
+    "SLURM_JOB_ID=7 SLURM_HET_SIZE=2": "heterogeneous jobs are not supported",
+    "SLURM_JOB_ID=7 SUBMITTED=x SLURM_JOB_NODELIST=n VENV=absent": "environment in absent",
+}
+
+
+@pytest.mark.parametrize("variables", ERRORS_OF_ENV)
+def test_an_error_of_env_sh_is_a_line_and_ends_no_shell(tmp_path, variables):
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho NodeAddr=n")
+    (tmp_path / "scontrol").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    env |= dict(word.split("=") for word in variables.split())
+    script = f"source {REPO}/slurm/env.sh; echo status $?"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.stdout == "status 2\n" and ERRORS_OF_ENV[variables] in done.stderr, done
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["submit-01", "EDIT=s/a/b/"], "EDIT= is for run-NN"),
+        (["run-02", "NPROC=0"], "NPROC=0: pass 1 or more"),
+        (["run-02", "NPROC=-2"], "NPROC=-2: pass 1 or more"),
+    ],
+)
+def test_make_with_a_variable_that_cannot_work_is_an_error(words, says):
+    done = subprocess.run(["make", "-n", *words], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 2 and says in done.stderr
+
+
+def test_edits_at_the_same_time_have_scripts_of_their_own(tmp_path):
+    (tmp_path / "train.py").write_text("a = 1\n")
+    command = lambda edit: ["sh", REPO / "tools/edited.sh", tmp_path / "train.py", edit]  # noqa: E731
+    edits = ["s/1/2/", "s/1/3/", "s/1/2/"]
+    started = [subprocess.Popen(command(e), stdout=subprocess.PIPE, text=True) for e in edits]
+    copies = [Path(each.communicate()[0].strip()) for each in started]
+    assert [copy.read_text() for copy in copies] == ["a = 2\n", "a = 3\n", "a = 2\n"]
+    assert sorted(tmp_path.iterdir()) == sorted({*copies, tmp_path / "train.py"})
 
 
 def test_every_sbatch_file_has_the_warning_that_launch_sh_assumes_and_starts_its_own_stage():
@@ -317,8 +384,8 @@ sys.exit(max(rank.wait() for rank in ranks))
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_the_process_that_slurm_started_reaches_the_ranks(tmp_path, number):
     """Under cgroups Slurm signals no other. torchrun starts each rank in a session of its own."""
-    (tmp_path / "torchrun").write_text(RANKS)
-    (tmp_path / "torchrun").chmod(0o755)
+    (tmp_path / "python").write_text(RANKS)
+    (tmp_path / "python").chmod(0o755)
     environment = dict(os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_NODEID="0")
     node = subprocess.Popen(["bash", REPO / "slurm/node.sh", "torchrun"], env=environment)
     while not all((tmp_path / f"rank{i}").exists() for i in range(2)):

@@ -304,7 +304,7 @@ def has_reached(job: Job, step: int):
     """Returns a function: has the job logged this step or a later one since its last requeue?"""
 
     def reached() -> bool:
-        since = job.log.split("requeued, continues")[-1]
+        since = job.log.split("is to be requeued")[-1]
         return any(int(x) >= step for x in re.findall(r"^step +(\d+)", since, re.MULTILINE))
 
     return reached
@@ -330,7 +330,7 @@ def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, undisturbed,
     job.until("step 10", has_reached(job, 9))
     ask_to_stop(2)
     job.ends()
-    assert job.log.count("requeued, continues from its newest checkpoint") == 2
+    assert job.log.count("is to be requeued, and then continues from") == 2
     assert "asked to stop: saving after step" in job.log and "resumed from" in job.log
     assert not differences(job.run_folder, undisturbed)
 
@@ -345,6 +345,54 @@ def test_a_plain_sbatch_names_its_run_by_its_submission_too(cluster):
     job.ends()
     first, second = re.findall(r"submitted (\S+)", job.log)
     assert first == second
+
+
+@pytest.mark.wall_clock
+def test_a_task_of_an_array_requeues_itself_alone_and_has_a_folder_of_its_own(cluster, corpus_dir):
+    argv = f"{SMALL} --data {corpus_dir} --steps 2000 --log-every 1 --checkpoint-every 50"
+    command = ["sbatch", "--parsable", "--array=0-1", "--comment=of mine", "--gpus-per-node=0"]
+    array = cluster.call(*command, "01_single_gpu/train.sbatch", *argv.split()).strip()
+    ids = cluster.call("squeue", "--noheader", "--array", f"--jobs={array}", "--format=%A").split()
+    tasks = {}
+    for task in range(2):
+        tasks[task] = Job(cluster, f"{array}_{task}", cluster.folder / "absent")
+        tasks[task].until("task", lambda t=task: "BatchHost" in tasks[t].info())
+        number = tasks[task].info()["JobId"]
+        tasks[task].log_path = cluster.folder / f"01_single_gpu-{number}.log"
+        if number == array:
+            last = tasks[task]  # its SLURM_JOB_ID is that of the whole array
+    other = next(job for job in tasks.values() if job is not last)
+    for job in tasks.values():
+        job.until("step 10", lambda job=job: "step    10" in job.log)
+    cluster.call("scancel", "--signal=USR1", "--batch", last.number)
+    last.until("requeue", lambda: last.info()["Restarts"] == "1")
+    for job in tasks.values():
+        assert "of mine, submitted 20" in cluster.call(
+            "squeue", "--noheader", f"--jobs={job.number}", "--format=%k"
+        )
+    last.until("resume", lambda: "resumed from" in last.log)
+    assert other.info()["Restarts"] == "0" and len(ids) in (1, 2)
+    folders = [path.name for path in (cluster.folder / "runs/01_single_gpu").glob(f"{array}_*")]
+    assert sorted(name.split("-")[0] for name in folders) == [f"{array}_0", f"{array}_1"]
+    assert f"01_single_gpu-{last.info()['JobId']}.log" in cluster.make("status")
+    cluster.call("scancel", array)
+
+
+@pytest.mark.wall_clock
+def test_a_batch_script_without_srun_continues_in_its_own_folders_when_requeued(
+    cluster, corpus_dir
+):
+    flags = f"{SMALL} --data {corpus_dir} --log-every 1 --checkpoint-every 2"
+    train = f"python 01_single_gpu/train.py {flags}"
+    lines = ["source slurm/env.sh || exit", f"{train} --steps 4", f"{train} --steps 6 --lr 1e-2"]
+    lines += ["if ((${SLURM_RESTART_COUNT:-0} == 0)); then sleep 100; fi"]
+    job = cluster.batch("--requeue", "--open-mode=append", script="\n".join(lines))
+    job.until("end of both", lambda: job.log.count("test loss") == 2)
+    cluster.call("scontrol", "requeue", job.number)
+    job.ends()
+    assert job.log.count("nothing left to do") == 2
+    folders = list((cluster.folder / "runs/01_single_gpu").glob(f"{job.number}-*"))
+    assert sorted(len(metrics_of(folder)) for folder in folders) == [4, 6]
 
 
 # ---- a node is lost ----

@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import signal
+import stat
 from argparse import Namespace
 from itertools import islice
 from pathlib import Path
@@ -304,7 +305,8 @@ def test_resume_flag_applies_to_the_first_start_only_not_to_a_requeue_or_restart
     argv = [*argv, *"--log-every 1 --checkpoint-every 2 --run-dir".split(), str(tmp_path)]
 
     def steps_of_restart(steps: str) -> list[int]:
-        job = restarted, RESTARTS[kind], [*argv, "--resume", resume, "--steps", steps]
+        again = {k: steps for k in RESTARTS[kind] if k.endswith("COUNT")}
+        job = restarted, RESTARTS[kind] | again, [*argv, "--resume", resume, "--steps", steps]
         (lines,) = pools(1, group=False).run(*job)
         return [line["step"] for line in lines]
 
@@ -326,18 +328,82 @@ def test_resume_of_a_finished_run_trains_no_step(train, tmp_path):
 def test_resume_never_keeps_an_earlier_runs_checkpoints_apart(pools, train, corpus_dir, tmp_path):
     place = ["--run-dir", tmp_path, "--checkpoint-every", 2]
     train("--steps", 6, *place)
-    for folders in (["checkpoints-earlier"], ["checkpoints-earlier", "checkpoints-earlier-2"]):
+    for folders in (["earlier"], ["earlier", "earlier-2"]):
         assert train("--steps", 4, *place, "--resume", "never")[0]["step"] == 0
-        assert [p.name for p in sorted(tmp_path.glob("checkpoints-*"))] == folders
+        assert [p.name for p in sorted(tmp_path.glob("earlier*"))] == folders
         assert [p.name[-1] for p in checkpoints(tmp_path / "checkpoints")] == ["2", "4"]
-    assert [p.name[-1] for p in checkpoints(tmp_path / "checkpoints-earlier")] == ["4", "6"]
+    assert [p.name[-1] for p in checkpoints(tmp_path / "earlier/checkpoints")] == ["4", "6"]
     # a restart continues from the run's own checkpoint, and moves nothing
     flags = [*map(str, place), *"--resume never --log-every 1".split()]
     argv = [*SMALL, "--data", str(corpus_dir), *flags]
-    for steps, first in (("4", 0), ("6", 4)):
-        job = restarted, RESTARTS["requeue"], [*argv, "--steps", steps]
+    for count, steps, first in (("1", "4", 0), ("2", "6", 4)):
+        requeue = RESTARTS["requeue"] | {"SLURM_RESTART_COUNT": count}
+        job = restarted, requeue, [*argv, "--steps", steps]
         assert pools(1, group=False).run(*job)[0][0]["step"] == first
-        assert len(list(tmp_path.glob("checkpoints-*"))) == 3
+        assert len(list(tmp_path.glob("earlier*"))) == 3
+
+
+@pytest.mark.parametrize(
+    "resume, steps, moved",
+    [
+        ("{}/checkpoints/step-00000002", 4, [4, 6]),  # of this folder
+        ("{}-other", 4, [2, 4, 6]),  # of another run: what is here is of a third one
+        ("{}-other", 2, []),  # there is nothing to do, so nothing is replaced
+        ("never", 1, [2, 4, 6]),
+        ("{}-absent", 4, []),  # an error
+        ("auto", 8, []),
+    ],
+)
+def test_a_run_deletes_nothing_that_it_has_not_written(
+    pools, saved_run, train, corpus_dir, tmp_path, resume, steps, moved
+):
+    place, other = tmp_path / "run", Path(f"{tmp_path}/run-other")
+    shutil.copytree(saved_run[1], other)
+    train(
+        "--steps",
+        6,
+        "--log-every",
+        1,
+        "--checkpoint-every",
+        2,
+        "--keep-checkpoints",
+        9,
+        "--run-dir",
+        place,
+    )
+    before = metrics_of(place)
+    flags = [
+        "--resume",
+        resume.format(place),
+        "--steps",
+        steps,
+        "--run-dir",
+        place,
+        "--checkpoint-every",
+        2,
+    ]
+    argv = [*SMALL, "--data", str(corpus_dir), *map(str, flags)]
+    config = (place / "config.json").read_text()
+    (ended,) = pools(1, group=False).attempt_train("01", argv)
+    earlier = place / "earlier"
+    assert [int(p.name[5:]) for p in checkpoints(earlier / "checkpoints")] == moved
+    assert earlier.exists() == bool(moved) == (str(earlier) in ended.stdout)
+    if moved:
+        assert metrics_of(earlier) == before and (earlier / "config.json").read_text() == config
+        assert load_board(earlier, "loss/train") == [
+            (x["step"], pytest.approx(x["loss"])) for x in before
+        ]
+    if ended.value:
+        steps_of_board = [step for step, _ in load_board(place, "loss/train")]
+        assert steps_of_board == [x["step"] for x in metrics_of(place)]
+    else:
+        assert metrics_of(place) == before and (place / "config.json").read_text() == config
+
+
+def load_board(folder: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [(e.step, e.value) for e in EventAccumulator(str(folder)).Reload().Scalars(tag)]
 
 
 def notes_of_resuming(pools, argv: list, run_dir: Path) -> list[str]:
@@ -441,16 +507,70 @@ def train_and_signal(argv: list[str], number: int, step: int) -> tuple[list[dict
     return metrics, signal.getsignal(number) == before
 
 
-def test_signal_saves_a_checkpoint_after_the_step_and_stops(pools, train, tmp_path, corpus_dir):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU])
+def test_signal_saves_a_checkpoint_after_the_step_and_stops(
+    pools, train, tmp_path, corpus_dir, number
+):
     flags = ["--steps", "9", "--log-every", "1"]  # a signal saves without --checkpoint-every too
     argv = [*SMALL, "--data", str(corpus_dir), *flags, "--run-dir", str(tmp_path)]
-    job = train_and_signal, argv, signal.SIGTERM, 3
+    job = train_and_signal, argv, number, 3
     ((metrics, restored),) = pools(1, group=False).run(*job)
     assert restored
     assert [x["step"] for x in metrics] == [0, 1, 2, 3]
     assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
     train(*flags, "--run-dir", tmp_path)
     assert numbers(metrics_of(tmp_path)) == numbers(train(*flags))
+
+
+def train_badly(argv: list[str], what: str) -> list[dict]:
+    """Train where something around the run fails."""
+    no_space = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    if what == "fsync":
+
+        def of_files(handle: int, fsync=os.fsync) -> None:
+            if stat.S_ISDIR(os.fstat(handle).st_mode):  # as on some network file systems
+                raise OSError(errno.EINVAL, "Invalid argument")
+            fsync(handle)
+
+        sync = patch("os.fsync", of_files)
+    else:
+        place = {
+            "print": "builtins.print",
+            "board": "torch.utils.tensorboard.SummaryWriter.add_scalar",
+        }
+        place["opening the board"] = "torch.utils.tensorboard.SummaryWriter.__init__"
+        sync = patch(place[what], no_space)
+    run = Run.steps
+
+    def steps(self, first):
+        with sync:
+            yield from run(self, first)
+
+    with patch.object(Run, "steps", steps):
+        return load_stage("01").main(argv)
+
+
+@pytest.mark.parametrize("what", ["print", "board", "opening the board", "fsync"])
+def test_what_cannot_be_logged_or_synced_ends_no_run(pools, tmp_path, corpus_dir, what):
+    argv = [*SMALL, "--data", str(corpus_dir), *"--steps 4 --log-every 1".split()]
+    argv += ["--checkpoint-every", "2", "--run-dir", str(tmp_path)]
+    pool = pools(1, group=False)
+    pool.close()  # a warning is printed once in a process
+    (ended,) = pool.attempt(train_badly, argv, what)
+    assert ended.exit_status is None and ended.traceback is None, ended
+    assert [x["step"] for x in metrics_of(tmp_path)] == [0, 1, 2, 3]
+    assert len(checkpoints(tmp_path / "checkpoints")) == 2
+    if what != "print":  # which prints the warnings, too
+        assert "(the run continues)" in ended.stderr and ended.stderr.count("\n") <= 3
+
+
+def test_lines_of_metrics_that_are_none_are_dropped_at_a_resume(train, tmp_path):
+    place = ["--checkpoint-every", 2, "--log-every", 1, "--run-dir", tmp_path]
+    train("--steps", 2, *place)
+    good = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(b'5\n\xff\n[1]\n{"step": "x"}\nnull\n' + good[:-1])
+    train("--steps", 4, *place)
+    assert [x["step"] for x in metrics_of(tmp_path)] == [0, 1, 2, 3]
 
 
 # ---- NaN ----

@@ -239,6 +239,7 @@ def fake_stage(
     try:
         with (
             patch.multiple(module, load_corpus=lambda _: corpus, **patches),
+            patch("common.arguments.check_ranks"),  # there is one process
             patch("common.arguments.check_memory"),  # this machine's memory does not matter
             patch.object(nn.Module, "_apply", replace_parameters),
             FakeTensorMode(allow_non_fake_inputs=True),  # the corpus

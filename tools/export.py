@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from common.checkpoint import checkpoints
-from common.distributed import fail, save0
+from common.distributed import exists, fail, save0
 from common.storage import CorruptCheckpointError, LoadPlanner, Reader
 
 
@@ -56,9 +56,12 @@ def tensors_of(checkpoint: Path, prefix: str = "model.") -> dict[str, Tensor]:
 def run_and_checkpoint(path: Path) -> tuple[Path, Path]:
     """A run's folder and its newest checkpoint, or a checkpoint and the folder of its run."""
     path = path.resolve()
-    if (path / ".metadata").is_file():
-        return path.parents[path.parent.name == "checkpoints"], path
-    found = checkpoints(path / "checkpoints")
+    try:
+        if exists(path / ".metadata"):
+            return path.parents[path.parent.name == "checkpoints"], path
+        found = checkpoints(path / "checkpoints")
+    except OSError as error:
+        fail(f"{path} cannot be read: {error}")
     if not found:
         fail(f"{path}: no checkpoint there; train with --checkpoint-every")
     return path, found[-1]
@@ -66,13 +69,16 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path]:
 
 def export(checkpoint: Path, out: Path) -> None:
     weights = tensors_of(checkpoint)
-    save0(weights, out)
+    try:
+        save0(weights, out)
+    except OSError as error:  # a folder, for example, or another user's
+        fail(f"--out {out}: {error}: name a file that can be written")
     millions = sum(t.numel() for t in weights.values()) / 1e6
     print(f"{out}: {len(weights)} tensors, {millions:.2f} M parameters, from {checkpoint}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", nargs="?", type=Path, help="a run's folder, or a checkpoint's")
     parser.add_argument("--out", type=Path, help="default: model.pt in the run's folder")
     args = parser.parse_args()

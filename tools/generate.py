@@ -2,14 +2,13 @@
 
     python tools/generate.py runs/04_fsdp/20250101-120000 --prompt "the value of" --words 40
 
-It first exports the given checkpoint, or the run's newest one (see export.py). Runs on the CPU.
+It reads the given checkpoint, or the run's newest one, and writes nothing. Runs on the CPU.
 `make generate PROMPT=...` passes the prompt in the environment, so that no shell parses it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -18,29 +17,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from export import export, newest_run, run_and_checkpoint
+from export import newest_run, run_and_checkpoint, tensors_of
 from stages import load_stage
 
+from common.arguments import Parser, non_negative, positive_int
 from common.data import UNKNOWN, load_corpus
 from common.distributed import cleanup, fail, setup
 from common.model import Transformer, TransformerConfig
+from common.storage import RUN, CheckpointError, Reader
 
 
 def load_run(path: Path) -> tuple[Transformer, list[str]]:
     """The trained model and the corpus's words. path: a run's folder, or a checkpoint's."""
-    run, checkpoint = run_and_checkpoint(path)
-    if not (run / "config.json").is_file():
-        fail(f"{run}: no config.json there (it names the corpus): is it a run's folder?")
-    export(checkpoint, run / "model.pt")
-    arguments = json.loads((run / "config.json").read_text())["arguments"]
-    vocab = load_corpus(arguments["data"]).vocab
+    _, checkpoint = run_and_checkpoint(path)
+    try:  # what the checkpoint itself says: config.json may be of a later run
+        run = Reader(checkpoint).metadata.planner_data[RUN]
+        arguments, known = run["arguments"], run["vocabulary"]
+    except (CheckpointError, KeyError, TypeError) as error:
+        fail(f"{checkpoint}: it does not say which run saved it: {error}", status=1)
+    corpus = load_corpus(arguments["data"])
+    vocab = corpus.vocab
+    if hashlib.sha256("\n".join(vocab).encode()).hexdigest()[:12] != known:
+        fail(f"--data {arguments['data']} has another vocabulary now than {checkpoint} has")
+    print(f"{checkpoint}, {corpus.name}")
     names = ("d_model", "n_layers", "n_heads", "seq_len", "n_experts", "top_k")
     shape = {name: arguments[name] for name in names if name in arguments}
     model = Transformer(TransformerConfig(vocab_size=len(vocab), **shape))
     if "n_experts" in arguments:
         setup()  # a process group of this process alone, which holds all experts
         load_stage("09").expert_parallel(model, dist.group.WORLD)
-    model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
+    model.load_state_dict(tensors_of(checkpoint))
     return model.eval(), vocab
 
 
@@ -65,18 +71,20 @@ def continued(
         if temperature == 0:
             tokens.append(int(logits.argmax()))
         else:
-            probabilities = torch.softmax(logits / temperature, dim=0)
+            # the largest is 0: no division by a small temperature overflows to inf
+            probabilities = torch.softmax((logits - logits.max()) / temperature, dim=0)
             tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return tokens
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", nargs="?", type=Path, help="a run's folder, or a checkpoint's")
     prompt = os.environ.get("PROMPT") or "the"
     parser.add_argument("--prompt", default=prompt, help="words of the corpus; or set PROMPT")
-    parser.add_argument("--words", type=int, default=40, help="how many to add")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest word")
+    parser.add_argument("--words", type=positive_int, default=40, help="how many to add")
+    likeliest = "0: the likeliest word"
+    parser.add_argument("--temperature", type=non_negative, default=0.8, help=likeliest)
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     args = parser.parse_args()
     model, vocab = load_run(args.run or newest_run())
