@@ -41,7 +41,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from common.collectives import (
     all_reduce,
@@ -370,8 +369,6 @@ class DistributedDataParallel(nn.Module):
     the first, which thus starts early. A step ends with `finish_gradient_synchronization`.
     """
 
-    averaged = WeakTensorKeyDictionary()  # by any wrapper: parameter -> True
-
     def __init__(
         self,
         module: nn.Module,
@@ -386,14 +383,14 @@ class DistributedDataParallel(nn.Module):
         for _, tensor in tensors:
             broadcast(tensor.detach(), group=process_group, group_src=0)
         params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
-        if any(p in self.averaged for p in params):
+        if any(hasattr(p, "is_averaged") for p in params):
             raise ValueError("another wrapper averages a parameter of this module: use only one")
         self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
         for param in params:
-            self.averaged[param] = True
+            param.is_averaged = True  # by some wrapper
             param.register_post_accumulate_grad_hook(self.mark_ready)
 
     def forward(self, *args, **kwargs):
@@ -442,7 +439,7 @@ class DistributedDataParallel(nn.Module):
         that no optimizer decays or moves its parameter.
         """
         others = (p for p in self.module.parameters() if p not in self.bucket_of)
-        if any(p.requires_grad and p not in self.averaged for p in others):
+        if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
             raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
         missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
         device = next(self.parameters()).device

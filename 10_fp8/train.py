@@ -9,7 +9,8 @@ New since stage 02: `float8`, which replaces these layers, and --recipe. Rowwise
 matrix a scale of its own, tensorwise has one per tensor. On a GPU, --compile fuses the casts.
 
     memory          16 P bytes per rank for P parameters, as in 02. For backward, a linear layer
-                    saves its input in 1 byte per element, 4 per scale, and no copy of W
+                    saves its input in 1 byte per element, 4 per scale, and no copy of W (compiled,
+                    the compiler chooses)
     communication   02's: all-reduces of P elements in total per step. Scales are never reduced
 
 Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
@@ -21,7 +22,6 @@ Run it:
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -34,12 +34,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.linalg import vector_norm
 from torch.nn.functional import ScalingType
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from common.collectives import all_reduce, all_reduce_control, broadcast, check_same
-from common.loss import in_autocast_dtype
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive, seconds
@@ -83,17 +83,34 @@ def float8(model: Transformer, recipe: str) -> Transformer:
 
 
 class Float8Linear(nn.Module):
-    """y = x W^T in float8, without bias. weight: [out, in], the parameter of `plain`."""
+    """y = x W^T in float8. weight: [out, in], the parameter of the linear layer `plain`.
+
+    ValueError if `plain` does anything else that would be lost: a bias, a parametrization, a hook.
+    """
 
     def __init__(self, plain: nn.Module, recipe: str):
         super().__init__()
-        (self.weight,) = plain.parameters()  # a bias is an error: this model has none
+        has = [name for name, _ in [*plain.named_parameters(), *plain.named_buffers()]]
+        has += [k for k, v in vars(plain).items() if ("hooks" in k and v) or k == "forward"]
+        if type(plain).__name__ != "Linear" or has != ["weight"]:
+            raise ValueError(f"float8 takes linear layers with a weight alone: {plain} has {has}")
+        if any(size % 16 for size in plain.weight.shape):
+            raise ValueError(f"float8 needs widths that are multiples of 16: {plain}")
+        self.weight = plain.weight
         self.scaling = RECIPES[recipe]
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
-        x = in_autocast_dtype(x)  # autocast does not reach into an autograd function
-        y = Float8Matmuls.apply(x.flatten(0, -2), self.weight, self.scaling)
-        return y.unflatten(0, x.shape[:-1])
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):  # which does not reach into an autograd function
+            x = x.to(torch.get_autocast_dtype(kind))
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"float8 takes float32 or bfloat16, not {x.dtype}")
+        rows = x.flatten(0, -2)
+        if self.scaling == ScalingType.TensorWise and (len(rows) % 16 or not len(rows)):
+            # zeros change no scale and no gradient, and tokens are k of dW
+            rows = F.pad(rows, (0, 0, 0, 16 - len(rows) % 16))
+        y = Float8Matmuls.apply(rows, self.weight, self.scaling)
+        return y[: x.shape[:-1].numel()].unflatten(0, x.shape[:-1])
 
 
 class Float8Matmuls(torch.autograd.Function):
@@ -108,19 +125,22 @@ class Float8Matmuls(torch.autograd.Function):
         return scaled_matmul(x8, weight8, x.dtype, use_fast_accum=True)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):  # [tokens, out]
         numbers, scale, weight = ctx.saved_tensors
-        x8, grad8 = Float8(numbers, scale, ctx.scaling), to_float8(grad, E5M2, ctx.scaling)
+        x8, is_rowwise = Float8(numbers, scale, ctx.scaling), ctx.scaling == ScalingType.RowWise
+        needs_grad_x, needs_grad_weight, _ = ctx.needs_input_grad
         grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
+        if needs_grad_x or not is_rowwise:
+            grad8 = to_float8(grad, E5M2, ctx.scaling)
+        if needs_grad_x:
             # dX sums over `out`: W needs one scale per column. Tensorwise it is forward's weight8
             weight8 = to_float8(weight.t(), E4M3, ctx.scaling)
             grad_x = scaled_matmul(grad8, weight8, grad.dtype, use_fast_accum=False)
-        if ctx.needs_input_grad[1]:
-            if ctx.scaling == ScalingType.RowWise:  # the scales of x8 vary along the tokens
-                grad_weight = (grad.t() @ x8.dequantize(grad.dtype)).to(weight.dtype)
-            else:
-                grad_weight = scaled_matmul(grad8.t(), x8.t(), weight.dtype, use_fast_accum=False)
+        if needs_grad_weight and is_rowwise:  # the scales of x8 vary along the tokens
+            grad_weight = (grad.t() @ x8.dequantize(grad.dtype)).to(weight.dtype)
+        elif needs_grad_weight:
+            grad_weight = scaled_matmul(grad8.t(), x8.t(), weight.dtype, use_fast_accum=False)
         return grad_x, grad_weight, None
 
 
@@ -148,15 +168,16 @@ def to_float8(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
     depend on the scale, nor on the elements that share it, above the range of subnormal numbers.
     """
     dims = 1 if scaling == ScalingType.RowWise else (0, 1)
-    amax = x.abs().amax(dims, keepdim=True).float().clamp(min=1e-24)  # zeros have a scale, too
-    # amax and the largest number of `dtype` are mantissa * 2^exponent, with mantissas from 0.5 to 1
-    mantissa, exponent = torch.frexp(amax)
-    top_mantissa, top_exponent = math.frexp(torch.finfo(dtype).max)
-    exponent = exponent - top_exponent + (mantissa > top_mantissa)
-    power = ((exponent + 127) << 23).view(torch.float32)  # 2^exponent by its bits: exp2 may round
-    # an infinity gets an infinite scale and becomes NaN; a cast alone would turn it into 448
-    scale = torch.where(amax.isfinite(), power, torch.inf)
-    return Float8((x / scale).to(dtype), scale, scaling)
+    amax = vector_norm(x, torch.inf, dims, keepdim=True).float()
+    # a float32 is mantissa * 2^exponent, with 8 bits of exponent plus 127 above 23 of mantissa. The
+    # largest numbers are 1.75 * 2^8 and 1.75 * 2^15; above 1.75 the sum carries into the exponent
+    bits = amax.clamp(min=1e-24).view(torch.int32) + 0x1FFFFF  # zeros have a scale, too
+    exponent = (bits >> 23) - (8 if dtype == E4M3 else 15)
+    # a cast alone would turn an infinity into 448: here it turns all that share its scale into NaN
+    scale = torch.where(amax.isfinite(), (exponent << 23).view(torch.float32), torch.nan)
+    # by bits, not by division, which compiled code rounds
+    inverse = ((254 - exponent) << 23).view(torch.float32)
+    return Float8((x * inverse.to(x.dtype)).to(dtype), scale, scaling)
 
 
 def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
@@ -166,7 +187,8 @@ def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype, use_fast_accum: bool
     use_fast_accum: on Hopper, leave the sums in the tensor cores, in less than float32 precision;
     without it they move to float32 registers at intervals, which is slower.
     """
-    wide = a.scaling == ScalingType.TensorWise or rowwise_writes_float32(a.numbers.device)
+    is_tensorwise = a.scaling == ScalingType.TensorWise
+    writes_float32 = is_tensorwise or rowwise_writes_float32(a.numbers.device)
     return F.scaled_mm(
         # float8 tensor cores read both operands along k, so a transposed operand has to be copied
         a.numbers.contiguous(),
@@ -175,7 +197,7 @@ def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype, use_fast_accum: bool
         scale_recipe_a=a.scaling,
         scale_b=b.scale.t(),
         scale_recipe_b=b.scaling,
-        output_dtype=dtype if wide else torch.bfloat16,
+        output_dtype=dtype if writes_float32 else torch.bfloat16,
         use_fast_accum=use_fast_accum,
     ).to(dtype)
 
@@ -198,9 +220,6 @@ def check_float8(args, device: torch.device) -> None:
     """Fail where a GPU's float8 kernels would, also on a CPU, and say why."""
     if args.d_model % 16:
         fail(f"--d-model {args.d_model} is not a multiple of 16, which float8 matmuls require")
-    tokens = f"--micro-batch-size {args.micro_batch_size} times --seq-len {args.seq_len}"
-    if args.recipe == "tensorwise" and args.micro_batch_size * args.seq_len % 16:
-        fail(f"{tokens} is not a multiple of 16, which --recipe tensorwise requires")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         fail(f"{name} has no float8 matmuls: they need compute capability 8.9 (Ada, Hopper, later)")
@@ -209,7 +228,8 @@ def check_float8(args, device: torch.device) -> None:
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
-    parser.add_argument("--recipe", choices=RECIPES, default="rowwise", help="what shares a scale")
+    scales = "one scale per row, or one per tensor"
+    parser.add_argument("--recipe", choices=RECIPES, default="rowwise", help=scales)
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
@@ -296,8 +316,6 @@ class DistributedDataParallel(nn.Module):
     the first, which thus starts early. A step ends with `finish_gradient_synchronization`.
     """
 
-    averaged = WeakTensorKeyDictionary()  # by any wrapper: parameter -> True
-
     def __init__(
         self,
         module: nn.Module,
@@ -312,14 +330,14 @@ class DistributedDataParallel(nn.Module):
         for _, tensor in tensors:
             broadcast(tensor.detach(), group=process_group, group_src=0)
         params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
-        if any(p in self.averaged for p in params):
+        if any(hasattr(p, "is_averaged") for p in params):
             raise ValueError("another wrapper averages a parameter of this module: use only one")
         self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
         for param in params:
-            self.averaged[param] = True
+            param.is_averaged = True  # by some wrapper
             param.register_post_accumulate_grad_hook(self.mark_ready)
 
     def forward(self, *args, **kwargs):
@@ -368,7 +386,7 @@ class DistributedDataParallel(nn.Module):
         that no optimizer decays or moves its parameter.
         """
         others = (p for p in self.module.parameters() if p not in self.bucket_of)
-        if any(p.requires_grad and p not in self.averaged for p in others):
+        if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
             raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
         missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
         device = next(self.parameters()).device

@@ -4,28 +4,28 @@ AdamW scales each element of a gradient by its own history. Muon treats the mome
 a matrix: it brings all its singular values near 1, by matmuls that need the whole matrix. A shard
 of rows would give other numbers, and doing it on every rank costs every rank the same matmuls. But
 an all-reduce is a reduce to one rank and a broadcast from it, and Muon fits in between: each matrix
-of the layers has one owner, which gets the averaged gradient, updates it and broadcasts it.
+of the layers has one owner, which gets the averaged gradient and broadcasts the update.
 
 New since stage 02: `Muon`, `OwnedMatrix`, `choose_owners`, `orthogonalize` and `clip_grad_norm_`.
 The embedding, the LM head and the norms keep AdamW.
 
     memory          4 P + 12 A + 8 O bytes per rank: P all parameters, A those of AdamW, O those of
                     the matrices that the rank owns. In backward also 4 per other matrix element
-    communication   per step, for any number of micro-batches: all-reduces of A elements, reduces
-                    and broadcasts of the others: the bytes of stage 02
+    communication   per step, for any number of micro-batches: all-reduces of A gradients, reduces
+                    of the others and broadcasts of their updates, which are bfloat16 if --dtype is
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
 
 Run it:
 
-    torchrun --nproc-per-node 2 11_muon/train.py --data sample --steps 100 --lr 1e-2
+    torchrun --nproc-per-node 2 11_muon/train.py --data sample --steps 100
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -36,7 +36,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from common.collectives import (
     all_reduce,
@@ -46,6 +45,7 @@ from common.collectives import (
     global_norm,
     reduce,
 )
+from common.units import NoGradient
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive, seconds
@@ -58,15 +58,16 @@ from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: reduce each matrix to its owner, update it there, broadcast it
+# The technique: reduce each matrix's gradient to its owner, which broadcasts the update
 # ------------------------------------------------------------------------------------------------
 
 
 class Muon(torch.optim.Optimizer):
-    """Update each matrix on its owner, by its orthogonalized momentum, and broadcast it.
+    """Update each matrix by its orthogonalized momentum, which its owner computes and broadcasts.
 
     matrices: those of `DistributedDataParallel`, in the same order on every rank. dtype: of the
-    matmuls in `orthogonalize`. The momentum is on the owner alone, and exists from the start on.
+    matmuls in `orthogonalize` and of what is sent. compiles: by torch.compile, once per shape. The
+    momentum is on the owner alone, and exists from the start on.
     """
 
     def __init__(
@@ -76,33 +77,52 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         dtype: torch.dtype = torch.bfloat16,
+        compiles: bool = False,
     ):
         settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__([matrix.param for matrix in matrices], settings)
         self.matrices, self.dtype = matrices, dtype
+        self.orthogonalize = torch.compile(orthogonalize, dynamic=False, disable=not compiles)
         for matrix in matrices:
             if matrix.owned_here:
                 self.state[matrix.param]["momentum_buffer"] = torch.zeros_like(matrix.param)
 
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update the matrices of this rank. Each one is broadcast while the next is updated."""
-        for matrix in self.matrices:
-            if matrix.owned_here and matrix.param.grad is not None:
-                self.update(matrix.param)
-            matrix.start_broadcast()
-        for matrix in self.matrices:
-            matrix.finish_broadcast()
+    def add_param_group(self, group: dict) -> None:
+        if self.param_groups:
+            raise ValueError("Muon has one group: give all matrices to DistributedDataParallel")
+        super().add_param_group(group)
 
-    def update(self, param: nn.Parameter) -> None:
-        """One step of Muon, with Nesterov momentum and decoupled weight decay."""
-        settings, momentum = self.param_groups[0], self.state[param]["momentum_buffer"]
-        momentum.lerp_(param.grad, 1 - settings["momentum"])
-        direction = param.grad.lerp(momentum, settings["momentum"])
-        # from the RMS of an orthogonal matrix, 1 / sqrt(larger side), to that of AdamW's updates
-        scale = 0.2 * math.sqrt(max(param.shape))
-        param.mul_(1 - settings["lr"] * settings["weight_decay"])
-        param.add_(orthogonalize(direction.to(self.dtype)), alpha=-settings["lr"] * scale)
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        if set(self.state) != {matrix.param for matrix in self.matrices if matrix.owned_here}:
+            raise ValueError("the momentum of another rank, or of another number of ranks")
+
+    @torch.no_grad()
+    def step(self, meanwhile: Callable[[], object] | None = None) -> None:
+        """Compute this rank's updates, each one broadcast during the next; apply all on every rank.
+
+        meanwhile: called while the last broadcasts are in flight, such as another optimizer's step.
+        """
+        lr, weight_decay, beta = (self.param_groups[0][name] for name in self.defaults)
+        in_flight = []
+        for matrix in self.matrices:
+            param = matrix.param
+            if param.grad is None:  # on no rank: the matrix stays as it is
+                continue
+            update = torch.empty_like(param, dtype=self.dtype)
+            if matrix.owned_here:
+                momentum = self.state[param]["momentum_buffer"].lerp_(param.grad, 1 - beta)
+                nesterov = param.grad.lerp(momentum, beta)
+                update.copy_(self.orthogonalize(nesterov.to(self.dtype)))
+            work = broadcast(update, group=matrix.group, group_src=matrix.owner, async_op=True)
+            in_flight.append((param, update, work))
+        if meanwhile is not None:
+            meanwhile()
+        for param, update, work in in_flight:
+            work.wait()
+            # from the RMS of an orthogonal matrix, 1 / sqrt(larger side), to about AdamW's
+            scale = 0.2 * math.sqrt(max(param.shape))
+            param.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * scale)
 
 
 def orthogonalize(matrix: Tensor, iterations: int = 5) -> Tensor:
@@ -148,8 +168,6 @@ class DistributedDataParallel(nn.Module):
     `finish_gradient_synchronization`.
     """
 
-    averaged = WeakTensorKeyDictionary()  # by any wrapper: parameter -> True
-
     def __init__(
         self,
         module: nn.Module,
@@ -165,9 +183,11 @@ class DistributedDataParallel(nn.Module):
         for _, tensor in tensors:
             broadcast(tensor.detach(), group=process_group, group_src=0)
         params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
-        if any(p in self.averaged for p in params):
+        if any(hasattr(p, "is_averaged") for p in params):
             raise ValueError("another wrapper averages a parameter of this module: use only one")
         matrices = [p for p in matrices if p.requires_grad]
+        if any(p.dim() != 2 or all(p is not q for q in params) for p in matrices):
+            raise ValueError("matrices: 2-D parameters of the module; the others are for AdamW")
         owners = choose_owners(matrices, dist.get_world_size(process_group))
         self.matrices = [OwnedMatrix(p, owner, process_group) for p, owner in owners.items()]
         others = [p for p in params if p not in owners]
@@ -179,7 +199,7 @@ class DistributedDataParallel(nn.Module):
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
         for param in params:
-            self.averaged[param] = True
+            param.is_averaged = True  # by some wrapper
             param.register_post_accumulate_grad_hook(self.mark_ready)
 
     def forward(self, *args, **kwargs):
@@ -228,7 +248,7 @@ class DistributedDataParallel(nn.Module):
         that no optimizer decays or moves its parameter.
         """
         others = (p for p in self.module.parameters() if p not in self.bucket_of)
-        if any(p.requires_grad and p not in self.averaged for p in others):
+        if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
             raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
         missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
         device = next(self.parameters()).device
@@ -287,45 +307,35 @@ class Bucket:
         self.reduction, self.waiting_for = None, set(self.params)
 
 
-class OwnedMatrix(Bucket):
-    """A matrix with one owner: the rank that gets its average gradient, updates and broadcasts it.
+class OwnedMatrix:
+    """In place of a bucket, a matrix with one owner: the rank that gets its average gradient.
 
-    The reduce and the broadcast together send what an all-reduce of the gradient would send. The
-    gradient needs no buffer: backward's own is reduced. Only the owner keeps it.
+    The gradient needs no buffer: backward's own is reduced, and only the owner keeps it.
     """
 
     def __init__(self, param: nn.Parameter, owner: int, group: ProcessGroup | None):
-        self.params, self.group, self.n_ranks = [param], group, dist.get_world_size(group)
-        self.param, self.owner = param, owner  # owner: a rank of the group
+        self.param, self.owner, self.group = param, owner, group  # owner: a rank of the group
+        self.params, self.n_ranks = [param], dist.get_world_size(group)
         self.owned_here = dist.get_rank(group) == owner
         self.waiting_for = {param}
         self.reduction: Work | None = None  # the reduce in flight
-        self.sending: Work | None = None  # the broadcast in flight
 
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-        param.grad.div_(divide_by)
+        elif divide_by > 1:
+            param.grad.div_(divide_by)
 
     def start_reduction(self) -> None:
-        for param in self.waiting_for:
-            self.collect(param, divide_by=self.n_ranks)
-        grad, owner = self.param.grad, self.owner
-        self.reduction = reduce(grad, group=self.group, group_dst=owner, async_op=True)
+        if self.waiting_for:  # unused in the last backward; earlier ones may have added
+            self.collect(self.param, divide_by=self.n_ranks)
+        self.reduction = reduce(self.param.grad, self.owner, self.group, async_op=True)
 
     def finish_reduction(self) -> None:
-        super().finish_reduction()
-        if not self.owned_here:
-            self.param.grad = None  # it may hold the sum of some ranks' gradients
-
-    def start_broadcast(self) -> None:
-        torch.autograd.graph.increment_version([self.param])  # older graphs are now stale
-        param, owner = self.param.detach(), self.owner
-        self.sending = broadcast(param, group=self.group, group_src=owner, async_op=True)
-
-    def finish_broadcast(self) -> None:
-        self.sending.wait()
-        self.sending = None
+        self.reduction.wait()
+        self.reduction, self.waiting_for = None, {self.param}
+        if not self.owned_here:  # it may hold the sum of some ranks' gradients: any use is an error
+            self.param.grad = NoGradient(self.param)
 
 
 def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
@@ -349,13 +359,14 @@ def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: 
 def clip_grad_norm_(model: DistributedDataParallel, max_norm: float) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     matrices = {matrix.param: matrix.owned_here for matrix in model.matrices}
-    owned = global_norm(p.grad for p, here in matrices.items() if here).square()
-    replicated = global_norm(p.grad for p in model.parameters() if p not in matrices).square()
-    # squares of owned gradients add up over the ranks; replicated gradients count once. Without
-    # matrices of its own, a rank has a zero on the CPU
-    squares = all_reduce_control(owned.to(replicated), group=model.buckets[0].group)
-    total_norm = (squares + replicated).sqrt()
-    clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
+    params = [p for p in model.parameters() if p.grad is not None and matrices.get(p, True)]
+    owned = global_norm(p.grad for p in params if p in matrices).square()
+    replicated = global_norm(p.grad for p in params if p not in matrices).square()
+    # squares of owned gradients add up over the ranks; replicated gradients count once. The norm of
+    # none is on the CPU
+    squares = torch.zeros((), device=next(model.parameters()).device) + owned
+    total_norm = (all_reduce_control(squares, group=model.group) + replicated).sqrt()
+    clip_grads_with_norm_(params, max_norm, total_norm)
     return total_norm
 
 
@@ -367,14 +378,12 @@ def clip_grad_norm_(model: DistributedDataParallel, max_norm: float) -> Tensor:
 def training_state(model: nn.Module, adamw: torch.optim.AdamW, muon: Muon) -> State:
     """The tensors of a plain model and both optimizers, by their names in a checkpoint."""
     state: State = {}
-    matrices = {matrix.param: matrix for matrix in muon.matrices}
+    matrices = {matrix.param for matrix in muon.matrices}
     for name, param in model.named_parameters():
-        if param not in matrices:
-            state |= {f"{kind}.{name}": t for kind, t in tensors_of(adamw, param).items()}
-            continue
-        state[f"model.{name}"] = param.detach()
-        if matrices[param].owned_here:  # other ranks have no momentum to save or to load
-            state[f"optim.momentum.{name}"] = muon.state[param]["momentum_buffer"]
+        tensors = {"model": param.detach()} if param in matrices else tensors_of(adamw, param)
+        if param in muon.state:  # other ranks have no momentum to save or to load
+            tensors["optim.momentum"] = muon.state[param]["momentum_buffer"]
+        state |= {f"{kind}.{name}": t for kind, t in tensors.items()}
     return state
 
 
@@ -383,6 +392,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
+    parser.set_defaults(lr=1e-2)  # the best of the tiny preset
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
 
@@ -418,7 +428,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     matrices = [p for p in model.layers.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p not in set(matrices)]
     model = DistributedDataParallel(model, matrices, bucket_cap_mb=args.bucket_cap_mb)
-    muon = Muon(model.matrices, args.lr, args.weight_decay, dtype=getattr(torch, args.dtype))
+    dtype = getattr(torch, args.dtype)
+    muon = Muon(model.matrices, args.lr, args.weight_decay, dtype=dtype, compiles=args.compile)
     optimizer = torch.optim.AdamW(others, **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
@@ -442,8 +453,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
         grad_norm = clip_grad_norm_(model, args.grad_clip)
-        muon.step()
-        optimizer.step()
+        muon.step(meanwhile=optimizer.step)
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)
         muon.zero_grad(set_to_none=True)

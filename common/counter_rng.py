@@ -76,14 +76,24 @@ class CounterDropout(nn.Module):
             return x
         return x * self.keep(x, keys) / (1.0 - self.p)
 
-    @torch.compiler.disable  # PyTorch 2.13 miscompiles a full layer's integers for AVX-512
     def keep(self, x: Tensor, keys: Tensor) -> Tensor:
         """True for the elements of x to keep: bool [batch, seq, features]."""
         seq, features = x.shape[-2:]
         # site and position in one counter: room for a million positions at each of 4096 sites
         place = position_ids(self.positions or (range(seq),), x.device).to(torch.int32)
         place += self.site << 20
-        feature = torch.arange(features, dtype=torch.int32, device=x.device)
-        key = fold_in(keys[:, None], place)  # [batch, seq]
-        threshold = round(self.p * 2**31)
-        return (fold_in(key[..., None], feature) & 0x7FFFFFFF) >= threshold
+        return keep_mask(keys, place, features, self.p)
+
+
+# opaque to torch.compile: PyTorch 2.13 miscompiles a full layer's integers for AVX-512
+@torch.library.custom_op("counter_rng::keep_mask", mutates_args=())
+def keep_mask(keys: Tensor, place: Tensor, features: int, p: float) -> Tensor:
+    """True with probability 1 - p. keys: int32 [batch], place: int32 [seq]."""
+    feature = torch.arange(features, dtype=torch.int32, device=keys.device)
+    key = fold_in(keys[:, None], place)  # [batch, seq]
+    return (fold_in(key[..., None], feature) & 0x7FFFFFFF) >= round(p * 2**31)
+
+
+@keep_mask.register_fake
+def _(keys: Tensor, place: Tensor, features: int, p: float) -> Tensor:
+    return keys.new_empty(len(keys), len(place), features, dtype=torch.bool)

@@ -7,7 +7,6 @@ import pickle
 import re
 import shutil
 import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -18,12 +17,13 @@ import torch
 import torch.distributed as dist
 from generate import continued, load_run
 from harness import (
+    WorkerError,
     WorkerExit,
     assert_same_curve,
     load_stage,
     stage_path,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -122,7 +122,7 @@ def owners_weights(dtype: torch.dtype, reduces: bool) -> list[Tensor]:
     """The matrices after three steps, when all ranks have the same gradients.
 
     reduces: through the reduce to the owner, which is exact for a power of two of equal numbers.
-    Otherwise the owner is given the gradient, and the other ranks none.
+    Otherwise the owner is given the gradient.
     """
     _, weights, replica = wrapped()
     muon = stage.Muon(replica.matrices, lr=0.1, dtype=dtype)
@@ -132,8 +132,8 @@ def owners_weights(dtype: torch.dtype, reduces: bool) -> list[Tensor]:
         for w, g in zip(weights, gradients(weights, step), strict=True):
             if reduces:
                 (w * g).sum().backward()
-            elif owned_here[w]:
-                w.grad = g
+            else:
+                w.grad = g if owned_here[w] else stage.NoGradient(w)
         if reduces:
             replica.finish_gradient_synchronization()
         muon.step()
@@ -195,15 +195,16 @@ def owned_state() -> tuple:
     model(tokens, tokens + 1).backward()
     replica.finish_gradient_synchronization()
     owned = [matrix.owned_here for matrix in replica.matrices]
-    grads = [matrix.param.grad is not None for matrix in replica.matrices]
+    grads = [not isinstance(m.param.grad, stage.NoGradient) for m in replica.matrices]
     momenta = [matrix.param in before for matrix in replica.matrices]
-    full = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in matrices]
+    here = {matrix.param for matrix in replica.matrices if matrix.owned_here}
+    full = [p.grad.clone() if p in here else torch.zeros_like(p) for p in matrices]
     for grad in full:
         dist.all_reduce(grad)
     others = [p.grad.clone() for p in model.parameters() if p not in set(matrices)]
     plain = torch.cat([g.flatten() for g in [*full, *others]]).norm()
     norm = stage.clip_grad_norm_(replica, 0.5 * float(plain))
-    clipped = {p: p.grad.clone() for p in model.parameters() if p.grad is not None}
+    clipped = {p: p.grad.clone() for p in here}
     halves = [
         torch.allclose(clipped[p], 0.5 * g, rtol=1e-4)
         for p, g in zip(matrices, full, strict=True)
@@ -255,27 +256,191 @@ def test_backward_after_the_step_is_an_error_on_every_rank(pools):
 
 def order_of_a_step() -> tuple[list[str], list[str]]:
     """The calls of a rank in a step, and those expected."""
-    _, matrices, replica = wrapped()
+    _, _, replica = wrapped()
     muon, order = stage.Muon(replica.matrices, lr=0.1), []
-    for p in matrices:
-        p.grad = torch.ones_like(p)
+    for matrix in replica.matrices:
+        matrix.param.grad = torch.ones_like(matrix.param)
 
-    def recorded(name: str, function):
-        return lambda *args: (order.append(name), function(*args))
+    class Sending:
+        def wait(self) -> None:
+            order.append("wait")
 
-    names = {"update": stage.Muon, "start_broadcast": stage.OwnedMatrix}
-    with ExitStack() as patches:
-        for name, owner in {**names, "finish_broadcast": stage.OwnedMatrix}.items():
-            function = recorded(name, getattr(owner, name))
-            patches.enter_context(patch.object(owner, name, function))
-        muon.step()
-    each = [["update"] * matrix.owned_here + ["start_broadcast"] for matrix in replica.matrices]
-    return order, [*chain(*each), *["finish_broadcast"] * len(each)]
+    compute = muon.orthogonalize
+    muon.orthogonalize = lambda x: (order.append("compute"), compute(x))[1]
+    with patch.object(stage, "broadcast", lambda *_, **__: (order.append("send"), Sending())[1]):
+        muon.step(meanwhile=lambda: order.append("AdamW"))
+    each = [["compute"] * matrix.owned_here + ["send"] for matrix in replica.matrices]
+    return order, [*chain(*each), "AdamW", *["wait"] * len(each)]
 
 
-def test_a_matrix_is_broadcast_while_the_next_is_updated(pools):
+def test_an_update_is_broadcast_while_the_next_is_computed(pools):
     for order, expected in pools(2).run(order_of_a_step):
         assert order == expected
+
+
+# ---- what is right, or an error ----
+
+
+def small(kind: str = "linear", head: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    first = {"conv": lambda: nn.Conv1d(8, 8, 1), "embedding": lambda: nn.Embedding(9, 8)}
+    return nn.Sequential(first.get(kind, lambda: nn.Linear(8, 8))(), nn.Linear(8, head))
+
+
+def stepped(case: str) -> list[Tensor]:
+    """The parameters after two clipped steps, on equal inputs of all ranks."""
+    build, choose, frozen = RIGHT[case]
+    model = build()
+    params = dict(model.named_parameters())
+    if frozen:
+        params[frozen].requires_grad_(False)
+    matrices = [p for name, p in params.items() if choose(name, p)]
+    others = [p for name, p in params.items() if not choose(name, p)]
+    replica = stage.DistributedDataParallel(model, matrices)
+    muon = stage.Muon(replica.matrices, lr=0.1, dtype=torch.float32)
+    optimizers = [muon, *([torch.optim.AdamW(others, lr=0.1)] if others else [])]
+    x = torch.arange(8) if isinstance(model[0], nn.Embedding) else torch.randn(16, 8)
+    for _ in range(2):
+        replica(x).square().sum().backward()
+        replica.finish_gradient_synchronization()
+        stage.clip_grad_norm_(replica, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in params.values()]
+
+
+def is_matrix(name: str, p: Tensor) -> bool:
+    return p.dim() == 2
+
+
+RIGHT = {  # model, what Muon gets, and what is frozen
+    "a frozen bias": (small, is_matrix, "0.bias"),
+    "a frozen matrix": (small, is_matrix, "1.weight"),
+    "an embedding": (lambda: small("embedding"), is_matrix, ""),
+    "one matrix on several ranks": (small, lambda name, p: name == "0.weight", ""),
+    "nothing for AdamW": (lambda: nn.Sequential(nn.Linear(8, 8, bias=False)), is_matrix, ""),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_unusual_parameters_are_as_on_one_process(case, pools):
+    (expected,) = pools(1).run(stepped, case)
+    for found in pools(2).run(stepped, case):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def trained_once() -> tuple:
+    model = small()
+    matrices = [model[0].weight, model[1].weight]
+    replica = stage.DistributedDataParallel(model, matrices)
+    muon = stage.Muon(replica.matrices, lr=0.1)
+    model(torch.ones(1, 8)).sum().backward()
+    replica.finish_gradient_synchronization()
+    return model, replica, muon
+
+
+def another_ranks_state(model, replica, muon) -> None:
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, muon.state_dict())
+    muon.load_state_dict(states[dist.get_rank() - 1])
+
+
+ERRORS = {  # what is done on every rank after one backward, and what is said
+    "a convolution": (
+        lambda *_: stage.DistributedDataParallel(m := small("conv"), [m[0].weight]),
+        "2-D parameters of the module",
+    ),
+    "a vector": (
+        lambda *_: stage.DistributedDataParallel(m := small(), m.parameters()),
+        "2-D parameters of the module",
+    ),
+    "of another model": (
+        lambda *_: stage.DistributedDataParallel(small(), [small()[0].weight]),
+        "2-D parameters of the module",
+    ),
+    "no matrices": (
+        lambda *_: stage.Muon(stage.DistributedDataParallel(small(), []).matrices, lr=0.1),
+        "empty parameter list",
+    ),
+    "a second group": (
+        lambda model, replica, muon: muon.add_param_group({"params": [model[0].bias]}),
+        "Muon has one group",
+    ),
+    "another rank's state": (another_ranks_state, "the momentum of another rank"),
+    "PyTorch's clipping": (
+        lambda model, *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "this gradient is incomplete or sharded",
+    ),
+    "a scaler": (
+        lambda model, replica, muon: (
+            (scaler := torch.amp.GradScaler("cpu")).scale(torch.ones(())),
+            scaler.unscale_(muon),
+        ),
+        "this gradient is incomplete or sharded",
+    ),
+    "AdamW on all": (
+        lambda model, *_: torch.optim.AdamW(model.parameters()).step(),
+        "this gradient is incomplete or sharded",
+    ),
+}
+
+
+def error_of(case: str) -> str:
+    misuse, said = ERRORS[case]
+    with pytest.raises((ValueError, RuntimeError), match=said) as error:
+        misuse(*trained_once())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_a_misuse_is_an_error_on_every_rank(case, pools):
+    assert all(pools(2).run(error_of, case))
+
+
+def finish_again(backward: bool) -> None:
+    model, replica, _ = trained_once()
+    if backward:
+        model(torch.ones(1, 8)).sum().backward()
+    replica.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_gradient_is_not_reduced_twice_before_zero_grad(backward, pools):
+    with pytest.raises(WorkerError, match="this gradient is incomplete or sharded"):
+        pools(2).run(finish_again, backward)
+
+
+def moved_without_a_gradient() -> bool:
+    _, _, muon = trained_once()
+    muon.step()
+    before = [matrix.param.detach().clone() for matrix in muon.matrices]
+    muon.zero_grad()
+    muon.step()
+    return any(
+        not torch.equal(old, matrix.param)
+        for old, matrix in zip(before, muon.matrices, strict=True)
+    )
+
+
+def test_a_matrix_that_has_no_gradient_stays_as_it_is(pools):
+    assert pools(2).run(moved_without_a_gradient) == [False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="compiled CPU code needs g++")
+def test_a_compiled_update_is_that_of_the_function(pools):
+    for shape in ((96, 32), (32, 128)):
+        param = nn.Parameter(torch.randn(shape))
+        compiled = pools(1).run(compiled_orthogonalize, param.detach())[0]
+        torch.testing.assert_close(compiled, stage.orthogonalize(param.detach()))
+
+
+def compiled_orthogonalize(matrix: Tensor) -> Tensor:
+    param = nn.Parameter(matrix)
+    muon = stage.Muon([stage.OwnedMatrix(param, 0, None)], lr=0.1, compiles=True)
+    return muon.orthogonalize(matrix)
 
 
 @pytest.mark.slow

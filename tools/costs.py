@@ -186,7 +186,7 @@ def muon(x: Costs) -> None:
     x.hold(4 * x.P, 4 * (x.P - every + owned), 8 * (x.P - every) + 4 * owned)
     x.send("all_reduce", "world", x.n, 4 * (x.P - every))
     x.send("reduce", "world", x.n, 4 * every)
-    x.send("broadcast", "world", x.n, 4 * every)
+    x.send("broadcast", "world", x.n, (2 if x.args.autocast else 4) * every)
 
 
 # a stage that is not here costs what the stage costs that it is compared with
