@@ -203,7 +203,8 @@ class ZeroRedundancyOptimizer:
         missing = {p: i for i, p in enumerate(self.bucket_of) if p not in self.used}
         device = next(self.module.parameters()).device
         is_used = torch.ones(len(self.bucket_of), dtype=torch.uint8, device=device)
-        is_used[list(missing.values())] = 0
+        for i in missing.values():
+            is_used[i] = 0
         all_reduce_control(is_used, self.group, ReduceOp.MAX)
         self.unmoved = [(p, p.detach().clone()) for p, i in missing.items() if not is_used[i]]
         if not self.complete:  # or every backward was under no_sync()

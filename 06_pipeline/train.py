@@ -124,7 +124,7 @@ class Pipeline:
 
     def compare(self, *facts) -> None:
         """Raise if the ranks disagree: messages would not fit the buffers that receive them."""
-        digest = torch.tensor(hash(facts) % 2**32, device=self.device)
+        digest = torch.full((), hash(facts) % 2**32, device=self.device)
         extremes = torch.stack([digest, -digest])
         all_reduce_control(extremes, self.to_lower, ReduceOp.MAX)
         # the public way to raise, `if`, would wait for the GPU

@@ -169,7 +169,7 @@ class Pipeline:
 
     def compare(self, *facts) -> None:
         """Raise if the ranks disagree: messages would not fit the buffers that receive them."""
-        digest = torch.tensor(hash(facts) % 2**32, device=self.device)
+        digest = torch.full((), hash(facts) % 2**32, device=self.device)
         extremes = torch.stack([digest, -digest])
         all_reduce_control(extremes, self.to_lower, ReduceOp.MAX)
         # the public way to raise, `if`, would wait for the GPU
@@ -500,7 +500,8 @@ class DistributedDataParallel(nn.Module):
         missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
         device = next(self.parameters()).device
         is_used = torch.ones(len(self.bucket_of), dtype=torch.uint8, device=device)
-        is_used[list(missing.values())] = 0
+        for i in missing.values():
+            is_used[i] = 0
         self.launch_ready_buckets(backward_has_ended=True)
         all_reduce_control(is_used, self.group, ReduceOp.MAX)  # while the last buckets travel
         for bucket in self.buckets:

@@ -391,7 +391,8 @@ class DistributedDataParallel(nn.Module):
         missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
         device = next(self.parameters()).device
         is_used = torch.ones(len(self.bucket_of), dtype=torch.uint8, device=device)
-        is_used[list(missing.values())] = 0
+        for i in missing.values():
+            is_used[i] = 0
         self.launch_ready_buckets(backward_has_ended=True)
         all_reduce_control(is_used, self.group, ReduceOp.MAX)  # while the last buckets travel
         for bucket in self.buckets:
