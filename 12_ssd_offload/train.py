@@ -95,8 +95,7 @@ class FullyShardedDataParallel(nn.Module):
     module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
     one unit's parameters memory and values. units: in the order to prefetch in. optimizer: has the
     files, and updates them. shard_group: the N ranks that shard each unit (default: all).
-    param_dtype: of the unsharded parameters (default: float32). reduce_dtype: of the gradients that
-    are reduced (default: that of the unsharded parameters).
+    param_dtype: of the unsharded parameters (default: float32). Gradients are reduced in float32.
     """
 
     def __init__(
@@ -106,14 +105,13 @@ class FullyShardedDataParallel(nn.Module):
         optimizer: SpeculativeAdamW,
         shard_group: ProcessGroup | None = None,
         param_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
         materialize: Callable[[nn.Module, str], None] | None = None,
         device: torch.device | None = None,
     ):
         super().__init__()
         self.module = module
         self.group, self.optimizer = shard_group, optimizer
-        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.param_dtype = param_dtype
         self.device = device or next(module.parameters()).device
         self.in_flight: FlatParameter | None = None  # whose reduction was started last
         self.synchronizes = True
@@ -123,9 +121,9 @@ class FullyShardedDataParallel(nn.Module):
             bucket = FlatParameter(name, unit, self)
             unit.forward = partial(self.run, bucket, unit.forward)
             self.buckets.append(bucket)
-        around = range(len(self.buckets))
-        self.next_in_forward = {self.buckets[i]: self.buckets[i + 1 : i + 3] for i in around}
-        self.next_in_backward = {self.buckets[i]: self.buckets[:i][:-3:-1] for i in around}
+        each = list(enumerate(self.buckets))  # of each unit the next two
+        self.next_in_forward = {bucket: self.buckets[i + 1 : i + 3] for i, bucket in each}
+        self.next_in_backward = {bucket: self.buckets[:i][:-3:-1] for i, bucket in each}
         forbid_parameters(self)
 
     def forward(self, *args, **kwargs):
@@ -295,7 +293,7 @@ class FlatParameter:
         """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `full`."""
         padding = grads[0].new_zeros(self.sizes[-1])
         full = torch.cat([*(grad.flatten() for grad in grads), padding])
-        full = full.to(self.fsdp.reduce_dtype or full.dtype)
+        full = full.float()
         work = reduce_scatter_single(full[self.owned], full, group=self.group, async_op=True)
         self.reduction = work, full, is_last
 
@@ -306,7 +304,7 @@ class FlatParameter:
         work, full, is_last = self.reduction
         work.wait()
         average = self.file.empty(1)
-        average.copy_(full[self.owned]).div_(self.n_ranks)  # in the file's dtype
+        average.copy_(full[self.owned]).div_(self.n_ranks)
         self.reduction = None
         self.fsdp.optimizer.take(self.file, average, is_last)
 
@@ -397,12 +395,16 @@ class SpeculativeAdamW:
         while self.jobs:
             self.files.finish(self.jobs.pop(next(iter(self.jobs))))
 
-    def step(self) -> None:
-        """Let the new state count; first compute it, or compute it again, unless it is right."""
+    def is_clipped(self) -> bool:
+        """Whether speculation was wrong. A gradient that is not finite ends the run."""
         if not self.scale.isfinite():
             what = f"the gradient norm of step {self.files.step} is not finite: stopped before it"
             fail(f"{what}; try a lower --lr or more --warmup-steps", status=1)
-        is_clipped = self.scale.item() < 1.0
+        return self.scale.item() < 1.0
+
+    def step(self) -> None:
+        """Let the new state count; first compute it, or compute it again, unless it is right."""
+        is_clipped = self.is_clipped()
         if is_clipped or not self.speculates:
             self.n_redone += self.speculates
             for file in self.files.files:
@@ -428,7 +430,6 @@ def sharded_from_meta(
         optimizer,
         shard_group=group_along((world.size,), 0, "shard", args.timeout),
         param_dtype=getattr(torch, args.dtype),
-        reduce_dtype=torch.float32,
         materialize=lambda unit, name: init_weights(unit.to_empty(device="cpu"), args.seed, name),
         device=world.device,
     )
@@ -439,14 +440,10 @@ def state_folder(args, run: Run, world: World) -> StateFolder:
     content = {name: getattr(args, name) for name in ("d_model", "n_layers", "n_heads")}
     content |= {"vocabulary": run.checkpoints.run["vocabulary"], "ranks": world.size}
     content |= {"run": str(run.folder.resolve())}
-    saved = [int(path.name[5:]) for path in checkpoints(run.checkpoints.path)]
-    return StateFolder(
-        args.offload_dir or run.folder / "state",
-        content,
-        is_resumed=run.resume == "auto",
-        saved=max(saved, default=0),
-        pinned=world.device.type == "cuda",
-    )
+    saved = max((int(path.name[5:]) for path in checkpoints(run.checkpoints.path)), default=0)
+    is_resumed, pinned = run.resume == "auto", world.device.type == "cuda"
+    path = args.offload_dir or run.folder / "state"
+    return StateFolder(path, content, is_resumed, saved, pinned)
 
 
 class MappedShard(Shard):

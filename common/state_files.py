@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed import fail, replacing, warn
+from common.distributed import fail, move_aside, print0, replacing, warn
 
 PAGE = 4096  # bytes
 SLOT, GRADIENT, ROWS = 3, 6, 7  # rows of a slot, the gradient's row, rows of a file
@@ -33,9 +33,8 @@ class StateFolder:
     """The files of this rank. All ranks make one, and open the same units in the same order.
 
     path: the ranks' folders are in it. content: what it must belong to, JSON. is_resumed: go on
-    from the files, if there are any and they are at least as far as `saved`, the steps of the
-    newest checkpoint. Steps that no checkpoint has are never overwritten: that is an error.
-    pinned: have buffers that a GPU copies from and to.
+    from the files, if all ranks have them and they are as far as `saved`, the steps of the newest
+    checkpoint. Else steps that no checkpoint has are moved aside. pinned: buffers for a GPU.
     """
 
     def __init__(
@@ -47,14 +46,7 @@ class StateFolder:
         self.bytes_read = self.bytes_written = 0
         self.threads = ThreadPoolExecutor(6)  # three units are read, three updated
         self._counting, self._direct = threading.Lock(), getattr(os, "O_DIRECT", 0)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / "lock", "a")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fail(f"--offload-dir: another run uses {self.path}: pass another folder")
-        except OSError as error:
-            fail(f"--offload-dir: cannot write to {self.path}: {error.strerror}")
+        self._claim()
         if file_system(self.path) in ("tmpfs", "ramfs"):
             warn(f"{self.path} is in memory ({file_system(self.path)}): it saves none")
         self.is_restored = self._restore(is_resumed, saved)
@@ -87,12 +79,11 @@ class StateFolder:
                 aside.write_text(json.dumps(record))
         except OSError as error:
             fail(f"{self.path}: {error.strerror}; step {self.step - 1} is kept there", status=1)
+        self.bytes_read = self.bytes_written = 0
 
     def traffic(self) -> dict[str, float]:
-        """MB read and written since the last call."""
-        moved = {"ssd_read_mb": self.bytes_read / 1e6, "ssd_written_mb": self.bytes_written / 1e6}
-        self.bytes_read = self.bytes_written = 0
-        return moved
+        """MB read and written since the last commit."""
+        return {"ssd_read_mb": self.bytes_read / 1e6, "ssd_written_mb": self.bytes_written / 1e6}
 
     def close(self) -> None:
         self.threads.shutdown()
@@ -133,6 +124,17 @@ class StateFolder:
                 raise OSError(5, f"{file.path.name} is truncated")
             data, place = data[count:], place + count
 
+    def _claim(self) -> None:
+        """Make the folder, and lock it until this process ends."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / "lock", "a")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"--offload-dir: another run uses {self.path}: pass another folder")
+        except OSError as error:
+            fail(f"--offload-dir: cannot write to {self.path}: {error.strerror}")
+
     def _restore(self, is_resumed: bool, saved: int) -> bool:
         """Agree with all ranks on a step that each of them has, if they go on from the files."""
         try:
@@ -141,8 +143,10 @@ class StateFolder:
             found = None
         except (OSError, ValueError) as error:
             fail(f"--offload-dir: {self.path}/step.json cannot be read: {error}")
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, found)
+        every = [found]
+        if is_resumed:
+            every *= dist.get_world_size()
+            dist.all_gather_object(every, found)
         records = [record for record in every if record]
         steps = [record["step"] for record in records]
         is_own = all(record["content"] == self.content for record in records)
@@ -151,21 +155,14 @@ class StateFolder:
             # a rank may have been killed before it committed what another one has committed
             self.step, self.slot = min(steps), found["slot"] ^ (found["step"] > min(steps))
             return True
-        is_saved = is_resumed and all(
-            record["content"]["run"] == self.content["run"] for record in records
-        )
-        if steps and max(steps) > (saved if is_saved else 0):
-            old, ours = records[steps.index(max(steps))]["content"], self.content
-            differ = [
-                f"{key} {old.get(key)}, here {ours[key]}"
-                for key in ours
-                if old.get(key) != ours[key]
-            ]
-            why = f"of another run ({'; '.join(differ)})" if differ else "of this run"
-            if not differ:
-                why += ", not on all ranks" if is_resumed else ", and --resume auto goes on from it"
-            fix = "pass another folder, or delete this one"
-            fail(f"--offload-dir: {self.path.parent} holds step {max(steps)} {why}: {fix}")
+        for record in records:
+            if record["content"]["run"] != self.content["run"]:
+                what = f"step {record['step']} of the run {record['content']['run']}"
+                fail(f"--offload-dir: {self.path.parent} holds {what}: pass another, or delete it")
+        if found and found["step"] > saved:
+            moved = move_aside(self.path, f"earlier-{self.path.name}")
+            print0(f"{moved} is from before: step {found['step']} of {found['content']}")
+            self._claim()
         (self.path / "step.json").unlink(missing_ok=True)
         return False
 

@@ -89,6 +89,13 @@ def fsdp(x: Costs) -> None:
     x.send("all_reduce", "replicate", x.n // s, 4 * x.P / s)
 
 
+def ssd_offload(x: Costs) -> None:
+    m, itemsize = x.m // x.n, 2 if x.args.dtype == "bfloat16" else 4
+    x.hold(0, 0, 0)  # it is in files
+    x.send("all_gather_single", "shard", x.n, m * gathered(x, True, itemsize))
+    x.send("reduce_scatter_single", "shard", x.n, m * 4 * x.P)
+
+
 def tensor_parallel(x: Costs, group: str, tp: int, layers: int, is_first=True, is_last=True):
     """The communication of the layers, the embedding and the loss of a rank, and its parameters."""
     norms = 2 * layers * x.d + x.d * is_last
@@ -200,6 +207,7 @@ COSTS: dict[str, Callable[[Costs], None]] = {
     "08": context_parallel,
     "09": expert_parallel,
     "11": muon,
+    "12": ssd_offload,
 }
 
 

@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from common.collectives import Ledger, all_reduce_control, all_to_all_single, le
 from common.data import Corpus
 from common.distributed import World, fail
 from common.model import rotary_table
+from common.state_files import StateFile, StateFolder
 
 VOCABULARY = 33_278  # of WikiText-2
 
@@ -200,6 +202,46 @@ def balanced_counts(rows: int, exchange, counts: Tensor, group: dist.ProcessGrou
     return [sent, [sent[group.rank()]] * len(sent)]
 
 
+class NoFile(StateFile):
+    """In place of 12's file of a unit: nothing is read or written."""
+
+    def __init__(self, folder: StateFolder, name: str, length: int):
+        self.folder, self.path, self.length = folder, Path(name), length
+
+    def empty(self, n_rows: int) -> Tensor:
+        return torch.empty(n_rows, self.length)
+
+    def read(self, row: int, n_rows: int = 1) -> Tensor:
+        return self.empty(n_rows)
+
+    def write(self, row: int, rows: Tensor) -> None:
+        pass
+
+    def mapped(self) -> Tensor:
+        return self.empty(3)
+
+
+class NoFiles(StateFolder):
+    """In place of 12's folder: its jobs run at once, in this thread."""
+
+    def __init__(self, *_, **__):
+        self.files, self.step, self.slot, self.is_restored = [], 0, 0, False
+        self.bytes_read = self.bytes_written = 0
+
+    def open(self, name: str, shard: Tensor) -> StateFile:
+        self.files.append(NoFile(self, name, len(shard)))
+        return self.files[-1]
+
+    def start(self, function, *args) -> Future:
+        (job := Future()).set_result(function(*args))
+        return job
+
+    def commit(self) -> None:
+        pass
+
+    close = commit
+
+
 @torch.no_grad()
 def replace_parameters(module: nn.Module, convert, recurse: bool = True) -> nn.Module:
     """In place of `Module._apply`, which swaps tensors: fake tensors cannot be swapped."""
@@ -232,6 +274,10 @@ def fake_stage(
         patches["check_same"] = lambda *args: all_reduce_control(
             torch.zeros(2, device=args[2]), args[3]
         )
+    if hasattr(module, "state_folder"):
+        patches["state_folder"] = NoFiles
+        unclipped = {"is_clipped": lambda _: False}  # fake tensors have no numbers
+        patches["SpeculativeAdamW"] = type("Unclipped", (module.SpeculativeAdamW,), unclipped)
     words, tokens = [str(i) for i in range(vocabulary)], torch.zeros(2, dtype=torch.int32)
     corpus = Corpus("fake", tokens[:1].expand(2**20), tokens, tokens, words, "0")
     rotary_table.cache_clear()  # real tensors and fake ones do not mix
