@@ -7,12 +7,16 @@
 Every row fills whole pages. `step.json` says which slot counts and how many steps it has done. It
 is replaced atomically: after a kill at any moment it names a slot that is complete. Direct I/O
 moves pages between the disk and a buffer, without the page cache, which would be memory too.
+Nothing is flushed: after a restart of the machine, a run goes on from its checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import json
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -23,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed import fail, move_aside, print0, replacing, warn
+from common.distributed import fail, move_aside, print0, warn
 
 PAGE = 4096  # bytes
 SLOT, GRADIENT, ROWS = 3, 6, 7  # rows of a slot, the gradient's row, rows of a file
@@ -73,13 +77,16 @@ class StateFolder:
 
     def commit(self) -> None:
         """Make `step` and `slot` what a resumed run goes on from."""
-        record = {"step": self.step, "slot": self.slot, "content": self.content}
+        record = {"step": self.step, "slot": self.slot, "content": self.content, "boot": boot()}
+        aside = self.path / "step.json.new"
         try:
-            with replacing(self.path / "step.json") as aside:
-                aside.write_text(json.dumps(record))
+            aside.write_text(json.dumps(record))
+            aside.replace(self.path / "step.json")
         except OSError as error:
             fail(f"{self.path}: {error.strerror}; step {self.step - 1} is kept there", status=1)
         self.bytes_read = self.bytes_written = 0
+        with contextlib.suppress(OSError, AttributeError):  # what glibc keeps grows with the units
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def traffic(self) -> dict[str, float]:
         """MB read and written since the last commit."""
@@ -143,6 +150,8 @@ class StateFolder:
             found = None
         except (OSError, ValueError) as error:
             fail(f"--offload-dir: {self.path}/step.json cannot be read: {error}")
+        if found and found["boot"] != boot():  # what was written last may not be on the disk
+            found["content"]["machine"] = "restarted since"
         every = [found]
         if is_resumed:
             every *= dist.get_world_size()
@@ -178,9 +187,13 @@ class StateFile:
     def empty(self, n_rows: int) -> Tensor:
         """Memory for rows, [n_rows, length], which begins at a page."""
         size = n_rows * self.stride
-        memory = torch.empty(size + PAGE // 4, pin_memory=self.folder.pinned)
-        start = -memory.data_ptr() % PAGE // 4
-        return memory[start : start + size].view(n_rows, -1)[:, : self.length]
+        if self.folder.pinned:
+            memory = torch.empty(size + PAGE // 4, pin_memory=True)
+            start = -memory.data_ptr() % PAGE // 4
+            memory = memory[start : start + size]
+        else:  # not from malloc, whose fragments grow with the number of units
+            memory = torch.frombuffer(mmap.mmap(-1, 4 * size), dtype=torch.float32)
+        return memory.view(n_rows, -1)[:, : self.length]
 
     def read(self, row: int, n_rows: int = 1) -> Tensor:
         rows = self.empty(n_rows)
@@ -190,7 +203,6 @@ class StateFile:
     def write(self, row: int, rows: Tensor) -> None:
         """`rows` are those of `empty` or `read`."""
         self.folder.move(os.pwritev, self, row, rows)
-        os.fdatasync(self.handle)
 
     def mapped(self) -> Tensor:
         """The slot that counts, [3, length], for a checkpoint: memory only for the pages in use."""
@@ -206,3 +218,11 @@ def file_system(path: Path) -> str:
         return ""
     number = f"{os.major(device)}:{os.minor(device)}"
     return next((x.partition(" - ")[2].split()[0] for x in lines if x.split()[2] == number), "")
+
+
+def boot() -> str:
+    """What Linux calls the time since the machine started."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -125,4 +125,4 @@ def test_metrics_report_the_model_state_and_the_bytes_that_were_sent(fresh_pool,
             sent = sum(expected.sent.values()) / 1e6
             assert line["comm_mb"] == pytest.approx(sent, rel=0.05 if run.stage == "09" else 1e-9)
         held = metrics[-1]["model_state_mb"] * 1e6
-        assert held == pytest.approx(sum(expected.held.values()), rel=0.03)
+        assert held == pytest.approx(sum(expected.held.values()), rel=0.03, abs=1e3)

@@ -218,7 +218,7 @@ class NoFile(StateFile):
         pass
 
     def mapped(self) -> Tensor:
-        return self.empty(3)
+        return torch.empty(1).expand(3, self.length)  # in a file, not in memory
 
 
 class NoFiles(StateFolder):
