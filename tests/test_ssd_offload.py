@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
@@ -18,6 +20,7 @@ import pytest
 import torch
 from harness import load_stage, train
 
+from common import state_files
 from common.checkpoint import checkpoints
 
 SHAPE = "--d-model 32 --n-layers 3 --n-heads 4 --seq-len 16 --global-batch-size 24 --dropout 0.1"
@@ -206,6 +209,7 @@ def test_a_full_disk_in_a_step_ends_the_run_which_goes_on_from_its_last_step(
     (outcome,) = pool.attempt(full_disk, [*argv, str(broken)])
     assert outcome.exit_status == 1 and outcome.stderr.count("\n") == 1, outcome
     assert "No space left on device; step 5 is kept there" in outcome.stderr
+    pool.close()  # the process has the lock of the folder until it ends
     pool.train("12", [*argv, str(broken)])
     assert chaos.differences(broken, whole) == ""
 
