@@ -377,7 +377,7 @@ class FlatParameter:
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
-        """Give the unit its parameters, which are functions of the shard, and take them back."""
+        """Give the unit its parameters, the outputs of `Gather`, as attributes of their owners."""
         params = Gather.apply(self.shard, self)
         version = self.full._version
         for (owner, name), param in zip(self.owners, params, strict=True):
@@ -395,18 +395,17 @@ class FlatParameter:
             self.full = None  # nobody else keeps it, thanks to `pack`
 
     def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: of a view of `full` only its place, else the tensor."""
+        """What autograd keeps for backward: a tensor and its version; of a view of `full`, in place
+        of the tensor, None, the version of the shard, and shape, stride and offset."""
         if tensor.untyped_storage() is not self.full.untyped_storage():
             return tensor, tensor._version
         return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, saved: tuple) -> Tensor:
-        """What backward reads: for a place, gather the parameters again."""
+        """What backward reads: the tensor that `pack` has saved, or the view, gathered again."""
         tensor, version, *place = saved
         if (self.shard if place else tensor)._version != version:
-            raise RuntimeError(
-                "modified in place, or by the optimizer's last step, before backward"
-            )
+            raise RuntimeError("changed in place, or by the optimizer's last step")
         return self.unshard().as_strided(*place) if place else tensor
 
     @torch.inference_mode(False)  # else `full` would not count its versions

@@ -26,9 +26,9 @@ def test_an_exercise_has_the_blanks_of_its_stage_and_is_the_stage_when_they_are_
 
 
 def test_a_blank_keeps_its_docstring_and_checks():
-    body = with_blanks("04").partition("def enter(")[2].partition("def leave(")[0]
-    assert '"""Prepare the unit' in body and body.count("raise RuntimeError") == 2
-    assert body.rstrip().endswith('exercise 11 of 16: FullyShardedDataParallel.enter")')
+    body = with_blanks("04").partition("def backward(")[2].partition("# ----")[0]
+    assert '"""Autograd calls it' in body and body.count("raise RuntimeError") == 2
+    assert body.rstrip().endswith('exercise 5 of 17: Gather.backward")')
 
 
 @pytest.mark.parametrize("stage", stages()[1:])
