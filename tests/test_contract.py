@@ -45,6 +45,8 @@ class Unit(nn.Module):
         if self.how == "a part recomputed":
             return checkpoint(self.other, y, use_reentrant=False)
         y = self.other(y)
+        if self.how == "saves its output":
+            return y.exp()
         if self.how == "detached weight":  # read in backward after all gradients have arrived
             y = y + nn.functional.linear(x.sin(), self.other.weight.detach()).tanh()
         return (y, {"x": [x.cos()]}) if self.how == "tuple" else y
@@ -154,6 +156,7 @@ MODELS = {  # how the model is changed, strategies, message
         "without values",
     ),
     "an unused parameter": (chain("", "unused parameter"), UNITS, "not used all"),
+    "a saved tensor changed": (chain("in place", "saves its output"), UNITS, "changed in place"),
     "unit without parameters": (lambda model: model.units.append(nn.Tanh()), UNITS, "no param"),
     "a part of a unit recomputed": (chain("", "a part recomputed"), UNITS, "no attribute"),
     "changed in place": (chain("", "changes a parameter"), UNITS, "modified inplace"),
