@@ -228,8 +228,11 @@ class Ring(SameShape):
         self.group, self.n, self.rank = group, group.size(), group.rank()
         self.shards, self.positions = shards, shards[group.rank()]
         self.length = sum(map(len, self.positions))
-        if any(sum(map(len, shard)) != self.length for shard in shards):
+        if len(shards) != self.n or any(sum(map(len, shard)) != self.length for shard in shards):
             raise ValueError(f"shards of different lengths: {shards}; ranks must divide seq_len")
+        positions = sorted(p for shard in shards for chunk in shard for p in chunk)
+        if positions != list(range(len(positions))) or any(c.step > 1 for s in shards for c in s):
+            raise ValueError(f"shards {shards}: not all positions once, in ranges of step 1")
         if self.n > 1:
             # NCCL's first operation between two ranks connects them, and blocks until both have
             # issued it: do that here, one by one, while no other operation is in flight
@@ -535,7 +538,7 @@ class DistributedDataParallel(nn.Module):
         A gradient that only some ranks have is zero on the others. One that none has stays None, so
         that no optimizer decays or moves its parameter.
         """
-        others = (p for p in self.module.parameters() if p not in self.bucket_of)
+        others = (p for p in self.parameters() if p not in self.bucket_of)
         if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
             raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
         missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}

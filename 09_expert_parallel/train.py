@@ -438,7 +438,7 @@ class DistributedDataParallel(nn.Module):
         A gradient that only some ranks have is zero on the others. One that none has stays None, so
         that no optimizer decays or moves its parameter.
         """
-        others = (p for p in self.module.parameters() if p not in self.bucket_of)
+        others = (p for p in self.parameters() if p not in self.bucket_of)
         if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
             raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
         missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}

@@ -26,6 +26,8 @@ def units_with_values(
             raise ValueError(f"{name}: tied, in no unit, or in several")
         if not p.requires_grad or p.dtype != dtype or not p.is_floating_point():
             raise ValueError(f"{name}: frozen, complex, or of another dtype than the others")
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ValueError(f"{name}: has hooks, which its shard would lose")
     del users, paths, name, p  # else the full parameters would stay alive here
     for name, buffer in module.named_buffers():
         if buffer.is_meta:

@@ -147,6 +147,11 @@ MODELS = {  # how the model is changed, strategies, message
         "in no unit",
     ),
     "frozen": (of_linear(lambda linear: linear.bias.requires_grad_(False)), UNITS, "frozen"),
+    "a parameter with a hook": (
+        of_linear(lambda linear: linear.bias.register_hook(torch.zeros_like)),
+        UNITS,
+        "hooks",
+    ),
     "mixed dtypes": (of_linear(nn.Module.double), UNITS, "dtype"),
     "meta device": (lambda model: model.to("meta"), UNITS, "meta device"),
     **{f"kept in a {kind}": (kept_in(kind), UNITS, "has been sharded") for kind in KEPT},
@@ -374,6 +379,7 @@ LOOPS = {  # what the loop does, strategies, message
     "frozen afterwards, units": (frozen_afterwards, UNITS, "shards only"),
     "replaced": (wrapping(new_chain, lambda m: m.units.__setitem__(2, Unit())), DDP, "replace"),
     "added": (wrapping(new_chain, lambda m: m.add_module("more", Unit())), DDP, "add"),
+    "added to the wrapper": (lambda t: t.model.add_module("b", Unit()) or train(t), DDP, "add"),
     "load_state_dict(assign=True)": (wrapping(new_chain, assign), DDP, "replace"),
     "unfrozen": (
         wrapping(lambda t: new_chain(t).requires_grad_(False), nn.Module.requires_grad_),
