@@ -50,6 +50,7 @@ from common.collectives import (
     all_gather_single,
     all_reduce_control,
     broadcast,
+    check_same,
     global_norm,
     reduce_scatter_single,
 )
@@ -104,6 +105,11 @@ class ZeroRedundancyOptimizer:
         **defaults,
     ):
         self.module, self.zero_stage, self.group = module, zero_stage, process_group
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
+        check_same("parameters or buffers", kinds, tensors[0][1].device, process_group)
+        for _, tensor in tensors:
+            broadcast(tensor.detach(), group=process_group, group_src=0)
         self.launched = 0  # how many buckets' reductions this backward has started
         self.in_flight: Bucket | None = None  # whose reduction was started last
         self.complete = True  # whether all gradients of the last backward have been launched
@@ -268,7 +274,6 @@ class Bucket:
         self.full_views = self.views_into(self.full)
         for param, view in self.full_views.items():
             param.data = view
-        broadcast(self.full, group=group, group_src=0)
         self.shard = nn.Parameter(self.full[self.owned])
         self.grads: Tensor | None = None
         self.average: Tensor | None = None
@@ -364,9 +369,7 @@ class FlatParameter:
         self.owned = slice(rank * length, (rank + 1) * length)
         padding = self.n_ranks * length - len(flat)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        flat = F.pad(flat, (0, padding))
-        broadcast(flat, group=group, group_src=0)
-        self.shard = nn.Parameter(flat[self.owned].clone())
+        self.shard = nn.Parameter(F.pad(flat, (0, padding))[self.owned].clone())
         self.full: Tensor | None = None
         self.forward, unit.forward = unit.forward, self.run
 

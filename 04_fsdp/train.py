@@ -48,6 +48,7 @@ from common.collectives import (
     all_gather_single,
     all_reduce,
     all_reduce_control,
+    check_same,
     global_norm,
     reduce_scatter_single,
 )
@@ -178,7 +179,7 @@ class FullyShardedDataParallel(nn.Module):
             bucket.start_all_reduce()  # if every backward was under no_sync()
         averaged = [bucket for bucket in self.buckets if bucket.finish_step()]
         if averaged:  # else it was called before
-            check_no_parameters(self.module)
+            check_no_parameters(self, [bucket.shard for bucket in self.buckets])
             agree_on_overflow((bucket.shard.grad for bucket in averaged), self.group)
 
     @torch.no_grad()
@@ -217,6 +218,9 @@ class FlatParameter:
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
         flat = F.pad(flat, (0, padding))
         self.shard = nn.Parameter(flat[self.owned].to(fsdp.shard_device, copy=True))
+        sums = [t.sum() for t in (flat.view(torch.int16), *unit.buffers())]
+        for ranks in [group, replicas] if replicas else [group]:
+            check_same(f"initial values of {name}", sums, fsdp.device, ranks)
         self.full: Tensor | None = None
         self.version: int | None = None  # of the shard that `full` was gathered from
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends

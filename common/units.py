@@ -1,7 +1,7 @@
 """What stages 03 and 04 check of a model's units, and of what is done with their parameters."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -112,8 +112,9 @@ def forbid_parameters(module: nn.Module) -> None:
             each.named_parameters = fail  # `parameters()` calls it
 
 
-def check_no_parameters(module: nn.Module) -> None:
+def check_no_parameters(module: nn.Module, shards: Collection[nn.Parameter] = ()) -> None:
     """RuntimeError if a module has a parameter after `take_parameters`: nobody would average it."""
+    known = {None, *shards}
     for name, each in module.named_modules():
-        if any(param is not None for param in each._parameters.values()):
+        if not known.issuperset(each._parameters.values()):
             raise RuntimeError(f"{name}: a parameter was added or replaced after sharding")

@@ -153,7 +153,7 @@ MODELS = {  # how the model is changed, strategies, message
         "hooks",
     ),
     "mixed dtypes": (of_linear(nn.Module.double), UNITS, "dtype"),
-    "meta device": (lambda model: model.to("meta"), UNITS, "meta device"),
+    "meta device": (lambda model: model.to("meta"), UNITS, "meta"),
     **{f"kept in a {kind}": (kept_in(kind), UNITS, "has been sharded") for kind in KEPT},
     "buffer on the meta device": (
         lambda m: m.register_buffer("b", torch.empty(1, device="meta")),
@@ -213,6 +213,7 @@ WORDS = {  # parts of a training loop; `forward` keeps the loss of another batch
     "retaining_backward": lambda t: t.loss.backward(retain_graph=True),
     "double_backward": lambda t: loss_of(t).backward(create_graph=True),
     "square": lambda t: sum(b.shard.grad.square().sum() for b in t.sync.buckets).backward(),
+    "add_to_wrapper": lambda t: setattr(t.model, "head", nn.Linear(6, 6)),
     "add_layer": lambda t: t.plain.units.append(nn.Linear(6, 6)),
     "replace_layer": lambda t: setattr(t.plain.units[1], "linear", nn.Linear(6, 6)),
     "finish": lambda t: t.sync.finish_gradient_synchronization(),
@@ -330,6 +331,12 @@ def of_rank(_: Trainer) -> nn.Module:
     return nn.Sequential(OrderedDict({f"expert {dist.get_rank()}": nn.Linear(6, 6)}))
 
 
+def starting_apart(_: Trainer) -> None:
+    model = chain()
+    model.units[2].other.bias.data += dist.get_rank()
+    trainer_of("fsdp", model)
+
+
 def replicas_alone(_: Trainer) -> None:
     Trainer("fsdp", chain(), groups={"replicate_group": dist.group.WORLD})
 
@@ -372,6 +379,8 @@ LOOPS = {  # what the loop does, strategies, message
     "a retained graph after a step": (loop(RETAINED), STAGES_1_2, "modified by an inplace"),
     "a retained graph after a step, units": (loop(RETAINED), UNITS, "optimizer's last step"),
     "a loss of a kept tensor alone": (kept_tensor_alone, UNITS, "not used all"),
+    "a layer of the wrapper": (loop("add_to_wrapper backward finish"), FSDP, "after sharding"),
+    "other initial values on a rank": (starting_apart, FSDP, "differ between ranks"),
     "a new layer": (loop("add_layer backward finish"), [*STAGES_1_2, *UNITS], "shard"),
     "a replaced layer": (loop("replace_layer backward finish"), STAGES_1_2, "shard"),
     "a replaced layer, units": (loop("replace_layer backward finish"), UNITS, "not used all"),
