@@ -52,7 +52,7 @@ data: $(READY) ## download and prepare WikiText-2, once, where there is internet
 	$(BIN)/python -m common.data
 # ---- run ----
 quickstart: $(READY) ## train every stage for 50 steps on the embedded sample and compare the losses
-	@$(BIN)/python tools/quickstart.py
+	@$(BIN)/python -m tools.quickstart
 
 # --standalone would name the run by a UUID. A time sorts, and stays the same when torchrun restarts
 # the ranks; the process id of make distinguishes runs that start in the same second.
@@ -92,39 +92,39 @@ cluster-down: ### stop it
 	@slurm/cluster.sh down
 # ---- GPUs ----
 preflight: $(READY) ## measure the GPUs of this machine and what connects them
-	@$(BIN)/python tools/gpu/preflight.py $(ARGS)
+	@$(BIN)/python -m tools.gpu.preflight $(ARGS)
 gpu-check: $(READY) ## run every stage on this machine's GPUs, write gpu-check.md; BUDGET= seconds
-	@$(BIN)/python tools/gpu/check.py $(if $(BUDGET),--budget $(BUDGET)) $(ARGS)
+	@$(BIN)/python -m tools.gpu.check $(if $(BUDGET),--budget $(BUDGET)) $(ARGS)
 # ---- look ----
 tensorboard: $(READY) ## show the metrics of all runs in a browser
 	$(BIN)/python -m tensorboard.main --logdir runs
 export: $(READY) ## write a checkpoint's weights to one file: RUN= a run or a checkpoint (default: the last)
-	@$(BIN)/python tools/export.py $${RUN:+"$$RUN"} $(ARGS)
+	@$(BIN)/python -m tools.export $${RUN:+"$$RUN"} $(ARGS)
 generate: $(READY) ### continue PROMPT= with the model of RUN= (default: the last run)
-	@$(BIN)/python tools/generate.py $${RUN:+"$$RUN"} $(ARGS)
+	@$(BIN)/python -m tools.generate $${RUN:+"$$RUN"} $(ARGS)
 # ---- read ----
 diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition by definition
-	@$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/diff.py $* $(if $(FROM),--from $(FROM))
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tools.diff $* $(if $(FROM),--from $(FROM))
 lessons: $(READY) ## lessons/: each stage's README, code and comparisons as web pages, from disk
-	@$(BIN)/python tools/lessons.py
+	@$(BIN)/python -m tools.lessons
 schedule-06: $(READY) ### draw time lines of pipelines; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
-	@$(BIN)/python tools/pictures/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(PP),--pp $(PP)) \
+	@$(BIN)/python -m tools.pictures.timeline $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(PP),--pp $(PP)) \
 		$(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
 		$${RUN:+--run "$$RUN"} $(if $(SVG),--svg $(SVG))
 dry-run-%: $$(folder)/train.py $(READY) ## what RANK= of RANKS= would hold and send in stage NN
-	@$(BIN)/python tools/dry_run.py $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) \
+	@$(BIN)/python -m tools.dry_run $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) \
 		$(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 dry-run-all: $(READY) ### every stage on 8 to 4096 ranks, in one table
-	@$(BIN)/python tools/dry_run.py all
+	@$(BIN)/python -m tools.dry_run all
 plan: $(READY) ## the fastest layouts of a model on NODES= GPUS= GPU= NETWORK=
-	@$(BIN)/python tools/planner/plan.py $(ARGS)
+	@$(BIN)/python -m tools.planner.plan $(ARGS)
 # ---- write ----
 exercise-%: $$(folder)/train.py $(READY) ## write stage NN yourself: its script with blanks, in exercises/
-	@$(BIN)/python tools/exercise.py $* $(if $(OVERWRITE),--overwrite)
+	@$(BIN)/python -m tools.exercise $* $(if $(OVERWRITE),--overwrite)
 check-%: $$(folder)/train.py $(READY) ## check that exercise, or SCRIPT= a changed copy of the stage's script
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/check_script.py $* $${SCRIPT:+"$$SCRIPT"}
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/check_script.py $* $${SCRIPT:+"$$SCRIPT"}
 first-difference: $(READY) ## where the runs A= and B= begin to differ (B= is the reference)
-	@$(BIN)/python tools/first_difference.py $(if $(A)$(B),"$$A" "$$B",--help)
+	@$(BIN)/python -m tools.first_difference $(if $(A)$(B),"$$A" "$$B",--help)
 # ---- check ----
 WORKERS ?= auto
 pytest = $(BIN)/python -m pytest tests -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -133,7 +133,7 @@ test: $(READY) ## the tests to run after every change, in at most three minutes 
 test-all: $(READY) ### all tests: every topology, launcher and signal, and jobs on Slurm
 	$(pytest) $(ARGS)
 chaos: $(READY) ### kill -9 runs of every stage at any time: they must end with the same bits
-	$(BIN)/python tests/chaos.py $(ARGS)
+	$(BIN)/python -m tests.chaos $(ARGS)
 	CHAOS=1 $(BIN)/python -m pytest tests/test_survival.py -k lost_node
 mutants: $(READY) ### break the code on purpose: the tests must fail
 	$(BIN)/python tests/mutants.py $(ARGS)
@@ -142,12 +142,12 @@ lint: $(READY) ### ruff, and shellcheck where it is installed
 	$(BIN)/python -m ruff format --check
 	@! command -v shellcheck >/dev/null || shellcheck */*.sh */*.sbatch .ci/run
 experiments: $(READY) ### run the experiments of the READMEs and check the figures they state; ONLY=02
-	@$(BIN)/python tools/experiments.py $(ONLY)
+	@$(BIN)/python -m tools.experiments $(ONLY)
 pictures: $(READY) ### draw those pictures of the READMEs again that follow from the code
-	@$(BIN)/python tools/pictures/memory.py
-	@$(BIN)/python tools/pictures/timeline.py --schedule all --svg 06_pipeline/schedules.svg
+	@$(BIN)/python -m tools.pictures.memory
+	@$(BIN)/python -m tools.pictures.timeline --schedule all --svg 06_pipeline/schedules.svg
 bench: $(READY) ### compare speed and memory with PyTorch's own classes, in ten minutes
-	$(BIN)/python benchmarks/bench.py $(ARGS)
+	$(BIN)/python -m benchmarks.bench $(ARGS)
 clean: ### remove caches; .venv, data and runs stay
 	rm -rf .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -411,5 +411,5 @@ def test_prompt_with_quotes_reaches_generate_unchanged(tmp_path):
     command = ["make", "-s", "-f", str(REPO / "Makefile"), "-o", f"{tmp_path}/.installed"]
     command += ["generate", f"VENV={tmp_path}", f"PROMPT={prompt}", "RUN=runs/x"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == f"{prompt}|tools/generate.py|runs/x|", done.stderr
+    assert done.stdout == f"{prompt}|-m|tools.generate|runs/x|", done.stderr
     assert not (tmp_path / "broken").exists()

@@ -7,9 +7,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from dry_run import dry_run
 from harness import REPO, load_stage
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tools.dry_run import dry_run
 
 pytestmark = pytest.mark.slow
 

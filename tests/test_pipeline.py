@@ -14,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from dry_run import dry_run
 from harness import REPO, load_stage
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.counter_rng import sample_keys
 from common.model import Transformer, TransformerConfig, init_weights
+from tools.dry_run import dry_run
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,12 @@ import time
 from dataclasses import replace
 from unittest.mock import patch
 
-import plan
 import pytest
-from dry_run import dry_run
 from harness import load_stage
-from step_time import GPUS, Job
+
+from tools.dry_run import dry_run
+from tools.planner import plan
+from tools.planner.step_time import GPUS, Job
 
 # stage, ranks, rank, the stage's flags and the fields of the job that they set
 ZERO_1 = {"sharding": "zero1", "gather_bytes": 4}

@@ -31,14 +31,12 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
 import torch.distributed as dist
-from verdict import judge, report
 
 from common.collectives import all_gather_single, all_reduce, reduce_scatter_single
 from common.distributed import Launch, fail, group_along, launch_environment
+from tools.gpu.verdict import judge, report
 
 
 class Sizes(NamedTuple):

@@ -19,20 +19,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.extend(str(Path(__file__).resolve().parents[up]) for up in (1, 2))  # tools/ and above
-
-from costs import Costs, costs_of
-from step_time import GPUS, Gpu, Job, caveats, step_time
-
 from common.arguments import PRESETS, SHAPE, base_parser, positive, positive_int
 from common.distributed import fail
+from tools.costs import Costs, costs_of
+from tools.planner.step_time import GPUS, Gpu, Job, caveats, step_time
 
 VOCABULARY = 33_280  # WikiText-2's 33,278, padded
 USABLE = 0.92  # of a GPU's memory: the CUDA context, NCCL's buffers and fragmentation take the rest
