@@ -1,4 +1,4 @@
-"""Every stage on fake CUDA tensors: `make dry-run-NN DEVICE=cuda`."""
+"""Every stage on fake CUDA tensors: `make dry-run-NN ARGS="--device cuda"`."""
 
 from __future__ import annotations
 

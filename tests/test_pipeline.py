@@ -292,7 +292,7 @@ MODEL += " --global-batch-size 8 --micro-batch-size 1"
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
 def test_activations_in_the_readme_are_those_of_the_dry_run(pools, schedule):
     readme = (REPO / "06_pipeline/README.md").read_text()
-    assert f'RANKS=4 RANK=0 ARGS="{MODEL}"' in readme
+    assert f'ARGS="--ranks 4 {MODEL}"' in readme
     (row,) = re.findall(rf"^\| `{schedule}`((?: \| \d\.\d\d){{4}}) \|$", readme, re.M)
     found = []
     for dtype, rank in product(("float32", "bfloat16"), (0, 3)):

@@ -20,7 +20,7 @@ READMES = sorted(
 )
 LESSONS = [path for path in READMES if re.match(r"\d\d_", str(path))]
 # files of a corpus, a run or a site: not in the repository
-NOT_OURS = {*"gpu-check.md train.txt valid.txt test.txt table.md all.pt edited-*.py".split()}
+NOT_OURS = {*"gpu-check.md train.txt valid.txt test.txt table.md all.pt".split()}
 # flags of torchrun, srun, sbatch, mpirun, pip, git and nvidia-smi
 OTHERS_FLAGS = set(
     "--standalone --nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id"

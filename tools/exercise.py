@@ -84,7 +84,7 @@ def main() -> None:
     shown = path.relative_to(REPO)
     if path.exists():
         if not args.overwrite:
-            fail(f"{shown} exists: pass OVERWRITE=1 to begin again (a copy of it is kept)")
+            fail(f"{shown} exists: pass ARGS=--overwrite to begin again (a copy of it is kept)")
         copies = (path.with_name(f"train-{i}.py") for i in itertools.count(1))
         kept = path.rename(next(copy for copy in copies if not copy.exists()))
         print(f"your earlier version is now {kept.relative_to(REPO)}")

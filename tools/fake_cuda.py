@@ -1,4 +1,4 @@
-"""`make dry-run-NN DEVICE=cuda`: a stage's main on CUDA tensors, on a machine without GPU.
+"""`make dry-run-NN ARGS="--device cuda"`: a stage's main on CUDA tensors, on a machine without GPU.
 
 Fake tensors compute nothing, and what PyTorch's core asks of a GPU is compiled from fake_cuda.cpp.
 So all of a run uses the operators that PyTorch chooses on a GPU, and has their memory. Tensors on
@@ -52,7 +52,7 @@ def load() -> None:
     digest = hashlib.sha256(source.read_bytes() + repr((torch.__version__, root)).encode())
     library = source.parent / f"__pycache__/fake_cuda-{digest.hexdigest()[:12]}.so"
     if not library.exists():
-        compiler = shutil.which("g++") or fail("DEVICE=cuda needs g++, which is not installed")
+        compiler = shutil.which("g++") or fail("--device cuda needs g++, which is not installed")
         library.parent.mkdir(exist_ok=True)
         aside = library.with_suffix(f".{os.getpid()}")
         flags = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{root}/include", f"-L{root}/lib"]

@@ -3,13 +3,11 @@
     python -m tools.generate runs/04_fsdp/20250101-120000 --prompt "the value of" --words 40
 
 It reads the given checkpoint, or the run's newest one, and writes nothing. Runs on the CPU.
-`make generate PROMPT=...` passes the prompt in the environment, so that no shell parses it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import torch
@@ -77,8 +75,7 @@ def continued(
 if __name__ == "__main__":
     parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", nargs="?", type=Path, help="a run's folder, or a checkpoint's")
-    prompt = os.environ.get("PROMPT") or "the"
-    parser.add_argument("--prompt", default=prompt, help="words of the corpus; or set PROMPT")
+    parser.add_argument("--prompt", default="the", help="words of the corpus")
     parser.add_argument("--words", type=positive_int, default=40, help="how many to add")
     likeliest = "0: the likeliest word"
     parser.add_argument("--temperature", type=non_negative, default=0.8, help=likeliest)

@@ -5,7 +5,7 @@
 
 One process per GPU measures its GPU alone, then the collectives of its node, then the links to the
 two neighbouring nodes, then the collectives of all ranks. `preflight.json` holds every figure and a
-summary that `make plan PREFLIGHT=preflight.json` reads. Exit status 1: something is missing or far
+summary that `make plan ARGS="--preflight preflight.json ..."` reads. Exit status 1: something is missing or far
 off, and a line says what it was compared with.
 
 No process waits for another without a limit. Before the process group exists, ranks register in a
