@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import load_stage
-from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from common.model import Transformer, TransformerConfig, init_weights
+from tools.techniques import STRATEGIES, Trainer
 
 pytestmark = pytest.mark.slow
 

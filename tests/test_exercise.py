@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from exercise import blanks_of, filled, with_blanks
-from first_difference import FLAGS, State, compare, read
 from harness import REPO, load_stage, stage_file, stage_path, stages
+
+from tools.exercise import blanks_of, filled, with_blanks
+from tools.first_difference import FLAGS, State, compare, read
 
 TINY = "--d-model 16 --n-layers 1 --n-heads 2 --seq-len 8 --global-batch-size 4".split()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -18,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.model import Transformer, TransformerConfig, init_weights
 
-sys.path.insert(0, str(REPO / "10_fp8"))
 stage = load_stage("10")
 cost, errors = importlib.import_module("cost"), importlib.import_module("errors")
 E4M3, E5M2 = stage.E4M3, stage.E5M2

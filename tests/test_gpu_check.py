@@ -11,9 +11,8 @@ import time
 import pytest
 from harness import REPO, stage_path, stages
 
-sys.path.insert(0, str(REPO / "tools/gpu"))
-import check
-from check import Check, Outcome, Row, RowFailed, Workers, hidden_share, run_rows
+from tools.gpu import check
+from tools.gpu.check import Check, Outcome, Row, RowFailed, Workers, hidden_share, run_rows
 
 SHAPE = "--d-model 16 --n-layers 2 --n-heads 2 --seq-len 8"
 TINY = f"--data sample {SHAPE} --steps 2 --log-every 1"

@@ -7,9 +7,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from dry_run import dry_run
 from harness import REPO, load_stage
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tools.dry_run import dry_run
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +106,7 @@ EXAMPLE += " --micro-batch-size 1 --sequence-parallel --global-batch-size 512"
 @pytest.mark.parametrize("degrees", [(8, 4), (8, 8), (4, 4)], ids="tp {0[0]}, pp {0[1]}".format)
 def test_memory_in_07_is_that_of_the_dry_run_and_of_the_formula(pools, degrees):
     tp, pp = degrees
-    assert f'RANKS=1024 ARGS="{EXAMPLE} --tp 8 --pp 4"' in (REPO / "07_3d/README.md").read_text()
+    assert f'ARGS="--ranks 1024 {EXAMPLE} --tp 8 --pp 4"' in (REPO / "07_3d/README.md").read_text()
     figures = stated("07_3d", rf"^\| {tp} \| {pp} \| \d+ \| \d+ \| ([\d.]+) \| ([\d.]+) ")
     argv = [*EXAMPLE.split(), "--tp", str(tp), "--pp", str(pp)]
     (report,) = pools(1, group=False).run(dry_run, "07", 1024, 0, argv, timeout=600)

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import quickstart
-import stages as module
 from harness import REPO, stage_file, stage_path, stages
-from stages import BASE, problems, with_ranks
+
+from tools import quickstart
+from tools import stages as module
+from tools.stages import BASE, problems, with_ranks
 
 every_stage = pytest.mark.parametrize("stage", stages())
 
@@ -145,7 +146,7 @@ def copy(tmp_path_factory) -> Path:
 
 
 def in_copy(copy: Path, *words: str, **variables: str) -> str:
-    settings = {**os.environ, "PYTHONPATH": f"{copy}/tests:{copy}/tools", **variables}
+    settings = {**os.environ, "PYTHONPATH": str(copy / "tests"), **variables}
     done = subprocess.run(
         [sys.executable, *words], cwd=copy, capture_output=True, text=True, env=settings
     )
@@ -154,7 +155,8 @@ def in_copy(copy: Path, *words: str, **variables: str) -> str:
 
 
 TOOLS = """
-import chaos, diff, dry_run, lessons, quickstart, stages
+import chaos
+from tools import diff, dry_run, lessons, quickstart, stages
 print([row.name for row in quickstart.rows()])
 print("chaos", chaos.run_of("NEW").ranks, "plan", stages.with_ranks("{ranks}", 4096),
       [run.id for run in stages.runs_for("plan")])

@@ -12,14 +12,13 @@ import re
 from dataclasses import replace
 from functools import cache
 
-import plan
 import pytest
 import step_errors
-import step_time
 from harness import REPO
-from step_time import group_bandwidth
 
 from common.model import TransformerConfig
+from tools.planner import plan, step_time
+from tools.planner.step_time import group_bandwidth
 
 F, NVLINK, CARD, SLOW_CARD = 400e12, 400e9, 50e9, 12.5e9  # FLOP/s, bytes/s: the READMEs' H100s
 

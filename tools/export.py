@@ -1,7 +1,7 @@
 """Export the newest checkpoint of a run as one plain file of weights, on the CPU.
 
-    python tools/export.py runs/04_fsdp/20250101-120000 [--out model.pt]
-    python tools/export.py runs/04_fsdp/20250101-120000/checkpoints/step-00000100
+    python -m tools.export runs/04_fsdp/20250101-120000 [--out model.pt]
+    python -m tools.export runs/04_fsdp/20250101-120000/checkpoints/step-00000100
 
 `torch.load(..., weights_only=True)` reads it: the full `state_dict` of a
 `common.model.Transformer`, whatever stage and topology the run had. Without a folder it exports the
@@ -11,10 +11,7 @@ run that saved last.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed.checkpoint as dcp

@@ -21,8 +21,9 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from stages import BASE, StageRun, runs_for, stage_file, stage_path, stages
-from stages import REPO as ROOT
+
+from tools.stages import BASE, StageRun, runs_for, stage_file, stage_path, stages
+from tools.stages import REPO as ROOT
 
 FOLDER = ROOT / "runs" / "quickstart"
 STEPS, TOLERANCE = 50, 1e-5

@@ -33,17 +33,12 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "planner"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pictures"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tools/
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
-from overlap import Span, duration, overlapped
-from stages import REPO, load_stage, runs_for, stage_file, stage_path, stages
-from step_time import GPUS, Job, step_time
 
 from common.data import load_corpus
+from tools.pictures.overlap import Span, duration, overlapped
+from tools.planner.step_time import GPUS, Job, step_time
+from tools.stages import REPO, load_stage, runs_for, stage_file, stage_path, stages
 
 FOLDER = Path("runs", "gpu-check")
 MATMULS = "10_fp8/cost.py matmuls"
