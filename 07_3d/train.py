@@ -70,8 +70,9 @@ from common.collectives import (
 )
 from common.counter_rng import CounterDropout
 from common.distributed import annotate, group_along
-from common.loss import IGNORED, check_plain, first_order, in_autocast_dtype
+from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
+from common.modules import check_plain, first_order
 
 # isort: split
 from common.arguments import base_parser, check_mesh, model_config, positive_int, seconds

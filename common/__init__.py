@@ -2,6 +2,7 @@
 
 model.py         the transformer as a list of units
 loss.py          cross-entropy in chunks, without the full logits in memory
+modules.py       what is checked of a module that is replaced, and of a backward
 counter_rng.py   stateless randomness: seeds from names, dropout masks from counters
 data.py          corpora as memory-mapped tokens, batches as functions of (seed, step)
 optimization.py  AdamW's settings, the learning-rate schedule, the global norm
