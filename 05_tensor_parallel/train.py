@@ -432,7 +432,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         if args.sequence_parallel:
             all_reduce_replicated_gradients(model, group)
-        grad_norm = clip_grad_norm_(model, args.grad_clip, group)
+        grad_norm = clip_grad_norm_(model, args.max_norm, group)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)

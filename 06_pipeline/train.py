@@ -496,7 +496,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
         loss = all_reduce_control(pipeline.run(micro_batches).mean())
-        grad_norm = clip_grad_norm_(model, args.grad_clip)
+        grad_norm = clip_grad_norm_(model, args.max_norm)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)

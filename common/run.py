@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from common.arguments import Arguments
 from common.checkpoint import Checkpointer
 from common.collectives import all_reduce_control, value_of_rank_0
 from common.data import Corpus
@@ -44,7 +44,7 @@ class Run:
 
     def __init__(
         self,
-        args: Namespace,
+        args: Arguments,
         script: str,
         config: TransformerConfig,
         device: torch.device,
@@ -59,15 +59,14 @@ class Run:
         if dist.is_initialized():
             timeout = timedelta(seconds=args.timeout)
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="stop")
-        flags = {k: 0 if v == math.inf else v for k, v in vars(args).items() if k != "batching"}
         self._claim: RunFolder | None = None  # on rank 0
-        self.folder, continues = self._of_rank_0(self._claim_folder, Path("runs", stage), flags)
+        self.folder, continues = self._of_rank_0(self._claim_folder, Path("runs", stage))
         self.resume = "auto" if continues else args.resume
         tokens = args.global_batch_size * args.seq_len
         flops = tokens * config.flops_per_token()
         self.metrics = Metrics(args.steps, tokens, flops, device, self.folder)
         saved = {  # with every checkpoint
-            "arguments": flags,
+            "arguments": vars(args),
             "vocabulary": hashlib.sha256("\n".join(corpus.vocab).encode()).hexdigest()[:12],
             "corpus": corpus.digest,
         }
@@ -106,8 +105,8 @@ class Run:
             fail(error)
         return value
 
-    def _claim_folder(self, parent: Path, flags: dict) -> tuple[Path, bool]:
-        self._claim = RunFolder(self.args.run_dir, parent, flags)
+    def _claim_folder(self, parent: Path) -> tuple[Path, bool]:
+        self._claim = RunFolder(self.args.run_dir, parent, vars(self.args))
         folder = self._claim.path / "checkpoints"
         folder.mkdir(exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
