@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from common.counter_rng import generator_of, sample_keys
-from common.distributed import exists, fail, print0, sync
+from common.distributed import fail, print0
+from common.files import exists, sync
 from common.loss import IGNORED
 
 SPLITS = ("train", "valid", "test")

@@ -5,19 +5,8 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from common.distributed import rank, warn
-
-
-def save0(obj: Any, path: str | os.PathLike) -> None:
-    """`torch.save` on rank 0, atomically."""
-    if rank() == 0:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as aside, open(aside, "wb") as file:
-            torch.save(obj, file)
+from common.distributed import warn
 
 
 @contextlib.contextmanager

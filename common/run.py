@@ -24,7 +24,8 @@ from common.arguments import Arguments
 from common.checkpoint import Checkpointer
 from common.collectives import all_reduce_control, value_of_rank_0
 from common.data import Corpus
-from common.distributed import fail, launch_environment, print0, rank, replacing, warn, world_size
+from common.distributed import fail, launch_environment, print0, rank, warn, world_size
+from common.files import replacing
 from common.folder import RunFolder
 from common.metrics import Metrics
 from common.model import TransformerConfig
@@ -166,7 +167,6 @@ class Run:
         return torch.profiler.profile(schedule=schedule, on_trace_ready=save)
 
     def evaluates(self, step: int) -> bool:
-        """Whether the validation loss is due: every `--eval-every` steps and after the last."""
         return self._is_due(step, self.args.eval_every)
 
     def agree_to_save(self, step: int) -> bool:
@@ -176,22 +176,21 @@ class Run:
         set, and when any rank has received one of STOPS; then no step follows. This is an
         all-reduce in a group of its own: a collective that only some ranks enter hangs.
         """
-        self._stopping = self._any_rank(self._asked_to_stop or self.checkpoints.has_failed())
+        votes = torch.tensor(float(self._asked_to_stop or self.checkpoints.has_failed()))
+        if self._group is not None:
+            all_reduce_control(votes, group=self._group)
+        self._stopping = votes.item() > 0
         if self._stopping:
             self.checkpoints.wait()  # ends the run if it is a save that failed
             print0(f"asked to stop: saving after step {step}")
-        due = self.args.checkpoint_every > 0 and self._is_due(step, self.args.checkpoint_every)
-        if due or self._stopping:
+        every = self.args.checkpoint_every
+        due = self._stopping or (every > 0 and self._is_due(step, every))
+        if due:
             self._check_finite(step)
-        return due or self._stopping
-
-    def _any_rank(self, here: bool) -> bool:
-        votes = torch.tensor(float(here))
-        if self._group is not None:
-            all_reduce_control(votes, group=self._group)
-        return votes.item() > 0
+        return due
 
     def _is_due(self, step: int, every: int) -> bool:
+        """Whether what happens every so many steps, and after the last, is due."""
         return self.is_last(step) or (every > 0 and (step + 1) % every == 0)
 
     def is_last(self, step: int) -> bool:
@@ -265,8 +264,7 @@ def keep_freed_memory() -> None:
 
 
 def git_commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        found = subprocess.run(command, capture_output=True, text=True, timeout=5)
-        return found.stdout.strip() or None
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True, timeout=5).strip()
     return None
