@@ -545,7 +545,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         optimizer.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = optimizer.clip_grad_norm_(args.grad_clip)
+        grad_norm = optimizer.clip_grad_norm_(args.max_norm)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)

@@ -60,11 +60,18 @@ from common.collectives import (
 from common.counter_rng import Positions
 
 # isort: split
-from common.arguments import base_parser, check_cp, model_config, positive, positive_int, seconds
+from common.arguments import (
+    base_parser,
+    check_arguments,
+    model_config,
+    positive,
+    positive_int,
+    seconds,
+)
 from common.checkpoint import training_state
 from common.counter_rng import CounterDropout
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import World, cleanup, group_along, setup, world_size
+from common.distributed import World, cleanup, fail, group_along, setup, world_size
 from common.loss import IGNORED
 from common.model import Attention, Transformer, init_weights
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
@@ -384,7 +391,21 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--context-parallel-kind", choices=KINDS, default="ring", help=kind)
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
-    return check_cp(parser.parse_args(argv), world_size())
+    args = parser.parse_args(argv)
+    cp = args.cp = args.cp or world_size()
+    if world_size() % cp:
+        fail(f"--cp {cp} does not divide the {world_size()} ranks (--nproc-per-node)")
+    check_arguments(args, data_parallel_size=world_size() // cp)
+    kind = args.context_parallel_kind
+    multiple = 2 * cp if kind == "ring" and cp > 1 else cp  # a rank of a ring has two chunks
+    if rest := args.seq_len % multiple:
+        needs = f"--cp {cp} ({kind}) needs --seq-len to be a multiple of {multiple}"
+        longer = args.seq_len + multiple - rest
+        fail(f"{needs}, not {args.seq_len}: pass --seq-len {longer}, for example")
+    if kind == "ulysses" and args.n_heads % cp:
+        needs = f"--context-parallel-kind ulysses needs --n-heads to be a multiple of --cp {cp}"
+        fail(f"{needs}, not {args.n_heads}: pass --context-parallel-kind ring, for example")
+    return args
 
 
 @torch.no_grad()
@@ -440,7 +461,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = clip_grad_norm_(model.parameters(), args.grad_clip)
+        grad_norm = clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)

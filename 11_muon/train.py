@@ -453,7 +453,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = clip_grad_norm_(model, args.grad_clip)
+        grad_norm = clip_grad_norm_(model, args.max_norm)
         muon.step(meanwhile=optimizer.step)
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)

@@ -24,7 +24,7 @@ from torch.futures import Future
 from torch.utils.serialization import config
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from common.distributed import exists, move_aside, sync
+from common.files import exists, move_aside, sync
 
 
 class CheckpointError(Exception):
@@ -219,18 +219,15 @@ class VerifiedItems:
         self.storage_data, self.last, self.content = storage_data, None, b""
 
     def transform_load_stream(self, part: dcp.ReadItem, _, stream: BinaryIO) -> BinaryIO:
-        if part.storage_index != self.last:  # the parts of one item follow each other
-            self.content = self.read(part.storage_index, stream)
-            self.last = part.storage_index
+        index = part.storage_index
+        if index != self.last:  # the parts of one item follow each other
+            info = self.storage_data[index]
+            content = stream.read(info.length)
+            if info.xxh3_64 != xxh3_64_intdigest(content):
+                where = f"{index.fqn} in {info.relative_path}"
+                raise CorruptCheckpointError(f"{where}: the checksum differs")
+            self.last, self.content = index, content
         return io.BytesIO(self.content)
-
-    def read(self, index: MetadataIndex, stream: BinaryIO) -> bytes:
-        info = self.storage_data[index]
-        content = stream.read(info.length)
-        if info.xxh3_64 != xxh3_64_intdigest(content):
-            where = f"{index.fqn} in {info.relative_path}"
-            raise CorruptCheckpointError(f"{where}: the checksum differs")
-        return content
 
 
 class Reader(dcp.FileSystemReader):

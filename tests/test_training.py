@@ -70,7 +70,7 @@ def by_hand(args, tokens: Tensor, vocab_size: int) -> list[dict]:
             lr = low + (args.lr - low) * (1 + math.cos(math.pi * done)) / 2
         with torch.no_grad():
             for p, (m, v) in zip(model.parameters(), adam_state, strict=True):
-                grad = p.grad * min(1.0, args.grad_clip / (norm + 1e-6))
+                grad = p.grad * min(1.0, args.max_norm / (norm + 1e-6))
                 m.mul_(0.9).add_(0.1 * grad)
                 v.mul_(0.95).add_(0.05 * grad**2)
                 rate = (m / (1 - 0.9 ** (step + 1))) / (

@@ -131,7 +131,7 @@ PATCHES = {"Run": OneStep}
 
 def empty_batches(_, batching, device, first_step: int, rank: int = 0, size: int = 1):
     """Yield batches of the shapes that `train_batches` yields."""
-    share, micro = batching.global_size // size, batching.micro_size
+    share, micro = batching.global_batch_size // size, batching.micro_batch_size
     tokens = torch.zeros(micro, batching.seq_len, dtype=torch.int64, device=device)
     keys = torch.zeros(micro, dtype=torch.int32, device=device)
     while True:

@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from common.checkpoint import checkpoints
-from common.distributed import exists, fail, save0
+from common.distributed import fail
+from common.files import exists, replacing
 from common.storage import CorruptCheckpointError, LoadPlanner, Reader
 
 
@@ -67,7 +68,9 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path]:
 def export(checkpoint: Path, out: Path) -> None:
     weights = tensors_of(checkpoint)
     try:
-        save0(weights, out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as aside, open(aside, "wb") as file:
+            torch.save(weights, file)
     except OSError as error:  # a folder, for example, or another user's
         fail(f"--out {out}: {error}: name a file that can be written")
     millions = sum(t.numel() for t in weights.values()) / 1e6

@@ -66,8 +66,9 @@ def continued(
         if temperature == 0:
             tokens.append(int(logits.argmax()))
         else:
-            # the largest is 0: no division by a small temperature overflows to inf
-            probabilities = torch.softmax((logits - logits.max()) / temperature, dim=0)
+            # the largest is 0, and float64 holds any temperature: no division gives inf or NaN
+            logits = (logits - logits.max()).double()
+            probabilities = torch.softmax(logits / temperature, dim=0)
             tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return tokens
 
