@@ -29,6 +29,7 @@ help help-all: ### this list
 # EDIT="..."  an expression for sed: run-NN trains with this change to the script, and prints it
 # NODES= GPUS= CPUS= MEM= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 MEM=0
 # FROM=01     the stage that diff-NN compares with; by default the one that its stage.toml names
+# DEVICE=cuda dry-run-NN on fake GPU tensors: memory as on a GPU, and where the host waits for it
 # TORCH=keep  setup uses the PyTorch that PYTHON= imports; TORCH=2.14.1 installs this version
 # PYTHON=...  the python3 that creates the virtual environment
 
@@ -108,10 +109,10 @@ lessons: $(READY) ## lessons/: each stage's README, code and comparisons as web 
 schedule-06: $(READY) ### draw time lines of pipelines: ARGS="--schedule zero-bubble --pp 4 --micro 8"
 	@$(BIN)/python -m tools.pictures.timeline $(ARGS)
 dry-run-%: $$(folder)/train.py $(READY) ## what a rank would hold and send in stage NN: ARGS="--ranks 512 ..."
-	@$(BIN)/python -m tools.dry_run $* $(ARGS)
+	@$(BIN)/python -m tools.dry_run $* $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 dry-run-all: $(READY) ### every stage on 8 to 4096 ranks, in one table
 	@$(BIN)/python -m tools.dry_run all
-plan: $(READY) ## the fastest layouts of a model on your GPUs: see PLANNING.md
+plan: $(READY) ## the fastest layouts of a model on your GPUs: see RUNNING.md
 	@$(BIN)/python -m tools.planner.plan $(ARGS)
 # ---- write ----
 exercise-%: $$(folder)/train.py $(READY) ## write stage NN yourself: its script with blanks, in exercises/

@@ -188,13 +188,6 @@ def test_other_memory_figures_of_08():
     (layer,) = stated_in_08(r"plain, \((\d+) L")
     each, every = stated_in_08(r"takes ([\d.]+) GB per tensor: (\d+) GB in total")
     assert (each, every) == (round(tensor, 2), round(LAYERS * layer * tensor))
-    (ring,) = stated_in_08(r"cp 8, \((\d+) L")
-    assert stated_in_08(r"(\d+) L A / 8 = (\d+) A") == [ring, ring * LAYERS / 8]
-    plain, cp, tokens = stated_in_08(r"(\d+) L A, and (\d+) L A / 8.*?up to ([\d,]+) tokens")
-    assert (plain, cp) == (layer - 4, ring - 4)
-    (others,) = stated_in_08(r"cp 8, \(\d+ L \+ (\d+)\)")
-    per_token = 2 * WIDTH / 8 / GB * (cp * LAYERS + others)
-    assert tokens == pytest.approx(ROOM / per_token, rel=0.01)
 
 
 # ---- 08: the tiles are for reading ----

@@ -120,7 +120,7 @@ def test_quickstart_resumes_stage_01_and_fails_where_that_fails(
     assert ("01_single_gpu resumed" in capsys.readouterr().out) == resumes
 
 
-# ---- a stage is added: the steps of tests/README.md, in a copy of the repository ----
+# ---- a stage is added: the steps of CONTRIBUTING.md, in a copy of the repository ----
 
 
 NEW = f"{int(stages()[-1]) + 1:02d}"
