@@ -171,27 +171,18 @@ def test_requeued_job_has_the_same_run_folder(monkeypatch, variables, expected):
     assert launch_name() == expected
 
 
-LIFE_2, RERUN = {"SLURM_RESTART_COUNT": "1"}, {"TORCHELASTIC_RESTART_COUNT": "1"}
+LIFE_2, NAMED = SBATCH | {"SLURM_RESTART_COUNT": "1"}, {"TORCHELASTIC_RUN_ID": "x"}
+RESTARTED = NAMED | {"TORCHELASTIC_RESTART_COUNT": "1"}
 
 
 @pytest.mark.parametrize(
     "starts, folders",
     [
         # the environment, and the learning rate, of one start after another
-        ([(SBATCH, 1), (SBATCH, 2), (SBATCH, 1)], ["77", "77-2", "77-3"]),  # in one shell
-        (
-            [(SBATCH, 1), (SBATCH, 2), (SBATCH | LIFE_2, 1), (SBATCH | LIFE_2, 2)],
-            2 * ["77", "77-2"],
-        ),
-        # the commands of a requeued job in another order
-        (
-            [(SBATCH, 1), (SBATCH, 2), (SBATCH | LIFE_2, 2), (SBATCH | LIFE_2, 1)],
-            ["77", "77-2", "77-2", "77"],
-        ),
-        (
-            [({"TORCHELASTIC_RUN_ID": "x"}, 1), ({"TORCHELASTIC_RUN_ID": "x"} | RERUN, 1)],
-            ["x", "x"],
-        ),
+        ([(SBATCH, 1), (SBATCH, 2), (SBATCH, 1)], "77 77-2 77-3"),  # in one shell
+        ([(SBATCH, 1), (SBATCH, 2), (LIFE_2, 1), (LIFE_2, 2)], "77 77-2 77 77-2"),  # requeued
+        ([(SBATCH, 1), (SBATCH, 2), (LIFE_2, 2), (LIFE_2, 1)], "77 77-2 77-2 77"),
+        ([(NAMED, 1), (RESTARTED, 1)], "x x"),
     ],
 )
 def test_each_command_of_a_job_has_a_folder_of_its_own(monkeypatch, tmp_path, starts, folders):
@@ -203,7 +194,7 @@ def test_each_command_of_a_job_has_a_folder_of_its_own(monkeypatch, tmp_path, st
         run = RunFolder(None, tmp_path, {"lr": lr})
         found.append(run.path.name)
         run.close()
-    assert found == folders
+    assert found == folders.split()
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(monkeypatch, tmp_path):
