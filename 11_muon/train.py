@@ -103,7 +103,8 @@ class Muon(torch.optim.Optimizer):
 
         meanwhile: called while the last broadcasts are in flight, such as another optimizer's step.
         """
-        lr, weight_decay, beta = (self.param_groups[0][name] for name in self.defaults)
+        settings = self.param_groups[0]
+        lr, weight_decay, beta = settings["lr"], settings["weight_decay"], settings["momentum"]
         in_flight = []
         for matrix in self.matrices:
             param = matrix.param
