@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tools.techniques import Trainer
+from common.collectives import agree_on_overflow
 
 SGD = torch.optim.SGD
 DDP, STAGES_1_2, STAGE_3, FSDP = ["ddp"], ["zero-1", "zero-2"], ["zero-3"], ["fsdp", "fsdp-keep"]
@@ -599,3 +601,15 @@ def test_no_forward_computes_with_stale_parameters(pools, strategy):
 def test_step_of_zero_finishes_the_reductions(pools, strategy):
     for off in pools(2).run(distance, strategy, "a step", "finish"):
         assert off <= 1e-6
+
+
+def agreed(rank_0: float) -> list[float]:
+    grad = torch.full((2,), rank_0 if dist.get_rank() == 0 else 1.0, dtype=torch.float16)
+    agree_on_overflow([grad])
+    return grad.tolist()
+
+
+@pytest.mark.parametrize(("rank_0", "skip"), [(6e4, False), (math.inf, True), (math.nan, True)])
+def test_ranks_agree_on_an_overflow_and_a_sum_beyond_float16_is_none(pools, rank_0, skip):
+    for grads in pools(2).run(agreed, rank_0):
+        assert math.isnan(grads[0]) == skip
