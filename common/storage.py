@@ -219,15 +219,18 @@ class VerifiedItems:
         self.storage_data, self.last, self.content = storage_data, None, b""
 
     def transform_load_stream(self, part: dcp.ReadItem, _, stream: BinaryIO) -> BinaryIO:
-        index = part.storage_index
-        if index != self.last:  # the parts of one item follow each other
-            info = self.storage_data[index]
-            content = stream.read(info.length)
-            if info.xxh3_64 != xxh3_64_intdigest(content):
-                where = f"{index.fqn} in {info.relative_path}"
-                raise CorruptCheckpointError(f"{where}: the checksum differs")
-            self.last, self.content = index, content
+        if part.storage_index != self.last:  # the parts of one item follow each other
+            self.content = self.read(part.storage_index, stream)
+            self.last = part.storage_index
         return io.BytesIO(self.content)
+
+    def read(self, index: MetadataIndex, stream: BinaryIO) -> bytes:
+        info = self.storage_data[index]
+        content = stream.read(info.length)
+        if info.xxh3_64 != xxh3_64_intdigest(content):
+            where = f"{index.fqn} in {info.relative_path}"
+            raise CorruptCheckpointError(f"{where}: the checksum differs")
+        return content
 
 
 class Reader(dcp.FileSystemReader):
