@@ -227,13 +227,12 @@ def check_ranks(args: Arguments, corpus: Corpus) -> None:
     code = hashlib.sha256()
     for file in (Path(sys.argv[0]), *sorted(Path(__file__).parent.glob("*.py"))):
         code.update(file.read_bytes() if file.is_file() else b"")
-    flags = {k: v for k, v in vars(args).items() if k not in ("batching", "data")}
-    shared = {"--" + name.replace("_", "-"): repr(value) for name, value in flags.items()}
+    shared = {"--" + name.replace("_", "-"): repr(value) for name, value in vars(args).items()}
+    del shared["--data"]  # each node may have its own copy
     shared |= {"the hash of --data": corpus.digest, "the hash of the code": code.hexdigest()[:12]}
     shared |= {"PyTorch's version": torch.__version__, "Python's": platform.python_version()}
     shared["the kind of device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    digest = hashlib.sha256(repr(shared).encode()).digest()
-    number = int.from_bytes(digest[:7], "big")
+    number = int.from_bytes(hashlib.sha256(repr(shared).encode()).digest()[:7], "big")
     least_and_most = all_reduce_control(torch.tensor([-number, number]), op=dist.ReduceOp.MAX)
     if -least_and_most[0] == least_and_most[1]:
         return

@@ -391,7 +391,7 @@ def test_a_read_error_makes_no_checkpoint_corrupt(tmp_path, monkeypatch, error_o
     for step in (2, 4):
         saved(tmp_path, step)
     failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
-    monkeypatch.setattr(storage.VerifiedItems, "transform_load_stream", failing)
+    monkeypatch.setattr(storage.VerifiedItems, "read", failing)
     assert "step-00000004 cannot be read: [Errno 5]" in error_of(loaded, tmp_path, status=1)
     assert len(checkpoints(tmp_path)) == 2
 
