@@ -50,8 +50,8 @@ $(READY): requirements.txt
 data: $(READY) ## download and prepare WikiText-2, once, where there is internet access
 	$(BIN)/python -m common.data
 # ---- run ----
-quickstart: $(READY) ## train every stage for 50 steps on the embedded sample and compare the losses
-	@$(BIN)/python -m tools.quickstart
+quickstart: $(READY) ## train every stage for 50 steps and compare the losses; on GPUs, write gpu-check.md
+	@$(BIN)/python -m tools.quickstart $(ARGS)
 
 # --standalone would name the run by a UUID. A time sorts, and stays the same when torchrun restarts
 # the ranks; the process id of make distinguishes runs that start in the same second.
@@ -92,8 +92,6 @@ cluster-down: ### stop it
 # ---- GPUs ----
 preflight: $(READY) ### measure the GPUs of this machine and what connects them
 	@$(BIN)/python -m tools.gpu.preflight $(ARGS)
-gpu-check: $(READY) ## run every stage on this machine's GPUs, write gpu-check.md; BUDGET= seconds
-	@$(BIN)/python -m tools.gpu.check $(if $(BUDGET),--budget $(BUDGET)) $(ARGS)
 # ---- look ----
 tensorboard: $(READY) ## show the metrics of all runs in a browser
 	$(BIN)/python -m tensorboard.main --logdir runs

@@ -17,8 +17,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +37,7 @@ from tools.pool import (  # noqa: F401
     Pool,
     WorkerError,
     WorkerExit,
+    comparably,
     metrics_of,
     train,
     with_run_dir,
@@ -45,7 +45,6 @@ from tools.pool import (  # noqa: F401
 from tools.stages import (  # noqa: F401
     REPO,
     StageRun,
-    load_file,
     load_stage,
     runs_for,
     stage_file,
@@ -99,16 +98,6 @@ def assert_reproduces(run: StageRun, metrics: list[dict], reference: list[dict])
     tolerance = {**tolerance, **dict(run.tolerance)}
     steps = tolerance.pop("steps", len(reference))
     assert_same_curve(metrics[:steps], reference[:steps], **tolerance)
-
-
-def comparably(job: Callable, how: str, folder: str, stage: str, argv: list[str]) -> Any:
-    """`job(stage, argv)`, in its stage's `replay` where there is one; how: "record" or "replay"."""
-    name, around = stage_file(stage).replay, nullcontext()
-    if name:
-        module = load_file(stage_path(stage).with_name(f"{name}.py"), name)
-        around = getattr(module, name)(how, folder, load_stage(stage))
-    with around:
-        return job(stage, argv)
 
 
 # ---- collectives ----

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from tools.techniques import Trainer
 from common.collectives import agree_on_overflow
+from tools.techniques import Trainer
 
 SGD = torch.optim.SGD
 DDP, STAGES_1_2, STAGE_3, FSDP = ["ddp"], ["zero-1", "zero-2"], ["zero-3"], ["fsdp", "fsdp-keep"]

@@ -22,12 +22,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tools.stages import load_stage
+from tools.stages import load_file, load_stage, stage_file, stage_path
 
 # what the fork server imports, once for all processes
 PRELOAD = ["torch._dynamo", "torch.utils.tensorboard", "common.checkpoint", "common.run"]
@@ -232,3 +233,13 @@ def with_run_dir(argv: list[str]) -> list[str]:
     if "--run-dir" in argv:
         return list(argv)
     return [*argv, "--run-dir", tempfile.mkdtemp(prefix="run-", dir=os.environ.get("RUNS_ROOT"))]
+
+
+def comparably(job: Callable, how: str, folder: str, stage: str, argv: list[str]) -> Any:
+    """`job(stage, argv)`, in its stage's `replay` where there is one; how: "record" or "replay"."""
+    name, around = stage_file(stage).replay, nullcontext()
+    if name:
+        module = load_file(stage_path(stage).with_name(f"{name}.py"), name)
+        around = getattr(module, name)(how, folder, load_stage(stage))
+    with around:
+        return job(stage, argv)

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import importlib
 import io
+import multiprocessing
 import os
 import pickle
 import queue
@@ -35,6 +36,8 @@ def work(rank: int, size: int, port: int | None, connection, environment, folder
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # tqdm's own lock would leak a semaphore when we are killed
     common.distributed.GRACE = 0.0  # no launcher terminates the other ranks here
+    # on a GPU a rank starts a process that loads its data, which a daemon must not
+    multiprocessing.current_process()._config["daemon"] = False
     jobs: queue.Queue = queue.Queue()
 
     def listen() -> None:
@@ -60,6 +63,8 @@ def work(rank: int, size: int, port: int | None, connection, environment, folder
     connection.send_bytes(pickle.dumps("ready"))
     while True:
         job = jobs.get()
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
         outcome = do(job)
         if port is not None and not dist.is_initialized():
             outcome.traceback = outcome.traceback or "the job destroyed the pool's process group"
