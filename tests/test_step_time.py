@@ -124,7 +124,7 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
         [SEND / 2 / INSIDE, SEND / 2 / ONE_CARD],
     ),
     "03, optimizer": ("03_zero", r"^\| AdamW on .*? \| − ([\d.]+) ms", [AROUND * ADAMW]),
-    "03, computation": ("03_zero", r"02's .*? compute for (\d+) ms", [compute(3072)]),
+    "03, computation": ("03_zero", r"3,072 tokens compute for (\d+) ms", [compute(3072)]),
     "04, forward": ("04_fsdp", r"400 TFLOP/s, takes ([\d.]+) ms", [LAYER_FORWARD]),
     "04, computation": (
         "04_fsdp",
@@ -152,7 +152,11 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
         r"per node, 50 GB/s \| ([\d.]+) ms, .*? \| ([\d.]+) ms, .*? \| T > ([\d,]+)",
         [2 * LAYER / ONE_CARD, 6 * LAYER / ONE_CARD, 1.5 * F / ONE_CARD * AROUND],
     ),
-    "04, hybrid": ("04_fsdp", r"one card: ([\d.]+) ms at 50 GB/s", [1e3 * WIDE / ONE_CARD]),
+    "04, eight cards": (
+        "04_fsdp",
+        r"gathers in ([\d.]+) ms and backward communicates for ([\d.]+) ms per layer",
+        [1e3 * WIDE * times * 63 / 64 / INSIDE for times in (2, 6)],
+    ),
     **{
         f"05, width {width:,}": (
             "05_tensor_parallel",

@@ -46,13 +46,11 @@ def layouts(model: Job) -> Iterator[tuple[str, str, Job]]:
     n, nodes = model.ranks, model.ranks // model.per_node
     dp = replace(model, casts_weights=True)
     yield "02", "", dp
-    for zero in (1, 2):
+    for zero in (1, 2, 3):
         job = replace(dp, sharding=f"zero{zero}", gather_bytes=4, overlaps_gather=False)
         yield "03", f"--zero-stage {zero}", job
-    sharded = replace(model, sharding="zero3", overlaps_gather=False)
-    yield "03", "--zero-stage 3", sharded
     for keep in ("", "--no-reshard-after-forward"):
-        job = replace(sharded, sharding="fsdp", overlaps_gather=True, reshards=not keep)
+        job = replace(model, sharding="fsdp", overlaps_gather=True, reshards=not keep)
         yield "04", keep, job
         if nodes > 1 and model.per_node > 1:
             hybrid = f"--shard-degree {model.per_node} {keep}".strip()
@@ -109,6 +107,7 @@ def costs(stage: str, job: Job, last: bool = False) -> Costs:
         zero_stage=int(job.sharding[-1]) if job.sharding.startswith("zero") else 0,
         shard_degree=job.shard_ranks,
         no_reshard_after_forward=not job.reshards,
+        param_dtype="bfloat16",
         reduce_dtype="float32",
         virtual_stages=job.virtual,
     )
