@@ -79,7 +79,7 @@ def test_make_check_names_a_planted_bug(bug, tmp_path):
     (tmp_path / "copy.py").write_text(text.replace(old, new) if old else text)
     command = [sys.executable, REPO / "tests/check_script.py", stage, tmp_path / "copy.py"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "RUNS_"))}
-    environment |= {"RERUNS": "0"} if old else {}
+    environment |= {"PYTHONPATH": str(REPO), **({"RERUNS": "0"} if old else {})}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert said in done.stdout, done.stdout + done.stderr
     assert done.returncode == (1 if old else 0), done.stdout

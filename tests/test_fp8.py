@@ -260,6 +260,7 @@ def test_the_matmuls_meet_the_constraints_of_cuda(recipe, dtype, gpu, monkeypatc
         return x if x.is_contiguous() else x.new_empty(x.shape)
 
     with (
+        torch.no_grad(),  # as in a backward
         FakeTensorMode(),
         patch.object(stage.F, "scaled_mm", record),
         patch.object(Tensor, "contiguous", contiguous),  # a copy needs a real device

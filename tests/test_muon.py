@@ -17,7 +17,6 @@ from harness import (
     WorkerError,
     WorkerExit,
     assert_same_curve,
-    load_file,
     load_stage,
     stage_path,
 )
@@ -29,6 +28,7 @@ from common.arguments import PRESETS
 from common.checkpoint import Checkpointer, checkpoints
 from common.model import Transformer, TransformerConfig, init_weights
 from tools.generate import continued, load_run
+from tools.stages import load_file
 
 stage = load_stage("11")
 figures = load_file(stage_path("11").with_name("figures.py"), "figures")
