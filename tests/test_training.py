@@ -399,7 +399,7 @@ def notes_of_resuming(pools, argv: list, run_dir: Path) -> list[str]:
 def test_resume_with_other_arguments_prints_one_line_for_each(pools, saved_run):
     argv, run_dir = saved_run
     changed = {"seed": 1, "seq-len": 8, "global-batch-size": 6, "lr": 0.01, "warmup-steps": 3}
-    changed |= {"min-lr-ratio": 0.5, "steps": 3, "weight-decay": 0.2, "grad-clip": 0}
+    changed |= {"min-lr-ratio": 0.5, "steps": 3, "weight-decay": 0.2, "grad-clip": 0.0}
     changed |= {"dropout": 0.1}
     flags = [str(x) for name, value in changed.items() for x in (f"--{name}", value)]
     notes = notes_of_resuming(pools, [*argv, *flags], run_dir)
