@@ -25,11 +25,10 @@ help help-all: ### this list
 	@echo; awk -F '# ' '/^# [A-Z]+=/ { printf "  %s\n", $$2 }' Makefile
 	@echo; grep -H '^title = ' [0-9][0-9]_*/stage.toml | tr -d '"' | sed 's/^/  /; s|/stage.toml:title =|:|'
 # NPROC=4     processes of run-02 and later; by default one per GPU, or two without a GPU
-# ARGS="..."  flags for the script: make run-01 ARGS="--data sample --steps 100"
+# ARGS="..."  flags of what the target runs: make run-01 ARGS="--data sample --steps 100"; ARGS=--help lists them
 # EDIT="..."  an expression for sed: run-NN trains with this change to the script, and prints it
 # NODES= GPUS= CPUS= MEM= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 MEM=0
 # FROM=01     the stage that diff-NN compares with; by default the one that its stage.toml names
-# GPU=h100    of make plan, with NETWORK= EFFICIENCY= PREFLIGHT= EXPLAIN=: see PLANNING.md
 # DEVICE=cuda dry-run-NN on fake GPU tensors: memory as on a GPU, and where the host waits for it
 # TORCH=keep  setup uses the PyTorch that PYTHON= imports; TORCH=2.14.1 installs this version
 # PYTHON=...  the python3 that creates the virtual environment
@@ -39,8 +38,8 @@ ifneq ($(filter-out run-%,$(MAKECMDGOALS)),)
 $(error EDIT= is for run-NN: it does not change what $(filter-out run-%,$(MAKECMDGOALS)) does)
 endif
 endif
-# passed in the environment and unexpanded, because a path or a prompt may contain any character
-$(foreach each,RUN A B SCRIPT PROMPT,$(eval override export $(each) := $$(value $(each))))
+# passed in the environment and unexpanded, because a path may contain any character
+override export SCRIPT := $(value SCRIPT)
 
 # ---- set-up ----
 setup: $(READY) ## create a virtual environment in .venv and install requirements.txt
@@ -51,8 +50,8 @@ $(READY): requirements.txt
 data: $(READY) ## download and prepare WikiText-2, once, where there is internet access
 	$(BIN)/python -m common.data
 # ---- run ----
-quickstart: $(READY) ## train every stage for 50 steps on the embedded sample and compare the losses
-	@$(BIN)/python tools/quickstart.py
+quickstart: $(READY) ## train every stage for 50 steps and compare the losses; on GPUs, write gpu-check.md
+	@$(BIN)/python -m tools.quickstart $(ARGS)
 
 # --standalone would name the run by a UUID. A time sorts, and stays the same when torchrun restarts
 # the ranks; the process id of make distinguishes runs that start in the same second.
@@ -78,7 +77,7 @@ submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
 	@slurm/jobs.sh submit $(folder) $(ARGS)
 submit-all: ## submit all stages, each to start when the previous one has succeeded
 	@slurm/jobs.sh submit "$(folders)" $(ARGS)
-submit-preflight: ## measure NODES= with GPUS= each before a long job, and the links between them
+submit-preflight: ### measure NODES= with GPUS= each before a long job, and the links between them
 	@slurm/jobs.sh preflight $(ARGS)
 status: ## the jobs from here: pending, running, recently ended, and why
 	@slurm/jobs.sh status
@@ -91,49 +90,44 @@ cluster: ### start a Slurm cluster of NODES= nodes on this machine, to try thing
 cluster-down: ### stop it
 	@slurm/cluster.sh down
 # ---- GPUs ----
-preflight: $(READY) ## measure the GPUs of this machine and what connects them
-	@$(BIN)/python tools/gpu/preflight.py $(ARGS)
-gpu-check: $(READY) ## run every stage on this machine's GPUs, write gpu-check.md; BUDGET= seconds
-	@$(BIN)/python tools/gpu/check.py $(if $(BUDGET),--budget $(BUDGET)) $(ARGS)
+preflight: $(READY) ### measure the GPUs of this machine and what connects them
+	@$(BIN)/python -m tools.gpu.preflight $(ARGS)
 # ---- look ----
 tensorboard: $(READY) ## show the metrics of all runs in a browser
 	$(BIN)/python -m tensorboard.main --logdir runs
-export: $(READY) ## write a checkpoint's weights to one file: RUN= a run or a checkpoint (default: the last)
-	@$(BIN)/python tools/export.py $${RUN:+"$$RUN"} $(ARGS)
-generate: $(READY) ### continue PROMPT= with the model of RUN= (default: the last run)
-	@$(BIN)/python tools/generate.py $${RUN:+"$$RUN"} $(ARGS)
+export: $(READY) ## write the weights of a run or checkpoint (ARGS=; default: the last) to one file
+	@$(BIN)/python -m tools.export $(ARGS)
+generate: $(READY) ### continue a prompt with the model of a run or checkpoint (default: the last)
+	@$(BIN)/python -m tools.generate $(ARGS)
 # ---- read ----
 diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition by definition
-	@$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/diff.py $* $(if $(FROM),--from $(FROM))
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tools.diff $* $(if $(FROM),--from $(FROM))
 lessons: $(READY) ## lessons/: each stage's README, code and comparisons as web pages, from disk
-	@$(BIN)/python tools/lessons.py
-schedule-06: $(READY) ### draw time lines of pipelines; SCHEDULE= PP= MICRO= VIRTUAL= RUN= SVG=
-	@$(BIN)/python tools/pictures/timeline.py $(if $(SCHEDULE),--schedule $(SCHEDULE)) $(if $(PP),--pp $(PP)) \
-		$(if $(MICRO),--micro $(MICRO)) $(if $(VIRTUAL),--virtual $(VIRTUAL)) \
-		$${RUN:+--run "$$RUN"} $(if $(SVG),--svg $(SVG))
-dry-run-%: $$(folder)/train.py $(READY) ## what RANK= of RANKS= would hold and send in stage NN
-	@$(BIN)/python tools/dry_run.py $* $(if $(RANKS),--ranks $(RANKS)) $(if $(RANK),--rank $(RANK)) \
-		$(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+	@$(BIN)/python -m tools.lessons
+schedule-06: $(READY) ### draw time lines of pipelines: ARGS="--schedule zero-bubble --pp 4 --micro 8"
+	@$(BIN)/python -m tools.pictures.timeline $(ARGS)
+dry-run-%: $$(folder)/train.py $(READY) ## what a rank would hold and send in stage NN: ARGS="--ranks 512 ..."
+	@$(BIN)/python -m tools.dry_run $* $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 dry-run-all: $(READY) ### every stage on 8 to 4096 ranks, in one table
-	@$(BIN)/python tools/dry_run.py all
-plan: $(READY) ## the fastest layouts of a model on NODES= GPUS= GPU= NETWORK=
-	@$(BIN)/python tools/planner/plan.py $(ARGS)
+	@$(BIN)/python -m tools.dry_run all
+plan: $(READY) ## the fastest layouts of a model on your GPUs: see RUNNING.md
+	@$(BIN)/python -m tools.planner.plan $(ARGS)
 # ---- write ----
 exercise-%: $$(folder)/train.py $(READY) ## write stage NN yourself: its script with blanks, in exercises/
-	@$(BIN)/python tools/exercise.py $* $(if $(OVERWRITE),--overwrite)
+	@$(BIN)/python -m tools.exercise $* $(ARGS)
 check-%: $$(folder)/train.py $(READY) ## check that exercise, or SCRIPT= a changed copy of the stage's script
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/check_script.py $* $${SCRIPT:+"$$SCRIPT"}
-first-difference: $(READY) ## where the runs A= and B= begin to differ (B= is the reference)
-	@$(BIN)/python tools/first_difference.py $(if $(A)$(B),"$$A" "$$B",--help)
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/check_script.py $* $${SCRIPT:+"$$SCRIPT"}
+first-difference: $(READY) ### where two runs begin to differ: ARGS="RUN REFERENCE"
+	@$(BIN)/python -m tools.first_difference $(or $(ARGS),--help)
 # ---- check ----
 WORKERS ?= auto
 pytest = $(BIN)/python -m pytest tests -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(READY) ## the tests to run after every change, in at most three minutes on two cores
 	$(pytest) -m "quick or not slow" $(ARGS)
-test-all: $(READY) ### all tests: every topology, launcher and signal, and jobs on Slurm
+test-all: $(READY) #### all tests: every topology, launcher and signal, and jobs on Slurm
 	$(pytest) $(ARGS)
 chaos: $(READY) ### kill -9 runs of every stage at any time: they must end with the same bits
-	$(BIN)/python tests/chaos.py $(ARGS)
+	$(BIN)/python -m tests.chaos $(ARGS)
 	CHAOS=1 $(BIN)/python -m pytest tests/test_survival.py -k lost_node
 mutants: $(READY) ### break the code on purpose: the tests must fail
 	$(BIN)/python tests/mutants.py $(ARGS)
@@ -142,12 +136,12 @@ lint: $(READY) ### ruff, and shellcheck where it is installed
 	$(BIN)/python -m ruff format --check
 	@! command -v shellcheck >/dev/null || shellcheck */*.sh */*.sbatch .ci/run
 experiments: $(READY) ### run the experiments of the READMEs and check the figures they state; ONLY=02
-	@$(BIN)/python tools/experiments.py $(ONLY)
+	@$(BIN)/python -m tools.experiments $(ONLY)
 pictures: $(READY) ### draw those pictures of the READMEs again that follow from the code
-	@$(BIN)/python tools/pictures/memory.py
-	@$(BIN)/python tools/pictures/timeline.py --schedule all --svg 06_pipeline/schedules.svg
+	@$(BIN)/python -m tools.pictures.memory
+	@$(BIN)/python -m tools.pictures.timeline --schedule all --svg 06_pipeline/schedules.svg
 bench: $(READY) ### compare speed and memory with PyTorch's own classes, in ten minutes
-	$(BIN)/python benchmarks/bench.py $(ARGS)
+	$(BIN)/python -m benchmarks.bench $(ARGS)
 clean: ### remove caches; .venv, data and runs stay
 	rm -rf .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

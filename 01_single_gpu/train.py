@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
                 micro_loss = model(inputs, targets, keys) / len(micro_batches)
             micro_loss.backward()
             loss += micro_loss.detach()
-        grad_norm = clip_grad_norm_(model.parameters(), args.grad_clip)
+        grad_norm = clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)

@@ -127,7 +127,7 @@ class DistributedDataParallel(nn.Module):
         A gradient that only some ranks have is zero on the others. One that none has stays None, so
         that no optimizer decays or moves its parameter.
         """
-        others = (p for p in self.module.parameters() if p not in self.bucket_of)
+        others = (p for p in self.parameters() if p not in self.bucket_of)
         if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
             raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
         missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
@@ -270,7 +270,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = clip_grad_norm_(model.parameters(), args.grad_clip)
+        grad_norm = clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)

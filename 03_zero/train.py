@@ -50,6 +50,7 @@ from common.collectives import (
     all_gather_single,
     all_reduce_control,
     broadcast,
+    check_same,
     global_norm,
     reduce_scatter_single,
 )
@@ -104,6 +105,11 @@ class ZeroRedundancyOptimizer:
         **defaults,
     ):
         self.module, self.zero_stage, self.group = module, zero_stage, process_group
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
+        check_same("parameters or buffers", kinds, tensors[0][1].device, process_group)
+        for _, tensor in tensors:
+            broadcast(tensor.detach(), group=process_group, group_src=0)
         self.launched = 0  # how many buckets' reductions this backward has started
         self.in_flight: Bucket | None = None  # whose reduction was started last
         self.complete = True  # whether all gradients of the last backward have been launched
@@ -268,7 +274,6 @@ class Bucket:
         self.full_views = self.views_into(self.full)
         for param, view in self.full_views.items():
             param.data = view
-        broadcast(self.full, group=group, group_src=0)
         self.shard = nn.Parameter(self.full[self.owned])
         self.grads: Tensor | None = None
         self.average: Tensor | None = None
@@ -364,9 +369,7 @@ class FlatParameter:
         self.owned = slice(rank * length, (rank + 1) * length)
         padding = self.n_ranks * length - len(flat)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        flat = F.pad(flat, (0, padding))
-        broadcast(flat, group=group, group_src=0)
-        self.shard = nn.Parameter(flat[self.owned].clone())
+        self.shard = nn.Parameter(F.pad(flat, (0, padding))[self.owned].clone())
         self.full: Tensor | None = None
         self.forward, unit.forward = unit.forward, self.run
 
@@ -377,7 +380,7 @@ class FlatParameter:
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
-        """Give the unit its parameters, which are functions of the shard, and take them back."""
+        """Give the unit its parameters, the outputs of `Gather`, as attributes of their owners."""
         params = Gather.apply(self.shard, self)
         version = self.full._version
         for (owner, name), param in zip(self.owners, params, strict=True):
@@ -395,18 +398,17 @@ class FlatParameter:
             self.full = None  # nobody else keeps it, thanks to `pack`
 
     def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: of a view of `full` only its place, else the tensor."""
+        """What autograd keeps for backward: a tensor and its version; of a view of `full`, in place
+        of the tensor, None, the version of the shard, and shape, stride and offset."""
         if tensor.untyped_storage() is not self.full.untyped_storage():
             return tensor, tensor._version
         return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, saved: tuple) -> Tensor:
-        """What backward reads: for a place, gather the parameters again."""
+        """What backward reads: the tensor that `pack` has saved, or the view, gathered again."""
         tensor, version, *place = saved
         if (self.shard if place else tensor)._version != version:
-            raise RuntimeError(
-                "modified in place, or by the optimizer's last step, before backward"
-            )
+            raise RuntimeError("changed in place, or by the optimizer's last step")
         return self.unshard().as_strided(*place) if place else tensor
 
     @torch.inference_mode(False)  # else `full` would not count its versions
@@ -543,7 +545,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         optimizer.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = optimizer.clip_grad_norm_(args.grad_clip)
+        grad_norm = optimizer.clip_grad_norm_(args.max_norm)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)

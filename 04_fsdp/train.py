@@ -48,6 +48,7 @@ from common.collectives import (
     all_gather_single,
     all_reduce,
     all_reduce_control,
+    check_same,
     global_norm,
     reduce_scatter_single,
 )
@@ -178,7 +179,7 @@ class FullyShardedDataParallel(nn.Module):
             bucket.start_all_reduce()  # if every backward was under no_sync()
         averaged = [bucket for bucket in self.buckets if bucket.finish_step()]
         if averaged:  # else it was called before
-            check_no_parameters(self.module)
+            check_no_parameters(self, [bucket.shard for bucket in self.buckets])
             agree_on_overflow((bucket.shard.grad for bucket in averaged), self.group)
 
     @torch.no_grad()
@@ -202,21 +203,24 @@ class FlatParameter:
     """
 
     def __init__(self, name: str, unit: nn.Module, fsdp: FullyShardedDataParallel):
-        self.name, self.fsdp, self.group = name, fsdp, fsdp.group
-        self.n_shards, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        replicas = fsdp.replicate_group
-        self.n_ranks = self.n_shards * (dist.get_world_size(replicas) if replicas else 1)
+        self.fsdp, group, replicas = fsdp, fsdp.group, fsdp.replicate_group
+        self.name, self.group = name, group
+        self.n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self.n_replicas = dist.get_world_size(replicas) if replicas else 1
         self.shapes = {full_name: p.shape for full_name, p in unit.named_parameters(name)}
         # the embedding's gradient is a sum over many tokens: not in bfloat16
         param_dtype = None if is_lookup(unit) else fsdp.param_dtype
         self.owners, flat = take_parameters(unit)  # the unit has no parameters any more
         self.dtype = param_dtype or flat.dtype
-        length = -(-len(flat) // self.n_shards)  # of a shard, rounded up
+        length = -(-len(flat) // self.n_ranks)  # of a shard, rounded up
         self.owned = slice(rank * length, (rank + 1) * length)
-        padding = self.n_shards * length - len(flat)
+        padding = self.n_ranks * length - len(flat)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
         flat = F.pad(flat, (0, padding))
         self.shard = nn.Parameter(flat[self.owned].to(fsdp.shard_device, copy=True))
+        sums = [t.sum() for t in (flat.view(torch.int16), *unit.buffers())]
+        for ranks in [group, replicas] if replicas else [group]:
+            check_same(f"initial values of {name}", sums, fsdp.device, ranks)
         self.full: Tensor | None = None
         self.version: int | None = None  # of the shard that `full` was gathered from
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
@@ -229,7 +233,7 @@ class FlatParameter:
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
-        """Give the unit its parameters, which are functions of the shard, and take them back."""
+        """Give the unit its parameters, the outputs of `Gather`, as attributes of their owners."""
         params = Gather.apply(self.shard, self)
         version = self.full._version
         for (owner, name), param in zip(self.owners, params, strict=True):
@@ -246,22 +250,20 @@ class FlatParameter:
                 delattr(owner, name)
 
     def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: of a view of `full` only its place, else the tensor."""
+        """What autograd keeps for backward: a tensor and its version; of a view of `full`, in place
+        of the tensor, None, the version of the shard, and shape, stride and offset."""
         if tensor.untyped_storage() is not self.full.untyped_storage():
             return tensor, tensor._version
         return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, saved: tuple) -> Tensor:
-        """What backward reads: for a place, gather the parameters again."""
+        """What backward reads: the tensor that `pack` has saved, or the view, gathered again."""
         tensor, version, *place = saved
         if (self.shard if place else tensor)._version != version:
-            raise RuntimeError(
-                "modified in place, or by the optimizer's last step, before backward"
-            )
-        if not place:
-            return tensor
-        self.fsdp.unshard(self, in_backward=True)
-        return self.full.as_strided(*place)
+            raise RuntimeError("changed in place, or by the optimizer's last step")
+        if place:
+            self.fsdp.unshard(self, in_backward=True)
+        return self.full.as_strided(*place) if place else tensor
 
     @torch.inference_mode(False)  # else `full` would not count its versions
     def unshard(self) -> None:
@@ -270,7 +272,7 @@ class FlatParameter:
             self.reshard()  # of an earlier step
             self.version = self.shard._version
             sent = self.shard.detach().to(self.fsdp.device, self.dtype)  # cast before it is sent
-            self.full = sent.new_empty(self.n_shards * len(sent))
+            self.full = sent.new_empty(self.n_ranks * len(sent))
             self.gathering = all_gather_single(self.full, sent, self.group, async_op=True), sent
 
     def wait(self) -> None:
@@ -305,7 +307,7 @@ class FlatParameter:
             return
         work, full, is_last = self.reduction
         work.wait()
-        average = full[self.owned].to(self.shard) / self.n_ranks  # in the shard's dtype
+        average = full[self.owned].to(self.shard) / (self.n_ranks * self.n_replicas)
         self.average = average if self.average is None else self.average.add_(average)
         self.reduction = None
         if is_last:
@@ -313,7 +315,7 @@ class FlatParameter:
 
     def start_all_reduce(self) -> None:
         """With replicas: start to all-reduce the average over them. A later one is added to it."""
-        if self.n_ranks > self.n_shards and self.average is not None:
+        if self.n_replicas > 1 and self.average is not None:
             work = all_reduce(self.average, group=self.fsdp.replicate_group, async_op=True)
             self.all_reduces.append((work, self.average))
             self.average = None
@@ -448,7 +450,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = model.clip_grad_norm_(args.grad_clip)
+        grad_norm = model.clip_grad_norm_(args.max_norm)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)

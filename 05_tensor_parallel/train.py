@@ -55,8 +55,9 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.counter_rng import CounterDropout
-from common.loss import IGNORED, check_plain, first_order, in_autocast_dtype
+from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
+from common.modules import check_plain, first_order
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, seconds
@@ -431,7 +432,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         if args.sequence_parallel:
             all_reduce_replicated_gradients(model, group)
-        grad_norm = clip_grad_norm_(model, args.grad_clip, group)
+        grad_norm = clip_grad_norm_(model, args.max_norm, group)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)

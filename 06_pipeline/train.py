@@ -53,7 +53,8 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import all_reduce_control, global_norm, irecv, isend
 from common.distributed import annotate
-from common.loss import check_plain, first_order, in_autocast_dtype
+from common.loss import in_autocast_dtype
+from common.modules import check_plain, first_order
 
 # isort: split
 from common.arguments import base_parser, check_pipeline, model_config, positive_int, seconds
@@ -495,7 +496,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
         loss = all_reduce_control(pipeline.run(micro_batches).mean())
-        grad_norm = clip_grad_norm_(model, args.grad_clip)
+        grad_norm = clip_grad_norm_(model, args.max_norm)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)

@@ -70,14 +70,15 @@ from common.collectives import (
 )
 from common.counter_rng import CounterDropout
 from common.distributed import annotate, group_along
-from common.loss import IGNORED, check_plain, first_order, in_autocast_dtype
+from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
+from common.modules import check_plain, first_order
 
 # isort: split
-from common.arguments import base_parser, check_mesh, model_config, positive_int, seconds
+from common.arguments import base_parser, check_pipeline, model_config, positive_int, seconds
 from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import cleanup, setup, world_size
+from common.distributed import cleanup, fail, setup, world_size
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
 
@@ -335,7 +336,12 @@ def parse_args(argv: list[str] | None = None):
     stages = "stages per rank (default: 2 if interleaved, else 1)"
     parser.add_argument("--virtual-stages", type=positive_int, help=stages)
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
-    return check_mesh(parser.parse_args(argv), world_size())
+    args = parser.parse_args(argv)
+    dp, rest = divmod(world_size(), args.pp * args.tp)
+    if rest:
+        ranks = f"{world_size()} ranks (--nproc-per-node)"
+        fail(f"--pp {args.pp} times --tp {args.tp} does not divide the {ranks}")
+    return check_pipeline(args, args.pp, "--pp", dp, args.tp)
 
 
 @torch.no_grad()
@@ -392,7 +398,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             all_reduce_replicated_gradients(model, tp)  # dp's all-reduces of them have ended
         # losses differ over dp, are equal over tp, and are zero except on the last pipeline stage
         loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
-        grad_norm = clip_grad_norm_(model, args.grad_clip, mesh)
+        grad_norm = clip_grad_norm_(model, args.max_norm, mesh)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)
@@ -494,7 +500,7 @@ class DistributedDataParallel(nn.Module):
         A gradient that only some ranks have is zero on the others. One that none has stays None, so
         that no optimizer decays or moves its parameter.
         """
-        others = (p for p in self.module.parameters() if p not in self.bucket_of)
+        others = (p for p in self.parameters() if p not in self.bucket_of)
         if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
             raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
         missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}

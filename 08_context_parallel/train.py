@@ -60,11 +60,18 @@ from common.collectives import (
 from common.counter_rng import Positions
 
 # isort: split
-from common.arguments import base_parser, check_cp, model_config, positive, positive_int, seconds
+from common.arguments import (
+    base_parser,
+    check_arguments,
+    model_config,
+    positive,
+    positive_int,
+    seconds,
+)
 from common.checkpoint import training_state
 from common.counter_rng import CounterDropout
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import World, cleanup, group_along, setup, world_size
+from common.distributed import World, cleanup, fail, group_along, setup, world_size
 from common.loss import IGNORED
 from common.model import Attention, Transformer, init_weights
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
@@ -228,8 +235,11 @@ class Ring(SameShape):
         self.group, self.n, self.rank = group, group.size(), group.rank()
         self.shards, self.positions = shards, shards[group.rank()]
         self.length = sum(map(len, self.positions))
-        if any(sum(map(len, shard)) != self.length for shard in shards):
+        if len(shards) != self.n or any(sum(map(len, shard)) != self.length for shard in shards):
             raise ValueError(f"shards of different lengths: {shards}; ranks must divide seq_len")
+        positions = sorted(p for shard in shards for chunk in shard for p in chunk)
+        if positions != list(range(len(positions))) or any(c.step > 1 for s in shards for c in s):
+            raise ValueError(f"shards {shards}: not all positions once, in ranges of step 1")
         if self.n > 1:
             # NCCL's first operation between two ranks connects them, and blocks until both have
             # issued it: do that here, one by one, while no other operation is in flight
@@ -381,7 +391,21 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--context-parallel-kind", choices=KINDS, default="ring", help=kind)
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
-    return check_cp(parser.parse_args(argv), world_size())
+    args = parser.parse_args(argv)
+    cp = args.cp = args.cp or world_size()
+    if world_size() % cp:
+        fail(f"--cp {cp} does not divide the {world_size()} ranks (--nproc-per-node)")
+    check_arguments(args, data_parallel_size=world_size() // cp)
+    kind = args.context_parallel_kind
+    multiple = 2 * cp if kind == "ring" and cp > 1 else cp  # a rank of a ring has two chunks
+    if rest := args.seq_len % multiple:
+        needs = f"--cp {cp} ({kind}) needs --seq-len to be a multiple of {multiple}"
+        longer = args.seq_len + multiple - rest
+        fail(f"{needs}, not {args.seq_len}: pass --seq-len {longer}, for example")
+    if kind == "ulysses" and args.n_heads % cp:
+        needs = f"--context-parallel-kind ulysses needs --n-heads to be a multiple of --cp {cp}"
+        fail(f"{needs}, not {args.n_heads}: pass --context-parallel-kind ring, for example")
+    return args
 
 
 @torch.no_grad()
@@ -437,7 +461,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = clip_grad_norm_(model.parameters(), args.grad_clip)
+        grad_norm = clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)
@@ -535,7 +559,7 @@ class DistributedDataParallel(nn.Module):
         A gradient that only some ranks have is zero on the others. One that none has stays None, so
         that no optimizer decays or moves its parameter.
         """
-        others = (p for p in self.module.parameters() if p not in self.bucket_of)
+        others = (p for p in self.parameters() if p not in self.bucket_of)
         if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
             raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
         missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}

@@ -1,6 +1,6 @@
 """Draw the load of the busiest expert over the steps of runs of stage 09, from their metrics.
 
-    .venv/bin/python 09_expert_parallel/balance.py --svg FILE --title TITLE --most 32 \\
+    .venv/bin/python -m 09_expert_parallel.balance --svg FILE --title TITLE --most 32 \\
         --curve "rate 0" RUN ... --curve "rate 0.08" RUN ...
 
 RUN: folders of runs with --log-every 1. A curve is the mean of its runs, in averages of four steps.
@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from math import log2
 from pathlib import Path
 from statistics import mean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools/pictures"))
-
-from svg import Picture
+from tools.pictures.svg import Picture
 
 FILLS = ("orange", "purple", "blue")
 

@@ -55,7 +55,7 @@ from common.loss import in_autocast_dtype
 # isort: split
 from common.arguments import (
     base_parser,
-    check_experts,
+    check_arguments,
     model_config,
     non_negative,
     positive,
@@ -64,7 +64,7 @@ from common.arguments import (
 )
 from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import World, cleanup, group_along, print0, setup, world_size
+from common.distributed import World, cleanup, fail, group_along, print0, setup, world_size
 from common.loss import IGNORED
 from common.model import MLP, Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
@@ -276,7 +276,17 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--balance-rate", type=non_negative, default=0.08, help=balance)
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
-    return check_experts(parser.parse_args(argv), world_size())
+    args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
+    if args.top_k > args.n_experts or 4 * args.d_model % args.top_k:
+        limits = f"--n-experts {args.n_experts}, and a divisor of 4 times --d-model {args.d_model}"
+        fail(f"--top-k {args.top_k} must be at most {limits}")
+    n_ranks, n_experts = world_size(), args.n_experts
+    fit = [d for d in range(1, n_ranks + 1) if n_ranks % d == n_experts % d == 0]
+    args.ep = args.ep or fit[-1]
+    if args.ep not in fit:
+        both = f"the {n_ranks} ranks (--nproc-per-node) and --n-experts {n_experts}"
+        fail(f"--ep {args.ep} does not divide both {both}: pass one of {fit}")
+    return args
 
 
 @torch.no_grad()
@@ -338,7 +348,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model.finish_gradient_synchronization()
         experts.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = clip_grad_norm_(model, args.grad_clip, ep)
+        grad_norm = clip_grad_norm_(model, args.max_norm, ep)
         optimizer.step()
         load = balance_load(model, args.balance_rate)
         run.log(step, loss, grad_norm, lr, load=load)
@@ -438,7 +448,7 @@ class DistributedDataParallel(nn.Module):
         A gradient that only some ranks have is zero on the others. One that none has stays None, so
         that no optimizer decays or moves its parameter.
         """
-        others = (p for p in self.module.parameters() if p not in self.bucket_of)
+        others = (p for p in self.parameters() if p not in self.bucket_of)
         if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
             raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
         missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}

@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import mean
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO / "tools/pictures"))
+sys.path.insert(0, str(REPO))
 
-from svg import Picture
+from tools.pictures.svg import Picture
 
 COLORS = ("#3b82f6", "#e8893a", "#2fa36b", "#8b5cf6", "#d9538f", "#7c8794")
 

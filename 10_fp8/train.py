@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.linalg import vector_norm
 from torch.nn.functional import ScalingType
@@ -92,7 +91,8 @@ class Float8Linear(nn.Module):
         super().__init__()
         has = [name for name, _ in [*plain.named_parameters(), *plain.named_buffers()]]
         has += [k for k, v in vars(plain).items() if ("hooks" in k and v) or k == "forward"]
-        if type(plain).__name__ != "Linear" or has != ["weight"]:
+        is_linear = type(plain).__name__ == "Linear" and type(plain).__base__ is nn.Module
+        if not is_linear or has != ["weight"]:
             raise ValueError(f"float8 takes linear layers with a weight alone: {plain} has {has}")
         if any(size % 16 for size in plain.weight.shape):
             raise ValueError(f"float8 needs widths that are multiples of 16: {plain}")
@@ -125,8 +125,9 @@ class Float8Matmuls(torch.autograd.Function):
         return scaled_matmul(x8, weight8, x.dtype, use_fast_accum=True)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor):  # [tokens, out]
+        if torch.is_grad_enabled():  # once_differentiable accepts a constant grad
+            raise RuntimeError("create_graph=True: Float8Linear has no second derivative")
         numbers, scale, weight = ctx.saved_tensors
         x8, is_rowwise = Float8(numbers, scale, ctx.scaling), ctx.scaling == ScalingType.RowWise
         needs_grad_x, needs_grad_weight, _ = ctx.needs_input_grad
@@ -288,7 +289,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = clip_grad_norm_(model.parameters(), args.grad_clip)
+        grad_norm = clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)
@@ -385,7 +386,7 @@ class DistributedDataParallel(nn.Module):
         A gradient that only some ranks have is zero on the others. One that none has stays None, so
         that no optimizer decays or moves its parameter.
         """
-        others = (p for p in self.module.parameters() if p not in self.bucket_of)
+        others = (p for p in self.parameters() if p not in self.bucket_of)
         if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
             raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
         missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}

@@ -1,8 +1,8 @@
 """What Muon does to a gradient, who owns which matrix, and what it learns.
 
-    python 11_muon/figures.py owners             owners and the time line of a step
-    python 11_muon/figures.py singular           singular values before and after five iterations
-    python 11_muon/figures.py curves FOLDER      the losses of the runs in a folder
+    python -m 11_muon.figures owners             owners and the time line of a step
+    python -m 11_muon.figures singular           singular values before and after five iterations
+    python -m 11_muon.figures curves FOLDER      the losses of the runs in a folder
 
 --svg FILE draws it.
 """
@@ -12,21 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools/pictures"), str(ROOT / "tools"), str(ROOT)]
 
 import torch
-from stages import load_stage
-from svg import Picture
 from torch import Tensor
 
 from common.arguments import PRESETS
 from common.data import load_corpus
 from common.model import Transformer, TransformerConfig, init_weights
+from tools.pictures.svg import Picture
+from tools.stages import load_stage
 
 muon = load_stage("11")
 

@@ -103,7 +103,8 @@ class Muon(torch.optim.Optimizer):
 
         meanwhile: called while the last broadcasts are in flight, such as another optimizer's step.
         """
-        lr, weight_decay, beta = (self.param_groups[0][name] for name in self.defaults)
+        settings = self.param_groups[0]
+        lr, weight_decay, beta = settings["lr"], settings["weight_decay"], settings["momentum"]
         in_flight = []
         for matrix in self.matrices:
             param = matrix.param
@@ -247,7 +248,7 @@ class DistributedDataParallel(nn.Module):
         A gradient that only some ranks have is zero on the others. One that none has stays None, so
         that no optimizer decays or moves its parameter.
         """
-        others = (p for p in self.module.parameters() if p not in self.bucket_of)
+        others = (p for p in self.parameters() if p not in self.bucket_of)
         if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
             raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
         missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
@@ -453,7 +454,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = clip_grad_norm_(model, args.grad_clip)
+        grad_norm = clip_grad_norm_(model, args.max_norm)
         muon.step(meanwhile=optimizer.step)
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)

@@ -526,7 +526,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = model.clip_grad_norm_(args.grad_clip)
+        grad_norm = model.clip_grad_norm_(args.max_norm)
         optimizer.step()
         run.log(step, loss, grad_norm, lr, **files.traffic(), redone=optimizer.n_redone)
 

@@ -1,8 +1,8 @@
 """Head to head: our version of each technique against PyTorch's own, step by step in one job.
 
-    python benchmarks/bench.py                      # all rows that fit the machine, in ten minutes
-    python benchmarks/bench.py --rows 02-ddp 04-fsdp --ranks 2 --minutes 30 --out table.md
-    python benchmarks/bench.py --list
+    python -m benchmarks.bench                      # all rows that fit the machine, in ten minutes
+    python -m benchmarks.bench --rows 02-ddp 04-fsdp --ranks 2 --minutes 30 --out table.md
+    python -m benchmarks.bench --list
 
 Both contenders live in the same processes and take turns: ours, theirs, then theirs, ours, and so
 on, each step behind a barrier and timed alone; a step's time is its slowest rank's. The table
@@ -26,16 +26,14 @@ from dataclasses import dataclass
 from math import comb
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPO), str(REPO / "tests")]
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from harness import PeakMemory, Pool, live_bytes  # noqa: E402
-from rows import GPU_SHAPES, ROWS, SHAPES, Row, Shape, Step, device  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from common.run import keep_freed_memory  # noqa: E402
+from benchmarks.rows import GPU_SHAPES, ROWS, SHAPES, Row, Shape, Step, device
+from common.run import keep_freed_memory
+from tools.memory import PeakMemory, live_bytes
+from tools.pool import Pool
 
 SLOWER = 1.02  # a ratio above this, with 95 % confidence, fails the run
 BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

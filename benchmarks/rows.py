@@ -15,7 +15,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import load_stage
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -39,6 +38,7 @@ from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 from common.model import Linear, Transformer, TransformerConfig, init_weights, linear_cross_entropy
+from tools.stages import load_stage
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 

@@ -2,6 +2,7 @@
 
 model.py         the transformer as a list of units
 loss.py          cross-entropy in chunks, without the full logits in memory
+modules.py       what is checked of a module that is replaced, and of a backward
 counter_rng.py   stateless randomness: seeds from names, dropout masks from counters
 data.py          corpora as memory-mapped tokens, batches as functions of (seed, step)
 optimization.py  AdamW's settings, the learning-rate schedule, the global norm
@@ -9,6 +10,7 @@ distributed.py   the process group: launchers, start, end, errors
 collectives.py   PyTorch's collectives, with a ledger that counts their bytes
 arguments.py     the flags that every stage has, and their checks
 run.py           a run: its folder, its steps, when it saves and when it stops
+files.py         files that are complete or absent, on disks and file systems that fail
 folder.py        its folder: the name, the lock, and what is moved aside of another run
 metrics.py       what a logged line holds, how it prints, where it is written
 checkpoint.py    sharded checkpoints in the format of torch.distributed.checkpoint

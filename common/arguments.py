@@ -36,12 +36,27 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if unset else super()._get_help_string(action)
 
 
+class Arguments(Namespace):
+    """The flags, which a run records, and what follows from them."""
+
+    @property
+    def batching(self) -> Batching:
+        return Batching(self.seq_len, self.global_batch_size, self.micro_batch_size, self.seed)
+
+    @property
+    def max_norm(self) -> float:
+        return self.grad_clip or math.inf
+
+
 class Parser(argparse.ArgumentParser):
     """Fails with one line on rank 0, and with status 2 on every rank."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # else -1e-3 is a flag
+
+    def parse_args(self, argv: list[str] | None = None) -> Arguments:
+        return super().parse_args(argv, Arguments())
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (--help lists the flags)")
@@ -112,21 +127,18 @@ def base_parser(description: str | None) -> Parser:
 
 
 def check_arguments(
-    args: Namespace, data_parallel_size: int = 1, tensor_parallel_size: int = 1
-) -> Namespace:
+    args: Arguments, data_parallel_size: int = 1, tensor_parallel_size: int = 1
+) -> Arguments:
     """Fill in the defaults that depend on other flags; fail on combinations that cannot work.
 
-    data_parallel_size: number of ranks that the global batch is split over. tensor_parallel_size:
-    number of ranks that the matrices are sharded over; `model_config` checks it.
+    The sizes are numbers of ranks: the global batch is split over the first, the matrices are
+    sharded over the second, which `model_config` checks.
     """
     for name, value in zip(SHAPE, PRESETS[args.preset], strict=True):
         setattr(args, name, getattr(args, name) or value)
-    width, rest = divmod(args.d_model, args.n_heads)
-    if rest:
-        fail(f"--d-model {args.d_model} is not a multiple of --n-heads {args.n_heads}")
-    if width % 2:
-        heads = f"--d-model {args.d_model} over --n-heads {args.n_heads}"
-        fail(f"{heads} gives heads of odd width {width}, and rotary positions rotate pairs")
+    if args.d_model % (2 * args.n_heads):  # rotary positions rotate pairs
+        heads = f"--d-model {args.d_model} is not a multiple of 2 times --n-heads {args.n_heads}"
+        fail(f"{heads}: heads need a width that is even")
     n = args.global_batch_size
     share, rest = divmod(n, data_parallel_size)
     if rest:
@@ -139,14 +151,12 @@ def check_arguments(
         samples = f"{share} samples that --global-batch-size {n} gives each data-parallel rank"
         fail(f"--micro-batch-size {args.micro_batch_size} does not divide the {samples}")
     args.dp, args.tp = data_parallel_size, tensor_parallel_size
-    args.grad_clip = args.grad_clip or math.inf
     args.dtype = args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     args.autocast = args.dtype == "bfloat16"  # a stage that casts weights itself turns it off
-    args.batching = Batching(args.seq_len, n, args.micro_batch_size, args.seed)
     return args
 
 
-def check_pipeline(args: Namespace, p: int, flag: str, dp: int = 1, tp: int = 1) -> Namespace:
+def check_pipeline(args: Arguments, p: int, flag: str, dp: int = 1, tp: int = 1) -> Arguments:
     """Check the flags of a pipeline of p ranks, and choose the defaults that depend on them.
 
     flag: the one that sets p. dp, tp: the sizes for `check_arguments`, which this includes.
@@ -175,51 +185,6 @@ def check_pipeline(args: Namespace, p: int, flag: str, dp: int = 1, tp: int = 1)
     return args
 
 
-def check_mesh(args: Namespace, n_ranks: int) -> Namespace:
-    """Set the data-parallel degree to the ranks over --pp times --tp. Includes `check_pipeline`."""
-    dp, rest = divmod(n_ranks, args.pp * args.tp)
-    if rest:
-        ranks = f"{n_ranks} ranks (--nproc-per-node); data parallelism takes what is left over"
-        fail(f"--pp {args.pp} times --tp {args.tp} does not divide the {ranks}")
-    return check_pipeline(args, args.pp, "--pp", dp, args.tp)
-
-
-def check_cp(args: Namespace, n_ranks: int) -> Namespace:
-    """Check the flags of context parallelism: data parallelism takes the ranks over --cp."""
-    cp = args.cp = args.cp or n_ranks
-    dp, rest = divmod(n_ranks, cp)
-    if rest:
-        ranks = f"{n_ranks} ranks (--nproc-per-node); data parallelism takes what is left over"
-        fail(f"--cp {cp} does not divide the {ranks}")
-    check_arguments(args, dp)
-    kind = args.context_parallel_kind
-    multiple = 2 * cp if kind == "ring" and cp > 1 else cp  # a rank of a ring has two chunks
-    if rest := args.seq_len % multiple:
-        needs = f"--cp {cp} ({kind}) needs --seq-len to be a multiple of {multiple}"
-        longer = args.seq_len + multiple - rest
-        fail(f"{needs}, not {args.seq_len}: pass --seq-len {longer}, for example")
-    if kind == "ulysses" and args.n_heads % cp:
-        needs = f"--context-parallel-kind ulysses needs --n-heads to be a multiple of --cp {cp}"
-        fail(f"{needs}, not {args.n_heads}: pass --context-parallel-kind ring, for example")
-    return args
-
-
-def check_experts(args: Namespace, n_ranks: int) -> Namespace:
-    """Check the flags of a mixture of experts, and choose --ep. Includes `check_arguments`."""
-    check_arguments(args, n_ranks)
-    if args.top_k > args.n_experts:
-        fail(f"--top-k {args.top_k} is more than --n-experts {args.n_experts}")
-    if 4 * args.d_model % args.top_k:
-        fail(f"--top-k {args.top_k} does not divide 4 times --d-model {args.d_model}")
-    divisor = math.gcd(n_ranks, args.n_experts)
-    args.ep = args.ep or divisor
-    if divisor % args.ep:
-        fit = ", ".join(str(d) for d in range(1, divisor + 1) if divisor % d == 0)
-        both = f"the {n_ranks} ranks (--nproc-per-node) and --n-experts {args.n_experts}"
-        fail(f"--ep {args.ep} does not divide both {both}: pass one of {fit}")
-    return args
-
-
 def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) -> None:
     """Fail if the tensor-parallel degree does not divide the sizes that are sharded.
 
@@ -238,7 +203,7 @@ def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) ->
             fail(f"{name} is not divisible by {by}")
 
 
-def model_config(args: Namespace, corpus: Corpus) -> TransformerConfig:
+def model_config(args: Arguments, corpus: Corpus) -> TransformerConfig:
     """The model's configuration, from the flags and the vocabulary. The ranks must agree."""
     check_ranks(args, corpus)
     config = TransformerConfig(
@@ -255,20 +220,19 @@ def model_config(args: Namespace, corpus: Corpus) -> TransformerConfig:
     return config
 
 
-def check_ranks(args: Namespace, corpus: Corpus) -> None:
+def check_ranks(args: Arguments, corpus: Corpus) -> None:
     """Fail if ranks differ in what all must share: arguments, data, code, versions."""
     if not dist.is_initialized():
         return
     code = hashlib.sha256()
     for file in (Path(sys.argv[0]), *sorted(Path(__file__).parent.glob("*.py"))):
         code.update(file.read_bytes() if file.is_file() else b"")
-    flags = {k: v for k, v in vars(args).items() if k not in ("batching", "data")}
-    shared = {"--" + name.replace("_", "-"): repr(value) for name, value in flags.items()}
+    shared = {"--" + name.replace("_", "-"): repr(value) for name, value in vars(args).items()}
+    del shared["--data"]  # each node may have its own copy
     shared |= {"the hash of --data": corpus.digest, "the hash of the code": code.hexdigest()[:12]}
     shared |= {"PyTorch's version": torch.__version__, "Python's": platform.python_version()}
     shared["the kind of device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    digest = hashlib.sha256(repr(shared).encode()).digest()
-    number = int.from_bytes(digest[:7], "big")
+    number = int.from_bytes(hashlib.sha256(repr(shared).encode()).digest()[:7], "big")
     least_and_most = all_reduce_control(torch.tensor([-number, number]), op=dist.ReduceOp.MAX)
     if -least_and_most[0] == least_and_most[1]:
         return
@@ -284,7 +248,7 @@ def check_ranks(args: Namespace, corpus: Corpus) -> None:
     fail(f"the ranks differ: {'; '.join(differences)}: start all with the same command")
 
 
-def check_memory(args: Namespace, config: TransformerConfig) -> None:
+def check_memory(args: Arguments, config: TransformerConfig) -> None:
     """Fail if the model state and one layer's inputs exceed the memory of all ranks together."""
     if hasattr(args, "offload_dir"):
         return  # the model state is in files

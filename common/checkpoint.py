@@ -9,8 +9,7 @@ its AdamW, so a checkpoint of any stage on any topology loads in any other:
     step                                            int64: optimizer steps done
 
 A folder is renamed to `step-...` when every rank has written: under this name it is complete. Data
-order and dropout follow from seed and step. The metadata holds the run's arguments and hashes of
-its vocabulary and corpus, so that resuming with others is an error or is reported.
+order and dropout follow from seed and step.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 from common import storage
-from common.distributed import exists, fail, move_aside, print0, rank
+from common.distributed import fail, print0, rank
+from common.files import exists, move_aside
 from common.storage import checkpoints
 
 # a run without a process group is meant to save in one process
@@ -87,10 +87,11 @@ class Shard:
 
     def __create_write_items__(self, name: str, _: object) -> list[dcp.WriteItem]:
         items = []
-        for chunk, tensor in zip(self.__create_chunk_list__(), self.chunks.values(), strict=True):
+        for offset, tensor in self.chunks.items():
+            chunk = dcp.ChunkStorageMetadata(offset, tensor.size())
             properties = TensorProperties.create_from_tensor(tensor)
             data = TensorWriteData(chunk, properties, self.full_shape)
-            index = MetadataIndex(name, chunk.offsets)
+            index = MetadataIndex(name, offset)
             items.append(dcp.WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return items
 
@@ -190,8 +191,8 @@ class Checkpointer:
 
     def has_failed(self) -> bool:
         """Whether this rank knows that the save in flight has failed."""
-        saving = self._saving
-        return saving is not None and saving[1].done() and saving[1].exception() is not None
+        future = self._saving and self._saving[1]
+        return bool(future and future.done() and future.exception())
 
     def wait(self) -> None:
         """Wait until the save in flight is complete on disk. Exits if it has failed."""
@@ -218,35 +219,34 @@ class Checkpointer:
         of a checkpoint or of a run. A corrupt one is reported, and the previous one is used. One of
         another model is an error.
         """
-        self.is_own = False
         if resume == "never":
             return 0
         try:
-            found, error = self._candidates(resume), None
+            found: list[Path] | OSError = self._candidates(resume)
         except OSError as unreadable:
-            found, error = [], unreadable
-        found, error = self._gather((found, error))[0]  # rank 0's: shared file systems may lag
-        if error:
-            fail(f"--resume {resume}: cannot be read: {error}")
-        if not found and resume == "auto":
-            return 0
+            found = unreadable
+        found = self._gather(found)[0]  # rank 0's: shared file systems may lag
+        if isinstance(found, OSError):
+            fail(f"--resume {resume}: cannot be read: {found}")
         if not found:
+            if resume == "auto":
+                return 0
             fail(f"--resume {resume}: no checkpoint there (a folder step-..., or a run's folder)")
-        for path, older in zip(found, [*found[1:], None], strict=True):
+        for number, path in enumerate(found):
             try:
                 step, notes = self._fill(state, path)
                 break
             except storage.IncompatibleCheckpointError as error:
                 fail(f"--resume {resume}: {path} does not fit this model: {error}")
             except storage.CorruptCheckpointError as error:
-                if older is None:
+                if path == found[-1]:
                     others = [p.name for p in checkpoints(path.parent) if p.name < path.name]
                     left = f"older ones: {', '.join(others)}" if others else "no older one is left"
                     fail(f"--resume {resume}: {path} is corrupt: {error}; {left}")
-                print0(f"{path} is corrupt: {error}; going back to {older.name}")
+                print0(f"{path} is corrupt: {error}; going back to {found[number + 1].name}")
         self.is_own = self.path.exists() and self.path.samefile(path.parent)
         if rank() == 0 and self.is_own:
-            for bad in found[: found.index(path)]:  # they do not count as checkpoints to keep
+            for bad in found[:number]:  # they do not count as checkpoints to keep
                 move_aside(bad, f"corrupt-{bad.name}")
         for adamw in optimizer.state.values():
             adamw["step"].fill_(step)
@@ -275,7 +275,7 @@ class Checkpointer:
         """
         try:
             reader, error = storage.Reader(path), None
-            notes = compare_runs(reader.metadata.planner_data[storage.RUN], self.run)
+            notes = storage.compare_runs(reader.metadata.planner_data[storage.RUN], self.run)
         except storage.CheckpointError as found:
             error = found
         except (AttributeError, KeyError, TypeError):  # of what the metadata holds on the run
@@ -295,34 +295,3 @@ class Checkpointer:
                 fail(f"{path} cannot be read: {cause}", status=1)  # it may be intact
             raise storage.CorruptCheckpointError(str(cause).strip().split("\n")[0]) from None
         return int(state["step"].item()), notes
-
-
-SHAPE = ("d_model", "n_layers", "n_heads")  # of the weights
-# arguments that may differ from those of the run that saved, but not silently
-REPORTED = ("seed", "seq_len", "global_batch_size", "lr", "warmup_steps", "min_lr_ratio", "steps")
-REPORTED += ("weight_decay", "grad_clip", "dropout")
-
-
-def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
-    """Report how this run differs from the one that saved the checkpoint, if both are known.
-
-    Another shape or vocabulary is an error, even one of equal size: its meaning does not fit.
-    """
-    if not saved or not run:
-        return []
-    old, new = saved["arguments"], run["arguments"]
-    flag = {name: "--" + name.replace("_", "-") for name in (*SHAPE, *REPORTED)}
-    shape = [name for name in SHAPE if old[name] != new[name]]
-    if shape:
-        was, now = (" ".join(f"{flag[n]} {a[n]}" for n in shape) for a in (old, new))
-        presets = f"(--preset {old['preset']}, here {new['preset']})"
-        what = f"it was trained with {was}, and this run has {now} {presets}"
-        raise storage.IncompatibleCheckpointError(what)
-    if saved["vocabulary"] != run["vocabulary"]:
-        what = "it has another vocabulary: pass the --data it was trained on"
-        raise storage.IncompatibleCheckpointError(what)
-    differ = [name for name in REPORTED if old[name] != new[name]]
-    notes = [f"{flag[name]} is now {new[name]}, was {old[name]!r}" for name in differ]
-    if saved["corpus"] != run["corpus"]:
-        notes.append(f"the corpus is now {run['corpus']}, was {saved['corpus']!r} (hashes)")
-    return notes

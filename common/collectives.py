@@ -231,7 +231,8 @@ def agree_on_overflow(grads: Iterable[Tensor], group: Group = None) -> None:
     """
     grads = list(grads)
     device = grads[0].device if grads else None
-    overflow = sum((grad.sum().float() * 0 for grad in grads), torch.zeros((), device=device))
-    all_reduce_control(overflow, group=group)  # 0 or NaN
+    zeros = (grad.sum(dtype=torch.float32) * 0 for grad in grads)  # or NaN
+    overflow = sum(zeros, torch.zeros((), device=device))
+    all_reduce_control(overflow, group=group)
     for grad in grads:
         grad.view(-1)[:1] += overflow

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from common.counter_rng import generator_of, sample_keys
-from common.distributed import exists, fail, print0, sync
+from common.distributed import fail, print0
+from common.files import exists, sync
 from common.loss import IGNORED
 
 SPLITS = ("train", "valid", "test")
@@ -49,12 +50,11 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Batching:
-    """How tokens become batches: tokens per sample, samples per step (over all ranks) and per
-    forward (of a rank), and the seed of their order and of dropout."""
+    """How tokens become batches. Sizes are samples: per step over all ranks, and per forward."""
 
     seq_len: int
-    global_size: int
-    micro_size: int
+    global_batch_size: int
+    micro_batch_size: int
     seed: int = 0
 
 
@@ -265,12 +265,12 @@ def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:
 def _micro_batches(tokens: Tensor, batching: Batching, rank: int, size: int, step: int) -> list:
     """This rank's part of step `step`'s global batch: inputs, targets and keys of micro-batches."""
     n_windows = (len(tokens) - 1) // batching.seq_len  # without the last, shorter one
-    indices = global_batch(batching.seed, step, batching.global_size, n_windows)
-    share = batching.global_size // size
+    indices = global_batch(batching.seed, step, batching.global_batch_size, n_windows)
+    share = batching.global_batch_size // size
     first, end = rank * share, (rank + 1) * share
     inputs, targets = _windows(tokens, torch.tensor(indices[first:end]), batching.seq_len)
     keys = sample_keys(batching.seed, step, torch.arange(first, end))
-    parts = (x.split(batching.micro_size) for x in (inputs, targets, keys))
+    parts = (x.split(batching.micro_batch_size) for x in (inputs, targets, keys))
     return list(zip(*parts, strict=True))
 
 
@@ -308,10 +308,9 @@ def eval_batches(
     copied to `device` once: the host would wait for a GPU at each batch that it copies.
     """
     tokens = tokens.to(device, non_blocking=True)
-    n_windows, micro_size = -(-(len(tokens) - 1) // batching.seq_len), batching.micro_size
-    for first in range(0, n_windows, micro_size * size):
-        start = first + rank * micro_size
-        indices = torch.arange(start, start + micro_size, device=device)
+    n_windows, n = -(-(len(tokens) - 1) // batching.seq_len), batching.micro_batch_size
+    for first in range(rank * n, n_windows + rank * n, n * size):
+        indices = torch.arange(first, first + n, device=device)
         yield _windows(tokens, indices, batching.seq_len)
 
 

@@ -6,7 +6,6 @@ Everything here works without a process group too: a single process is rank 0 of
 import atexit
 import contextlib
 import io
-import itertools
 import os
 import platform
 import re
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -32,13 +31,10 @@ PEER_IS_GONE = re.compile(
     "(?s)gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)|remote process exited"
 )
 
-for number, name in enumerate(("stdin", "stdout", "stderr")):
-    try:  # the next file that is opened would take the place of a closed stream (2>&-)
-        os.fstat(number)
-    except OSError:
-        os.open(os.devnull, os.O_RDWR)
-    if getattr(sys, name) is None:
-        setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))
+# the next file that is opened would take the place of a closed stream (2>&-)
+while os.open(os.devnull, os.O_RDWR) < 3:
+    pass
+sys.stdout, sys.stderr = (x or open(os.devnull, "w") for x in (sys.stdout, sys.stderr))
 if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have characters that it cannot encode
     sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -76,7 +72,7 @@ def launch_environment() -> Launch:
     try:
         launch = _read_environment()
         port = launch.address[1] if launch.address else 1
-        is_local = launch.local_rank >= 0 and launch.local_size >= 1
+        is_local = 0 <= launch.local_rank and 1 <= launch.local_size
         if not (0 <= launch.rank < launch.size and is_local and 0 < port < 2**16):
             raise ValueError("a rank is below the number of ranks, a port below 65536")
         return launch
@@ -89,10 +85,7 @@ def launch_environment() -> Launch:
 
 
 def _read_environment() -> Launch:
-    """Read torchrun's variables, or translate those of `srun python` or Open MPI into them.
-
-    Only a step of Slurm has SLURM_STEP_NUM_TASKS; a batch shell has a SLURM_PROCID of 0, too.
-    """
+    """Read torchrun's variables, or translate those of `srun python` or Open MPI into them."""
     env = os.environ  # below, `ranks` are: rank, rank on the node, ranks on the node, all ranks
     has_size = any(n in env for n in (*OTHER_SIZES, "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
     if "RANK" in env:
@@ -103,7 +96,7 @@ def _read_environment() -> Launch:
         ranks = [env[f"OMPI_COMM_WORLD_{n}"] for n in ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "SIZE")]
         launcher, host = "mpirun", "127.0.0.1" if ranks[2] == ranks[3] else ""
         port = 20000 + sum(map(ord, env.get("PMIX_NAMESPACE", "")))  # unique to this mpirun here
-    elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # a batch shell has SLURM_PROCID, too
         launcher, host = "srun", ""
         port = 20000 + (7 * int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", 0))) % 12000
         size = int(env["SLURM_STEP_NUM_TASKS"])
@@ -126,17 +119,9 @@ def _host_of_rank_0(launcher: str) -> str:
         fail("mpirun over several nodes needs MASTER_ADDR: pass -x MASTER_ADDR=<rank 0's>")
     command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", "")]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-        return said.stdout.split()[0]
+        return subprocess.check_output(command, stderr=subprocess.PIPE, text=True).split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError) as error:
         fail(f"{' '.join(command)}: {error!r}: set MASTER_ADDR to the host of rank 0")
-
-
-def _check_address(host: str, port: int) -> None:
-    try:
-        socket.getaddrinfo(host, port)
-    except OSError as error:  # perhaps on this node alone
-        fail_here(f"{platform.node()} cannot find the host of rank 0, {host}: {error}")
 
 
 def rank() -> int:
@@ -157,17 +142,17 @@ def setup(timeout: float = 600.0) -> World:
     launch, limit = launch_environment(), timedelta(seconds=timeout)
     device, backend = _device_and_backend(launch)
     if not dist.is_initialized():
-        if launch.address and launch.address[0]:
-            _check_address(*launch.address)
-        if launch.address is None:
-            where: dict[str, Any] = {"store": dist.HashStore()}
-        elif launch.launcher == "torchrun":
+        where: dict[str, Any] = {"store": dist.HashStore()}
+        if launch.address is not None:
+            host, port = launch.address[0] or _host_of_rank_0(launch.launcher), launch.address[1]
+            try:
+                socket.getaddrinfo(host, port)
+            except OSError as error:  # perhaps on this node alone
+                fail_here(f"{platform.node()} cannot find the host of rank 0, {host}: {error}")
+            where = {"init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{port}"}
+        if launch.launcher == "torchrun":
             _check_store()
             where = {"init_method": "env://"}
-        else:
-            host, port = launch.address
-            host = host or _host_of_rank_0(launch.launcher)
-            where = {"init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{port}"}
         # Without device_id, NCCL has one communicator per pair of ranks for messages. With it, all
         # of a group's messages share one, where a pipeline's early receive blocks later sends.
         dist.init_process_group(
@@ -181,8 +166,9 @@ def _check_store() -> None:
 
     torchrun's own store outlives it: https://github.com/pytorch/pytorch/issues/135712.
     """
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    env = os.environ
+    restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    if restarts and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         needs = "--standalone (or --rdzv-backend c10d) and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         fail(f"torchrun --max-restarts needs {needs}")
 
@@ -202,8 +188,7 @@ def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
 def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> dist.ProcessGroup:
     """This rank's group along one axis of a mesh of all ranks, whose last axis is innermost.
 
-    Every rank calls it, in the same order. `init_device_mesh` creates such groups too, but with a
-    time-out of its own, ten to thirty minutes, whatever `setup` was given.
+    Every rank calls it, in the same order. (`init_device_mesh` has a time-out of its own.)
     """
     size, stride = shape[axis], prod(shape[axis + 1 :])
     firsts = (rank for rank in range(prod(shape)) if rank // stride % size == 0)
@@ -223,8 +208,7 @@ def annotate(name: str) -> contextlib.AbstractContextManager:
 def cleanup() -> None:
     """Destroy the process group. Call it in a `finally`: an error is reported first.
 
-    After an error it exits at once, without the other ranks: they learn of the failure from closed
-    connections or from their launcher.
+    After an error it exits at once: other ranks learn of it from closed connections or launchers.
     """
     error = sys.exc_info()[1]
     if error is not None and not isinstance(error, SystemExit):
@@ -237,8 +221,8 @@ def cleanup() -> None:
 def _report(error: BaseException) -> None:
     """Print the traceback, and write it to the file that torchrun's report reads.
 
-    If another rank has failed first, print one line instead: that rank, or the launcher, says why.
-    Then wait for the launcher, which takes the first process that exits for the cause.
+    If another rank has failed first, print one line instead, and wait for the launcher, which takes
+    the first process that exits for the cause.
     """
     if isinstance(error, KeyboardInterrupt):
         print0("interrupted", file=sys.stderr)
@@ -274,7 +258,6 @@ def has_lost_a_peer(error: BaseException | None) -> bool:
 
 
 def print0(*values: Any, **kwargs: Any) -> None:
-    """`say` on rank 0."""
     if rank() == 0:
         say(*values, **kwargs)
 
@@ -305,77 +288,28 @@ def _flush() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if stream is sys.stdout else 2)
 
 
-def save0(obj: Any, path: str | os.PathLike) -> None:
-    """`torch.save` on rank 0, atomically."""
-    if rank() == 0:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as aside, open(aside, "wb") as file:
-            torch.save(obj, file)
-
-
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` (or of what it links to) when complete."""
-    path = Path(os.path.realpath(path))
-    aside = path.with_name(f".writing-{os.getpid()}")
-    try:
-        yield aside
-        sync(aside)
-        aside.replace(path)
-        sync(path.parent)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a folder's entries to disk, where the file system can (some cannot)."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        warn(f"{path} may be lost at a power failure: {error}")
-    finally:
-        os.close(handle)
-
-
-def exists(path: str | os.PathLike) -> bool:
-    """Whether the path is there. Raises OSError if that cannot be told."""
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def move_aside(path: Path, name: str) -> Path:
-    """Rename to `name` in the same folder, with a number appended if the name is taken."""
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    free = next(new for each in names if not os.path.lexists(new := path.with_name(each)))
-    return path.rename(free)
-
-
 def fail(message: str, status: int = 2) -> NoReturn:
     """Print one line on stderr, once for the whole job, and exit with `status` (2: wrong usage).
 
-    All ranks fail the same way, and rank 0 prints: the others wait for it, because it may start
-    last, and a launcher that sees one process exit terminates the rest. A rank that fails alone
-    (its node lacks the data, say) prints after that wait, if there is a process group.
+    Rank 0 prints. The others wait for it: it may start last, and a launcher that sees one process
+    exit terminates the rest. A rank that fails alone prints after that wait, if there is a group.
     """
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
     if rank() == 0:
         say(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-        if dist.is_initialized() and world_size() > 1:
-            _store().set("failed", message)
+        if store and world_size() > 1:
+            store.set("failed", message)
             time.sleep(GRACE)  # after `setup` all ranks arrive soon, and exit by themselves
     elif world_size() > 1:
         with contextlib.suppress(ValueError):  # not in the main thread
             # a launcher that terminates this rank while it waits gets the same status
             signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
-        if dist.is_initialized():
-            try:
-                _store().wait(["failed"], timedelta(seconds=3 * GRACE + 2))
-            except RuntimeError:  # rank 0 continues
-                fail_here(f"rank {rank()} on {platform.node()}: {message}", status)
-        time.sleep(2 * GRACE if dist.is_initialized() else 5 * GRACE)
+        try:
+            if store:
+                store.wait(["failed"], timedelta(seconds=3 * GRACE + 2))
+        except RuntimeError:  # rank 0 continues
+            fail_here(f"rank {rank()} on {platform.node()}: {message}", status)
+        time.sleep(2 * GRACE if store else 5 * GRACE)
     raise SystemExit(status)
 
 
@@ -383,7 +317,3 @@ def fail_here(message: str, status: int = 2) -> NoReturn:
     """Print one line on stderr and exit: for an error that other ranks may not have."""
     say(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     raise SystemExit(status)
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()

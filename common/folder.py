@@ -14,6 +14,7 @@ import shutil
 import time
 from pathlib import Path
 
+from common.files import make, numbered
 from common.metrics import step_of
 from common.storage import checkpoints
 
@@ -39,66 +40,57 @@ def job_id() -> str:
     return env.get("SLURM_JOB_ID", "")
 
 
-def launch_ids() -> dict:
-    """What a restart has in common with the first start: Slurm's job, torchrun's run, torchrun's
-    process. And how often Slurm and torchrun have restarted it."""
-    env = os.environ
-    return {
-        "job": f"{job_id()}-{env.get('SUBMITTED')}" if job_id() else "",
-        "run": env.get("TORCHELASTIC_RUN_ID", ""),
-        "process": env.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")[0],
-        "requeues": int(env.get("SLURM_RESTART_COUNT") or 0),
-        "restarts": int(env.get("TORCHELASTIC_RESTART_COUNT") or 0),
-    }
-
-
 class RunFolder:
     """The folder of one run, locked until this process ends. Rank 0 has it.
 
     path: `--run-dir`, or None for a folder of this launch under `parent`. arguments: of the run.
     Raises OSError, also if another process writes there. `launch.json` is the lock, and holds what
-    identifies the launch. restarted: whether the same launch wrote here before and was cut off.
+    identifies the launch.
     """
 
     def __init__(self, path: str | None, parent: Path, arguments: dict):
-        self.ids = launch_ids()
-        text = json.dumps(arguments, sort_keys=True, default=str)
-        self.ids |= {"arguments": hashlib.sha256(text.encode()).hexdigest()[:12], "began": False}
-        self.ids |= {"host": platform.node(), "pid": os.getpid()}
-        name = launch_name()
-        base = parent / (name or time.strftime("%Y%m%d-%H%M%S"))
+        env, name = os.environ, launch_name()
+        self.ids = {
+            # a restart has in common with the first start: Slurm's job, torchrun's run or process
+            "job": f"{job_id()}-{env.get('SUBMITTED')}" if job_id() else "",
+            "run": env.get("TORCHELASTIC_RUN_ID", ""),
+            "process": env.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")[0],
+            # how often Slurm and torchrun have restarted it
+            "requeues": int(env.get("SLURM_RESTART_COUNT") or 0),
+            "restarts": int(env.get("TORCHELASTIC_RESTART_COUNT") or 0),
+            "arguments": hashlib.sha256(repr(arguments).encode()).hexdigest()[:12],
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "began": False,
+        }
+        wanted = Path(path) if path else parent / (name or time.strftime("%Y%m%d-%H%M%S"))
         # a name of torchrun's is a user's choice; a job may start several commands, one by one
         is_given = path is not None or (name is not None and not job_id())
-        for number in itertools.count(1):
-            self.path = Path(path) if path else base
-            if number > 1:
-                self.path = base.with_name(f"{base.name}-{number}")
-            if self._take(is_given):
-                break
+        self.path = next(folder for folder in numbered(wanted) if self._take(folder, is_given))
 
-    def _take(self, is_given: bool) -> bool:
+    def _take(self, folder: Path, is_given: bool) -> bool:
         """Lock the folder, if it is this run's to use. is_given: no other one would do."""
-        is_new = not self.path.is_symlink() and make(self.path)
-        self._lock = open(self.path / "launch.json", "a+")
+        is_new = not folder.is_symlink() and make(folder)
+        self._lock = open(folder / "launch.json", "a+")
         is_locked = False
-        try:  # for this process: its children do not inherit it, and it ends with the process
+        try:  # ends with this process, and its children do not inherit it
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # others: a file system without locks
             is_locked = error.errno in (errno.EACCES, errno.EAGAIN)
         self._lock.seek(0)
         try:
             before = json.loads(self._lock.read())
-            self.restarted = self._is_restart_of(before, is_given)
+            restarted = self._is_restart_of(before, is_given)
         except (ValueError, KeyError, TypeError):
-            before, self.restarted = {}, False
+            before, restarted = {}, False
         # a lock of the same launch is that of a node that is lost
-        if not self.restarted and (is_locked or not (is_given or is_new)):
+        if not restarted and (is_locked or not (is_given or is_new)):
             self._lock.close()
             if is_given:
                 who = f"process {before.get('pid')} on {before.get('host')}"
                 raise OSError(f"another run writes there ({who}): pass another --run-dir")
             return False
-        self.ids["began"] = self.restarted and before["began"]
+        self.ids["began"] = restarted and before["began"]
         self._note()
         return True
 
@@ -106,11 +98,11 @@ class RunFolder:
         ours = self.ids
         if not is_given and before["arguments"] != ours["arguments"]:
             return False  # another command of the same job
-        return (
-            # when a node joins, torchrun restarts all ranks and does not count it
-            (before["process"] == ours["process"] != "")
-            or (before["job"] == ours["job"] != "" and before["requeues"] < ours["requeues"])
-            or (before["run"] == ours["run"] != "" and before["restarts"] < ours["restarts"])
+        facts = {name for name in ("job", "run", "process") if before[name] == ours[name] != ""}
+        facts |= {name for name in ("requeues", "restarts") if before[name] < ours[name]}
+        # when a node joins, torchrun restarts all ranks and does not count it
+        return any(
+            each <= facts for each in ({"process"}, {"job", "requeues"}, {"run", "restarts"})
         )
 
     def _note(self) -> None:
@@ -140,7 +132,7 @@ class RunFolder:
         lines = metrics.read_bytes().splitlines() if metrics.exists() else []
         if not later and not any(since <= step_of(line) < float("inf") for line in lines):
             return None
-        earlier = new_folder(self.path, "earlier")
+        earlier = next(filter(make, numbered(self.path / "earlier")))
         (earlier / "checkpoints").mkdir()
         for path in later[::-1]:  # the newest first: a requeued job would continue from it
             shutil.move(path, earlier / "checkpoints" / path.name)
@@ -154,18 +146,3 @@ class RunFolder:
 
     def close(self) -> None:
         self._lock.close()
-
-
-def make(folder: Path) -> bool:
-    """Make a folder; returns whether it was not there."""
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        return False
-    return True
-
-
-def new_folder(parent: Path, name: str) -> Path:
-    """Make a folder of this name, with a number appended if the name is taken."""
-    numbered = (parent / f"{name}-{number}" for number in itertools.count(2))
-    return next(filter(make, itertools.chain([parent / name], numbered)))

@@ -1,9 +1,9 @@
 """The loss of the output unit: cross-entropy of a linear layer, in chunks of tokens."""
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from common.modules import first_order
 
 IGNORED = -100  # a target that the loss leaves out
 
@@ -12,43 +12,6 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     """Cast x as autocast does for a matmul: autograd functions have to do it themselves."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
-def first_order(backward: Callable) -> Callable:
-    """Make create_graph=True an error in a backward whose own gradient would be wrong. PyTorch's
-    `once_differentiable` lets it pass where the incoming gradient is a constant."""
-
-    def checked(ctx, *grads: Tensor):
-        if torch.is_grad_enabled():  # in a backward, with create_graph alone
-            raise RuntimeError("create_graph=True: this function has first derivatives only")
-        return backward(ctx, *grads)
-
-    return checked
-
-
-HANDLED = ["training", "_parameters", "_modules", "in_features", "out_features"]
-HANDLED += ["num_embeddings", "embedding_dim", "norm_type"]
-
-
-def check_plain(plain: nn.Module, *known: str) -> None:
-    """Raise ValueError if the module `plain` has what its replacement would lose.
-
-    known: its parameters and modules that the replacement takes. Not a bias, a buffer, hooks, a
-    parametrization, a field such as padding_idx, or another class with a forward of its own.
-    """
-    fields = {**vars(plain), **plain._parameters, **plain._modules}
-    unset = (None, {}, set())  # False too, but not 0, which is equal to it
-    lost = [n for n, v in fields.items() if v is not False and v not in unset]
-    lost = [n for n in lost if n not in (*HANDLED, *known)]
-    kind = type(plain).__name__
-    if kind not in ("Linear", "Embedding", "Output") or type(plain).__base__ is not nn.Module:
-        lost.append(f"the class {kind}")
-    for p in plain.parameters(recurse=False):
-        attributes = type(p) is nn.Parameter and vars(p)
-        if attributes or p._backward_hooks or p._post_accumulate_grad_hooks:
-            lost.append("attributes or hooks of a parameter")
-    if lost:
-        raise ValueError(f"replacing {kind} would lose: {', '.join(lost)}")
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from common.collectives import ledger
-from common.distributed import print0, rank, replacing, warn, world_size
+from common.distributed import print0, rank, warn, world_size
+from common.files import replacing
 
 # fmt: off
 PEAK_FLOPS = {  # dense bf16, in FLOP/s, by a part of the device's name; the longer name first
@@ -67,7 +68,6 @@ def readable(line: dict) -> str:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """bf16 peak of a GPU by its name, None if it is not known."""
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
 
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from common.arguments import Arguments
 from common.checkpoint import Checkpointer
 from common.collectives import all_reduce_control, value_of_rank_0
 from common.data import Corpus
-from common.distributed import fail, launch_environment, print0, rank, replacing, warn, world_size
+from common.distributed import fail, launch_environment, print0, rank, warn, world_size
+from common.files import replacing
 from common.folder import RunFolder
 from common.metrics import Metrics
 from common.model import TransformerConfig
@@ -44,7 +45,7 @@ class Run:
 
     def __init__(
         self,
-        args: Namespace,
+        args: Arguments,
         script: str,
         config: TransformerConfig,
         device: torch.device,
@@ -59,15 +60,14 @@ class Run:
         if dist.is_initialized():
             timeout = timedelta(seconds=args.timeout)
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="stop")
-        flags = {k: 0 if v == math.inf else v for k, v in vars(args).items() if k != "batching"}
         self._claim: RunFolder | None = None  # on rank 0
-        self.folder, continues = self._of_rank_0(self._claim_folder, Path("runs", stage), flags)
+        self.folder, continues = self._of_rank_0(self._claim_folder, Path("runs", stage))
         self.resume = "auto" if continues else args.resume
         tokens = args.global_batch_size * args.seq_len
         flops = tokens * config.flops_per_token()
         self.metrics = Metrics(args.steps, tokens, flops, device, self.folder)
         saved = {  # with every checkpoint
-            "arguments": flags,
+            "arguments": vars(args),
             "vocabulary": hashlib.sha256("\n".join(corpus.vocab).encode()).hexdigest()[:12],
             "corpus": corpus.digest,
         }
@@ -106,8 +106,8 @@ class Run:
             fail(error)
         return value
 
-    def _claim_folder(self, parent: Path, flags: dict) -> tuple[Path, bool]:
-        self._claim = RunFolder(self.args.run_dir, parent, flags)
+    def _claim_folder(self, parent: Path) -> tuple[Path, bool]:
+        self._claim = RunFolder(self.args.run_dir, parent, vars(self.args))
         folder = self._claim.path / "checkpoints"
         folder.mkdir(exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -167,7 +167,6 @@ class Run:
         return torch.profiler.profile(schedule=schedule, on_trace_ready=save)
 
     def evaluates(self, step: int) -> bool:
-        """Whether the validation loss is due: every `--eval-every` steps and after the last."""
         return self._is_due(step, self.args.eval_every)
 
     def agree_to_save(self, step: int) -> bool:
@@ -177,22 +176,21 @@ class Run:
         set, and when any rank has received one of STOPS; then no step follows. This is an
         all-reduce in a group of its own: a collective that only some ranks enter hangs.
         """
-        self._stopping = self._any_rank(self._asked_to_stop or self.checkpoints.has_failed())
+        votes = torch.tensor(float(self._asked_to_stop or self.checkpoints.has_failed()))
+        if self._group is not None:
+            all_reduce_control(votes, group=self._group)
+        self._stopping = votes.item() > 0
         if self._stopping:
             self.checkpoints.wait()  # ends the run if it is a save that failed
             print0(f"asked to stop: saving after step {step}")
-        due = self.args.checkpoint_every > 0 and self._is_due(step, self.args.checkpoint_every)
-        if due or self._stopping:
+        every = self.args.checkpoint_every
+        due = self._stopping or (every > 0 and self._is_due(step, every))
+        if due:
             self._check_finite(step)
-        return due or self._stopping
-
-    def _any_rank(self, here: bool) -> bool:
-        votes = torch.tensor(float(here))
-        if self._group is not None:
-            all_reduce_control(votes, group=self._group)
-        return votes.item() > 0
+        return due
 
     def _is_due(self, step: int, every: int) -> bool:
+        """Whether what happens every so many steps, and after the last, is due."""
         return self.is_last(step) or (every > 0 and (step + 1) % every == 0)
 
     def is_last(self, step: int) -> bool:
@@ -266,8 +264,7 @@ def keep_freed_memory() -> None:
 
 
 def git_commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        found = subprocess.run(command, capture_output=True, text=True, timeout=5)
-        return found.stdout.strip() or None
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True, timeout=5).strip()
     return None

@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed import fail, move_aside, print0, warn
+from common.distributed import fail, print0, warn
+from common.files import move_aside
 
 PAGE = 4096  # bytes
 SLOT, GRADIENT, ROWS = 3, 6, 7  # rows of a slot, the gradient's row, rows of a file

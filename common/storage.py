@@ -24,7 +24,7 @@ from torch.futures import Future
 from torch.utils.serialization import config
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from common.distributed import exists, move_aside, sync
+from common.files import exists, move_aside, sync
 
 
 class CheckpointError(Exception):
@@ -263,3 +263,34 @@ class Reader(dcp.FileSystemReader):
         """Read in the order of the files, so that an item with several parts is read once."""
         plan.items.sort(key=lambda part: self.storage_data[part.storage_index].offset)
         return plan
+
+
+SHAPE = ("d_model", "n_layers", "n_heads")  # of the weights
+# arguments that may differ from those of the run that saved, but not silently
+REPORTED = ("seed", "seq_len", "global_batch_size", "lr", "warmup_steps", "min_lr_ratio", "steps")
+REPORTED += ("weight_decay", "grad_clip", "dropout")
+
+
+def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
+    """Report how this run differs from the one that saved the checkpoint, if both are known.
+
+    Another shape or vocabulary is an error, even one of equal size: its meaning does not fit.
+    """
+    if not saved or not run:
+        return []
+    old, new = saved["arguments"], run["arguments"]
+    flag = {name: "--" + name.replace("_", "-") for name in (*SHAPE, *REPORTED)}
+    shape = [name for name in SHAPE if old[name] != new[name]]
+    if shape:
+        was, now = (" ".join(f"{flag[n]} {a[n]}" for n in shape) for a in (old, new))
+        presets = f"(--preset {old['preset']}, here {new['preset']})"
+        what = f"it was trained with {was}, and this run has {now} {presets}"
+        raise IncompatibleCheckpointError(what)
+    if saved["vocabulary"] != run["vocabulary"]:
+        what = "it has another vocabulary: pass the --data it was trained on"
+        raise IncompatibleCheckpointError(what)
+    differ = [name for name in REPORTED if old[name] != new[name]]
+    notes = [f"{flag[name]} is now {new[name]}, was {old[name]!r}" for name in differ]
+    if saved["corpus"] != run["corpus"]:
+        notes.append(f"the corpus is now {run['corpus']}, was {saved['corpus']!r} (hashes)")
+    return notes

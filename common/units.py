@@ -1,7 +1,7 @@
 """What stages 03 and 04 check of a model's units, and of what is done with their parameters."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ def units_with_values(
             raise ValueError(f"{name}: tied, in no unit, or in several")
         if not p.requires_grad or p.dtype != dtype or not p.is_floating_point():
             raise ValueError(f"{name}: frozen, complex, or of another dtype than the others")
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ValueError(f"{name}: has hooks, which its shard would lose")
     del users, paths, name, p  # else the full parameters would stay alive here
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
@@ -110,8 +112,9 @@ def forbid_parameters(module: nn.Module) -> None:
             each.named_parameters = fail  # `parameters()` calls it
 
 
-def check_no_parameters(module: nn.Module) -> None:
+def check_no_parameters(module: nn.Module, shards: Collection[nn.Parameter] = ()) -> None:
     """RuntimeError if a module has a parameter after `take_parameters`: nobody would average it."""
+    known = {None, *shards}
     for name, each in module.named_modules():
-        if any(param is not None for param in each._parameters.values()):
+        if not known.issuperset(each._parameters.values()):
             raise RuntimeError(f"{name}: a parameter was added or replaced after sharding")

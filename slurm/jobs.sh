@@ -66,7 +66,7 @@ check_flags() { # "STAGE=RANKS ..." FLAG...
     # shellcheck source=/dev/null
     if [[ -f slurm/site.env ]]; then source slurm/site.env; fi
     PATH=$(realpath -m "${VENV=.venv}")/bin:$PATH
-    NPROC=${NPROC:-2} python tools/check_flags.py "$@" 2>&1 >/dev/null
+    NPROC=${NPROC:-2} python -m tools.check_flags "$@" 2>&1 >/dev/null
   ) || if [[ $? == 2 && $said == train.py:* ]]; then
     echo "$said" >&2
     exit 2

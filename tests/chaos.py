@@ -1,7 +1,7 @@
 """Kill runs with `kill -9` at any time: they must end with the same bits as an undisturbed run.
 
-    python tests/chaos.py                       42 kills over all stages; prints its random seed
-    python tests/chaos.py --seed 7 --kills 6    the same times again, as far as a clock repeats
+    python -m tests.chaos                       42 kills over all stages; prints its random seed
+    python -m tests.chaos --seed 7 --kills 6    the same times again, as far as a clock repeats
 
 A run is killed, one rank or all of them, some time after its start or a few milliseconds into a
 save. It is started again by the same command, killed again, and finally left to finish. Each time
@@ -24,14 +24,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from harness import Pool, StageRun, metrics_of, runs_for
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.checkpoint import checkpoints
+from tools.pool import Pool, metrics_of
+from tools.stages import StageRun, runs_for
 
 RUN = "--steps 40 --eval-every 20 --checkpoint-every 2"
 EXACT = ("step", "loss", "grad_norm", "lr", "val_loss", "test_loss")

@@ -17,15 +17,13 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-
-import first_difference
 import harness
 import pytest
-from exercise import blanks_of, filled
 from harness import REPO, StageRun, stage_file, stage_path, stages
 from test_late_backend import train
+
+from tools import first_difference
+from tools.exercise import blanks_of, filled
 
 CHECKS = {  # name: a file, and words of the names of its tests, of which the stage's runs are taken
     "gradients": "test_gradients.py reference[",

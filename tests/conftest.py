@@ -6,12 +6,10 @@ import contextlib
 import logging
 import os
 import random
-import sys
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the bits must not depend on the cores
 os.environ["KINETO_LOG_LEVEL"] = "99"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import harness
 import pytest
@@ -28,7 +26,7 @@ for name in list(os.environ):
 
 
 # the files that take minutes, longest first: with several workers the short ones fill the gaps
-LONG = "slurm parity survival dry_run gpu_check late_backend costs gradients launchers preflight"
+LONG = "slurm parity survival dry_run quickstart late_backend costs gradients launchers preflight"
 LONG += " lessons stages"
 
 

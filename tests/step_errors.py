@@ -1,7 +1,7 @@
 """Validates `step_time` on published runs: which it can predict, and how well.
 
-    python tests/step_errors.py benchmarks/published_runs.csv
-    python tests/step_errors.py fit
+    python -m tests.step_errors benchmarks/published_runs.csv
+    python -m tests.step_errors fit
 
 The **domain** is what the model claims to predict. It was set before any error was computed, and
 depends on the run and on the prediction, never on the measurement. Rows inside of it with even
@@ -21,10 +21,8 @@ from statistics import fmean, median
 from typing import NamedTuple
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools/planner"))
-
-import step_time
-from step_time import FITTED, GPUS, Job, caveats
+from tools.planner import step_time
+from tools.planner.step_time import FITTED, GPUS, Job, caveats
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "benchmarks/published_runs.csv"
 NAMES = {"a100-80": "a100", "a100-80gb": "a100", "a100-40gb": "a100-40", "h100-80": "h100"}

@@ -104,15 +104,7 @@ def test_ranks_that_differ_are_an_error_that_names_what_differs(
     (tmp_path / "other/test.txt").write_text("word1 word2\n")
     places = {name: str(tmp_path / name) for name in ("other", "copy", "absent")}
     of_rank_1 = {name: value.format(**places) for name, value in of_rank_1.items()}
-    argv = [
-        *BASE.split(),
-        "--steps",
-        "1",
-        "--data",
-        str(corpus_dir),
-        "--run-dir",
-        str(tmp_path / "run"),
-    ]
+    argv = f"{BASE} --data {corpus_dir} --run-dir {tmp_path}/run".split()
     ended = fresh_pool(2).attempt(main_with, stage, argv, of_rank_1)
     said = "".join(o.stderr for o in ended)
     if says:

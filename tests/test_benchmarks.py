@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
-from harness import REPO
 
-sys.path.insert(0, str(REPO / "benchmarks"))
-
-import bench
+from benchmarks import bench
 
 pytestmark = pytest.mark.slow
 

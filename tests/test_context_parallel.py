@@ -180,7 +180,9 @@ def attend(kind: str, seq_len: int, shape: tuple, of_rank_1: dict, kv_heads: int
     try:
         shards = [stage.zigzag(r, group.size(), seq_len) for r in range(group.size())]
         attention = stage.UlyssesAttention(group)
-        if kind == "ring":
+        if kind == "striped":
+            shards = [(range(r, seq_len, group.size()),) for r in range(group.size())]
+        if kind != "ulysses":
             attention = partial(stage.RingAttention.apply, stage.Ring(group, shards, q.device))
         y = attention(q, k, k)
         (x,) = torch.autograd.grad(y.sum(), q, create_graph=True)
@@ -194,6 +196,7 @@ MISFITS = [  # kind, seq_len of the ring, [heads, tokens, head_dim], rank 1's, m
     ("ring", 12, (2, 4, 4), {}, "4 tokens on a rank, in a ring for 6"),
     ("ring", 8, (2, 6, 4), {}, "6 tokens on a rank, in a ring for 4"),
     ("ring", 5, (2, 3, 4), {}, "different lengths"),
+    ("striped", 8, (2, 4, 4), {}, "ranges of step 1"),
     ("ring", 8, (2, 4, 4), {"size": (1, 3, 4, 4)}, "differ between ranks"),
     ("ring", 8, (2, 4, 4), {"dtype": torch.bfloat16}, "differ between ranks"),
     ("ring", 8, (2, 4, 4), {}, "one shape and dtype", 1),

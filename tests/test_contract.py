@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,10 +12,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from techniques import Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
+
+from common.collectives import agree_on_overflow
+from tools.techniques import Trainer
 
 SGD = torch.optim.SGD
 DDP, STAGES_1_2, STAGE_3, FSDP = ["ddp"], ["zero-1", "zero-2"], ["zero-3"], ["fsdp", "fsdp-keep"]
@@ -45,6 +48,8 @@ class Unit(nn.Module):
         if self.how == "a part recomputed":
             return checkpoint(self.other, y, use_reentrant=False)
         y = self.other(y)
+        if self.how == "saves its output":
+            return y.exp()
         if self.how == "detached weight":  # read in backward after all gradients have arrived
             y = y + nn.functional.linear(x.sin(), self.other.weight.detach()).tanh()
         return (y, {"x": [x.cos()]}) if self.how == "tuple" else y
@@ -145,8 +150,13 @@ MODELS = {  # how the model is changed, strategies, message
         "in no unit",
     ),
     "frozen": (of_linear(lambda linear: linear.bias.requires_grad_(False)), UNITS, "frozen"),
+    "a parameter with a hook": (
+        of_linear(lambda linear: linear.bias.register_hook(torch.zeros_like)),
+        UNITS,
+        "hooks",
+    ),
     "mixed dtypes": (of_linear(nn.Module.double), UNITS, "dtype"),
-    "meta device": (lambda model: model.to("meta"), UNITS, "meta device"),
+    "meta device": (lambda model: model.to("meta"), UNITS, "meta"),
     **{f"kept in a {kind}": (kept_in(kind), UNITS, "has been sharded") for kind in KEPT},
     "buffer on the meta device": (
         lambda m: m.register_buffer("b", torch.empty(1, device="meta")),
@@ -154,6 +164,7 @@ MODELS = {  # how the model is changed, strategies, message
         "without values",
     ),
     "an unused parameter": (chain("", "unused parameter"), UNITS, "not used all"),
+    "a saved tensor changed": (chain("in place", "saves its output"), UNITS, "changed in place"),
     "unit without parameters": (lambda model: model.units.append(nn.Tanh()), UNITS, "no param"),
     "a part of a unit recomputed": (chain("", "a part recomputed"), UNITS, "no attribute"),
     "changed in place": (chain("", "changes a parameter"), UNITS, "modified inplace"),
@@ -205,6 +216,7 @@ WORDS = {  # parts of a training loop; `forward` keeps the loss of another batch
     "retaining_backward": lambda t: t.loss.backward(retain_graph=True),
     "double_backward": lambda t: loss_of(t).backward(create_graph=True),
     "square": lambda t: sum(b.shard.grad.square().sum() for b in t.sync.buckets).backward(),
+    "add_to_wrapper": lambda t: setattr(t.model, "head", nn.Linear(6, 6)),
     "add_layer": lambda t: t.plain.units.append(nn.Linear(6, 6)),
     "replace_layer": lambda t: setattr(t.plain.units[1], "linear", nn.Linear(6, 6)),
     "finish": lambda t: t.sync.finish_gradient_synchronization(),
@@ -322,6 +334,12 @@ def of_rank(_: Trainer) -> nn.Module:
     return nn.Sequential(OrderedDict({f"expert {dist.get_rank()}": nn.Linear(6, 6)}))
 
 
+def starting_apart(_: Trainer) -> None:
+    model = chain()
+    model.units[2].other.bias.data += dist.get_rank()
+    trainer_of("fsdp", model)
+
+
 def replicas_alone(_: Trainer) -> None:
     Trainer("fsdp", chain(), groups={"replicate_group": dist.group.WORLD})
 
@@ -364,6 +382,8 @@ LOOPS = {  # what the loop does, strategies, message
     "a retained graph after a step": (loop(RETAINED), STAGES_1_2, "modified by an inplace"),
     "a retained graph after a step, units": (loop(RETAINED), UNITS, "optimizer's last step"),
     "a loss of a kept tensor alone": (kept_tensor_alone, UNITS, "not used all"),
+    "a layer of the wrapper": (loop("add_to_wrapper backward finish"), FSDP, "after sharding"),
+    "other initial values on a rank": (starting_apart, FSDP, "differ between ranks"),
     "a new layer": (loop("add_layer backward finish"), [*STAGES_1_2, *UNITS], "shard"),
     "a replaced layer": (loop("replace_layer backward finish"), STAGES_1_2, "shard"),
     "a replaced layer, units": (loop("replace_layer backward finish"), UNITS, "not used all"),
@@ -371,6 +391,7 @@ LOOPS = {  # what the loop does, strategies, message
     "frozen afterwards, units": (frozen_afterwards, UNITS, "shards only"),
     "replaced": (wrapping(new_chain, lambda m: m.units.__setitem__(2, Unit())), DDP, "replace"),
     "added": (wrapping(new_chain, lambda m: m.add_module("more", Unit())), DDP, "add"),
+    "added to the wrapper": (lambda t: t.model.add_module("b", Unit()) or train(t), DDP, "add"),
     "load_state_dict(assign=True)": (wrapping(new_chain, assign), DDP, "replace"),
     "unfrozen": (
         wrapping(lambda t: new_chain(t).requires_grad_(False), nn.Module.requires_grad_),
@@ -580,3 +601,15 @@ def test_no_forward_computes_with_stale_parameters(pools, strategy):
 def test_step_of_zero_finishes_the_reductions(pools, strategy):
     for off in pools(2).run(distance, strategy, "a step", "finish"):
         assert off <= 1e-6
+
+
+def agreed(rank_0: float) -> list[float]:
+    grad = torch.full((2,), rank_0 if dist.get_rank() == 0 else 1.0, dtype=torch.float16)
+    agree_on_overflow([grad])
+    return grad.tolist()
+
+
+@pytest.mark.parametrize(("rank_0", "skip"), [(6e4, False), (math.inf, True), (math.nan, True)])
+def test_ranks_agree_on_an_overflow_and_a_sum_beyond_float16_is_none(pools, rank_0, skip):
+    for grads in pools(2).run(agreed, rank_0):
+        assert math.isnan(grads[0]) == skip

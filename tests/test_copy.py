@@ -18,8 +18,9 @@ from textwrap import indent
 import pytest
 import torch
 from jobs import start
-from stages import REPO, stage_file, stage_path, stages
 from torch import nn
+
+from tools.stages import REPO, stage_file, stage_path, stages
 
 COPIED = stages()[1:]
 

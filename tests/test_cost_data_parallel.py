@@ -17,9 +17,10 @@ from harness import (
     live_bytes,
     whole_ledger,
 )
-from techniques import STRATEGIES, Trainer
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tools.techniques import STRATEGIES, Trainer
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,10 @@ from functools import cache
 from unittest.mock import patch
 
 import pytest
-from costs import Costs, costs_of
-from dry_run import Report, dry_run
 from harness import StageRun, load_stage, runs_for, stage_file, true_ledger
+
+from tools.costs import Costs, costs_of
+from tools.dry_run import Report, dry_run
 
 pytestmark = pytest.mark.slow
 

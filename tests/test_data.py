@@ -32,7 +32,9 @@ SEQ = 8
 
 
 def batching(**changes) -> Batching:
-    return Batching(**{"seq_len": SEQ, "global_size": 12, "micro_size": 12, "seed": 1} | changes)
+    return Batching(
+        **{"seq_len": SEQ, "global_batch_size": 12, "micro_batch_size": 12, "seed": 1} | changes
+    )
 
 
 def numbered(n: int) -> torch.Tensor:
@@ -63,7 +65,7 @@ def windows_of(steps: list) -> list[int]:
 
 @pytest.mark.parametrize("n_tokens, n_windows", [(22 * SEQ + 1, 22), (22 * SEQ + 8, 22)])
 def test_epoch_has_every_window_once_in_a_new_order(n_tokens, n_windows):
-    batches = batching(global_size=4, micro_size=2)
+    batches = batching(global_batch_size=4, micro_batch_size=2)
     found = windows_of(steps_of(numbered(n_tokens), batches, limit=17))  # 17 x 4 = 3 x 22 + 2
     epochs = [found[i * n_windows : (i + 1) * n_windows] for i in range(3)]
     for epoch in epochs:
@@ -73,7 +75,7 @@ def test_epoch_has_every_window_once_in_a_new_order(n_tokens, n_windows):
 
 
 def test_a_batch_may_be_larger_than_an_epoch():
-    batches = batching(global_size=30, micro_size=30)
+    batches = batching(global_batch_size=30, micro_batch_size=30)
     found = windows_of(steps_of(numbered(10 * SEQ + 1), batches, limit=2))
     for epoch in range(6):
         assert sorted(found[10 * epoch : 10 * epoch + 10]) == list(range(10))
@@ -92,7 +94,7 @@ def test_micro_batches_of_all_ranks_concatenate_to_the_global_batch(size):
     whole = steps_of(tokens, batching(), limit=6)
     share = 12 // size
     for micro in (m for m in range(1, share + 1) if share % m == 0):
-        batches = batching(micro_size=micro)
+        batches = batching(micro_batch_size=micro)
         by_rank = [steps_of(tokens, batches, rank=r, size=size, limit=6) for r in range(size)]
         for step in range(6):
             pieces = [batch for rank in by_rank for batch in rank[step]]
@@ -117,7 +119,7 @@ def test_the_loaders_worker_has_a_process_group_of_its_own(monkeypatch):
 
 
 def test_resume_continues_with_the_next_batch():
-    tokens, batches = numbered(22 * SEQ + 1), batching(micro_size=6)
+    tokens, batches = numbered(22 * SEQ + 1), batching(micro_batch_size=6)
     whole = steps_of(tokens, batches, limit=9)
     assert len(whole) == 9
     for first in (1, 5, 8):
@@ -135,7 +137,7 @@ def test_resume_continues_with_the_next_batch():
 @pytest.mark.parametrize("batch", [1, 3, 5])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_evaluation_predicts_every_token_except_the_first_once(n_tokens, batch, size):
-    every = (numbered(n_tokens), batching(micro_size=batch), CPU)
+    every = (numbered(n_tokens), batching(micro_batch_size=batch), CPU)
     by_rank = [list(eval_batches(*every, rank, size)) for rank in range(size)]
     assert len(set(map(len, by_rank))) == 1  # unequal numbers would hang a collective
     predicted = []

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import load_stage
-from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from common.model import Transformer, TransformerConfig, init_weights
+from tools.techniques import STRATEGIES, Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -267,17 +267,18 @@ def test_a_skipped_step_with_a_nan_leaves_nothing_behind(pools, strategy):
 # ---- DistributedDataParallel ----
 
 
-def ranks_start_apart() -> None:
+def ranks_start_apart(strategy: str) -> None:
     model = odd(seed=dist.get_rank())
     first = odd(seed=0)
-    load_stage("02").DistributedDataParallel(model)
+    Trainer(strategy, model, SGD, lr=0.1)
     for ours, theirs in zip(model.state_dict().values(), first.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.quick
-def test_ddp_broadcasts_weights_and_buffers_from_rank_0(pools):
-    pools(2).run(ranks_start_apart)
+@pytest.mark.parametrize("strategy", REPLICATED)
+def test_weights_and_buffers_are_those_of_rank_0(pools, strategy):
+    pools(2).run(ranks_start_apart, strategy)
 
 
 @pytest.mark.quick

@@ -5,18 +5,15 @@ from __future__ import annotations
 import difflib
 import io
 import re
-import sys
 import tokenize
 from collections import Counter
 from functools import cache
 
 import pytest
-from harness import REPO, lines_of, stage_file, stage_path, stages
+from harness import lines_of, stage_file, stage_path, stages
 
-sys.path.insert(0, str(REPO / "tools"))
-
-from diff import Block, compare
-from stages import pairs as stage_pairs
+from tools.diff import Block, compare
+from tools.stages import pairs as stage_pairs
 
 PAIRS = stage_pairs()
 pairs = pytest.mark.parametrize("before, after", PAIRS)

@@ -19,11 +19,10 @@ from common.distributed import (
     launch_environment,
     print0,
     rank,
-    save0,
     setup,
     world_size,
 )
-from common.folder import RunFolder, launch_name, new_folder
+from common.folder import RunFolder, launch_name
 
 TORCHRUN = {
     **{"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
@@ -120,26 +119,19 @@ def test_an_unknown_host_and_a_missing_scontrol_are_one_line_errors(monkeypatch,
     assert "set MASTER_ADDR" in error_of(setup)
 
 
-@pytest.mark.parametrize("host, url", [("::1", "tcp://[::1]:"), ("127.0.0.1", "tcp://127.0.0.1:")])
-def test_address_of_rank_0_may_be_ipv6(monkeypatch, host, url):
-    environment(monkeypatch, SRUN | {"MASTER_ADDR": host})
-    asked = []
-    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: asked.append(k["init_method"]))
-    for name in ("get_rank", "get_world_size"):
-        monkeypatch.setattr(dist, name, lambda *a: 0)
-    setup()
-    assert asked[0].startswith(url)
-
-
-def test_mpirun_on_several_nodes_needs_a_master_address(monkeypatch, error_of):
-    rank_0 = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    environment(monkeypatch, MPIRUN | rank_0)
-    assert "MASTER_ADDR" in error_of(setup)
-
-
-def test_srun_takes_the_first_host_as_master_address(monkeypatch, tmp_path):
-    environment(monkeypatch, SRUN | {"MASTER_ADDR": "", "SLURM_STEP_NODELIST": "node[3-4]"})
-    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$3" = "node[3-4]" ] && echo node3 node4\n')
+@pytest.mark.parametrize(
+    "given, url",
+    [
+        ("::1", "tcp://[::1]:"),
+        ("127.0.0.1", "tcp://127.0.0.1:"),
+        ("", "tcp://localhost:"),  # the first one of the nodes
+    ],
+)
+def test_host_of_rank_0_is_the_given_one_or_sruns_first(monkeypatch, tmp_path, given, url):
+    environment(monkeypatch, SRUN | {"MASTER_ADDR": given, "SLURM_STEP_NODELIST": "node[3-4]"})
+    (tmp_path / "scontrol").write_text(
+        '#!/bin/sh\n[ "$3" = "node[3-4]" ] && echo localhost node4\n'
+    )
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     asked = []
@@ -147,7 +139,13 @@ def test_srun_takes_the_first_host_as_master_address(monkeypatch, tmp_path):
     for name in ("get_rank", "get_world_size"):
         monkeypatch.setattr(dist, name, lambda *a: 0)
     setup()
-    assert asked[0]["init_method"].startswith("tcp://node3:") and asked[0]["world_size"] == 8
+    assert asked[0]["init_method"].startswith(url) and asked[0]["world_size"] == 8
+
+
+def test_mpirun_on_several_nodes_needs_a_master_address(monkeypatch, error_of):
+    rank_0 = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    environment(monkeypatch, MPIRUN | rank_0)
+    assert "MASTER_ADDR" in error_of(setup)
 
 
 @pytest.mark.parametrize(
@@ -173,27 +171,18 @@ def test_requeued_job_has_the_same_run_folder(monkeypatch, variables, expected):
     assert launch_name() == expected
 
 
-LIFE_2, RERUN = {"SLURM_RESTART_COUNT": "1"}, {"TORCHELASTIC_RESTART_COUNT": "1"}
+LIFE_2, NAMED = SBATCH | {"SLURM_RESTART_COUNT": "1"}, {"TORCHELASTIC_RUN_ID": "x"}
+RESTARTED = NAMED | {"TORCHELASTIC_RESTART_COUNT": "1"}
 
 
 @pytest.mark.parametrize(
     "starts, folders",
     [
         # the environment, and the learning rate, of one start after another
-        ([(SBATCH, 1), (SBATCH, 2), (SBATCH, 1)], ["77", "77-2", "77-3"]),  # in one shell
-        (
-            [(SBATCH, 1), (SBATCH, 2), (SBATCH | LIFE_2, 1), (SBATCH | LIFE_2, 2)],
-            2 * ["77", "77-2"],
-        ),
-        # the commands of a requeued job in another order
-        (
-            [(SBATCH, 1), (SBATCH, 2), (SBATCH | LIFE_2, 2), (SBATCH | LIFE_2, 1)],
-            ["77", "77-2", "77-2", "77"],
-        ),
-        (
-            [({"TORCHELASTIC_RUN_ID": "x"}, 1), ({"TORCHELASTIC_RUN_ID": "x"} | RERUN, 1)],
-            ["x", "x"],
-        ),
+        ([(SBATCH, 1), (SBATCH, 2), (SBATCH, 1)], "77 77-2 77-3"),  # in one shell
+        ([(SBATCH, 1), (SBATCH, 2), (LIFE_2, 1), (LIFE_2, 2)], "77 77-2 77 77-2"),  # requeued
+        ([(SBATCH, 1), (SBATCH, 2), (LIFE_2, 2), (LIFE_2, 1)], "77 77-2 77-2 77"),
+        ([(NAMED, 1), (RESTARTED, 1)], "x x"),
     ],
 )
 def test_each_command_of_a_job_has_a_folder_of_its_own(monkeypatch, tmp_path, starts, folders):
@@ -205,11 +194,13 @@ def test_each_command_of_a_job_has_a_folder_of_its_own(monkeypatch, tmp_path, st
         run = RunFolder(None, tmp_path, {"lr": lr})
         found.append(run.path.name)
         run.close()
-    assert found == folders
+    assert found == folders.split()
 
 
-def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):
-    found = [new_folder(tmp_path / "runs", "20250101-120000").name for _ in range(3)]
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(monkeypatch, tmp_path):
+    environment(monkeypatch, {})
+    monkeypatch.setattr(time, "strftime", lambda _: "20250101-120000")
+    found = [RunFolder(None, tmp_path / "runs", {}).path.name for _ in range(3)]
     assert found == ["20250101-120000", "20250101-120000-2", "20250101-120000-3"]
 
 
@@ -261,18 +252,12 @@ def test_reduce_scatter_is_a_slice_of_an_all_reduce(pools, ranks, in_place, dtyp
         assert ours == expected
 
 
-def speak(path: str) -> None:
+def speak() -> None:
     print0("said", "once", sep="-")
-    save0({"rank": torch.tensor(rank())}, path)
-    dist.barrier()
 
 
-def test_print0_and_save0_act_on_rank_0_only(pools, tmp_path):
-    path = tmp_path / "deep" / "file.pt"
-    ended = pools(3).attempt(speak, str(path))
-    assert [o.stdout for o in ended] == ["said-once\n", "", ""]
-    assert torch.load(path, weights_only=True) == {"rank": torch.tensor(0)}
-    assert [p.name for p in path.parent.iterdir()] == ["file.pt"]
+def test_print0_prints_on_rank_0_only(pools):
+    assert [o.stdout for o in pools(3).attempt(speak)] == ["said-once\n", "", ""]
 
 
 def fail_late_on_rank_0() -> None:

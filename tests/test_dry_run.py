@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from dry_run import PATCHES, Report, dry_run, main, show
 from harness import REPO, PeakMemory, cases, load_stage
 from torch.utils._python_dispatch import _disable_current_modes
 
 from common import collectives
+from tools.dry_run import PATCHES, Report, dry_run, main, show
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +98,7 @@ def test_dry_run_of_a_model_larger_than_this_machines_memory(pools):
 
 def command(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "tools/dry_run.py", *words], cwd=REPO, capture_output=True, text=True
+        [sys.executable, "-m", "tools.dry_run", *words], cwd=REPO, capture_output=True, text=True
     )
 
 

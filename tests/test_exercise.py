@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from exercise import blanks_of, filled, with_blanks
-from first_difference import FLAGS, State, compare, read
 from harness import REPO, load_stage, stage_file, stage_path, stages
+
+from tools.exercise import blanks_of, filled, with_blanks
+from tools.first_difference import FLAGS, State, compare, read
 
 TINY = "--d-model 16 --n-layers 1 --n-heads 2 --seq-len 8 --global-batch-size 4".split()
 
@@ -26,9 +27,9 @@ def test_an_exercise_has_the_blanks_of_its_stage_and_is_the_stage_when_they_are_
 
 
 def test_a_blank_keeps_its_docstring_and_checks():
-    body = with_blanks("04").partition("def enter(")[2].partition("def leave(")[0]
-    assert '"""Prepare the unit' in body and body.count("raise RuntimeError") == 2
-    assert body.rstrip().endswith('exercise 11 of 16: FullyShardedDataParallel.enter")')
+    body = with_blanks("04").partition("def backward(")[2].partition("# ----")[0]
+    assert '"""Autograd calls it' in body and body.count("raise RuntimeError") == 2
+    assert body.rstrip().endswith('exercise 5 of 17: Gather.backward")')
 
 
 @pytest.mark.parametrize("stage", stages()[1:])
@@ -78,7 +79,7 @@ def test_make_check_names_a_planted_bug(bug, tmp_path):
     (tmp_path / "copy.py").write_text(text.replace(old, new) if old else text)
     command = [sys.executable, REPO / "tests/check_script.py", stage, tmp_path / "copy.py"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "RUNS_"))}
-    environment |= {"RERUNS": "0"} if old else {}
+    environment |= {"PYTHONPATH": str(REPO), **({"RERUNS": "0"} if old else {})}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert said in done.stdout, done.stdout + done.stderr
     assert done.returncode == (1 if old else 0), done.stdout

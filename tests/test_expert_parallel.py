@@ -17,14 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dry_run import PATCHES, dry_run
-from generate import continued, load_run
 from harness import REPO, assert_same_curve, comparably, load_stage, train
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from common.counter_rng import sample_keys
 from common.model import MLP, Transformer, TransformerConfig, init_weights
+from tools.dry_run import PATCHES, dry_run
+from tools.generate import continued, load_run
 
 pytestmark = pytest.mark.slow
 

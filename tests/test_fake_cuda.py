@@ -1,4 +1,4 @@
-"""Every stage on fake CUDA tensors: `make dry-run-NN DEVICE=cuda`."""
+"""Every stage on fake CUDA tensors: `make dry-run-NN ARGS="--device cuda"`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def process():
 
 def on_fake_cuda(stage: str, ranks: int, rank: int, argv: list[str], script: Path | None = None):
     """Report, and what the host does in each phase."""
-    import fake_cuda
+    from tools import fake_cuda
 
     # stages are cached by their path
     with patch.dict(os.environ, {f"SCRIPT_{stage}": str(script or stage_path(stage))}):
@@ -66,7 +66,7 @@ def test_the_host_waits_and_computes_in_a_step_only_where_the_stages_file_says(p
 
 def held_by_05(n: int, flags: str, layers: int) -> int:
     """Bytes at the peak that are neither weights nor optimizer state, for 8 x 2048 tokens."""
-    import fake_cuda
+    from tools import fake_cuda
 
     shape = "--d-model 256 --n-heads 4 --seq-len 2048 --global-batch-size 8 --dtype bfloat16"
     argv = f"{shape} --n-layers {layers} {flags}".split()
@@ -109,7 +109,7 @@ PLANTED = {  # stage, text of its script, its replacement, what the dry run says
 
 def with_bug(stage: str, script: Path) -> str:
     """What a dry run of this script says."""
-    import fake_cuda
+    from tools import fake_cuda
 
     argv = "--d-model 32 --n-heads 2 --seq-len 16 --micro-batch-size 6 --dtype bfloat16".split()
     with patch.dict(os.environ, {f"SCRIPT_{stage}": str(script)}):

@@ -13,12 +13,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from export import tensors_of
 from harness import StageRun, assert_reproduces, comparably, load_stage, runs_for, stage_file
 from torch import Tensor
 
 from common import collectives
 from common.checkpoint import checkpoints
+from tools.export import tensors_of
 
 pytestmark = pytest.mark.slow
 

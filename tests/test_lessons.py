@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import html
 import re
-import sys
 from html.parser import HTMLParser
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 from browser import Browser, find_chromium
-from harness import REPO, lines_of, stages
+from harness import lines_of, stages
 from slurm_cluster import skip_or_fail
 
-sys.path.insert(0, str(REPO / "tools"))
-
-import lessons
+from tools import lessons
 
 pytestmark = pytest.mark.slow  # building the pages takes seconds
 

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 from harness import REPO, lines_of, stage_file, stage_path, stages
 
-sys.path.insert(0, str(REPO / "tools"))
-
-import diff
+from tools import diff
 
 pairs = pytest.mark.parametrize("old, new", [*permutations(stages(), 2)])
 
@@ -158,7 +156,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_make_diff_needs_no_environment_and_a_pipe_gets_colours_only_if_they_are_forced():
-    plain = run(sys.executable, "-S", "tools/diff.py", "03", "--from", "01").stdout
+    plain = run(sys.executable, "-S", "-m", "tools.diff", "03", "--from", "01").stdout
     assert plain.startswith("* 01_single_gpu -> 03_zero") and "\033" not in plain
     assert run("make", "-s", "diff-03", "FROM=01", "VENV=none").stdout == plain
     coloured = run("make", "-s", "diff-03", "FROM=01", FORCE_COLOR="1").stdout

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import pickle
 import re
 import shutil
-import sys
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from generate import continued, load_run
 from harness import (
     WorkerError,
     WorkerExit,
@@ -30,9 +27,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from common.arguments import PRESETS
 from common.checkpoint import Checkpointer, checkpoints
 from common.model import Transformer, TransformerConfig, init_weights
+from tools.generate import continued, load_run
+from tools.stages import load_file
 
-sys.path.insert(0, str(stage_path("11").parent))
-stage, figures = load_stage("11"), importlib.import_module("figures")
+stage = load_stage("11")
+figures = load_file(stage_path("11").with_name("figures.py"), "figures")
 
 SIZE = "--d-model 32 --n-layers 2 --n-heads 4 --seq-len 16 --global-batch-size 24 --log-every 1"
 BASE = [*SIZE.split(), "--lr", "1e-2"]

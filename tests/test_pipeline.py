@@ -14,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from dry_run import dry_run
 from harness import REPO, load_stage
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.counter_rng import sample_keys
 from common.model import Transformer, TransformerConfig, init_weights
+from tools.dry_run import dry_run
 
 pytestmark = pytest.mark.slow
 
@@ -292,7 +292,7 @@ MODEL += " --global-batch-size 8 --micro-batch-size 1"
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
 def test_activations_in_the_readme_are_those_of_the_dry_run(pools, schedule):
     readme = (REPO / "06_pipeline/README.md").read_text()
-    assert f'RANKS=4 RANK=0 ARGS="{MODEL}"' in readme
+    assert f'ARGS="--ranks 4 {MODEL}"' in readme
     (row,) = re.findall(rf"^\| `{schedule}`((?: \| \d\.\d\d){{4}}) \|$", readme, re.M)
     found = []
     for dtype, rank in product(("float32", "bfloat16"), (0, 3)):

@@ -7,11 +7,12 @@ import time
 from dataclasses import replace
 from unittest.mock import patch
 
-import plan
 import pytest
-from dry_run import dry_run
 from harness import load_stage
-from step_time import GPUS, Job
+
+from tools.dry_run import dry_run
+from tools.planner import plan
+from tools.planner.step_time import GPUS, Job
 
 # stage, ranks, rank, the stage's flags and the fields of the job that they set
 ZERO_1 = {"sharding": "zero1", "gather_bytes": 4}
@@ -89,9 +90,7 @@ def test_layouts_that_do_not_divide_or_do_not_fit_are_dropped():
 def command(monkeypatch, capsys):
     """`make plan` in this process: exit status, stdout, stderr."""
 
-    def run(words: str = "", **variables: str) -> tuple[int, str, str]:
-        for name in "NODES GPUS GPU NETWORK EFFICIENCY PREFLIGHT EXPLAIN".split():
-            monkeypatch.setenv(name, variables.get(name, ""))
+    def run(words: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["plan.py", *words.split()])
         status = 0
         try:
@@ -103,32 +102,31 @@ def command(monkeypatch, capsys):
     return run
 
 
+CLUSTER = "--nodes 16 --gpus 8 --gpu-type h100 --network 50"
 SHAPE = "--d-model 4096 --n-layers 32 --n-heads 32 --seq-len 4096 --global-batch-size 512"
 
 
 @pytest.mark.parametrize(
-    "variables, said",
+    "words, said",
     [
-        ({"GPU": "v100", "GPUS": "8"}, "GPU=v100"),
-        ({"GPU": "", "GPUS": "8"}, "GPU="),
-        ({"GPU": "h100", "GPUS": "8", "NODES": "2"}, "NETWORK="),
-        ({"GPU": "h100", "GPUS": "8", "NODES": "two"}, "NODES=two"),
-        ({"GPU": "h100", "GPUS": "8", "NODES": "2", "NETWORK": "fast"}, "NETWORK=fast"),
-        ({"GPU": "a100-40", "GPUS": "1"}, "no layout fits"),
-        ({"GPU": "h100", "GPUS": "8", "EFFICIENCY": "55"}, "EFFICIENCY=55"),
-        ({"GPU": "h100", "GPUS": "8", "PREFLIGHT": "nowhere.json"}, "PREFLIGHT=nowhere.json"),
+        ("--gpus 8 --gpu-type v100", "--gpu-type"),
+        ("--gpus 8", "--gpu-type"),
+        ("--gpus 8 --gpu-type h100 --nodes 2", "--network"),
+        ("--gpus 8 --gpu-type h100 --nodes two", "--nodes"),
+        ("--gpus 8 --gpu-type h100 --nodes 2 --network fast", "--network"),
+        ("--gpu-type a100-40", "no layout fits"),
+        ("--gpus 8 --gpu-type h100 --efficiency 55", "--efficiency 55"),
+        ("--gpus 8 --gpu-type h100 --preflight nowhere.json", "--preflight nowhere.json"),
     ],
-    ids=str,
 )
-def test_wrong_arguments_end_with_one_line_and_status_2(command, variables, said):
-    status, _, errors = command(SHAPE, **variables)
+def test_wrong_arguments_end_with_one_line_and_status_2(command, words, said):
+    status, _, errors = command(f"{SHAPE} {words}")
     assert status == 2 and errors.count("\n") == 1 and said in errors
 
 
 def test_the_plan_of_the_example_takes_at_most_20_seconds(command):
     start = time.process_time()
-    variables = {"NODES": "16", "GPUS": "8", "GPU": "h100", "NETWORK": "50", "EXPLAIN": "1"}
-    status, said, _ = command(SHAPE, **variables)
+    status, said, _ = command(f"{SHAPE} {CLUSTER} --explain")
     assert time.process_time() - start < 20
     assert status == 0 and 'make submit-04 NODES=16 GPUS=8 ARGS="--d-model 4096' in said
     assert "a tie: measure these" in said and "by formula" in said
@@ -136,8 +134,7 @@ def test_the_plan_of_the_example_takes_at_most_20_seconds(command):
 
 def test_no_figure_is_printed_for_a_latency_bound_step(command):
     small = "--d-model 2048 --n-layers 16 --n-heads 16 --seq-len 1024 --global-batch-size 128"
-    variables = {"NODES": "16", "GPUS": "8", "GPU": "h100", "NETWORK": "50"}
-    status, said, _ = command(small, **variables)
+    status, said, _ = command(f"{small} {CLUSTER}")
     assert status == 0 and "latency-bound, not predicted" in said
     assert " s, " not in said.split("step, and its range")[1]
 

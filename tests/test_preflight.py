@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from harness import REPO
 
-sys.path.insert(0, str(REPO / "tools/gpu"))
-from preflight import rounds
-from verdict import judge, report
+from tools.gpu.preflight import rounds
+from tools.gpu.verdict import judge, report
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -129,7 +128,7 @@ def test_rounds_pair_every_node_with_both_neighbours_and_once_per_round(n):
 # ---- real processes ----
 
 QUICK = "preflight.COMPUTE_SECONDS = 0.3; preflight.MESSAGE_SECONDS = 0.05; "
-RUN = "import sys, preflight; {change} sys.exit(preflight.main())"
+RUN = "import sys; from tools.gpu import preflight; {change} sys.exit(preflight.main())"
 # a fifth of the work in the same time, as on a GPU whose clock has dropped
 SLOW = "r = preflight.rate; preflight.rate = lambda w, f, s: r(w / 5, f, s); "
 HANG = "import time; preflight.exact_matmuls = lambda device: time.sleep(300); "
@@ -142,13 +141,13 @@ def start(changes: list[str], folder: Path, *flags: str) -> tuple[list[int], str
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared |= {"PYTHONPATH": str(REPO / "tools/gpu")}
     begin, processes = time.monotonic(), []
     with open(folder / "output", "w+") as output:
         for rank, change in enumerate(changes):
             words = ["-c", RUN.format(change=QUICK + change), "--out", str(folder / "out.json")]
             process = subprocess.Popen(
                 [sys.executable, *words, *flags],
+                cwd=REPO,
                 env=os.environ | shared | {"RANK": str(rank)},
                 stdout=output,
                 stderr=output,
@@ -194,6 +193,6 @@ def test_process_that_hangs_is_named_and_the_run_ends(tmp_path):
 
 
 def test_wrong_number_of_processes_is_one_line():
-    words = [str(REPO / "tools/gpu/preflight.py"), "--nproc", "0"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    words = ["-m", "tools.gpu.preflight", "--nproc", "0"]
+    done = subprocess.run([sys.executable, *words], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr == "preflight.py: --nproc 0: at least one process\n"

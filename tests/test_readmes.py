@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 from harness import REPO, stages
 
-sys.path.insert(0, str(REPO / "tools"))
-
-import experiments
+from tools import experiments
 
 SKIPPED = {".venv", "runs", "data", ".pytest_cache", "cluster"}
 READMES = sorted(
@@ -23,7 +20,7 @@ READMES = sorted(
 )
 LESSONS = [path for path in READMES if re.match(r"\d\d_", str(path))]
 # files of a corpus, a run or a site: not in the repository
-NOT_OURS = {*"gpu-check.md train.txt valid.txt test.txt table.md all.pt edited-*.py".split()}
+NOT_OURS = {*"gpu-check.md train.txt valid.txt test.txt table.md all.pt".split()}
 # flags of torchrun, srun, sbatch, mpirun, pip, git and nvidia-smi
 OTHERS_FLAGS = set(
     "--standalone --nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id"
@@ -193,7 +190,7 @@ def test_an_experiment_ends_as_its_readme_says():
 @pytest.mark.slow
 def test_the_pictures_of_memory_show_the_measured_peaks():
     """To 0.1 MB: not where each operator lies, which may differ between machines."""
-    import memory
+    from tools.pictures import memory
 
     for name, titles in memory.PICTURES.items():
         shown = re.findall(r"peak ([\d.]+) MB", (REPO / name).read_text())
@@ -210,7 +207,7 @@ def event(name: str, start: float, end: float, number: int | None = None, tid: i
 
 def test_the_time_line_shows_what_is_hidden_and_what_is_exposed():
     """A made-up trace: backward of a layer from 4 to 8 ms, an all-reduce in flight from 6 to 9."""
-    import overlap
+    from tools.pictures import overlap
 
     events = [
         step := event("ProfilerStep#3", -0.1, 10),

@@ -10,8 +10,9 @@ from functools import cache, partial
 from itertools import product
 
 import pytest
-import timeline
 from harness import REPO, load_stage
+
+from tools.pictures import timeline
 
 stage = load_stage("06")
 SCHEDULES = stage.SCHEDULES

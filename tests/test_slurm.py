@@ -104,9 +104,9 @@ def test_submit_all_runs_the_stages_in_order(row):
 
 ALL_STAGES = """\
 import os, sys
-sys.path[:0] = [os.getcwd(), "tools"]
+sys.path.insert(0, os.getcwd())
 from common.distributed import cleanup, setup
-from stages import load_stage, stages
+from tools.stages import load_stage, stages
 setup(60)
 for stage in stages()[1:]:
     load_stage(stage).main([*sys.argv[1:], "--run-dir", f"runs/two-nodes/{stage}"])

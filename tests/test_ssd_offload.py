@@ -18,10 +18,11 @@ from unittest.mock import patch
 import chaos
 import pytest
 import torch
-from harness import load_stage, train
+from harness import train
 
 from common import state_files
 from common.checkpoint import checkpoints
+from tools.stages import load_stage
 
 SHAPE = "--d-model 32 --n-layers 3 --n-heads 4 --seq-len 16 --global-batch-size 24 --dropout 0.1"
 TINY = f"{SHAPE} --log-every 1 --steps 8 --eval-every 4".split()

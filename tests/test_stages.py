@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import quickstart
-import stages as module
 from harness import REPO, stage_file, stage_path, stages
-from stages import BASE, problems, with_ranks
+
+from tools import stages as module
+from tools.stages import BASE, problems, with_ranks
 
 every_stage = pytest.mark.parametrize("stage", stages())
 
@@ -94,32 +94,7 @@ def test_a_missing_or_wrong_entry_is_named_with_what_to_add(tmp_path, old, new, 
     assert any(said in problem for problem in found), found
 
 
-# ---- the rows of make quickstart ----
-
-
-@pytest.mark.parametrize("resumes", [True, False])
-def test_quickstart_resumes_stage_01_and_fails_where_that_fails(
-    monkeypatch, tmp_path, capsys, resumes
-):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    line = {"loss": 1.0, "tokens_per_s": 1.0, "comm_mb": 0.0, "model_state_mb": 1.0}
-    saved = []
-
-    def train(name, ranks, argv, folder, first_step):
-        if "--checkpoint-every" in argv:
-            every = int(argv[argv.index("--checkpoint-every") + 1])
-            saved.append(folder / "checkpoints" / f"step-{every:08d}")
-        if first_step and (not resumes or REPO / argv[argv.index("--resume", -4) + 1] not in saved):
-            return None
-        return [line] * (quickstart.STEPS - first_step)
-
-    monkeypatch.setattr(quickstart, "train", train)
-    monkeypatch.setattr(quickstart.shutil, "rmtree", lambda *_, **__: None)
-    assert quickstart.main() == (0 if resumes else 1)
-    assert ("01_single_gpu resumed" in capsys.readouterr().out) == resumes
-
-
-# ---- a stage is added: the steps of tests/README.md, in a copy of the repository ----
+# ---- a stage is added: the steps of CONTRIBUTING.md, in a copy of the repository ----
 
 
 NEW = f"{int(stages()[-1]) + 1:02d}"
@@ -145,7 +120,7 @@ def copy(tmp_path_factory) -> Path:
 
 
 def in_copy(copy: Path, *words: str, **variables: str) -> str:
-    settings = {**os.environ, "PYTHONPATH": f"{copy}/tests:{copy}/tools", **variables}
+    settings = {**os.environ, "PYTHONPATH": str(copy / "tests"), **variables}
     done = subprocess.run(
         [sys.executable, *words], cwd=copy, capture_output=True, text=True, env=settings
     )
@@ -154,8 +129,9 @@ def in_copy(copy: Path, *words: str, **variables: str) -> str:
 
 
 TOOLS = """
-import chaos, diff, dry_run, lessons, quickstart, stages
-print([row.name for row in quickstart.rows()])
+import chaos
+from tools import diff, dry_run, lessons, quickstart, stages
+print([row.name for row in quickstart.rows_for(0, 2)])
 print("chaos", chaos.run_of("NEW").ranks, "plan", stages.with_ranks("{ranks}", 4096),
       [run.id for run in stages.runs_for("plan")])
 print(*diff.report(stages.stage_file("NEW").compare, "NEW"))

@@ -70,7 +70,7 @@ def by_hand(args, tokens: Tensor, vocab_size: int) -> list[dict]:
             lr = low + (args.lr - low) * (1 + math.cos(math.pi * done)) / 2
         with torch.no_grad():
             for p, (m, v) in zip(model.parameters(), adam_state, strict=True):
-                grad = p.grad * min(1.0, args.grad_clip / (norm + 1e-6))
+                grad = p.grad * min(1.0, args.max_norm / (norm + 1e-6))
                 m.mul_(0.9).add_(0.1 * grad)
                 v.mul_(0.95).add_(0.05 * grad**2)
                 rate = (m / (1 - 0.9 ** (step + 1))) / (
@@ -359,29 +359,10 @@ def test_a_run_deletes_nothing_that_it_has_not_written(
 ):
     place, other = tmp_path / "run", Path(f"{tmp_path}/run-other")
     shutil.copytree(saved_run[1], other)
-    train(
-        "--steps",
-        6,
-        "--log-every",
-        1,
-        "--checkpoint-every",
-        2,
-        "--keep-checkpoints",
-        9,
-        "--run-dir",
-        place,
-    )
+    flags = ["--checkpoint-every", 2, "--run-dir", place]
+    train("--steps", 6, "--log-every", 1, "--keep-checkpoints", 9, *flags)
     before = metrics_of(place)
-    flags = [
-        "--resume",
-        resume.format(place),
-        "--steps",
-        steps,
-        "--run-dir",
-        place,
-        "--checkpoint-every",
-        2,
-    ]
+    flags += ["--resume", resume.format(place), "--steps", steps]
     argv = [*SMALL, "--data", str(corpus_dir), *map(str, flags)]
     config = (place / "config.json").read_text()
     (ended,) = pools(1, group=False).attempt_train("01", argv)
@@ -418,7 +399,7 @@ def notes_of_resuming(pools, argv: list, run_dir: Path) -> list[str]:
 def test_resume_with_other_arguments_prints_one_line_for_each(pools, saved_run):
     argv, run_dir = saved_run
     changed = {"seed": 1, "seq-len": 8, "global-batch-size": 6, "lr": 0.01, "warmup-steps": 3}
-    changed |= {"min-lr-ratio": 0.5, "steps": 3, "weight-decay": 0.2, "grad-clip": 0}
+    changed |= {"min-lr-ratio": 0.5, "steps": 3, "weight-decay": 0.2, "grad-clip": 0.0}
     changed |= {"dropout": 0.1}
     flags = [str(x) for name, value in changed.items() for x in (f"--{name}", value)]
     notes = notes_of_resuming(pools, [*argv, *flags], run_dir)
@@ -523,34 +504,31 @@ def test_signal_saves_a_checkpoint_after_the_step_and_stops(
 
 
 def train_badly(argv: list[str], what: str) -> list[dict]:
-    """Train where something around the run fails."""
-    no_space = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    if what == "fsync":
+    """Train where a function that is called around the steps fails."""
 
-        def of_files(handle: int, fsync=os.fsync) -> None:
-            if stat.S_ISDIR(os.fstat(handle).st_mode):  # as on some network file systems
-                raise OSError(errno.EINVAL, "Invalid argument")
-            fsync(handle)
+    def fails(handle: int = -1, *_, fsync=os.fsync, **__) -> None:
+        if what != "os.fsync":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if stat.S_ISDIR(os.fstat(handle).st_mode):  # as on some network file systems
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(handle)
 
-        sync = patch("os.fsync", of_files)
-    else:
-        place = {
-            "print": "builtins.print",
-            "board": "torch.utils.tensorboard.SummaryWriter.add_scalar",
-        }
-        place["opening the board"] = "torch.utils.tensorboard.SummaryWriter.__init__"
-        sync = patch(place[what], no_space)
     run = Run.steps
 
     def steps(self, first):
-        with sync:
+        with patch(what, fails):
             yield from run(self, first)
 
     with patch.object(Run, "steps", steps):
         return load_stage("01").main(argv)
 
 
-@pytest.mark.parametrize("what", ["print", "board", "opening the board", "fsync"])
+BOARD = "torch.utils.tensorboard.SummaryWriter."
+
+
+@pytest.mark.parametrize(
+    "what", ["builtins.print", BOARD + "add_scalar", BOARD + "__init__", "os.fsync"]
+)
 def test_what_cannot_be_logged_or_synced_ends_no_run(pools, tmp_path, corpus_dir, what):
     argv = [*SMALL, "--data", str(corpus_dir), *"--steps 4 --log-every 1".split()]
     argv += ["--checkpoint-every", "2", "--run-dir", str(tmp_path)]
@@ -560,7 +538,7 @@ def test_what_cannot_be_logged_or_synced_ends_no_run(pools, tmp_path, corpus_dir
     assert ended.exit_status is None and ended.traceback is None, ended
     assert [x["step"] for x in metrics_of(tmp_path)] == [0, 1, 2, 3]
     assert len(checkpoints(tmp_path / "checkpoints")) == 2
-    if what != "print":  # which prints the warnings, too
+    if what != "builtins.print":  # which prints the warnings, too
         assert "(the run continues)" in ended.stderr and ended.stderr.count("\n") <= 3
 
 

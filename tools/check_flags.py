@@ -1,6 +1,6 @@
 """Check flags by the stages' own `parse_args`, without a process group, as rank 0 of a job.
 
-    NPROC=2 python tools/check_flags.py "01_single_gpu=1 04_fsdp=2x8" --preset gpt2
+    NPROC=2 python -m tools.check_flags "01_single_gpu=1 04_fsdp=2x8" --preset gpt2
 
 A stage's ranks are nodes x processes per node; 0 per node means NPROC, as in slurm/launch.sh where
 there are no GPUs. `make submit-NN` runs it before it submits. A wrong flag ends it with status 2.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-from stages import load_stage
+from tools.stages import load_stage
 
 if __name__ == "__main__":
     stages, flags = sys.argv[1].split(), sys.argv[2:]

@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-from stages import load_stage, stage_file
 from torch import nn
+
+from tools.stages import load_stage, stage_file
 
 
 class Costs:

@@ -1,4 +1,4 @@
-"""Show what one stage changes in another: `make diff-04`, `tools/diff.py 04 [--from 02]`."""
+"""Show what one stage changes in another: `make diff-04`, `python -m tools.diff 04 [--from 02]`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from stages import REPO, renamed, stage_file, stage_paths, stages
+from tools.stages import REPO, renamed, stage_file, stage_paths, stages
 
 DEFINITIONS, LEADING = (ast.FunctionDef, ast.ClassDef), (ast.Expr, ast.Import, ast.ImportFrom)
 TOP = "docstring and imports"

@@ -1,8 +1,8 @@
 """What a stage would hold and send on any number of ranks, without the ranks.
 
-    python tools/dry_run.py 07 --ranks 1024 --pp 8 --tp 8 --preset gpt2-xl --n-heads 32 ...
-    python tools/dry_run.py 04 --device cuda --cpu-offload ...      see fake_cuda.py
-    python tools/dry_run.py all
+    python -m tools.dry_run 07 --ranks 1024 --pp 8 --tp 8 --preset gpt2-xl --n-heads 32 ...
+    python -m tools.dry_run 04 --device cuda --cpu-offload ...      see fake_cuda.py
+    python -m tools.dry_run all
 
 It runs the stage's own `main` for one step as one chosen rank. PyTorch's fake process group answers
 at once for all other ranks, and its fake tensors have shapes but no memory. So the dry run cannot
@@ -26,24 +26,20 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.distributed as dist
-from stages import BASE, load_stage, runs_for, stage_file, stages
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from common.collectives import Ledger, all_reduce_control, all_to_all_single, ledger
 from common.data import Corpus
 from common.distributed import World, fail
 from common.model import rotary_table
 from common.state_files import StateFile, StateFolder
+from tools.memory import PeakMemory
+from tools.stages import BASE, load_stage, runs_for, stage_file, stages
 
 VOCABULARY = 33_278  # of WikiText-2
 
@@ -86,50 +82,6 @@ def states_of(optimizers: list[torch.optim.Optimizer], device: str = "cpu") -> R
         sizes[kind] = sum(s.nbytes() for key, s in storages.items() if key not in seen)
         seen |= storages.keys()
     return Report(**sizes)
-
-
-def device_of(tensor: Tensor) -> torch.device:
-    """As `tensor.device`, which for a fake tensor is an operator, as slow as others."""
-    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-
-
-class PeakStorage(TorchDispatchMode):
-    """The peak of the bytes in living floating-point storages, updated at every operator."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__()
-        self.device = device
-        self.known: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.at_most = self.peak = 0  # at_most: with storages freed since the last sweep
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.see(args)
-        result = func(*args, **(kwargs or {}))
-        self.see(result)
-        return result
-
-    def see(self, values) -> None:
-        for tensor in tree_leaves(values):
-            if not isinstance(tensor, Tensor) or device_of(tensor).type != self.device:
-                continue
-            if tensor.is_floating_point():
-                storage = tensor.untyped_storage()
-                reference, before = self.known.get(storage._cdata) or (StorageWeakRef(storage), 0)
-                if storage.nbytes() != before:
-                    self.known[storage._cdata] = reference, storage.nbytes()
-                    self.at_most += storage.nbytes() - before
-        if self.at_most > self.peak:
-            self.sweep()
-            self.peak = max(self.peak, self.at_most)
-
-    def sweep(self) -> None:
-        for key, (reference, _) in list(self.known.items()):
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is None:
-                del self.known[key]
-            else:
-                self.known[key] = reference, storage.nbytes()
-        self.at_most = sum(size for _, size in self.known.values())
 
 
 def report_of(optimizers: list, sent_before: Counter, device: str = "cpu") -> Report:
@@ -182,7 +134,7 @@ PATCHES = {"Run": OneStep}
 
 def empty_batches(_, batching, device, first_step: int, rank: int = 0, size: int = 1):
     """Yield batches of the shapes that `train_batches` yields."""
-    share, micro = batching.global_size // size, batching.micro_size
+    share, micro = batching.global_batch_size // size, batching.micro_batch_size
     tokens = torch.zeros(micro, batching.seq_len, dtype=torch.int64, device=device)
     keys = torch.zeros(micro, dtype=torch.int32, device=device)
     while True:
@@ -307,9 +259,9 @@ def dry_run(
     world = World(rank, rank, ranks, torch.device("cpu"))
     patches = {"setup": lambda timeout: world, "train_batches": empty_batches, **PATCHES}
     stage = fake_stage(number, ranks, rank, argv, vocabulary, exchange_nothing, **patches)
-    with stage as module, PeakStorage() as storages:
+    with stage as module, PeakMemory(only_touched=True) as memory:
         report = module.main(argv)
-    report.peak = storages.peak
+    report.peak = memory.bytes
     return report
 
 
@@ -344,7 +296,7 @@ def show(
     start = time.perf_counter()
     argv = with_batch_that_fits(number, ranks, argv)
     if device == "cuda":
-        import fake_cuda
+        from tools import fake_cuda
 
         try:
             report, events = fake_cuda.run(number, ranks, rank, argv, vocabulary)

@@ -1,9 +1,10 @@
 #!/bin/sh
 # Copy a script with one change: edited.sh SCRIPT EDIT, where EDIT is an expression for sed.
-# Prints the path of the copy. It is in the script's folder, so that it finds common/, and is named by
-# a checksum of what it contains: commands that run at the same time do not overwrite each other's.
+# Prints the path of the copy, runs/edited/CHECKSUM/STAGE/edited.py, two folders below a link to common/.
+# The checksum is of what it contains: commands that run at the same time do not overwrite each other's.
 set -eu
-aside=$(dirname "$1")/edited-$$.py
+mkdir -p runs/edited
+aside=$(mktemp runs/edited/XXXXXX)
 trap 'rm -f "$aside"' EXIT
 sed "$2" "$1" >"$aside"
 if cmp -s "$1" "$aside"; then
@@ -11,6 +12,9 @@ if cmp -s "$1" "$aside"; then
     exit 2
 fi
 diff "$1" "$aside" >&2 || true
-copy=$(dirname "$1")/edited-$(cksum <"$aside" | tr ' ' -).py
-mv "$aside" "$copy"
-echo "$copy"
+copy=runs/edited/$(cksum <"$aside" | tr ' ' -)
+stage=$copy/$(basename "$(dirname "$1")")
+mkdir -p "$stage"
+[ -L "$copy/common" ] || ln -s ../../../common "$copy/common" || true
+mv "$aside" "$stage/edited.py"
+echo "$stage/edited.py"

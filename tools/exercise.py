@@ -1,6 +1,6 @@
 """Write a technique yourself: the stage's script with blanks, in exercises/NN_name/train.py.
 
-    python tools/exercise.py 02 [--overwrite]
+    python -m tools.exercise 02 [--overwrite]
 
 The definitions that `exercise` in the stage's `stage.toml` names keep their signatures, docstrings
 and checks. Fill them in that order; `make check-02` checks what is there, with the stage's own code
@@ -13,14 +13,9 @@ import argparse
 import ast
 import itertools
 import re
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from stages import REPO, stage_file, stage_path, stages
 
 from common.distributed import fail
+from tools.stages import REPO, stage_file, stage_path, stages
 
 
 def bodies(source: str) -> dict[str, slice]:
@@ -89,7 +84,7 @@ def main() -> None:
     shown = path.relative_to(REPO)
     if path.exists():
         if not args.overwrite:
-            fail(f"{shown} exists: pass OVERWRITE=1 to begin again (a copy of it is kept)")
+            fail(f"{shown} exists: pass ARGS=--overwrite to begin again (a copy of it is kept)")
         copies = (path.with_name(f"train-{i}.py") for i in itertools.count(1))
         kept = path.rename(next(copy for copy in copies if not copy.exists()))
         print(f"your earlier version is now {kept.relative_to(REPO)}")

@@ -1,7 +1,7 @@
 """Export the newest checkpoint of a run as one plain file of weights, on the CPU.
 
-    python tools/export.py runs/04_fsdp/20250101-120000 [--out model.pt]
-    python tools/export.py runs/04_fsdp/20250101-120000/checkpoints/step-00000100
+    python -m tools.export runs/04_fsdp/20250101-120000 [--out model.pt]
+    python -m tools.export runs/04_fsdp/20250101-120000/checkpoints/step-00000100
 
 `torch.load(..., weights_only=True)` reads it: the full `state_dict` of a
 `common.model.Transformer`, whatever stage and topology the run had. Without a folder it exports the
@@ -11,17 +11,15 @@ run that saved last.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from common.checkpoint import checkpoints
-from common.distributed import exists, fail, save0
+from common.distributed import fail
+from common.files import exists, replacing
 from common.storage import CorruptCheckpointError, LoadPlanner, Reader
 
 
@@ -70,7 +68,9 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path]:
 def export(checkpoint: Path, out: Path) -> None:
     weights = tensors_of(checkpoint)
     try:
-        save0(weights, out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as aside, open(aside, "wb") as file:
+            torch.save(weights, file)
     except OSError as error:  # a folder, for example, or another user's
         fail(f"--out {out}: {error}: name a file that can be written")
     millions = sum(t.numel() for t in weights.values()) / 1e6

@@ -1,4 +1,4 @@
-"""`make dry-run-NN DEVICE=cuda`: a stage's main on CUDA tensors, on a machine without GPU.
+"""`make dry-run-NN ARGS="--device cuda"`: a stage's main on CUDA tensors, on a machine without GPU.
 
 Fake tensors compute nothing, and what PyTorch's core asks of a GPU is compiled from fake_cuda.cpp.
 So all of a run uses the operators that PyTorch chooses on a GPU, and has their memory. Tensors on
@@ -27,8 +27,6 @@ from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
-from dry_run import PeakStorage, Report, device_of, fake_stage, report_of
-from stages import load_stage
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -39,6 +37,9 @@ from torch.utils._pytree import tree_leaves
 from common.collectives import ledger
 from common.distributed import fail
 from common.run import Run
+from tools.dry_run import Report, fake_stage, report_of
+from tools.memory import PeakMemory, device_of
+from tools.stages import load_stage
 
 GPUS = 8  # per node, as in fake_cuda.cpp
 GPU = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30)
@@ -51,7 +52,7 @@ def load() -> None:
     digest = hashlib.sha256(source.read_bytes() + repr((torch.__version__, root)).encode())
     library = source.parent / f"__pycache__/fake_cuda-{digest.hexdigest()[:12]}.so"
     if not library.exists():
-        compiler = shutil.which("g++") or fail("DEVICE=cuda needs g++, which is not installed")
+        compiler = shutil.which("g++") or fail("--device cuda needs g++, which is not installed")
         library.parent.mkdir(exist_ok=True)
         aside = library.with_suffix(f".{os.getpid()}")
         flags = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{root}/include", f"-L{root}/lib"]
@@ -197,7 +198,7 @@ def run(
     """Run two steps of stage `number`, then evaluate and save. Returns the memory and communication
     of the first step, and `Watch.events`."""
     load()
-    watch, storages = Watch(rank % GPUS), PeakStorage("cuda")
+    watch, memory = Watch(rank % GPUS), PeakMemory("cuda", only_touched=True)
     reports = []
 
     class TwoSteps(Run):
@@ -212,7 +213,7 @@ def run(
         def log(self, *args, **others) -> None:
             if not reports:
                 reports.append(report_of(self.stepped, self.sent_before, "cuda"))
-                reports[0].peak = storages.peak
+                reports[0].peak = memory.bytes
             super().log(*args, **others)
 
     local = {"LOCAL_RANK": rank % GPUS, "LOCAL_WORLD_SIZE": min(ranks, GPUS)}
@@ -236,7 +237,7 @@ def run(
             enter(each)
         enter(contextlib.redirect_stdout(None))
         stage = enter(fake_stage(number, ranks, rank, argv, vocabulary, exchange, Run=TwoSteps))
-        enter(storages)
+        enter(memory)
         enter(watch)
         stage.main(argv)
     return reports[0], watch.events

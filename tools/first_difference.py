@@ -1,6 +1,6 @@
 """Where two runs begin to differ: weights, losses, then the gradient of every parameter.
 
-    python tools/first_difference.py RUN REFERENCE
+    python -m tools.first_difference RUN REFERENCE
 
 Train both in the same way, but for the topology: with a learning rate of almost zero, without
 clipping, and with a checkpoint after the first step. For example:
@@ -24,8 +24,6 @@ import sys
 import warnings
 from pathlib import Path
 from typing import NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed.checkpoint as dcp

@@ -1,30 +1,25 @@
 """Generate text: continue a prompt with the model that a run has trained.
 
-    python tools/generate.py runs/04_fsdp/20250101-120000 --prompt "the value of" --words 40
+    python -m tools.generate runs/04_fsdp/20250101-120000 --prompt "the value of" --words 40
 
 It reads the given checkpoint, or the run's newest one, and writes nothing. Runs on the CPU.
-`make generate PROMPT=...` passes the prompt in the environment, so that no shell parses it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-from export import newest_run, run_and_checkpoint, tensors_of
-from stages import load_stage
 
 from common.arguments import Parser, non_negative, positive_int
 from common.data import UNKNOWN, load_corpus
 from common.distributed import cleanup, fail, setup
 from common.model import Transformer, TransformerConfig
 from common.storage import RUN, CheckpointError, Reader
+from tools.export import newest_run, run_and_checkpoint, tensors_of
+from tools.stages import load_stage
 
 
 def load_run(path: Path) -> tuple[Transformer, list[str]]:
@@ -71,8 +66,9 @@ def continued(
         if temperature == 0:
             tokens.append(int(logits.argmax()))
         else:
-            # the largest is 0: no division by a small temperature overflows to inf
-            probabilities = torch.softmax((logits - logits.max()) / temperature, dim=0)
+            # the largest is 0, and float64 holds any temperature: no division gives inf or NaN
+            logits = (logits - logits.max()).double()
+            probabilities = torch.softmax(logits / temperature, dim=0)
             tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return tokens
 
@@ -80,8 +76,7 @@ def continued(
 if __name__ == "__main__":
     parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", nargs="?", type=Path, help="a run's folder, or a checkpoint's")
-    prompt = os.environ.get("PROMPT") or "the"
-    parser.add_argument("--prompt", default=prompt, help="words of the corpus; or set PROMPT")
+    parser.add_argument("--prompt", default="the", help="words of the corpus")
     parser.add_argument("--words", type=positive_int, default=40, help="how many to add")
     likeliest = "0: the likeliest word"
     parser.add_argument("--temperature", type=non_negative, default=0.8, help=likeliest)

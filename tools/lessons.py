@@ -12,11 +12,12 @@ from itertools import permutations, zip_longest
 from pathlib import Path
 
 import pygments
-from diff import Block, Line, align, compare, folded
 from markdown_it import MarkdownIt
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import BashLexer, find_lexer_class_for_filename, get_lexer_by_name
-from stages import REPO, stage_file, stage_paths
+
+from tools.diff import Block, Line, align, compare, folded
+from tools.stages import REPO, stage_file, stage_paths
 
 STAGES, PICTURES = stage_paths(), (".svg", ".png")
 FORMATTER = HtmlFormatter(nowrap=True)

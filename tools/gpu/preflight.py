@@ -5,8 +5,8 @@
 
 One process per GPU measures its GPU alone, then the collectives of its node, then the links to the
 two neighbouring nodes, then the collectives of all ranks. `preflight.json` holds every figure and a
-summary that `make plan PREFLIGHT=preflight.json` reads. Exit status 1: something is missing or far
-off, and a line says what it was compared with.
+summary that `make plan ARGS="--preflight preflight.json ..."` reads. Exit status 1: something is
+missing or far off, and a line says what it was compared with.
 
 No process waits for another without a limit. Before the process group exists, ranks register in a
 store, so that rank 0 can name the nodes that are missing; afterwards the store holds each rank's
@@ -31,14 +31,12 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
 import torch.distributed as dist
-from verdict import judge, report
 
 from common.collectives import all_gather_single, all_reduce, reduce_scatter_single
 from common.distributed import Launch, fail, group_along, launch_environment
+from tools.gpu.verdict import judge, report
 
 
 class Sizes(NamedTuple):

@@ -1,6 +1,6 @@
 """Draw a rank's memory over one training step, from measured steps of stages 02, 03 and 04.
 
-    python tools/pictures/memory.py      # the READMEs' pictures: make pictures
+    python -m tools.pictures.memory      # the READMEs' pictures: make pictures
 
 Each panel trains the tiny model for two steps with the stage's own class, as rank 0 of two ranks.
 PyTorch's fake process group answers for the other rank, so Gloo's buffers are not counted. After
@@ -10,23 +10,20 @@ it holds. The operators are drawn in order, at equal distances within each phase
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from contextlib import nullcontext
-from pathlib import Path
-
-sys.path.extend(str(Path(__file__).resolve().parents[2] / name) for name in ("", "tools", "tests"))
 
 import torch
 import torch.distributed as dist
-from harness import REPO, PeakMemory, live_storages
-from svg import Picture
-from techniques import Trainer
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import adamw_settings
+from tools.memory import PeakMemory, live_storages
+from tools.pictures.svg import Picture
+from tools.stages import REPO
+from tools.techniques import Trainer
 
 VOCABULARY, SAMPLES, LENGTH = 2304, 2, 64  # of the embedded sample, padded; of the micro-batch
 OTHER = "activations, temporaries"
@@ -40,7 +37,7 @@ KINDS = {  # from the bottom of a panel to its top
 }
 PHASES = {"forward": (0.0, 0.38), "backward": (0.38, 0.84), "step": (0.84, 1.0)}  # of the width
 MEGABYTES, WIDTH, HEIGHT = 24, 384, 132  # the end of every panel's axis; its size in pixels
-STEPS = {  # a panel's title: the strategy of tests/techniques.py, and its bucket size
+STEPS = {  # a panel's title: the strategy of tools/techniques.py, and its bucket size
     "02": ("ddp", 25),
     "03, --zero-stage 1": ("zero-1", 25),
     "03, --zero-stage 2": ("zero-2", 25),
@@ -87,7 +84,7 @@ class Recorder(PeakMemory):
             if type(t) in (Tensor, nn.Parameter)
         }
         count: Counter = Counter()
-        for address in self._known.keys() - self.others:
+        for address in self.known.keys() - self.others:
             storage = torch.UntypedStorage._new_with_weak_ptr(address)
             if storage is not None:
                 count[kind_of.get(address, OTHER)] += storage.nbytes()

@@ -1,7 +1,7 @@
 """Draw one training step as two lanes, computation and communication, from the run's own trace.
 
     make run-02 ARGS="--data sample --steps 8 --profile --run-dir runs/traced"
-    python tools/pictures/overlap.py runs/traced --svg overlap.svg
+    python -m tools.pictures.overlap runs/traced --svg overlap.svg
 
 A run with --profile leaves the traces of three steps in its folder. This tool draws the step of
 median length, as one rank saw it. The upper lane holds the operators of the training thread,
@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from svg import Picture
+from tools.pictures.svg import Picture
 
 PHASES = {"blue": "forward", "green": "backward", "orange": "optimizer", "grey": "other"}
 COLLECTIVES = {  # fill and meaning, by the operator that launches it and by Gloo's name for it

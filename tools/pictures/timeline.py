@@ -1,8 +1,8 @@
 """Draw time lines of pipeline schedules at one scale: as planned, or as runs have traced them.
 
-    python tools/pictures/timeline.py --schedule gpipe zero-bubble --pp 4 --micro 8 --svg two.svg
-    python tools/pictures/timeline.py --schedule all --svg 06_pipeline/schedules.svg    # all four
-    python tools/pictures/timeline.py --run runs/traced      # of runs with --profile
+    python -m tools.pictures.timeline --schedule gpipe zero-bubble --pp 4 --micro 8 --svg two.svg
+    python -m tools.pictures.timeline --schedule all --svg 06_pipeline/schedules.svg    # all four
+    python -m tools.pictures.timeline --run runs/traced      # of runs with --profile
 
 Several schedules or runs come into one picture, one under another, with one scale and one axis.
 Planned: the forward of a pipeline stage takes one unit of time, and so does each of the two parts
@@ -20,13 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-REPO = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPO), str(REPO / "tools")]
-
-from stages import load_stage  # noqa: E402
-from svg import LIGHT, Picture  # noqa: E402
-
-from common.arguments import Parser, positive_int  # noqa: E402
+from common.arguments import Parser, positive_int
+from tools.pictures.svg import LIGHT, Picture
+from tools.stages import load_stage
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 COSTS = {"F": 1.0, "B": 2.0, "W": 1.0}  # B: 1 where W computes the weights' part

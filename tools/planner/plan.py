@@ -1,14 +1,6 @@
 """Which layout on these GPUs: every layout that a stage can run, the fastest first.
 
-    make plan NODES=16 GPUS=8 GPU=h100 NETWORK=50 ARGS="--d-model 4096 --n-layers 32 ..."
-
-    NODES= GPUS=      nodes, and GPUs per node
-    GPU=              a100, a100-40, h100, h200, b200
-    NETWORK=          GB/s of one GPU's network card, in one direction; needed for several nodes
-    EFFICIENCY=0.55   achieved part of the data sheet's matmul rate, where it has been measured
-    PREFLIGHT=FILE    rates of this cluster instead of the data sheet's, from `make preflight`
-    EXPLAIN=1         the formulas of the best layout, with its numbers
-    ARGS=             the model's flags, as in every stage, and --global-batch-size
+    make plan ARGS="--nodes 16 --gpus 8 --gpu-type h100 --network 50 --d-model 4096 ..."
 
 Step times come from `step_time`, bytes from `costs`. Memory is a formula, because a dry run takes
 seconds per layout; tests compare both with the dry run.
@@ -18,21 +10,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.extend(str(Path(__file__).resolve().parents[up]) for up in (1, 2))  # tools/ and above
-
-from costs import Costs, costs_of
-from step_time import GPUS, Gpu, Job, caveats, step_time
-
 from common.arguments import PRESETS, SHAPE, base_parser, positive, positive_int
 from common.distributed import fail
+from tools.costs import Costs, costs_of
+from tools.planner.step_time import GPUS, Gpu, Job, caveats, step_time
 
 VOCABULARY = 33_280  # WikiText-2's 33,278, padded
 USABLE = 0.92  # of a GPU's memory: the CUDA context, NCCL's buffers and fragmentation take the rest
@@ -59,13 +46,11 @@ def layouts(model: Job) -> Iterator[tuple[str, str, Job]]:
     n, nodes = model.ranks, model.ranks // model.per_node
     dp = replace(model, casts_weights=True)
     yield "02", "", dp
-    for zero in (1, 2):
+    for zero in (1, 2, 3):
         job = replace(dp, sharding=f"zero{zero}", gather_bytes=4, overlaps_gather=False)
         yield "03", f"--zero-stage {zero}", job
-    sharded = replace(model, sharding="zero3", overlaps_gather=False)
-    yield "03", "--zero-stage 3", sharded
     for keep in ("", "--no-reshard-after-forward"):
-        job = replace(sharded, sharding="fsdp", overlaps_gather=True, reshards=not keep)
+        job = replace(model, sharding="fsdp", overlaps_gather=True, reshards=not keep)
         yield "04", keep, job
         if nodes > 1 and model.per_node > 1:
             hybrid = f"--shard-degree {model.per_node} {keep}".strip()
@@ -122,6 +107,7 @@ def costs(stage: str, job: Job, last: bool = False) -> Costs:
         zero_stage=int(job.sharding[-1]) if job.sharding.startswith("zero") else 0,
         shard_degree=job.shard_ranks,
         no_reshard_after_forward=not job.reshards,
+        param_dtype="bfloat16",
         reduce_dtype="float32",
         virtual_stages=job.virtual,
     )
@@ -227,7 +213,7 @@ def plan(model: Job, fixed: Namespace) -> tuple[list[tuple[float, Layout]], Coun
     return sorted(found, key=lambda pair: pair[0]), dropped
 
 
-def gpu_of(name: str, preflight: str, efficiency: float | None) -> tuple[Gpu, float | None]:
+def gpu_of(name: str, preflight: str | None, efficiency: float | None) -> tuple[Gpu, float | None]:
     """The device, and the bytes/s of its network card if they were measured.
 
     `preflight.json` has an object "summary", with rates per GPU in FLOP/s and bytes/s, in one
@@ -238,8 +224,6 @@ def gpu_of(name: str, preflight: str, efficiency: float | None) -> tuple[Gpu, fl
         inside_node                       bus bandwidth of a group that is one node
         across_nodes                      of one network card
     """
-    if name not in GPUS:
-        fail(f"GPU={name}: pass one of {', '.join(GPUS)}")
     gpu, card = GPUS[name], None
     if preflight:
         try:
@@ -247,7 +231,7 @@ def gpu_of(name: str, preflight: str, efficiency: float | None) -> tuple[Gpu, fl
                 k: float(v) for k, v in json.loads(Path(preflight).read_text())["summary"].items()
             }
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            fail(f"PREFLIGHT={preflight}: no summary of a preflight ({error!r})")
+            fail(f"--preflight {preflight}: no summary of a preflight ({error!r})")
         changes = {"memory_bandwidth": figures.get("memory"), "nvlink": figures.get("inside_node")}
         if rate := figures.get("matmul_bfloat16"):
             changes["efficiency"] = rate / gpu.matmul  # MFU stays a part of the data sheet's rate
@@ -286,35 +270,35 @@ def show(found: list[tuple[float, Layout]], model: Job, command: str, explain: b
 PARTS = ("compute", "tp", "pipeline", "dp", "optimizer")
 
 
-def variable(name: str, read: Callable, to_pass: str, default: float | None = None):
-    """A variable of `make plan`, read by one of argparse's types."""
-    text = os.environ.get(name, "")
-    try:
-        return read(text) if text else default
-    except (ValueError, ArgumentTypeError):
-        fail(f"{name}={text}: pass {to_pass}")
+def parse_args() -> Namespace:
+    parser = base_parser(__doc__)
+    add = parser.add_argument_group("the machine").add_argument
+    add("--nodes", type=positive_int, default=1)
+    add("--gpus", type=positive_int, default=1, help="per node")
+    add("--gpu-type", choices=GPUS, required=True)
+    add("--network", type=positive, help="GB/s of one GPU's network card, in one direction")
+    add("--efficiency", type=positive, help="the achieved part of the matmul rate, such as 0.55")
+    add("--preflight", metavar="FILE", help="rates that `make preflight` has measured")
+    add("--explain", action="store_true", help="print the best layout's formulas with its numbers")
+    return parser.parse_args()
 
 
 def main() -> None:
-    nodes = variable("NODES", positive_int, "a number above 0", 1)
-    per_node = variable("GPUS", positive_int, "a number above 0", 1)
-    network = variable("NETWORK", positive, "the GB/s of one GPU's network card, such as 50")
-    part = "the achieved part of the data sheet's rate, such as 0.55"
-    efficiency = variable("EFFICIENCY", positive, part)
-    if efficiency and efficiency > 1:
-        fail(f"EFFICIENCY={efficiency:g}: pass {part}")
-    args = base_parser(__doc__).parse_args()
-    for name, value in zip(SHAPE, PRESETS[args.preset], strict=True):
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    args = parse_args()
+    nodes, per_node = args.nodes, args.gpus
+    if args.efficiency and args.efficiency > 1:
+        fail(f"--efficiency {args.efficiency:g}: pass a part, such as 0.55")
+    for field, value in zip(SHAPE, PRESETS[args.preset], strict=True):
+        if getattr(args, field) is None:
+            setattr(args, field, value)
     if args.d_model % args.n_heads:
         fail(f"--d-model {args.d_model} is not a multiple of --n-heads {args.n_heads}")
-    ranks, name = nodes * per_node, os.environ.get("GPU", "").lower()
-    gpu, card = gpu_of(name, os.environ.get("PREFLIGHT", ""), efficiency)
-    if network:
-        card = 1e9 * network
+    ranks = nodes * per_node
+    gpu, card = gpu_of(args.gpu_type, args.preflight, args.efficiency)
+    if args.network:
+        card = 1e9 * args.network
     if card is None and nodes > 1:
-        fail(f"NODES={nodes} needs NETWORK=, the GB/s of a GPU's network card")
+        fail(f"--nodes {nodes} needs --network, the GB/s of a GPU's network card")
     model = Job(
         layers=args.n_layers,
         d_model=args.d_model,
@@ -329,19 +313,19 @@ def main() -> None:
         dtype=args.dtype or "bfloat16",
     )
     found, dropped = plan(model, args)
-    gpus = f"{nodes} x {per_node} {name} (held to {gpu.held_to})"
+    gpus = f"{nodes} x {per_node} {args.gpu_type} (held to {gpu.held_to})"
     batch = f"{model.global_batch} sequences of {model.seq} tokens"
     print(f"{gpus}, {parameters(model):,.0f} parameters, {batch}")
     left_out = "; ".join(f"{count} with {reason}" for reason, count in dropped.items())
     print(f"{len(found)} layouts; dropped: {left_out or 'none'}\n", flush=True)
     if not found:
-        fail(f"no layout fits on {ranks} x {name}: {left_out}")
+        fail(f"no layout fits on {ranks} x {args.gpu_type}: {left_out}")
     shape = " ".join(f"--{k.replace('_', '-')} {getattr(args, k)}" for k in SHAPE)
     words = f"{shape} --global-batch-size {args.global_batch_size}"
     start = f"make run-{{stage}} NPROC={per_node}"
     if nodes > 1:
         start = f"make submit-{{stage}} NODES={nodes} GPUS={per_node}"
-    show(found, model, f'{start} ARGS="{words} {{flags}}"', bool(os.environ.get("EXPLAIN")))
+    show(found, model, f'{start} ARGS="{words} {{flags}}"', args.explain)
 
 
 if __name__ == "__main__":

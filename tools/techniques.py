@@ -14,8 +14,9 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from harness import load_stage
 from torch import Tensor, nn
+
+from tools.stages import load_stage
 
 STRATEGIES = {  # stage, and arguments of its class
     "ddp": ("02", {}),

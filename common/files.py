@@ -1,0 +1,63 @@
+"""Files that are complete or absent, on disks that fill up and file systems that cannot do all."""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.distributed import warn
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` (or of what it links to) when complete."""
+    path = Path(os.path.realpath(path))
+    aside = path.with_name(f".writing-{os.getpid()}")
+    try:
+        yield aside
+        sync(aside)
+        aside.replace(path)
+        sync(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder's entries to disk, where the file system can (some cannot)."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        warn(f"{path} may be lost at a power failure: {error}")
+    finally:
+        os.close(handle)
+
+
+def exists(path: str | os.PathLike) -> bool:
+    """Whether the path is there. Raises OSError if that cannot be told."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """The path, and the same with -2, -3, ... appended: for one that may be taken."""
+    yield path
+    yield from (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+
+
+def move_aside(path: Path, name: str) -> Path:
+    """Rename to `name` in the same folder, with a number appended if the name is taken."""
+    return path.rename(next(p for p in numbered(path.with_name(name)) if not os.path.lexists(p)))
+
+
+def make(folder: Path) -> bool:
+    """Make a folder; returns whether it was not there."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""What the Makefile calls, `python -m tools.NAME`, and what tests and benchmarks share."""

@@ -1,0 +1,113 @@
+"""A process of a `tools.pool.Pool`: it joins the group and runs jobs as they arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import io
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import threading
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import common.distributed
+from tools.pool import Outcome
+
+
+def work(rank: int, size: int, port: int | None, connection, environment, folder, backend) -> None:
+    """A worker process: join the group, run jobs as they arrive, exit when the parent does."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills us
+    stacks = open(Path(folder) / f"stacks-{rank}.txt", "w")
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # tqdm's own lock would leak a semaphore when we are killed
+    common.distributed.GRACE = 0.0  # no launcher terminates the other ranks here
+    # on a GPU a rank starts a process that loads its data, which a daemon must not
+    multiprocessing.current_process()._config["daemon"] = False
+    jobs: queue.Queue = queue.Queue()
+
+    def listen() -> None:
+        while True:
+            try:
+                jobs.put(connection.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(0)  # the parent is gone: do not wait for the job
+
+    threading.Thread(target=listen, daemon=True).start()
+    if port is not None:
+        if "late" in backend:
+            importlib.import_module("late_backend")  # of the tests: registers the backend
+        dist.set_debug_level_from_env()  # torch was imported in another environment
+        dist.init_process_group(
+            backend,
+            store=dist.TCPStore("127.0.0.1", port, is_master=False),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=100),
+        )
+    gc.freeze()  # these objects live forever: exclude them from the search for live tensors
+    connection.send_bytes(pickle.dumps("ready"))
+    while True:
+        job = jobs.get()
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        outcome = do(job)
+        if port is not None and not dist.is_initialized():
+            outcome.traceback = outcome.traceback or "the job destroyed the pool's process group"
+        if port is not None and outcome.traceback is None:
+            tidy_up()
+        gc.collect()
+        try:
+            answer = pickle.dumps(outcome)
+        except Exception:
+            outcome = Outcome(traceback=f"result cannot be pickled\n{traceback.format_exc()}")
+            answer = pickle.dumps(outcome)
+        del outcome
+        connection.send_bytes(answer)
+
+
+def tidy_up() -> None:
+    """Destroy process groups that a job leaves behind: each Gloo group's threads wake 100 times a
+    second.
+
+    A run that ended with an error has destroyed none of its groups. A model whose parameters have
+    hooks that refer to it is a reference cycle through C++, which the garbage collector cannot see;
+    it keeps groups alive too.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    for obj in gc.get_objects():
+        if type(obj) is torch.nn.Parameter:
+            for hooks in (obj._post_accumulate_grad_hooks, obj._backward_hooks):
+                if hooks:
+                    hooks.clear()
+
+
+def do(job: bytes) -> Outcome:
+    out, err = io.StringIO(), io.StringIO()
+    outcome = Outcome()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            function, args, kwargs = pickle.loads(job)
+            outcome.value = function(*args, **kwargs)
+        except SystemExit as exit:
+            outcome.exit_status = exit.code if isinstance(exit.code, int) else int(bool(exit.code))
+        except BaseException:
+            outcome.traceback = traceback.format_exc()
+    outcome.stdout, outcome.stderr = out.getvalue(), err.getvalue()
+    return outcome
