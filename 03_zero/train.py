@@ -395,7 +395,7 @@ class FlatParameter:
         finally:
             for owner, name in self.owners:
                 delattr(owner, name)
-            self.full = None  # nobody else keeps it, thanks to `pack`
+            self.full = None  # frees it: `pack` has kept no reference for backward
 
     def pack(self, tensor: Tensor) -> tuple:
         """What autograd keeps for backward: a tensor and its version; of a view of `full`, in place

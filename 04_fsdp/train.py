@@ -283,7 +283,7 @@ class FlatParameter:
     def reshard(self) -> None:
         """Drop `full` until the next `unshard`, after an all-gather in flight."""
         self.wait()
-        self.full = None  # nobody else keeps it, thanks to `pack`
+        self.full = None  # frees it: `pack` has kept no reference for backward
 
     def check_gradient(self) -> None:
         pending = self.average is not None or self.all_reduces

@@ -298,7 +298,8 @@ def fail(message: str, status: int = 2) -> NoReturn:
     if rank() == 0:
         say(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
         if store and world_size() > 1:
-            store.set("failed", message)
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                store.set("failed", message)
             time.sleep(GRACE)  # after `setup` all ranks arrive soon, and exit by themselves
     elif world_size() > 1:
         with contextlib.suppress(ValueError):  # not in the main thread

@@ -21,6 +21,7 @@ connect() { # NAMESPACE INTERFACE ADDRESS
 }
 
 up() {
+  if [ -e /sys/class/net/slurm0 ]; then down; fi # of a run that was killed
   ip link add slurm0 type bridge
   ip address add 10.77.0.254/24 dev slurm0
   ip link set slurm0 up

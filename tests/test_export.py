@@ -35,6 +35,7 @@ def run(pools, corpus_dir, tmp_path_factory) -> Path:
 
 def run_tool(script: str, arguments: list[str]) -> None:
     with patch.object(sys, "argv", [script, *arguments]):
+        sys.modules.pop(f"tools.{script}", None)  # another test's import, of which runpy would warn
         runpy.run_module(f"tools.{script}", run_name="__main__", alter_sys=True)
 
 
