@@ -42,7 +42,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from common.collectives import (
@@ -58,6 +57,7 @@ from common.units import (
     NoGradient,
     check_no_parameters,
     forbid_parameters,
+    lend_parameters,
     take_parameters,
     units_with_values,
 )
@@ -375,26 +375,11 @@ class FlatParameter:
 
     def run(self, *args, **kwargs):
         """In place of the unit's `forward`: the unit has parameters in here and nowhere else."""
-        with self.parameters():
-            return self.forward(*args, **kwargs)
-
-    @contextmanager
-    def parameters(self) -> Iterator[None]:
-        """Give the unit its parameters, the outputs of `Gather`, as attributes of their owners."""
         params = Gather.apply(self.shard, self)
-        version = self.full._version
-        for (owner, name), param in zip(self.owners, params, strict=True):
-            setattr(owner, name, param)
-        # private, as nothing public tells it: whether checkpoint() decides what is saved
-        others = torch._C._autograd._top_saved_tensors_default_hooks(True)
         try:
-            with nullcontext() if others else saved_tensors_hooks(self.pack, self.unpack):
-                yield
-            if self.full._version != version:
-                raise RuntimeError(f"unit {self.name} has changed a parameter in place")
+            with lend_parameters(self.owners, params, self.pack, self.unpack):
+                return self.forward(*args, **kwargs)
         finally:
-            for owner, name in self.owners:
-                delattr(owner, name)
             self.full = None  # frees it: `pack` has kept no reference for backward
 
     def pack(self, tensor: Tensor) -> tuple:

@@ -40,7 +40,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup, Work
 
 from common.collectives import (
@@ -58,6 +57,7 @@ from common.units import (
     check_no_parameters,
     forbid_parameters,
     is_lookup,
+    lend_parameters,
     take_parameters,
     units_with_values,
 )
@@ -146,7 +146,8 @@ class FullyShardedDataParallel(nn.Module):
         recomputes = torch._C._current_graph_task_id() != -1
         self.unshard(bucket, in_backward=recomputes)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        with bucket.parameters():
+        params = Gather.apply(bucket.shard, bucket)
+        with lend_parameters(bucket.owners, params, bucket.pack, bucket.unpack):
             output = forward(*args, **kwargs)
         if not recomputes and (self.reshard_after_forward or not torch.is_grad_enabled()):
             bucket.reshard()
@@ -230,24 +231,6 @@ class FlatParameter:
         self.average: Tensor | None = None
         self.all_reduces: list[tuple[Work, Tensor]] = []  # those in flight over the replicas
         self.incomplete = NoGradient(self.shard)  # `shard.grad` from start_reduction to finish_step
-
-    @contextmanager
-    def parameters(self) -> Iterator[None]:
-        """Give the unit its parameters, the outputs of `Gather`, as attributes of their owners."""
-        params = Gather.apply(self.shard, self)
-        version = self.full._version
-        for (owner, name), param in zip(self.owners, params, strict=True):
-            setattr(owner, name, param)
-        # private, as nothing public tells it: whether checkpoint() decides what is saved
-        others = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        try:
-            with nullcontext() if others else saved_tensors_hooks(self.pack, self.unpack):
-                yield
-            if self.full._version != version:
-                raise RuntimeError(f"unit {self.name} has changed a parameter in place")
-        finally:
-            for owner, name in self.owners:
-                delattr(owner, name)
 
     def pack(self, tensor: Tensor) -> tuple:
         """What autograd keeps for backward: a tensor and its version; of a view of `full`, in place

@@ -1,10 +1,12 @@
 """What stages 03 and 04 check of a model's units, and of what is done with their parameters."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 
 def units_with_values(
@@ -53,6 +55,30 @@ def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tenso
         param.data = param.new_empty(0)
         param.__class__ = ShardedParameter
     return owners, flat
+
+
+@contextmanager
+def lend_parameters(
+    owners: list[tuple[nn.Module, str]], params: Sequence[Tensor], pack: Callable, unpack: Callable
+) -> Iterator[None]:
+    """Give a unit's modules their parameters as attributes, while the unit computes.
+
+    `pack` says what autograd saves for backward and `unpack` what backward reads, except within
+    checkpoint(), which decides this itself. RuntimeError if the unit changes a parameter in place.
+    """
+    version = params[0]._version  # all are views of one buffer: they share its version
+    for (owner, name), param in zip(owners, params, strict=True):
+        setattr(owner, name, param)
+    # private, as nothing public tells it: whether the hooks of a checkpoint() are active
+    others = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    try:
+        with nullcontext() if others else saved_tensors_hooks(pack, unpack):
+            yield
+        if params[0]._version != version:
+            raise RuntimeError("a unit has changed a parameter in place")
+    finally:
+        for owner, name in owners:
+            delattr(owner, name)
 
 
 class ShardedParameter(nn.Parameter):

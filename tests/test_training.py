@@ -471,8 +471,8 @@ def test_checkpoint_of_another_version_is_one_clear_line(pools, saved_run, tmp_p
 
 def train_and_signal(argv: list[str], number: int, step: int) -> tuple[list[dict], bool]:
     """Train with a signal while a step is logged; returns whether the handlers were restored."""
-
-    before = signal.getsignal(number)
+    before = signal.SIG_DFL
+    signal.signal(number, before)  # nohup has SIGHUP ignored
     log = Run.log
 
     def log_and_signal(self, now, *args, **more):

@@ -133,9 +133,9 @@ class Pool:
                     self._processes[rank].join(5)
                     code = self._processes[rank].exitcode
                     outcomes[rank] = Outcome(traceback=f"the worker died, exit code {code}")
-            if any(o is not None and o.traceback for o in outcomes):
-                # the others may wait for the failed rank forever: they get three seconds to finish
-                deadline = min(deadline, time.monotonic() + 3.0)
+            if any(o is not None and (o.traceback or o.exit_status) for o in outcomes):
+                # the others may wait for the failed rank forever: they get some seconds to finish
+                deadline = min(deadline, time.monotonic() + 5.0)
             if left <= 0:
                 stacks = self._stacks([r for r, o in enumerate(outcomes) if o is None])
                 for rank, text in stacks.items():
