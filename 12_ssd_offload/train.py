@@ -1,16 +1,14 @@
-"""Stage 12: the state in files on an SSD, and AdamW during backward.
+"""Stage 12: FSDP whose state is in files on an SSD, with AdamW in threads during backward.
 
 Each unit of stage 04 (here a layer) has a file on every rank: this rank's shard of its parameters,
 AdamW's two moments, and the gradient. Parameters are read two units ahead of their use, gathered
 one unit ahead, and freed after it. As soon as a unit's gradient is reduced, a thread reads the
-unit's state, updates it and writes it back, while backward goes on. So memory holds a few units,
-whatever their number.
+unit's state, updates it and writes it back, while backward continues.
 
 Clipping needs the norm of all gradients, which is known only after backward. So the threads
 speculate that nothing is clipped, and write the new state into a second slot of the file. If that
 was right, the slots change roles. If not, the step is redone from the old slot, with scaled
-gradients. The old slot stays until then: after a `kill -9` at any moment, a run goes on from its
-last step.
+gradients. The old slot stays until then: a run that is killed at any moment loses no step.
 
     P parameters, N ranks, m micro-batches per step; E of the embedding, O of the output; float32
 
@@ -46,7 +44,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup, Work
 from torch.linalg import vector_norm
 from torch.optim.adamw import adamw
@@ -54,25 +52,26 @@ from torch.optim.adamw import adamw
 from common.collectives import (
     all_gather_single,
     all_reduce_control,
+    check_same,
     norms_of_rows,
     reduce_scatter_single,
 )
-from common.distributed import fail
 from common.state_files import GRADIENT, SLOT, StateFile, StateFolder
 from common.units import (
     cast_inputs,
     check_no_parameters,
     forbid_parameters,
     is_lookup,
+    lend_parameters,
     take_parameters,
     units_with_values,
 )
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, seconds
-from common.checkpoint import Shard, State, state_of_flat_shard
+from common.checkpoint import State, state_of_flat_shard
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import World, cleanup, group_along, setup, world_size
+from common.distributed import World, cleanup, fail, group_along, setup, world_size
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
@@ -80,22 +79,22 @@ from common.run import Run
 from common.storage import checkpoints
 
 # ------------------------------------------------------------------------------------------------
-# The technique: shards in files, of which a few at a time are in memory
+# The technique: shards in files, a few of which are in memory at a time
 # ------------------------------------------------------------------------------------------------
 
 
 class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters, gradients and optimizer state; unshard them unit by unit.
 
-    The contract. Each parameter is in exactly one unit, trains, is float32, and is used in every
-    forward of its unit and nowhere else. All ranks run the same units in the same order, each once
-    per micro-batch. All backwards of a step but the last are under `no_sync()`. A step is
-    `finish_gradient_synchronization()`, `clip_grad_norm_()` and `optimizer.step()`.
+    The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
+    in every forward of its unit and nowhere else. All ranks run the same units in the same order,
+    each once per micro-batch. Every backward of a step but the last is under `no_sync()`. A step is
+    `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`.
 
     module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
-    one unit's parameters memory and values. units: in the order to prefetch in. optimizer: has the
-    files, and updates them. shard_group: the N ranks that shard each unit (default: all).
-    param_dtype: of the unsharded parameters (default: float32). Gradients are reduced in float32.
+    one unit's parameters memory and values. units: in the order to prefetch in. shard_group: the N
+    ranks that shard each unit (default: all). param_dtype: of the unsharded parameters (default:
+    float32, that of the files).
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class FullyShardedDataParallel(nn.Module):
     ):
         super().__init__()
         self.module = module
-        self.group, self.optimizer = shard_group, optimizer
+        self.optimizer, self.group = optimizer, shard_group
         self.param_dtype = param_dtype
         self.device = device or next(module.parameters()).device
         self.in_flight: FlatParameter | None = None  # whose reduction was started last
@@ -121,9 +120,6 @@ class FullyShardedDataParallel(nn.Module):
             bucket = FlatParameter(name, unit, self)
             unit.forward = partial(self.run, bucket, unit.forward)
             self.buckets.append(bucket)
-        each = list(enumerate(self.buckets))  # of each unit the next two
-        self.next_in_forward = {bucket: self.buckets[i + 1 : i + 3] for i, bucket in each}
-        self.next_in_backward = {bucket: self.buckets[:i][:-3:-1] for i, bucket in each}
         forbid_parameters(self)
 
     def forward(self, *args, **kwargs):
@@ -131,7 +127,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Update nothing, but add up the gradients. Each micro-batch is reduce-scattered."""
+        """Update nothing, but sum gradients. Each micro-batch is reduce-scattered."""
         self.synchronizes = False
         try:
             yield
@@ -144,21 +140,22 @@ class FullyShardedDataParallel(nn.Module):
         recomputes = torch._C._current_graph_task_id() != -1
         self.unshard(bucket, in_backward=recomputes)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        with bucket.parameters():
+        params = Gather.apply(bucket.shard, bucket)
+        with lend_parameters(bucket.owners, params, bucket.pack, bucket.unpack):
             output = forward(*args, **kwargs)
         if not recomputes:
             bucket.reshard()
         return output
 
     def unshard(self, bucket: FlatParameter, in_backward: bool) -> None:
-        """Gather the unit's parameters. In the direction of travel prefetch those of the next unit,
-        and read two units ahead."""
+        """Gather the unit's parameters, prefetch the next unit's, and read those of a third."""
         bucket.used_in_backward |= in_backward
-        ahead = (self.next_in_backward if in_backward else self.next_in_forward)[bucket]
-        ahead = [each for each in ahead if each.used_in_backward or not in_backward]
-        for each in (bucket, *ahead):
+        order = self.buckets[::-1] if in_backward else self.buckets
+        i = order.index(bucket)
+        near = [each for each in order[i : i + 3] if each.used_in_backward or not in_backward]
+        for each in near:
             each.fetch()
-        for each in (bucket, *ahead[:1]):
+        for each in near[:2]:
             each.unshard()  # before the unit's own kernels, with which it overlaps
         bucket.wait()
 
@@ -176,106 +173,88 @@ class FullyShardedDataParallel(nn.Module):
         """After a step's last backward: wait until the optimizer has used every gradient."""
         for bucket in self.buckets:
             bucket.reshard()  # if it was prefetched and not used
-            bucket.reading = None
             bucket.finish_reduction()
         check_no_parameters(self.module)
-        self.optimizer.wait()
+        self.optimizer.files.wait()
         missing = [b.name for b in self.buckets if self.optimizer.norms.get(b.file) is None]
         if missing:
             raise RuntimeError(f"no backward outside of no_sync() has reached the units {missing}")
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Have the gradients scaled to at most this global norm; returns the norm before."""
+        """Have gradients scaled to at most this global norm; returns the norm before clipping."""
         self.finish_gradient_synchronization()
         norms = torch.cat([self.optimizer.norms[bucket.file] for bucket in self.buckets])
         # each rank has the squares of its own shards only
         norm = all_reduce_control(vector_norm(norms).square(), group=self.group).sqrt()
-        self.optimizer.scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) + 0 * norm  # inf: NaN
+        self.optimizer.scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
 
 class FlatParameter:
     """A unit's parameters side by side in one flat buffer, of which each rank owns an equal shard.
 
-    file: holds this rank's shard, [length], its moments and its gradient.
+    shard: in place of a tensor, [length], an empty one, whose version counts the optimizer's steps.
+    file: has the shard's values, its moments and its gradient.
     full: the gathered parameters, [N * length], padded, in `dtype`; exists only while unsharded.
     """
 
     def __init__(self, name: str, unit: nn.Module, fsdp: FullyShardedDataParallel):
-        self.name, self.fsdp, self.group = name, fsdp, fsdp.group
+        self.fsdp, self.files = fsdp, fsdp.optimizer.files
+        self.name, self.group = name, fsdp.group
         self.n_ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.shapes = {full_name: p.shape for full_name, p in unit.named_parameters(name)}
         # the embedding's gradient is a sum over many tokens: not in bfloat16
         param_dtype = None if is_lookup(unit) else fsdp.param_dtype
         self.owners, flat = take_parameters(unit)  # the unit has no parameters any more
-        if flat.dtype != torch.float32:
-            raise ValueError(f"{name}: {flat.dtype}; the files are float32")
-        self.dtype = param_dtype or flat.dtype
+        self.dtype = param_dtype or torch.float32
         length = -(-len(flat) // self.n_ranks)  # of a shard, rounded up
         self.owned = slice(rank * length, (rank + 1) * length)
         padding = self.n_ranks * length - len(flat)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
         flat = F.pad(flat, (0, padding))
-        self.file = fsdp.optimizer.files.open(name, flat[self.owned])
-        self.shard = torch.empty(0, requires_grad=True)  # what autograd sees in its place
-        self.reading: Future | None = None  # the read in flight, or its result
+        sums = [t.sum() for t in (flat.view(torch.int16), *unit.buffers())]
+        check_same(f"initial values of {name}", sums, fsdp.device, self.group)
+        self.file = StateFile(self.files, name, flat[self.owned])
+        self.shard = fsdp.optimizer.shard
+        self.reading: Future[Tensor] | None = None  # the read in flight
         self.full: Tensor | None = None
-        self.version: int | None = None  # the steps done when `full` was gathered
+        self.version: int | None = None  # of the shard in `full`, or that is being read for it
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
         self.used_in_backward = False  # known from the first backward on
         # the reduce-scatter in flight, its buffer, whether it is one of the last micro-batch
         self.reduction: tuple[Work, Tensor, bool] | None = None
 
-    @contextmanager
-    def parameters(self) -> Iterator[None]:
-        """Give the unit its parameters, which are functions of the shard, and take them back."""
-        params = Gather.apply(self.shard, self)
-        version = self.full._version
-        for (owner, name), param in zip(self.owners, params, strict=True):
-            setattr(owner, name, param)
-        # private, as nothing public tells it: whether checkpoint() decides what is saved
-        others = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        try:
-            with nullcontext() if others else saved_tensors_hooks(self.pack, self.unpack):
-                yield
-            if self.full._version != version:
-                raise RuntimeError(f"unit {self.name} has changed a parameter in place")
-        finally:
-            for owner, name in self.owners:
-                delattr(owner, name)
-
     def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: of a view of `full` only its place, else the tensor."""
+        """What autograd keeps for backward: a tensor and its version; of a view of `full`, in place
+        of the tensor, None, the version of the shard, and shape, stride and offset."""
         if tensor.untyped_storage() is not self.full.untyped_storage():
             return tensor, tensor._version
-        return None, self.file.folder.step, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, saved: tuple) -> Tensor:
-        """What backward reads: for a place, gather the parameters again."""
+        """What backward reads: the tensor that `pack` has saved, or the view, gathered again."""
         tensor, version, *place = saved
-        if (self.file.folder.step if place else tensor._version) != version:
-            raise RuntimeError(
-                "modified in place, or by the optimizer's last step, before backward"
-            )
-        if not place:
-            return tensor
-        self.fsdp.unshard(self, in_backward=True)
-        return self.full.as_strided(*place)
+        if (self.shard if place else tensor)._version != version:
+            raise RuntimeError("changed in place, or by the optimizer's last step")
+        if place:
+            self.fsdp.unshard(self, in_backward=True)
+        return self.full.as_strided(*place) if place else tensor
 
     def fetch(self) -> None:
-        """Start to read the shard, unless `full` is up to date or the read in flight."""
-        if self.version != self.file.folder.step and self.reading is None:
-            self.reading = self.file.folder.start(self.file.read, SLOT * self.file.folder.slot)
+        """Start to read the shard, unless `full` is up to date, or will be."""
+        if self.version != self.shard._version:
+            self.reshard()  # of an earlier step
+            self.version = self.shard._version
+            self.reading = self.files.threads.submit(self.file.read, self.files.slot)
 
     @torch.inference_mode(False)  # else `full` would not count its versions
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is up to date or in flight."""
-        if self.version != self.file.folder.step:
-            self.reshard()  # of an earlier step
-            shard, self.reading = self.file.folder.finish(self.reading)[0], None
-            self.version = self.file.folder.step
-            sent = shard.to(self.fsdp.device, self.dtype, non_blocking=True)  # cast before sent
+        if self.full is None:
+            (shard,), self.reading = self.files.finish(self.reading), None
+            # cast before it is sent
+            sent = shard.to(self.fsdp.device, self.dtype, non_blocking=True)
             self.full = sent.new_empty(self.n_ranks * len(sent))
             self.gathering = all_gather_single(self.full, sent, self.group, async_op=True), sent
 
@@ -287,7 +266,7 @@ class FlatParameter:
     def reshard(self) -> None:
         """Drop `full` until the next `unshard`, after an all-gather in flight."""
         self.wait()
-        self.full = self.version = None  # nobody else keeps it, thanks to `pack`
+        self.full = self.version = None  # frees it: `pack` has kept no reference for backward
 
     def start_reduction(self, grads: tuple[Tensor, ...], is_last: bool) -> None:
         """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `full`."""
@@ -303,18 +282,17 @@ class FlatParameter:
             return
         work, full, is_last = self.reduction
         work.wait()
-        average = self.file.empty(1)
-        average.copy_(full[self.owned]).div_(self.n_ranks)
+        average = full[self.owned] / self.n_ranks
         self.reduction = None
         self.fsdp.optimizer.take(self.file, average, is_last)
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard. Its adjoint is a reduce-scatter."""
+    """A unit's parameters as a function of its shard, [length]. Its adjoint is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, bucket: FlatParameter) -> tuple[Tensor, ...]:
-        ctx.bucket, ctx.version = bucket, bucket.file.folder.step
+        ctx.bucket, ctx.version = bucket, shard._version
         ctx.set_materialize_grads(False)
         *chunks, _ = bucket.full.split(bucket.sizes)  # the all-gather has ended
         return tuple(c.view(s) for c, s in zip(chunks, bucket.shapes.values(), strict=True))
@@ -324,12 +302,12 @@ class Gather(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
         bucket = ctx.bucket
-        if bucket.file.folder.step != ctx.version:
+        if bucket.shard._version != ctx.version:
             raise RuntimeError("backward through a graph from before the optimizer's last step")
         if any(grad is None for grad in grads):
             raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
         bucket.fsdp.leave(bucket, grads)
-        return None, None  # the optimizer gets the average when the reduction has finished
+        return None, None  # `shard.grad` gets the average when the reduction has finished
 
 
 class SpeculativeAdamW:
@@ -338,80 +316,69 @@ class SpeculativeAdamW:
     The new state goes into the slot that does not count, as if nothing were clipped. `step` makes
     this slot count. If the gradients are clipped, it first does all updates again.
 
-    files: of this rank. speculates: else all updates wait for `step`. settings: of AdamW.
+    speculates: else all updates wait for `step`. settings: of AdamW.
     """
 
-    def __init__(self, files: StateFolder, speculates: bool = True, **settings):
-        self.files, self.param_groups, self.state = files, [settings], {}  # as of an Optimizer
+    def __init__(
+        self, files: StateFolder, betas: tuple[float, float], speculates: bool = True, **settings
+    ):
+        settings |= {"beta1": betas[0], "beta2": betas[1], "amsgrad": False, "maximize": False}
+        self.files, self.param_groups, self.state = files, [{"eps": 1e-8, **settings}], {}
+        self.shard = nn.Parameter(torch.empty(0))  # `FlatParameter.shard`
         self.may_speculate = self.speculates = speculates
         self.scale = torch.ones(())  # of the gradients: 1, or less if they are clipped
         self.n_redone = 0  # steps
-        self.jobs: dict[StateFile, Future] = {}  # of the units whose gradients are in memory
-        # of the rows of the gradient; None: it lacks micro-batches
+        # of each row of a gradient; None: the gradient lacks micro-batches
         self.norms: dict[StateFile, Tensor | None] = {}
 
-    def take(self, file: StateFile, gradient: Tensor, is_last: bool) -> None:
-        """Take a unit's average gradient of one micro-batch; the rest is done in a thread."""
-        if file in self.jobs:
-            self.files.finish(self.jobs.pop(file))  # of the previous micro-batch
+    def take(self, file: StateFile, average: Tensor, is_last: bool) -> None:
+        """Take a unit's average gradient of one micro-batch; a thread uses it."""
         if self.norms.get(file) is not None:
             raise RuntimeError(f"{file.path.stem}: a backward after the step's last one")
         is_first = file not in self.norms
         self.norms[file] = None
-        self.start(file, self.work, gradient, is_first, is_last)
+        self.files.start(file, self.accumulate, average, is_first, is_last)
 
-    def start(self, file: StateFile, function: Callable, *args) -> None:
-        """Start a job; at most three at a time, else a slow disk would fill the memory."""
-        self.jobs[file] = self.files.start(function, file, *args)
-        if len(self.jobs) > 3:
-            self.files.finish(self.jobs.pop(next(iter(self.jobs))))
-
-    def work(self, file: StateFile, gradient: Tensor, is_first: bool, is_last: bool) -> None:
+    def accumulate(self, file: StateFile, average: Tensor, is_first: bool, is_last: bool) -> None:
+        """Sum the micro-batches' gradients in the file. After the last one, update the unit."""
+        gradient = file.empty(1)
+        gradient[0] = average  # perhaps from a GPU, for which the thread waits
         if not is_first:
-            gradient += file.read(GRADIENT)  # of the earlier micro-batches
+            gradient += file.read(GRADIENT)
         file.write(GRADIENT, gradient)
         if is_last:
             self.norms[file] = torch.cat(norms_of_rows(gradient))
             if self.speculates:
                 self.update(file, gradient)
 
-    def update(self, file: StateFile, gradient: Tensor) -> None:
-        """From the slot that counts to the other one."""
-        group, steps = self.param_groups[0], torch.tensor(float(self.files.step))
-        (beta1, beta2), rest = group["betas"], {"eps": 1e-8, "amsgrad": False, "maximize": False}
-        parameters, exp_avg, exp_avg_sq = rows = file.read(SLOT * self.files.slot, SLOT)
-        # the function: an object of the class would hold on to the state
-        adamw(
-            *([parameters], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps]),
-            **{"lr": group["lr"], "beta1": beta1, "beta2": beta2, "fused": True},
-            **{"weight_decay": group["weight_decay"], **rest},
-        )
-        file.write(SLOT * (1 - self.files.slot), rows)
-
-    def update_scaled(self, file: StateFile) -> None:
-        self.update(file, file.read(GRADIENT).mul_(self.scale))
-
-    def wait(self) -> None:
-        while self.jobs:
-            self.files.finish(self.jobs.pop(next(iter(self.jobs))))
+    def update(self, file: StateFile, gradient: Tensor | None = None) -> None:
+        """Read the slot that counts, write the other one. gradient: default: the file's, scaled."""
+        if gradient is None:
+            gradient = file.read(GRADIENT).mul_(self.scale)
+        param, exp_avg, exp_avg_sq = rows = file.read(self.files.slot, SLOT)
+        steps = torch.tensor(float(self.files.step))
+        tensors = [param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps]
+        # the function, as an object of the class would hold on to the state
+        adamw(*tensors, **self.param_groups[0])
+        file.write(SLOT - self.files.slot, rows)
 
     def is_clipped(self) -> bool:
-        """Whether speculation was wrong. A gradient that is not finite ends the run."""
-        if not self.scale.isfinite():
+        if not self.scale.item() > 0.0:  # NaN, or 0 of an infinite norm
             what = f"the gradient norm of step {self.files.step} is not finite: stopped before it"
             fail(f"{what}; try a lower --lr or more --warmup-steps", status=1)
         return self.scale.item() < 1.0
 
     def step(self) -> None:
-        """Let the new state count; first compute it, or compute it again, unless it is right."""
+        """Let the new state count. First do the updates that are missing, or that were wrong."""
         is_clipped = self.is_clipped()
         if is_clipped or not self.speculates:
             self.n_redone += self.speculates
             for file in self.files.files:
-                self.start(file, self.update_scaled)
-            self.wait()
+                self.files.start(file, self.update)
+            self.files.wait()
         self.speculates = self.may_speculate and not is_clipped  # the next step is likely alike
-        self.files.step, self.files.slot = self.files.step + 1, 1 - self.files.slot
+        self.files.step, self.files.slot = self.files.step + 1, SLOT - self.files.slot
+        increment_version(self.shard)  # what is gathered is stale
         self.norms.clear()
 
 
@@ -429,7 +396,7 @@ def sharded_from_meta(
         model.units(),
         optimizer,
         shard_group=group_along((world.size,), 0, "shard", args.timeout),
-        param_dtype=getattr(torch, args.param_dtype),
+        param_dtype=getattr(torch, args.dtype),
         materialize=lambda unit, name: init_weights(unit.to_empty(device="cpu"), args.seed, name),
         device=world.device,
     )
@@ -441,26 +408,18 @@ def state_folder(args, run: Run, world: World) -> StateFolder:
     content |= {"vocabulary": run.checkpoints.run["vocabulary"], "ranks": world.size}
     content |= {"run": str(run.folder.resolve())}
     saved = max((int(path.name[5:]) for path in checkpoints(run.checkpoints.path)), default=0)
-    is_resumed, pinned = run.resume == "auto", world.device.type == "cuda"
     path = args.offload_dir or run.folder / "state"
-    return StateFolder(path, content, is_resumed, saved, pinned)
-
-
-class MappedShard(Shard):
-    """A `Shard` in a file: a save copies it nowhere else."""
-
-    def map(self, _: Callable) -> Shard:
-        return self
+    return StateFolder(path, content, run.resume == "auto", saved)
 
 
 def training_state(model: FullyShardedDataParallel) -> State:
-    """The tensors of a checkpoint, by the plain model's names, as `Shard`s."""
+    """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
     state: State = {}
     for bucket in model.buckets:
         shard, exp_avg, exp_avg_sq = bucket.file.mapped()
         adamw = SimpleNamespace(state={shard: {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}})
         state |= state_of_flat_shard(adamw, shard, bucket.shapes, bucket.owned.start)
-    return {name: MappedShard(s.full_shape, s.chunks.items()) for name, s in state.items()}
+    return state
 
 
 def parse_args(argv: list[str] | None = None):
@@ -469,7 +428,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--no-speculation", action="store_true", help="AdamW after backward")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
-    args.autocast, args.param_dtype = False, args.dtype  # of unsharded units and their inputs
+    args.autocast = False  # units are unsharded in --dtype, and their inputs cast to it
     return args
 
 
@@ -502,7 +461,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     run = Run(args, __file__, config, device, corpus)
     files = state_folder(args, run, world)
     settings = adamw_settings(args.lr, args.weight_decay)
-    optimizer = SpeculativeAdamW(files, not args.no_speculation, **settings)
+    optimizer = SpeculativeAdamW(files, speculates=not args.no_speculation, **settings)
     model = sharded_from_meta(model, optimizer, args, world)
     if files.is_restored:
         run.checkpoints.is_own = True  # the steps in the run's folder are this run's
@@ -528,7 +487,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         loss = all_reduce_control(loss) / world.size
         grad_norm = model.clip_grad_norm_(args.max_norm)
         optimizer.step()
-        run.log(step, loss, grad_norm, lr, **files.traffic(), redone=optimizer.n_redone)
+        run.log(step, loss, grad_norm, lr, **files.traffic, redone=optimizer.n_redone)
 
         if run.evaluates(step):
             run.log_evaluation("val", evaluate(model, corpus.valid, args, device, world))

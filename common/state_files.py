@@ -1,13 +1,13 @@
-"""A rank's files for stage 12: one per unit, with the unit's state in two slots, and a gradient.
+"""The files of stage 12: each rank has one per unit, which holds the unit's state and gradient.
 
     slot 0      parameters, first moment, second moment: float32 [3, length]
-    slot 1      the same: one of the two counts, the other one is being written
+    slot 1      the same: one slot counts, the other one is being written
     gradient    float32 [length]
 
-Every row fills whole pages. `step.json` says which slot counts and how many steps it has done. It
-is replaced atomically: after a kill at any moment it names a slot that is complete. Direct I/O
-moves pages between the disk and a buffer, without the page cache, which would be memory too.
-Nothing is flushed: after a restart of the machine, a run goes on from its checkpoint.
+Every row fills whole pages, for direct I/O: it passes by the page cache, which would be memory too.
+`step.json` says which slot counts. It is replaced atomically, so after a kill at any moment it
+names a slot that is complete. Nothing is flushed: after a restart of the machine, a run goes on
+from its checkpoint. Linux only.
 """
 
 from __future__ import annotations
@@ -16,214 +16,177 @@ import contextlib
 import ctypes
 import fcntl
 import json
-import mmap
 import os
+import subprocess
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ReduceOp
 
+from common.collectives import all_reduce_control
 from common.distributed import fail, print0, warn
-from common.files import move_aside
 
-PAGE = 4096  # bytes
+PAGE = 1024  # float32 elements, 4,096 bytes
 SLOT, GRADIENT, ROWS = 3, 6, 7  # rows of a slot, the gradient's row, rows of a file
 
 
-class StateFolder:
-    """The files of this rank. All ranks make one, and open the same units in the same order.
+@contextlib.contextmanager
+def one_line(path: Path, consequence: str = "", status: int = 2) -> Iterator[None]:
+    """If the file system fails, end the run with one line."""
+    try:
+        yield
+    except OSError as error:
+        fail(f"--offload-dir: {path}: {error.strerror}{consequence}", status)
 
-    path: the ranks' folders are in it. content: what it must belong to, JSON. is_resumed: go on
-    from the files, if all ranks have them and they are as far as `saved`, the steps of the newest
-    checkpoint. Else steps that no checkpoint has are moved aside. pinned: buffers for a GPU.
+
+class StateFolder:
+    """The files of this rank. Every rank makes one, and opens the same units in the same order.
+
+    path: each rank has a folder in it. content: the run, and the model and the ranks that the files
+    must fit; JSON. saved: steps of the run's newest checkpoint. If it `is_resumed`, it goes on from
+    the files, unless a rank lacks them or they have fewer steps.
     """
 
-    def __init__(
-        self, path: str | Path, content: dict, is_resumed: bool, saved: int, pinned: bool = False
-    ):
+    def __init__(self, path: str | Path, content: dict, is_resumed: bool, saved: int):
         self.path, self.content = Path(path) / f"rank-{dist.get_rank()}", content
-        self.pinned, self.files = pinned, []
-        self.step = self.slot = 0  # steps done, and the slot that holds them
-        self.bytes_read = self.bytes_written = 0
-        self.threads = ThreadPoolExecutor(6)  # three units are read, three updated
-        self._counting, self._direct = threading.Lock(), getattr(os, "O_DIRECT", 0)
-        self._claim()
-        if file_system(self.path) in ("tmpfs", "ramfs"):
-            warn(f"{self.path} is in memory ({file_system(self.path)}): it saves none")
-        self.is_restored = self._restore(is_resumed, saved)
+        self.files: list[StateFile] = []
+        self.step = self.slot = 0  # steps done, and the first row of the slot that has their state
+        self.jobs: dict[StateFile, Future] = {}  # the oldest first
+        self.traffic: Counter[str] = Counter()  # MB since the last commit, by the metric's name
+        self.threads, self.counting = ThreadPoolExecutor(6), threading.Lock()
+        with one_line(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.path / "lock", "a")
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f"--offload-dir: another run uses {self.path}: pass another folder")
+            self.boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+            self.is_restored = self._restore(is_resumed, saved)
+        kind = subprocess.run(["stat", "-fc", "%T", self.path], capture_output=True, text=True)
+        if kind.stdout.strip() in ("tmpfs", "ramfs"):
+            warn(f"--offload-dir: {self.path} is in memory, and saves none")
+        with contextlib.suppress(OSError, AttributeError):  # without glibc
+            # large buffers go back to the system when freed: else what glibc keeps of them in
+            # fragments grows with the number of units
+            ctypes.CDLL("libc.so.6").mallopt(-3, 2**17)  # M_MMAP_THRESHOLD of malloc.h, bytes
 
-    def open(self, name: str, shard: Tensor) -> StateFile:
-        """A unit's file. Unless it is restored, it gets the values of `shard`, and zeros."""
-        file = StateFile(self, name, len(shard))
-        self.files.append(file)
-        if not self.is_restored:
-            rows = file.empty(SLOT).zero_()
-            rows[0] = shard
-            self.finish(self.start(file.write, 0, rows))
-        return file
+    def _restore(self, is_resumed: bool, saved: int) -> bool:
+        """Agree with all ranks on the step to go on from, or delete files that count no more."""
+        found = {"step": -1, "boot": self.boot, "content": self.content}  # if there is none
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            found = json.loads((self.path / "step.json").read_text())
+        fits = is_resumed and found["content"] == self.content
+        # before a restart of the machine, what was written last may not have reached the disk
+        step = found["step"] if fits and found["boot"] == self.boot else -1
+        bounds = all_reduce_control(torch.tensor([step, -step, -saved]), op=ReduceOp.MIN)
+        first, last, saved = bounds[0].item(), -bounds[1].item(), -bounds[2].item()
+        # a rank may have been killed before it committed what another one has committed
+        if first >= saved and last <= first + 1:
+            self.step, self.slot = first, found["slot"] if step == first else SLOT - found["slot"]
+            print0(f"resumed from {self.path.parent}, {first} steps done")
+            return True
+        is_other = found["content"]["run"] != self.content["run"]
+        if is_other or (found["step"] > saved and not fits):
+            what = f"step {found['step']} of {found['content']}"
+            fail(f"--offload-dir: {self.path} holds {what}: pass another folder, or delete it")
+        for path in [self.path / "step.json", *self.path.glob("*.state")]:
+            path.unlink(missing_ok=True)
+        return False
 
-    def start(self, function: Callable, *args) -> Future:
-        return self.threads.submit(function, *args)
+    def start(self, file: StateFile, function: Callable, *args) -> None:
+        """Start function(file, ...) in a thread, one per file and three in all: else a disk that is
+        slow would fill the memory with buffers."""
+        self.wait(at_most=0 if file in self.jobs else 2)
+        self.jobs[file] = self.threads.submit(function, file, *args)
+
+    def wait(self, at_most: int = 0) -> None:
+        """Wait until at most so many of the jobs are in flight."""
+        while len(self.jobs) > at_most:
+            self.finish(self.jobs.pop(next(iter(self.jobs))))
 
     def finish(self, job: Future):
         """The result of a job. If reading or writing has failed, the run ends."""
-        try:
+        with one_line(self.path, "; it keeps the last step that was done", status=1):
             return job.result()
-        except OSError as error:
-            fail(f"{self.path}: {error.strerror}; step {self.step} is kept there", status=1)
 
     def commit(self) -> None:
         """Make `step` and `slot` what a resumed run goes on from."""
-        record = {"step": self.step, "slot": self.slot, "content": self.content, "boot": boot()}
+        names = ("step", "slot", "content", "boot")
         aside = self.path / "step.json.new"
-        try:
-            aside.write_text(json.dumps(record))
+        with one_line(self.path, "; it keeps the step before", status=1):
+            aside.write_text(json.dumps({name: getattr(self, name) for name in names}))
             aside.replace(self.path / "step.json")
-        except OSError as error:
-            fail(f"{self.path}: {error.strerror}; step {self.step - 1} is kept there", status=1)
-        self.bytes_read = self.bytes_written = 0
-        with contextlib.suppress(OSError, AttributeError):  # what glibc keeps grows with the units
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-    def traffic(self) -> dict[str, float]:
-        """MB read and written since the last commit."""
-        return {"ssd_read_mb": self.bytes_read / 1e6, "ssd_written_mb": self.bytes_written / 1e6}
+        self.traffic.clear()
 
     def close(self) -> None:
         self.threads.shutdown()
         for file in self.files:
             os.close(file.handle)
-        self._lock.close()
-
-    def open_file(self, path: Path, size: int) -> int:
-        """Make a file of this size, or check the size; returns its handle."""
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT * (not self.is_restored) | self._direct)
-        except OSError as error:
-            if not self._direct or error.errno != 22:  # EINVAL
-                fail(f"--offload-dir: {path}: {error.strerror}; its other files are untouched")
-            warn(f"{self.path} has no direct I/O: the page cache takes memory")
-            self._direct = 0
-            return self.open_file(path, size)
-        has = os.fstat(handle).st_size
-        if self.is_restored and has != size:
-            fix = "delete the folder to go on from a checkpoint"
-            fail(f"--offload-dir: {path} has {has:,} bytes instead of {size:,}: {fix}")
-        try:
-            os.posix_fallocate(handle, 0, size)  # a full disk is an error now, not in a step
-        except OSError as error:
-            fail(f"--offload-dir: {path} of {size:,} bytes: {error.strerror}")
-        return handle
-
-    def move(self, way: Callable, file: StateFile, row: int, rows: Tensor) -> None:
-        """Read (os.preadv) or write (os.pwritev) whole pages."""
-        pages = rows.as_strided((len(rows) * file.stride,), (1,)).numpy()
-        data, place = memoryview(pages).cast("B"), 4 * file.stride * row
-        with self._counting:
-            self.bytes_read += len(data) * (way == os.preadv)
-            self.bytes_written += len(data) * (way == os.pwritev)
-        while data:  # the system moves at most 2 GB at once
-            count = way(file.handle, [data], place)
-            if count == 0:
-                raise OSError(5, f"{file.path.name} is truncated")
-            data, place = data[count:], place + count
-
-    def _claim(self) -> None:
-        """Make the folder, and lock it until this process ends."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / "lock", "a")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fail(f"--offload-dir: another run uses {self.path}: pass another folder")
-        except OSError as error:
-            fail(f"--offload-dir: cannot write to {self.path}: {error.strerror}")
-
-    def _restore(self, is_resumed: bool, saved: int) -> bool:
-        """Agree with all ranks on a step that each of them has, if they go on from the files."""
-        try:
-            found = json.loads((self.path / "step.json").read_text())
-        except FileNotFoundError:
-            found = None
-        except (OSError, ValueError) as error:
-            fail(f"--offload-dir: {self.path}/step.json cannot be read: {error}")
-        if found and found["boot"] != boot():  # what was written last may not be on the disk
-            found["content"]["machine"] = "restarted since"
-        every = [found]
-        if is_resumed:
-            every *= dist.get_world_size()
-            dist.all_gather_object(every, found)
-        records = [record for record in every if record]
-        steps = [record["step"] for record in records]
-        is_own = all(record["content"] == self.content for record in records)
-        is_complete = len(records) == len(every) and max(steps) - min(steps) < 2
-        if is_resumed and is_own and is_complete and min(steps) >= saved:
-            # a rank may have been killed before it committed what another one has committed
-            self.step, self.slot = min(steps), found["slot"] ^ (found["step"] > min(steps))
-            return True
-        for record in records:
-            if record["content"]["run"] != self.content["run"]:
-                what = f"step {record['step']} of the run {record['content']['run']}"
-                fail(f"--offload-dir: {self.path.parent} holds {what}: pass another, or delete it")
-        if found and found["step"] > saved:
-            moved = move_aside(self.path, f"earlier-{self.path.name}")
-            print0(f"{moved} is from before: step {found['step']} of {found['content']}")
-            self._claim()
-        (self.path / "step.json").unlink(missing_ok=True)
-        return False
+        self.lock.close()
 
 
 class StateFile:
-    """The state of one unit: rows of `length` elements, `stride` elements apart."""
+    """The state of one unit: rows of `length` elements, `stride` elements apart.
 
-    def __init__(self, folder: StateFolder, name: str, length: int):
-        self.folder, self.path, self.length = folder, folder.path / f"{name}.state", length
-        self.stride = -(-length // (PAGE // 4)) * (PAGE // 4)
-        self.handle = folder.open_file(self.path, 4 * ROWS * self.stride)
+    shard: the parameters, [length], which the file gets, and zeros, unless it is restored.
+    """
+
+    def __init__(self, folder: StateFolder, name: str, shard: Tensor):
+        self.folder, self.path, self.length = folder, folder.path / f"{name}.state", len(shard)
+        self.stride = -(-self.length // PAGE) * PAGE
+        size = 4 * ROWS * self.stride
+        with one_line(self.path):
+            self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT)
+            if folder.is_restored and (has := os.fstat(self.handle).st_size) != size:
+                what = f"{has:,} bytes instead of {size:,}"
+                fail(f"--offload-dir: {self.path} has {what}: delete the folder to start anew")
+            os.posix_fallocate(self.handle, 0, size)  # a full disk is an error now, not in a step
+            try:
+                fcntl.fcntl(self.handle, fcntl.F_SETFL, os.O_DIRECT)
+            except OSError:
+                warn(f"--offload-dir: {folder.path} has no direct I/O: the page cache takes memory")
+            if not folder.is_restored:
+                rows = self.empty(SLOT).zero_()
+                rows[0] = shard
+                self.write(0, rows)
+        folder.files.append(self)
 
     def empty(self, n_rows: int) -> Tensor:
         """Memory for rows, [n_rows, length], which begins at a page."""
-        size = n_rows * self.stride
-        if self.folder.pinned:
-            memory = torch.empty(size + PAGE // 4, pin_memory=True)
-            start = -memory.data_ptr() % PAGE // 4
-            memory = memory[start : start + size]
-        else:  # not from malloc, whose fragments grow with the number of units
-            memory = torch.frombuffer(mmap.mmap(-1, 4 * size), dtype=torch.float32)
-        return memory.view(n_rows, -1)[:, : self.length]
+        size, pinned = n_rows * self.stride, torch.cuda.is_available()  # for copies to a GPU
+        memory = torch.empty(size + PAGE, dtype=torch.float32, pin_memory=pinned)
+        start = -memory.data_ptr() // 4 % PAGE
+        return memory[start : start + size].view(n_rows, -1)[:, : self.length]
 
     def read(self, row: int, n_rows: int = 1) -> Tensor:
         rows = self.empty(n_rows)
-        self.folder.move(os.preadv, self, row, rows)
+        self._move(os.preadv, row, rows, "ssd_read_mb")
         return rows
 
     def write(self, row: int, rows: Tensor) -> None:
         """`rows` are those of `empty` or `read`."""
-        self.folder.move(os.pwritev, self, row, rows)
+        self._move(os.pwritev, row, rows, "ssd_written_mb")
+
+    def _move(self, way: Callable, row: int, rows: Tensor, metric: str) -> None:
+        """Whole pages, padding included."""
+        pages = rows.as_strided((len(rows) * self.stride,), (1,)).numpy()
+        data, place = memoryview(pages).cast("B"), 4 * self.stride * row
+        with self.folder.counting:
+            self.folder.traffic[metric] += len(data) / 1e6
+        while data:  # the system moves at most 2 GB at once
+            count = way(self.handle, [data], place)
+            if count == 0:
+                raise OSError(5, f"{self.path.name} is truncated")
+            data, place = data[count:], place + count
 
     def mapped(self) -> Tensor:
         """The slot that counts, [3, length], for a checkpoint: memory only for the pages in use."""
         rows = torch.from_file(str(self.path), True, ROWS * self.stride).view(ROWS, -1)
-        return rows[SLOT * self.folder.slot :][:SLOT, : self.length]
-
-
-def file_system(path: Path) -> str:
-    """Its type, as Linux lists it; elsewhere nothing."""
-    try:
-        device, lines = os.stat(path).st_dev, Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    return next((x.partition(" - ")[2].split()[0] for x in lines if x.split()[2] == number), "")
-
-
-def boot() -> str:
-    """What Linux calls the time since the machine started."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+        return rows[self.folder.slot :][:SLOT, : self.length]

@@ -115,6 +115,8 @@ class AtomicWriter(dcp.FileSystemWriter):
         """Copy to host memory, so that training may change the tensors during the save."""
 
         def to_host(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage().filename:  # mapped: as large as the file, and not in memory
+                return tensor
             return tensor.to("cpu", copy=True, non_blocking=True)  # from a GPU to pinned memory
 
         copy = {
