@@ -396,7 +396,7 @@ def sharded_from_meta(
         model.units(),
         optimizer,
         shard_group=group_along((world.size,), 0, "shard", args.timeout),
-        param_dtype=getattr(torch, args.dtype),
+        param_dtype=getattr(torch, args.param_dtype),
         materialize=lambda unit, name: init_weights(unit.to_empty(device="cpu"), args.seed, name),
         device=world.device,
     )
@@ -428,7 +428,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--no-speculation", action="store_true", help="AdamW after backward")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
-    args.autocast = False  # units are unsharded in --dtype, and their inputs cast to it
+    args.autocast, args.param_dtype = False, args.dtype  # of unsharded units and their inputs
     return args
 
 
