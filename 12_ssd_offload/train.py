@@ -56,6 +56,7 @@ from common.collectives import (
     norms_of_rows,
     reduce_scatter_single,
 )
+from common.distributed import fail
 from common.state_files import GRADIENT, SLOT, StateFile, StateFolder
 from common.units import (
     cast_inputs,
@@ -71,7 +72,7 @@ from common.units import (
 from common.arguments import base_parser, check_arguments, model_config, seconds
 from common.checkpoint import State, state_of_flat_shard
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import World, cleanup, fail, group_along, setup, world_size
+from common.distributed import World, cleanup, group_along, setup, world_size
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
