@@ -14,10 +14,8 @@ from jobs import torchrun
 
 from common import collectives
 from common.distributed import (
-    fail,
     has_lost_a_peer,
     launch_environment,
-    print0,
     rank,
     setup,
     world_size,
@@ -250,27 +248,6 @@ def reduce_scatter(dtype: torch.dtype, in_place: bool) -> tuple[list, list]:
 def test_reduce_scatter_is_a_slice_of_an_all_reduce(pools, ranks, in_place, dtype):
     for ours, expected in pools(ranks).run(reduce_scatter, dtype, in_place):
         assert ours == expected
-
-
-def speak() -> None:
-    print0("said", "once", sep="-")
-
-
-def test_print0_prints_on_rank_0_only(pools):
-    assert [o.stdout for o in pools(3).attempt(speak)] == ["said-once\n", "", ""]
-
-
-def fail_late_on_rank_0() -> None:
-    if rank() == 0:
-        time.sleep(0.5)
-    fail("--flag 1: no; pass 2")
-
-
-def test_error_is_printed_once_and_every_rank_exits_with_its_status(pools):
-    ended = pools(3).attempt(fail_late_on_rank_0)
-    assert [o.exit_status for o in ended] == [2, 2, 2]
-    assert ended[0].stderr.endswith(": --flag 1: no; pass 2\n")
-    assert [o.stderr for o in ended[1:]] == ["", ""]
 
 
 JOB = """

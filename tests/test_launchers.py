@@ -181,26 +181,6 @@ def test_submission_passes_cpus_memory_and_its_time_and_names_the_gpus_it_does_n
     assert re.search(r"^7;\d{8}-\d{6}$", done.stderr, re.MULTILINE)  # for the job's environment
 
 
-JOBS = """\
-for job in "7|02_ddp|FAILED" "8|02_ddp|PENDING" "9|03_zero|CANCELLED"; do
-  echo "$job|$PWD|0:01|node1"
-done
-"""
-
-
-def test_status_names_only_logs_that_exist(tmp_path):
-    tools = SLURM | {"squeue": 'case "$*" in *%A*) [ ! -e ../jobs ] || . ../jobs ;; esac'}
-    done = make(tmp_path, "status", **tools)
-    assert done.stdout.strip().endswith("some minutes ago"), done.stdout
-    (tmp_path / "jobs").write_text(JOBS)
-    (tmp_path / "copy/03_zero-9.log").touch()
-    env = {"PATH": str(tmp_path / "bin")}
-    command = ["make", "status"]
-    done = subprocess.run(command, cwd=tmp_path / "copy", env=env, capture_output=True, text=True)
-    for line in (r"7 .*  \(no log\) ", r"8 .* 02_ddp-8.log \(later\) ", r"9 .* 03_zero-9.log  "):
-        assert re.search(f"^{line}", done.stdout, re.MULTILINE), done.stdout
-
-
 # ---- launch.sh, with fake Slurm commands ----
 
 SCONTROL = """\

@@ -3,11 +3,10 @@ GPUs, also after a failure."""
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
-from harness import stage_path, stages
+from harness import stages
 
 from tools import quickstart
 from tools.quickstart import Quickstart, Row, rows_for, run_rows, tolerance_of
@@ -75,18 +74,6 @@ def test_rows_that_the_budget_leaves_out_are_listed(texts):
 def test_without_stage_01_no_other_row_runs_on_a_cpu(capsys):
     assert run_rows(ROWS, Scripted("off"), float("inf"), "", 0) == 1
     assert "row 1" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("stage", ["05", "07"])
-def test_tensor_parallel_scripts_ask_for_one_hardware_queue_before_torch(stage, monkeypatch):
-    path = stage_path(stage)
-    before_torch = path.read_text().partition("\nimport torch\n")[0]
-    for given, expected in (None, "1"), ("8", "8"):
-        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-        if given:
-            monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
-        exec(before_torch, {"__file__": str(path), "__name__": "script"})
-        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
 
 
 def test_float8_matmuls_are_judged_by_their_error():

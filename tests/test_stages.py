@@ -13,7 +13,7 @@ import pytest
 from harness import REPO, stage_file, stage_path, stages
 
 from tools import stages as module
-from tools.stages import BASE, problems, with_ranks
+from tools.stages import problems
 
 every_stage = pytest.mark.parametrize("stage", stages())
 
@@ -59,22 +59,6 @@ def repository(folder: Path, text: str) -> Path:
     (folder / "08_example/stage.toml").write_text(text)
     module.stage_file.cache_clear()
     return folder
-
-
-def test_fields_and_runs_of_a_file(tmp_path):
-    repo = repository(tmp_path, GOOD)
-    assert problems("08", repo) == []
-    file = stage_file("08", repo)
-    assert (file.reference, file.flags, [r.ranks for r in file.for_("parity")]) == (
-        ("01", ("--own",), [2, 2, 4])
-    )
-    first, second, _ = file.for_("parity")
-    assert first.quick and not second.quick and dict(second.tolerance) == {"loss": 0.5}
-    assert first.argv == BASE["parity"].split() == first.reference_argv
-    shape = BASE["parity"].split() + ["--d-model", "8"]
-    assert second.reference_argv == shape and set(second.argv) >= {*shape, "--own", "3"}
-    assert file.for_("plan")[0].flags == ("--batch", "32", "8")
-    assert with_ranks("{ranks} {2 * ranks}", 3) == "3 6"
 
 
 @pytest.mark.parametrize(

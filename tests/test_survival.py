@@ -13,10 +13,9 @@ from pathlib import Path
 
 import chaos
 import pytest
-from harness import REPO, assert_same_curve, load_stage, metrics_of, runs_for, stage_path
-from jobs import free_port, start, torchrun, workers_of
+from harness import REPO, assert_same_curve, metrics_of, runs_for, stage_path
+from jobs import free_port, start, torchrun, train_and_signal, workers_of
 
-from common import checkpoint, storage
 from common.checkpoint import checkpoints
 
 pytestmark = pytest.mark.slow
@@ -47,31 +46,6 @@ def test_resume_after_two_kills_is_bitwise_identical(fresh_pool, corpus_dir, tmp
 # ---- signals ----
 
 
-def train_and_signal(
-    stage: str, argv: list[str], number: int, target: int, step: int
-) -> list[dict]:
-    """Train; one rank gets a signal in the middle of `step`, and again while it saves."""
-    from common.run import Run
-
-    log, write = Run.log, storage.AtomicWriter.write_data
-
-    def log_and_signal(self, now, *args, **more):
-        log(self, now, *args, **more)
-        if now == step and checkpoint.dist.get_rank() == target:
-            os.kill(os.getpid(), number)
-
-    def signal_and_write(self, *args, **kwargs):
-        os.kill(os.getpid(), number)
-        time.sleep(0.1)
-        return write(self, *args, **kwargs)
-
-    Run.log, storage.AtomicWriter.write_data = log_and_signal, signal_and_write
-    try:
-        return load_stage(stage).main(argv)
-    finally:
-        Run.log, storage.AtomicWriter.write_data = log, write
-
-
 @pytest.mark.parametrize(
     "name, stage",
     [("SIGUSR1", "02"), *(("SIGTERM", run.stage) for run in runs_for("kill") if run.stage > "01")],
@@ -87,10 +61,11 @@ def test_signal_to_one_rank_saves_the_same_step_on_all_and_stops(
     )
     assert all(o.traceback is None and o.exit_status is None for o in ended), ended
     for outcome in ended:
-        assert [x["step"] for x in outcome.value][:4] == [0, 1, 2, 3]
-        assert len(outcome.value) <= 5  # within two steps
+        metrics, _ = outcome.value
+        assert [x["step"] for x in metrics][:4] == [0, 1, 2, 3]
+        assert len(metrics) <= 5  # within two steps
     (saved,) = checkpoints(tmp_path / "checkpoints")
-    assert saved.name == f"step-{len(ended[0].value):08d}"
+    assert saved.name == f"step-{len(metrics):08d}"
 
 
 # ---- real processes ----
