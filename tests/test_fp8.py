@@ -243,21 +243,15 @@ def test_the_matmuls_meet_the_constraints_of_cuda(recipe, dtype, gpu, monkeypatc
         assert seen == [(dtype, True), (dtype, False), (torch.float32, False)]
 
 
-def test_a_gpu_without_float8_is_an_error(capsys):
-    args = SimpleNamespace(d_model=128)
-    cuda = torch.device("cuda", 0)
-    with patch("torch.cuda.get_device_name", return_value="NVIDIA A100"):
-        for capability in ((8, 9), (9, 0), (10, 0)):
-            with patch("torch.cuda.get_device_capability", return_value=capability):
-                stage.check_float8(args, cuda)
-        with (
-            patch("torch.cuda.get_device_capability", return_value=(8, 6)),
-            pytest.raises(SystemExit) as exit,
-        ):
-            stage.check_float8(args, cuda)
-    assert exit.value.code == 2
-    said = capsys.readouterr().err
-    assert "A100" in said and "8.9" in said and said.count("\n") == 1
+def test_a_gpu_without_float8_is_an_error(error_of, monkeypatch):
+    check = stage.check_float8, SimpleNamespace(d_model=128), torch.device("cuda", 0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA A100")
+    for capability in ((8, 9), (9, 0), (10, 0), (8, 6)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda _, c=capability: c)
+        if capability != (8, 6):
+            check[0](*check[1:])
+    said = error_of(*check)
+    assert "A100" in said and "8.9" in said
 
 
 # ---- the model ----

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 
 import pytest
@@ -14,7 +13,6 @@ from harness import (
     PeakMemory,
     Pool,
     WorkerError,
-    WorkerExit,
     assert_same_curve,
     live_bytes,
     true_ledger,
@@ -40,11 +38,6 @@ def hang() -> None:
     time.sleep(60)
 
 
-def leave(status: int) -> None:
-    print(f"leaving {dist.get_rank()}", file=sys.stderr)
-    sys.exit(status)
-
-
 @pytest.mark.wall_clock
 def test_failing_rank_is_named_with_its_traceback_and_the_pool_recovers(pools):
     started = time.monotonic()
@@ -67,14 +60,6 @@ def test_hanging_job_is_ended_at_the_timeout_and_shows_its_stack():
         assert pool.run(os.getpid) != old
     finally:
         pool.close()
-
-
-def test_exit_status_and_stderr_are_reported_without_a_restart(pools):
-    before = pools(2).run(os.getpid)
-    with pytest.raises(WorkerExit, match="leaving 1") as error:
-        pools(2).run(leave, 2)
-    assert error.value.statuses == [2, 2]
-    assert pools(2).run(os.getpid) == before
 
 
 def test_parity_check_names_the_first_step_that_differs():
@@ -107,12 +92,11 @@ def every_collective() -> None:
             collectives.irecv(x, 0, group=group).wait()
         collectives.all_reduce_control(torch.ones(1))
         collectives.ledger.reset()
-    assert counted.payload["all_reduce", "world"] == 48 + 4
-    assert counted.payload["all_reduce", "dp"] == 48
-    assert counted.payload["all_gather_single", "dp"] == 24
-    assert counted.payload["reduce_scatter_single", "dp"] == 24
-    assert counted.payload["broadcast", "world"] == 48
-    assert counted.payload["isend" if dist.get_rank() == 0 else "irecv", "dp"] == 48
+    assert counted.payload == {
+        **{("all_reduce", "world"): 48 + 4, ("all_reduce", "dp"): 48, ("broadcast", "world"): 48},
+        **{("all_gather_single", "dp"): 24, ("reduce_scatter_single", "dp"): 24},
+        ("isend" if dist.get_rank() == 0 else "irecv", "dp"): 48,
+    }
     dist.all_reduce(x)  # not through the ledger
     with pytest.raises(AssertionError):
         with true_ledger() as (ledger, counted):

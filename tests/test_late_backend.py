@@ -67,35 +67,6 @@ def test_results_match_gloo_and_arrive_at_the_wait(pools, dtype):
             assert sum(bool(t.isnan().all()) for t in early) >= len(early) - 1
 
 
-def in_groups() -> tuple:
-    """All-reduces over groups of several kinds, and the record of these calls."""
-    everyone = dist.new_group(group_desc="everyone")
-    mixed = dist.new_group(backend="cpu:late,meta:gloo", group_desc="mixed")
-    pair, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]], group_desc="pair")
-    on_gloo = dist.new_group(backend="gloo", group_desc="stop")
-    sums, early = [], []
-    with recorded_calls() as events:
-        for group in (None, everyone, mixed, pair, on_gloo):
-            t = torch.tensor([float(dist.get_rank())])
-            work = dist.all_reduce(t, group=group, async_op=True)
-            early.append(group is on_gloo or bool(t.isnan()))
-            work.wait()
-            sums.append(t.item())
-    return sums, early, events
-
-
-def test_process_groups_of_every_kind(pools):
-    records = []
-    for rank, (sums, early, events) in enumerate(pools(4, backend="late").run(in_groups)):
-        assert sums == [6, 6, 6, 2 + 2 * (rank % 2), 6] and all(early)
-        calls = [event for event in events if not isinstance(event, Wait)]
-        assert [c.desc for c in calls] == ["default_pg", "everyone", "mixed", "pair"]
-        assert calls[-1].ranks == (rank % 2, rank % 2 + 2)
-        records.append(events)
-    assert_ranks_agree(records)
-    assert_completes(records)
-
-
 def seeded_bug(kind: str) -> None:
     """Make one kind of mistake around an all-reduce or a send."""
     x, n = torch.ones(64), dist.get_world_size()

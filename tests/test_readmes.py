@@ -111,23 +111,21 @@ def flags_in(*patterns: str) -> set[str]:
     return {flag for text in texts for flag in re.findall(r"\"(--[a-z][\w-]*)\"", text)}
 
 
-def test_flags_exist(readme):
-    everywhere = flags_in("[0-9][0-9]_*/*.py", "common/*.py", "tools/**/*.py", "benchmarks/*.py")
-    everywhere = everywhere | flags_in("tests/*.py") | OTHERS_FLAGS
+def test_flags_exist_and_a_command_has_only_those_of_its_stage(readme):
+    everywhere = (
+        "[0-9][0-9]_*/*.py",
+        "common/*.py",
+        "tools/**/*.py",
+        "benchmarks/*.py",
+        "tests/*.py",
+    )
     for code in code_of(readme):
+        found = set(re.findall(r"\b(\d\d)_\w+/train\.py|make (?:run|submit)-(\d\d)", code))
+        files = everywhere
+        if len(found) == 1:
+            files = f"{''.join(found.pop())}_*/train.py", "common/arguments.py"
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):
-            assert flag in everywhere, code
-
-
-def test_a_command_has_only_the_flags_of_its_stage(readme):
-    for code in code_of(readme):
-        stages = set(re.findall(r"\b(\d\d)_\w+/train\.py|make (?:run|submit)-(\d\d)", code))
-        if len(stages) != 1:
-            continue
-        stage = "".join(stages.pop())
-        known = flags_in(f"{stage}_*/train.py", "common/arguments.py") | OTHERS_FLAGS
-        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):
-            assert flag in known, f"stage {stage}: {code}"
+            assert flag in flags_in(*files) | OTHERS_FLAGS, code
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=str)

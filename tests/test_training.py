@@ -304,10 +304,11 @@ def test_resume_flag_applies_to_the_first_start_only_not_to_a_requeue_or_restart
     first = 0 if how == "never" else 2
     # a restart before the first save still follows the flag
     assert steps_of_restart("4") == list(range(first, 4))
-    assert steps_of_restart("6") == [4, 5]
+    moved = [*tmp_path.glob("earlier*")]
+    assert steps_of_restart("6") == [4, 5] and [*tmp_path.glob("earlier*")] == moved
 
 
-def test_resume_never_keeps_an_earlier_runs_checkpoints_apart(pools, train, corpus_dir, tmp_path):
+def test_resume_never_keeps_an_earlier_runs_checkpoints_apart(train, tmp_path):
     place = ["--run-dir", tmp_path, "--checkpoint-every", 2]
     train("--steps", 6, *place)
     for folders in (["earlier"], ["earlier", "earlier-2"]):
@@ -315,14 +316,6 @@ def test_resume_never_keeps_an_earlier_runs_checkpoints_apart(pools, train, corp
         assert [p.name for p in sorted(tmp_path.glob("earlier*"))] == folders
         assert [p.name[-1] for p in checkpoints(tmp_path / "checkpoints")] == ["2", "4"]
     assert [p.name[-1] for p in checkpoints(tmp_path / "earlier/checkpoints")] == ["4", "6"]
-    # a restart continues from the run's own checkpoint, and moves nothing
-    flags = [*map(str, place), *"--resume never --log-every 1".split()]
-    argv = [*SMALL, "--data", str(corpus_dir), *flags]
-    for count, steps, first in (("1", "4", 0), ("2", "6", 4)):
-        requeue = RESTARTS["requeue"] | {"SLURM_RESTART_COUNT": count}
-        job = restarted, requeue, [*argv, "--steps", steps]
-        assert pools(1, group=False).run(*job)[0][0]["step"] == first
-        assert len(list(tmp_path.glob("earlier*"))) == 3
 
 
 @pytest.mark.parametrize(
