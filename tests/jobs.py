@@ -20,6 +20,13 @@ from common.run import Run
 from common.storage import AtomicWriter
 
 
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 def free_port() -> int:
     """A free port outside the ephemeral range, so that no connection takes it before its use."""
     while True:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import REPO
-from jobs import torchrun
+from jobs import executable, torchrun
 
 from common import collectives
 from common.distributed import (
@@ -127,10 +127,8 @@ def test_an_unknown_host_and_a_missing_scontrol_are_one_line_errors(monkeypatch,
 )
 def test_host_of_rank_0_is_the_given_one_or_sruns_first(monkeypatch, tmp_path, given, url):
     environment(monkeypatch, SRUN | {"MASTER_ADDR": given, "SLURM_STEP_NODELIST": "node[3-4]"})
-    (tmp_path / "scontrol").write_text(
-        '#!/bin/sh\n[ "$3" = "node[3-4]" ] && echo localhost node4\n'
-    )
-    (tmp_path / "scontrol").chmod(0o755)
+    lines = '#!/bin/sh\n[ "$3" = "node[3-4]" ] && echo localhost node4\n'
+    executable(tmp_path / "scontrol", lines)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     asked = []
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: asked.append(k))

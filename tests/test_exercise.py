@@ -80,10 +80,7 @@ def noise(*names: str, rows: slice = slice(None)):
 
 PATTERNS = {
     "": gradients(),
-    "x 2: a sum": scale(2),
     "x 1/4: divided twice": scale(0.25, NAMES[1]),
-    "NaN": scale(float("nan"), NAMES[3]),
-    "only norms": noise(NAMES[2]),
     "one rank's part": noise(NAMES[1], NAMES[3], rows=slice(4, 8)),
     "the gradient of the hidden states is wrong from layers.0.mlp.w1": noise(NAMES[3], NAMES[4]),
     "no cause": noise(NAMES[0], NAMES[3]),

@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 from harness import (
     REPO,
-    PeakMemory,
     Pool,
     WorkerError,
     assert_same_curve,
-    live_bytes,
     true_ledger,
 )
 from mutants import read_table
@@ -109,40 +107,6 @@ def every_collective() -> None:
 
 def test_independent_count_of_collectives_matches_the_ledger_and_sees_what_bypasses_it(pools):
     pools(2).run(every_collective)
-
-
-def test_live_bytes_counts_each_storage_once_and_gradients_held_in_cpp():
-    before = live_bytes()
-    x = torch.ones(1000, requires_grad=True)
-    view = x[10:20]
-    assert live_bytes() - before == 4000
-    (x * 2).sum().backward()
-    assert live_bytes() - before == 8000
-    x.grad.untyped_storage().resize_(0)
-    assert live_bytes() - before == 4000
-    del x, view
-    assert live_bytes() == before
-
-
-def test_peak_memory_sees_tensors_saved_by_autograd_and_resized_or_freed_storages():
-    x = torch.ones(1000, requires_grad=True)
-    with PeakMemory() as peak:
-        y = x.exp().exp().exp()  # each saves its output: 12,000 bytes, two thirds in C++ only
-    assert peak.above == peak.left == 12000
-    assert peak.bytes >= 12000 + 4000
-    with PeakMemory() as peak:
-        del y
-        torch.ones(1000)
-    assert peak.above <= 4000  # the graph in C++ was not seen when the block began
-    buffer = torch.empty(1000)
-    with PeakMemory() as peak:
-        buffer.untyped_storage().resize_(0)
-        torch.ones(500)
-        buffer.untyped_storage().resize_(6000)
-        buffer.zero_()
-        del buffer
-        torch.ones(1250)
-    assert peak.above == 2000 and peak.left == -4000
 
 
 def test_every_mutant_matches_exactly_one_place_of_the_code():

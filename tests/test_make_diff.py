@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from itertools import permutations
-from pathlib import Path
 
 import pytest
 from harness import REPO, lines_of, stage_file, stage_path, stages
@@ -57,75 +56,6 @@ def test_the_diff_is_short_enough_to_be_read(new):
     count, most = sum(line.strip() != "" for line in lines), stage_file(new).diff_lines
     assert count <= most, f"diff_lines in the stage's file allows {most} lines"
     assert max(map(len, lines)) <= 102
-
-
-# ---- what is shown ----
-
-OLD = '''"""A script."""
-
-import os
-
-# ---- a section ----
-
-
-class Tool:
-    """A tool."""
-
-    def same(self):
-        return 1
-
-    # why
-    @property
-    def other(self):
-        return 2
-
-
-def helper(x):
-    return x + 1
-
-
-LIMIT = 3  # of tools
-'''
-
-
-def shown(folder: Path, *scripts: str, toml: str = "") -> list[str]:
-    """The last script compared with the one before: summaries of what is folded, names of what is
-    not, and what is gone. The scripts are those of 01_a, 02_b and 03_c."""
-    for name, script in zip(("01_a", "02_b", "03_c"), scripts, strict=True):
-        (folder / name).mkdir()
-        (folder / name / "train.py").write_text(script)
-        (folder / name / "stage.toml").write_text(toml)
-    found, _, gone = diff.compare("02", "03", folder)
-    names = [summary or group[0][1].name for summary, group in diff.folded(found)]
-    return [*names, *(f"gone {name}" for name in gone)]
-
-
-EVERY = f"{diff.TOP}: 0 changed (3 lines)|# a section|Tool, helper, LIMIT: as in 02_b (11 lines)"
-CHANGES = {
-    "nothing": ("", "", EVERY),
-    "code": ("x + 1", "x + 2", "Tool: as in 02_b (8 lines)|helper|LIMIT: as in 02_b (1 lines)"),
-    "a comment": ("x + 1", "x + 1  # why", "Tool: as in 02_b (8 lines)|helper|LIMIT"),
-    "white space": ("x + 1", "x  + 1", "|helper|"),
-    "a statement": ("= 3", "= 4", "Tool, helper: as in 02_b (10 lines)|LIMIT"),
-    "a decorator": ("@property", "@cache", "|Tool|same: as in 02_b (2 lines)|Tool.other|helper"),
-    "a comment above": ("# why", "# why not", "|Tool|same: as in 02_b (2 lines)|Tool.other|helper"),
-    "the docstring": ("A tool", "Tools", "|Tool|same, other, helper, LIMIT: as in 02_b (9 lines)"),
-    "the imports": ("import os", "import os\nimport re", f"{diff.TOP}: 1 changed (4 lines)|#"),
-    "a name": ("def helper", "def fresh", "|fresh|LIMIT: as in 02_b (1 lines)|gone helper"),
-    "a class": ("class Tool", "class Device", "|Device|Device.same|Device.other|helper, LIMIT: as"),
-}
-
-
-@pytest.mark.parametrize("case", CHANGES)
-def test_one_change_shows_one_definition_and_the_others_are_folded(case, tmp_path):
-    old, new, expected = CHANGES[case]
-    assert expected in "|".join(shown(tmp_path, "'''.'''\n", OLD, OLD.replace(old, new)))
-
-
-def test_a_definition_of_any_earlier_stage_is_folded(tmp_path):
-    """The stage compared with has another one; a third stage has it to the letter."""
-    said = shown(tmp_path, OLD, OLD.replace("x + 1", "x - 1"), OLD)
-    assert said[2:4] == ["Tool: as in 02_b (8 lines)", "helper: as in 01_a (2 lines)"]
 
 
 # ---- the command ----

@@ -402,21 +402,6 @@ def test_a_matrix_that_has_no_gradient_stays_as_it_is(pools):
     assert pools(2).run(moved_without_a_gradient) == [False, False]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="compiled CPU code needs g++")
-def test_a_compiled_update_is_that_of_the_function(pools):
-    for shape in ((96, 32), (32, 128)):
-        param = nn.Parameter(torch.randn(shape))
-        compiled = pools(1).run(compiled_orthogonalize, param.detach())[0]
-        torch.testing.assert_close(compiled, stage.orthogonalize(param.detach()))
-
-
-def compiled_orthogonalize(matrix: Tensor) -> Tensor:
-    param = nn.Parameter(matrix)
-    muon = stage.Muon([stage.OwnedMatrix(param, 0, None)], lr=0.1, compiles=True)
-    return muon.orthogonalize(matrix)
-
-
 # ---- the figures of the README ----
 
 

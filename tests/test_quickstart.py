@@ -84,14 +84,16 @@ def test_float8_matmuls_are_judged_by_their_error():
 
 
 @pytest.mark.slow
-def test_every_row_runs_and_a_loss_that_is_off_fails(monkeypatch, tmp_path, capsys):
+def test_every_kind_of_row_runs_and_a_loss_that_is_off_fails(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(quickstart, "FOLDER", tmp_path)
     monkeypatch.setattr(quickstart, "HALF", 2)
     monkeypatch.setitem(quickstart.BASE, "quickstart", f"{TINY} --dtype float32")
-    rows, tried = rows_for(0, cores=2), Quickstart(0)
+    # 01, by torchrun, with a reference of its own, resumed; test_parity.py has the others' flags
+    rows = [row for row in rows_for(0, cores=2) if row.stage in ("01", "02", "09")]
+    tried = Quickstart(0)
     try:
         assert run_rows(rows, tried, float("inf"), "", 0) == 0, capsys.readouterr().out
         assert capsys.readouterr().out.count(" s\n") == len(rows)
-        assert tried.run(rows[2]._replace(tolerance=-1.0), 100)[1]
+        assert tried.run(rows[1]._replace(tolerance=-1.0), 100)[1]
     finally:
         tried.close()

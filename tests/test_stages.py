@@ -37,19 +37,7 @@ def test_the_file_of_a_stage_agrees_with_its_folder_and_is_short(stage):
     assert set(stage_file(stage).flags) == own, f"flags in {path} and in train.py"
 
 
-GOOD = """
-title = "Example"
-compare = "01"
-diff_lines = 10
-flags = "--own"
-runs = [
-  [2, "", "quickstart parity* accumulation bf16 late late-bf16 resume agreement kill save load"],
-  [[2, 4], "--own 1 --micro-batch-size 3 --d-model 8", "parity", { loss = 0.5 }],
-  [8, "--batch {4 * ranks} {ranks}", "dry-run plan"],
-]
-[exempt]
-bench = "it is an example"
-"""
+GOOD = (REPO / "02_ddp/stage.toml").read_text() + '[exempt]\nbench = "it is an example"\n'
 
 
 def repository(folder: Path, text: str) -> Path:
@@ -66,7 +54,7 @@ def repository(folder: Path, text: str) -> Path:
     [
         ("kill ", "", 'add a run for "kill"'),
         ("kill ", "kill kill ", "2 runs are for 'kill'"),
-        ("diff_lines = 10", "", "add diff_lines"),
+        ("diff_lines = ", "# ", "add diff_lines"),
         ("bench =", '"bench kill" =', "runs for 'kill' and is exempt"),
         ('bench = "it is an example"', "", 'add a row "08-..." to ROWS'),
     ],
@@ -136,7 +124,7 @@ def test_every_tool_includes_a_copied_stage(copy):
 
 @pytest.mark.slow
 def test_every_parametrized_test_includes_a_copied_stage(copy):
-    names = "stages gradients costs parity late_backend agreement any_to_any survival dry_run"
+    names = "stages gradients costs parity late_backend any_to_any survival dry_run"
     names = [*names.split(), "arguments", "slurm", "make_diff", "diffs", "laws", "lessons"]
     files = [f"tests/test_{name}.py" for name in names]
     found = in_copy(copy, "-m", "pytest", "--collect-only", *files)
