@@ -212,17 +212,6 @@ def test_two_processes_cannot_write_to_one_run_folder(pools, tmp_path):
     pools(1, group=False).run(write_there, str(tmp_path / "run"))
 
 
-def join() -> tuple:
-    world = setup()
-    group = dist.group.WORLD
-    assert setup() == world and dist.group.WORLD is group  # a second main() joins the first's
-    return world.rank, world.local_rank, world.size, world.device
-
-
-def test_setup_joins_an_existing_process_group(pools):
-    assert pools(2).run(join) == [(r, r, 2, torch.device("cpu")) for r in range(2)]
-
-
 def reduce_scatter(dtype: torch.dtype, in_place: bool) -> tuple[list, list]:
     """This rank's slice by our reduce-scatter, and the same slice of an all-reduce."""
     rank, size = dist.get_rank(), dist.get_world_size()
