@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import chaos
 import pytest
-from harness import REPO, assert_same_curve, metrics_of, runs_for, stage_path
+from harness import REPO, Pool, assert_same_curve, metrics_of, runs_for, stage_path
 from jobs import free_port, start, torchrun, train_and_signal, workers_of
 
 from common.checkpoint import checkpoints
@@ -29,16 +30,23 @@ def argv_of(stage: str, corpus_dir: Path, run_dir: Path, *flags) -> list[str]:
 # ---- kill -9 ----
 
 
-def test_resume_after_two_kills_is_bitwise_identical(fresh_pool, corpus_dir, tmp_path):
-    """`make chaos` does this to every stage, and more often."""
-    stage = "06"
-    ranks = chaos.run_of(stage).ranks
-    pool = fresh_pool(ranks)
+CHAOS = "CHAOS" in os.environ  # `make chaos`: every stage, at other times in every run
+
+
+@pytest.mark.parametrize("stage", [run.stage for run in runs_for("kill")] if CHAOS else ["06"])
+def test_resume_after_kills_is_bitwise_identical(corpus_dir, tmp_path, stage):
+    seed = random.SystemRandom().randrange(10**6) if CHAOS else int(stage)
+    rng, ranks = random.Random(seed), chaos.run_of(stage).ranks
     argv = [*chaos.run_of(stage).argv, *chaos.RUN.split(), "--data", str(corpus_dir)]
-    pool.train(stage, [*argv, "--run-dir", str(tmp_path / "undisturbed")])
-    rng = random.Random(int(stage))
-    kills = [chaos.random_kill(rng, ranks, True, 0.0) for _ in range(2)]
-    done, _, problem = chaos.endure(pool, stage, kills, argv, tmp_path / "killed")
+    with contextlib.closing(Pool(ranks, group=stage != "01")) as pool:
+        pool.run(os.getpid)  # do not time the start of the processes
+        began = time.monotonic()
+        pool.train(stage, [*argv, "--run-dir", str(tmp_path / "undisturbed")])
+        seconds = time.monotonic() - began
+        kills = [chaos.random_kill(rng, ranks, True, seconds) for _ in range(2)]
+        kills += [chaos.random_kill(rng, ranks, False, seconds)] * CHAOS
+        done, in_save, problem = chaos.endure(pool, stage, kills, argv, tmp_path / "killed")
+    print(f"  {stage}  seed {seed}: {done} kills, {in_save} inside a save")
     assert done >= 1 and not problem
     assert not chaos.differences(tmp_path / "killed", tmp_path / "undisturbed")
 
@@ -171,7 +179,7 @@ def test_torchrun_with_restarts_and_a_store_that_outlives_them_is_an_error(tmp_p
 
 
 @pytest.mark.wall_clock  # both nodes must join within `last_call_timeout`
-@pytest.mark.skipif("CHAOS" not in os.environ, reason="takes a minute: make chaos runs it")
+@pytest.mark.skipif(not CHAOS, reason="takes a minute: make chaos runs it")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_elastic_resume_after_a_lost_node_keeps_the_global_batch(reference, corpus_dir, tmp_path):
     """Two nodes with one rank each; one dies with its launcher, the other continues alone."""
