@@ -9,13 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from harness import (
-    PeakMemory,
-    bytes_written,
-    count_collectives,
-    live_bytes,
-    whole_ledger,
-)
+from harness import PeakMemory, bytes_written, count_collectives, live_bytes, whole_ledger
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

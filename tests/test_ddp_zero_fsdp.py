@@ -129,11 +129,7 @@ OPTIMIZERS = {
 
 
 def five_steps(
-    strategy: str,
-    optimizer: str,
-    m: int = 1,
-    same_data: bool = True,
-    branch: str = "sometimes",
+    strategy: str, optimizer: str, m: int = 1, same_data: bool = True, branch: str = "sometimes"
 ) -> dict[str, float]:
     """How far `strategy` is from the plain model after five steps of m micro-batches.
 

@@ -13,13 +13,7 @@ from harness import REPO
 from jobs import executable, torchrun
 
 from common import collectives
-from common.distributed import (
-    has_lost_a_peer,
-    launch_environment,
-    rank,
-    setup,
-    world_size,
-)
+from common.distributed import has_lost_a_peer, launch_environment, rank, setup, world_size
 from common.folder import RunFolder, launch_name
 
 TORCHRUN = {

@@ -61,8 +61,7 @@ def everything_in_float64():
 
 @pytest.mark.quick_cases("1-float32-0")
 @pytest.mark.parametrize(
-    ("size", "dtype", "clip"),
-    [(1, "float32", "0"), (1, "bfloat16", "0"), (3, "float32", "0.3")],
+    ("size", "dtype", "clip"), [(1, "float32", "0"), (1, "bfloat16", "0"), (3, "float32", "0.3")]
 )
 def test_one_expert_is_the_dense_model(pools, reference, corpus_dir, size, dtype, clip):
     """Without clipping, by a norm whose sum has other terms, every loss has stage 01's bits."""

@@ -8,13 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import (
-    REPO,
-    Pool,
-    WorkerError,
-    assert_same_curve,
-    true_ledger,
-)
+from harness import REPO, Pool, WorkerError, assert_same_curve, true_ledger
 from mutants import read_table
 
 from common import collectives

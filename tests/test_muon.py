@@ -12,13 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import (
-    WorkerError,
-    WorkerExit,
-    assert_same_curve,
-    load_stage,
-    stage_path,
-)
+from harness import WorkerError, WorkerExit, assert_same_curve, load_stage, stage_path
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.flop_counter import FlopCounterMode

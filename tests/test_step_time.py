@@ -198,7 +198,7 @@ STATED = {  # stage: patterns of its README with groups for figures, and what ea
                 k * f * F / (9 * b * width) for f, b in ((7 / 8, INSIDE), (1, CARD)) for k in (2, 8)
             ]
             for width in (1024, 4096, 8192)
-        },
+        }
     },
     "10": {
         r"cost / saving = (\d+) ": [CASTS],
