@@ -16,7 +16,7 @@ from harness import REPO, PeakMemory, cases, load_stage
 from torch.utils._python_dispatch import _disable_current_modes
 
 from common import collectives
-from tools.dry_run import PATCHES, Report, dry_run, main, show
+from tools.dry_run import PATCHES, Report, dry_run, main
 
 pytestmark = pytest.mark.slow
 
@@ -113,16 +113,6 @@ def test_wrong_arguments_have_the_same_error_in_a_dry_run():
 )
 def test_wrong_arguments_of_the_dry_run_itself(argv, word, error_of):
     assert word in error_of(main, argv.split())
-
-
-def test_dry_run_chooses_a_batch_that_fits_and_says_which(capsys):
-    show("02", 5, 0, "--d-model 32".split(), 100)
-    said = capsys.readouterr().out
-    assert said.startswith("the default batch is not divisible by 5 ranks: --global-batch-size 5\n")
-    show("02", 2, 0, "--d-model 32".split(), 100)
-    assert "global-batch-size" not in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        show("02", 5, 0, "--global-batch-size 12".split(), 100)
 
 
 @pytest.mark.wall_clock

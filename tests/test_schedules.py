@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import product
 
 import pytest
-from harness import REPO, load_stage
+from harness import load_stage
 
 from tools.pictures import timeline
 
@@ -168,29 +167,14 @@ def test_stages_partition_the_model_evenly():
 @every_schedule
 def test_timeline_shows_every_action(name):
     spans = timeline.simulate(stage, schedule_of(name, 2), 2, 4)
-    actions = sum(map(len, spans))
     panel = timeline.Panel("a title", spans, "units")
-    root = ElementTree.fromstring(str(timeline.picture("2 ranks", [panel])))
-    assert len(boxes_of(root)) == actions
-    plain = timeline.terminal(panel, panel.length, 120, coloured=False)
-    assert len(plain.splitlines()) == 2 and "F3" in plain
-    assert timeline.terminal(panel, panel.length, 120, coloured=True).count("\033[0m") == actions
+    plain = timeline.drawn(panel, panel.length, 120, coloured=False)
+    assert len(plain.splitlines()) == 3 and "F3" in plain and plain.startswith("a title: bubble")
+    coloured = timeline.drawn(panel, panel.length, 120, coloured=True)
+    assert coloured.count("\033[0m") == sum(map(len, spans))
 
 
-def boxes_of(root: ElementTree.Element) -> list[ElementTree.Element]:
-    """The boxes of actions: they alone have a hint."""
-    svg = "{http://www.w3.org/2000/svg}"
-    return [rect for rect in root.iter(f"{svg}rect") if rect.find(f"{svg}title") is not None]
-
-
-def test_the_picture_of_the_schedules_is_up_to_date(monkeypatch, tmp_path):
-    drawn = tmp_path / "schedules.svg"
-    monkeypatch.setattr(sys, "argv", f"timeline.py --schedule all --svg {drawn}".split())
-    timeline.main()
-    assert (REPO / "06_pipeline/schedules.svg").read_text() == drawn.read_text(), "make pictures"
-
-
-@pytest.mark.parametrize("argv", ["--pp 0", "--micro 0", "--virtual -1 --schedule interleaved"])
+@pytest.mark.parametrize("argv", ["--pp 0", "--micro -1"])
 def test_wrong_arguments_of_the_timeline_are_one_line(monkeypatch, capsys, argv):
     monkeypatch.setattr(sys, "argv", ["timeline.py", *argv.split()])
     with pytest.raises(SystemExit) as exit:
