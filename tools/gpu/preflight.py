@@ -114,7 +114,7 @@ def exact_matmuls(device: torch.device) -> bool:
     return True
 
 
-def describe(device: torch.device, run_folder: Path) -> dict:
+def describe(device: torch.device) -> dict:
     """Versions, free bytes and clocks of this node."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     clocks = ""
@@ -130,8 +130,7 @@ def describe(device: torch.device, run_folder: Path) -> dict:
             clocks = f"{now} of {most} MHz, {heat} C"
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             clocks = f"nvidia-smi: {type(error).__name__}"
-    while not run_folder.exists():
-        run_folder = run_folder.parent
+    run_folder = Path("runs") if Path("runs").exists() else Path()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     disks = {"run folder": run_folder, "shared memory": Path("/dev/shm")}
     free = {kind: shutil.disk_usage(path).free for kind, path in disks.items() if path.exists()}
@@ -348,7 +347,7 @@ def measure(ranks: Ranks, args: argparse.Namespace) -> dict:
         torch.cuda.set_device(device)
     sizes = SIZES[device.type]
     record = {"rank": launch.rank, "node": ranks.node, "host": socket.gethostname()}
-    record |= {"gpu": launch.local_rank, **describe(device, args.run_folder)}
+    record |= {"gpu": launch.local_rank, **describe(device)}
     ranks.phase("computation on one device")
     record |= {"figures": measure_device(device, sizes), "exact": exact_matmuls(device)}
     ranks.phase("start of the process group")
@@ -438,7 +437,6 @@ def main() -> int:
     add("--tolerance", type=float, default=0.1, help="how far below its peers is too far")
     add("--join-seconds", type=float, default=60, help="a node that is later is missing")
     add("--limit", type=float, default=110, help="seconds until it ends, whatever hangs")
-    add("--run-folder", type=Path, default=Path("runs"), help="whose disk is checked")
     add("--out", type=Path, default=Path("preflight.json"), help="where every figure goes")
     args = parser.parse_args()
     launch = launch_environment()
