@@ -183,22 +183,18 @@ STATED = {  # README, a pattern with groups for figures, and what each of them m
     "06, pipeline": ("06_pipeline", r"= 2\.7 GB, or ([\d.]+) s", [131_072 * 5120 * 4 / SLOW_NODES]),
     "06, FSDP": ("06_pipeline", r"That takes ([\d.]+) s, and more", [8 * GIANT / SLOW_NODES]),
     "06, a stage": ("06_pipeline", r"= (\d+) ms on one stage", [1e3 * TURN]),
-    "06, pipeline or FSDP": (
-        "06_pipeline",
-        r"1F1B takes ([\d.]+) s and FSDP ([\d.]+) s\. With m = 16: ([\d.]+) s against"
-        r" ([\d.]+) s; with m = 64: ([\d.]+) s against ([\d.]+) s",
-        [time for m in (8, 16, 64) for time in ((m + 7) * TURN, max(m * TURN, FSDP))],
-    ),
-    "06, zero bubble": (
-        "06_pipeline",
-        r"Zero bubble takes ([\d.]+), ([\d.]+) and ([\d.]+) s\.",
-        [(m + 7 / 3) * TURN for m in (8, 16, 64)],
-    ),
-    "06, faster cards": (
-        "06_pipeline",
-        r"the 104 GB of the example in ([\d.]+) s",
-        [8 * GIANT / group_bandwidth(64, 8, NVLINK, CARD)],
-    ),
+    **{
+        f"06, {name}": (
+            "06_pipeline",
+            rf"^{name} .* ([\d.]+) s +([\d.]+) s$",
+            [seconds(m) for m in (8, 64)],
+        )
+        for name, seconds in {
+            "1F1B": lambda m: (m + 7) * TURN,
+            "zero bubble": lambda m: (m + 7 / 3) * TURN,
+            "FSDP, at best": lambda m: max(m * TURN, FSDP),
+        }.items()
+    },
     "07, problem": (
         "07_3d",
         r"width 4,096 communicates ([\d.]+) times",
