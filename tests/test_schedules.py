@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from functools import cache, partial
 from itertools import product
 
 import pytest
-from harness import REPO, load_stage
+from harness import load_stage
 
 from tools.pictures import timeline
 
@@ -132,8 +131,11 @@ def test_stages_partition_the_model_evenly():
 # ---- the time line ----
 
 
-def test_the_picture_of_the_schedules_is_up_to_date(monkeypatch, tmp_path):
-    drawn = tmp_path / "schedules.svg"
-    monkeypatch.setattr(sys, "argv", f"timeline.py --schedule all --svg {drawn}".split())
-    timeline.main()
-    assert (REPO / "06_pipeline/schedules.svg").read_text() == drawn.read_text(), "make pictures"
+@every_schedule
+def test_timeline_shows_every_action(name):
+    spans = timeline.simulate(stage, schedule_of(name, 2), 2, 4)
+    panel = timeline.Panel("a title", spans, "units")
+    plain = timeline.drawn(panel, panel.length, 120, coloured=False)
+    assert len(plain.splitlines()) == 3 and "F3" in plain and plain.startswith("a title: bubble")
+    coloured = timeline.drawn(panel, panel.length, 120, coloured=True)
+    assert coloured.count("\033[0m") == sum(map(len, spans))

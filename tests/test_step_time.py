@@ -158,16 +158,9 @@ STATED = {  # stage: patterns of its README with groups for figures, and what ea
         r"= 2\.7 GB, or ([\d.]+) s": [131_072 * 5120 * 4 / SLOW_NODES],
         r"That takes ([\d.]+) s, and more": [8 * GIANT / SLOW_NODES],
         r"= (\d+) ms on one stage": [1e3 * TURN],
-        (
-            r"1F1B takes ([\d.]+) s and FSDP ([\d.]+) s\. With m = 16: ([\d.]+) s against"
-            r" ([\d.]+) s; with m = 64: ([\d.]+) s against ([\d.]+) s"
-        ): [time for m in (8, 16, 64) for time in ((m + 7) * TURN, max(m * TURN, FSDP))],
-        r"Zero bubble takes ([\d.]+), ([\d.]+) and ([\d.]+) s\.": [
-            (m + 7 / 3) * TURN for m in (8, 16, 64)
-        ],
-        r"the 104 GB of the example in ([\d.]+) s": [
-            8 * GIANT / group_bandwidth(64, 8, NVLINK, CARD)
-        ],
+        r"^1F1B .* ([\d.]+) s +([\d.]+) s$": [(m + 7) * TURN for m in (8, 64)],
+        r"^zero bubble .* ([\d.]+) s +([\d.]+) s$": [(m + 7 / 3) * TURN for m in (8, 64)],
+        r"^FSDP, at best .* ([\d.]+) s +([\d.]+) s$": [max(m * TURN, FSDP) for m in (8, 64)],
     },
     "07": {
         r"width 4,096 communicates ([\d.]+) times": [communication_over_computation(4096, 16)],
