@@ -459,8 +459,8 @@ def test_the_gradient_error_tells_a_broken_recipe_from_a_working_one():
     broken_loss, broken = errors.gradient_errors("tensorwise, scales of 1")
     assert abs(broken_loss - loss) < 0.01  # the loss does not show it
     assert max(broken.values()) > 0.5
-    words = f"off by {100 * scaled['all']:.0f} % in all did no harm here. Off by "
-    assert words + f"{100 * broken['all']:.0f} %" in README
+    words = f"off by {100 * scaled['all']:.0f} % in all did no harm. We would trust no recipe "
+    assert words + f"that is off by {100 * broken['all']:.0f} %" in README
 
 
 # ---- runs ----

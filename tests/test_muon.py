@@ -255,6 +255,7 @@ def stepped(case: str) -> list[Tensor]:
     if frozen:
         params[frozen].requires_grad_(False)
     matrices = [p for name, p in params.items() if choose(name, p)]
+    matrices = matrices[:: 1 - 2 * (dist.get_rank() % 2)]  # in another order on another rank
     others = [p for name, p in params.items() if not choose(name, p)]
     replica = stage.DistributedDataParallel(model, matrices)
     muon = stage.Muon(replica.matrices, lr=0.1, dtype=torch.float32)
@@ -328,6 +329,11 @@ ERRORS = {  # what is done on every rank after one backward, and what is said
         lambda *_: stage.DistributedDataParallel(small(), [small()[0].weight]),
         "2-D parameters of the module",
     ),
+    "others on another rank": (
+        lambda *_: stage.DistributedDataParallel(m := small(), [m[dist.get_rank()].weight]),
+        "matrices differ between ranks",
+    ),
+    "a closure": (lambda model, replica, muon: muon.step(lambda: 0.0), "positional argument"),
     "no matrices": (
         lambda *_: stage.Muon(stage.DistributedDataParallel(small(), []).matrices, lr=0.1),
         "empty parameter list",
@@ -357,7 +363,7 @@ ERRORS = {  # what is done on every rank after one backward, and what is said
 
 def error_of(case: str) -> str:
     misuse, said = ERRORS[case]
-    with pytest.raises((ValueError, RuntimeError), match=said) as error:
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=said) as error:
         misuse(*trained_once())
     return str(error.value)
 
