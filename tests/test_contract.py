@@ -50,6 +50,11 @@ class Unit(nn.Module):
         y = self.other(y)
         if self.how == "saves its output":
             return y.exp()
+        if self.how == "a complex view":
+            turns = torch.view_as_complex(self.linear.bias.view(3, 2)).conj()
+            return y + (torch.complex(y[:, :3], y[:, 3:]) * turns).real.repeat(1, 2)
+        if self.how == "a sparse tensor":
+            return torch.sparse.mm(torch.eye(len(y)).to_sparse(), y)
         if self.how == "detached weight":  # read in backward after all gradients have arrived
             y = y + nn.functional.linear(x.sin(), self.other.weight.detach()).tanh()
         return (y, {"x": [x.cos()]}) if self.how == "tuple" else y
@@ -221,6 +226,7 @@ WORDS = {  # parts of a training loop
     "zero_grad": lambda t: t.optimizer.zero_grad(set_to_none=True),
     "zeros": lambda t: t.optimizer.zero_grad(set_to_none=False),
     "model.zero_grad": lambda t: t.plain.zero_grad(),
+    "grad_of_shards": lambda t: torch.autograd.grad(loss_of(t), [*t.model.parameters()]),
     "clip": lambda t: nn.utils.clip_grad_norm_(t.plain.parameters(), 0.1),
     "clip_shards": lambda t: nn.utils.clip_grad_norm_(t.model.parameters(), 0.1),
 }
@@ -349,6 +355,7 @@ LOOPS = {  # what the loop does, strategies, message
     "create_graph": (loop("double_backward"), STAGES_1_2, "create_graph=True"),
     "second derivatives": (loop("double_backward finish square"), UNITS, ""),
     "step before finish": (loop("backward step"), FSDP, "incomplete"),
+    "autograd.grad of the shards": (loop("grad_of_shards"), FSDP, "autograd.grad"),
     "PyTorch's clip_grad_norm_": (loop("backward finish clip"), STAGES_1_2, "sharded"),
     "PyTorch's clip_grad_norm_, units": (loop("backward finish clip"), UNITS, "shards only"),
     "PyTorch's clip before finish": (loop("backward clip_shards"), FSDP, "incomplete"),
@@ -496,6 +503,13 @@ def gradient_of_an_input_first(model: nn.Module, sync) -> None:
     plainly(model, sync)
 
 
+def gradient_of_an_input_last(model: nn.Module, sync) -> None:
+    x = batch().requires_grad_()
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, x)
+
+
 def whole_model_checkpointed(model: nn.Module, sync) -> None:
     checkpoint(model, batch(), use_reentrant=False).square().sum().backward()
 
@@ -526,6 +540,9 @@ ALLOWED = {
     "a skipped unit": (plainly, chain("skipped")),
     "the last unit skipped": (plainly, chain("last skipped")),
     "an unused parameter": (plainly, chain("", "unused parameter")),
+    "a complex view of a weight": (plainly, chain("", "a complex view")),
+    "a sparse tensor": (plainly, chain("", "a sparse tensor")),
+    "the gradient of an input alone, last": (gradient_of_an_input_last, chain()),
     "a backward that misses units": (plainly, chain("detached")),
     "a tuple with a dict of lists": (plainly, chain("", "tuple")),
     "a recurrent unit, which keeps a list of its parameters": (plainly, recurrent()),

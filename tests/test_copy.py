@@ -100,7 +100,7 @@ class Section:
         if "repeats" in self.what_to_take:
             (repeated,) = [part for part in sections if re.match("# .*epeated to the letter", part)]
             taken.append(repeated[: repeated.index("\nif __name__")])
-        code = "".join(taken)
+        code = re.sub(r"(?m)^sys\.path.*\n", "", "".join(taken))
         if self.without:
             (gone,) = [
                 node

@@ -15,6 +15,7 @@ from jobs import executable, torchrun
 from common import collectives
 from common.distributed import has_lost_a_peer, launch_environment, rank, setup, world_size
 from common.folder import RunFolder, launch_name
+from tools.pool import WorkerError
 
 TORCHRUN = {
     **{"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
@@ -221,6 +222,18 @@ def reduce_scatter(dtype: torch.dtype, in_place: bool) -> tuple[list, list]:
         work.wait()  # a second wait does nothing, as PyTorch's
         expected *= 2
     return output.tolist(), expected.tolist()
+
+
+def compare_tensors(of_rank_1: float) -> None:
+    """As on GPUs, the tensors of two ranks print differently even where their numbers are equal."""
+    value = torch.tensor(of_rank_1 if dist.get_rank() else 1.0, requires_grad=dist.get_rank() == 1)
+    collectives.check_same("sums", [value], torch.device("cpu"))
+
+
+def test_tensors_are_compared_by_their_numbers_in_full(pools):
+    pools(2).run(compare_tensors, 1.0)
+    with pytest.raises(WorkerError, match="sums differ between ranks"):
+        pools(2).run(compare_tensors, 1.00001)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
