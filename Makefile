@@ -137,9 +137,8 @@ lint: $(READY) ### ruff, and shellcheck where it is installed
 	@! command -v shellcheck >/dev/null || shellcheck */*.sh */*.sbatch .ci/run
 experiments: $(READY) ### run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(BIN)/python -m tools.experiments $(ONLY)
-pictures: $(READY) ### draw those pictures of the READMEs again that follow from the code
+pictures: $(READY) ### measure the memory that is drawn in the READMEs of 03 and 04 again
 	@$(BIN)/python -m tools.pictures.memory
-	@$(BIN)/python -m tools.pictures.timeline --schedule all --svg 06_pipeline/schedules.svg
 bench: $(READY) ### compare speed and memory with PyTorch's own classes, in ten minutes
 	$(BIN)/python -m benchmarks.bench $(ARGS)
 clean: ### remove caches; .venv, data and runs stay

@@ -82,7 +82,8 @@ class ZeroRedundancyOptimizer:
 
     The contract. A step is `finish_gradient_synchronization()`, `clip_grad_norm_()`, `step()`,
     `zero_grad()`; each of the last three calls the first. ZeRO-1: all micro-batches of a step but
-    the last are under `no_sync()`. ZeRO-3: each parameter is in exactly one unit, trains, has the
+    the last are under `no_sync()`. ZeRO-2: each micro-batch but the last gives every parameter a
+    gradient. ZeRO-3: each parameter is in exactly one unit, trains, has the
     common dtype, and is used in every forward of its unit and nowhere else. All ranks run the same
     units in the same order.
 
@@ -91,7 +92,7 @@ class ZeroRedundancyOptimizer:
     parameters as well. bucket_cap_mb: the most MB of one bucket, ZeRO-1 and -2. units: the modules
     that are gathered one by one, ZeRO-3.
 
-    `self.optimizer` is the optimizer over the shards.
+    `self.optimizer` is the optimizer over the shards, for learning-rate schedulers and checkpoints.
     """
 
     def __init__(
@@ -104,6 +105,8 @@ class ZeroRedundancyOptimizer:
         units: list[nn.Module] | None = None,
         **defaults,
     ):
+        if zero_stage not in (1, 2, 3) or (zero_stage == 3 and not units):
+            raise ValueError("zero_stage is 1, 2 or 3, and 3 needs units")
         self.module, self.zero_stage, self.group = module, zero_stage, process_group
         tensors = [*module.named_parameters(), *module.named_buffers()]
         kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
@@ -112,11 +115,11 @@ class ZeroRedundancyOptimizer:
             broadcast(tensor.detach(), group=process_group, group_src=0)
         self.launched = 0  # how many buckets' reductions this backward has started
         self.in_flight: Bucket | None = None  # whose reduction was started last
-        self.complete = True  # whether all gradients of the last backward have been launched
-        self.used: set[nn.Parameter] = set()  # those that have had a gradient in this step
+        self.complete = True  # whether all reductions have started since the last gradient came
+        self.used: set[nn.Parameter] = set()  # parameters (or ZeRO-3's shards) with a gradient
         self.unmoved: list[tuple[Tensor, Tensor]] = []  # those that no rank has used, their values
         self.synchronizes = True
-        self.buckets: list[Bucket | FlatParameter] = []
+        self.buckets: list[Bucket | FlatParameter] = []  # ZeRO-3: one per unit
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         if zero_stage == 3:
             for name, unit in units_with_values(module, units):
@@ -188,10 +191,10 @@ class ZeroRedundancyOptimizer:
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward: give each shard its average gradient, unless it has it."""
-        if not self.used:  # called before
+        if not self.used:  # called before, or no backward since the last step
             return
         if self.zero_stage < 3:
-            self.launch_missing_gradients()
+            self.reduce_missing_gradients()
             for bucket in self.buckets:
                 bucket.finish_reduction()
                 bucket.finish_step()
@@ -201,22 +204,23 @@ class ZeroRedundancyOptimizer:
         grads = (bucket.shard.grad for bucket in self.buckets)
         agree_on_overflow((grad for grad in grads if grad is not None), self.group)
 
-    def launch_missing_gradients(self) -> None:
+    def reduce_missing_gradients(self) -> None:
         """Reduce zeros for what the last backward on this rank has not used, but others have."""
         trained = {p for p in self.module.parameters() if p.requires_grad}
         if trained != set(self.bucket_of):
             raise RuntimeError("add, freeze, move or cast parameters before they are sharded")
         missing = {p: i for i, p in enumerate(self.bucket_of) if p not in self.used}
+        if not self.complete:  # the last backward left parameters out, or was under no_sync()
+            for param in [p for bucket in self.buckets for p in bucket.waiting_for]:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                self.mark_ready(param)
         device = next(self.module.parameters()).device
         is_used = torch.ones(len(self.bucket_of), dtype=torch.uint8, device=device)
         for i in missing.values():
             is_used[i] = 0
+        # after the reductions: a rank that misses no gradient has started them all in backward
         all_reduce_control(is_used, self.group, ReduceOp.MAX)
         self.unmoved = [(p, p.detach().clone()) for p, i in missing.items() if not is_used[i]]
-        if not self.complete:  # or every backward was under no_sync()
-            for param in [p for bucket in self.buckets for p in bucket.waiting_for]:
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                self.mark_ready(param)
 
     # ---- all of ZeRO: clip, step, gather ----
 
@@ -238,16 +242,19 @@ class ZeroRedundancyOptimizer:
 
     def all_gather_parameters(self) -> None:
         """Send the updated shards to all ranks. ZeRO-3 gathers in the next forward instead."""
+        # older graphs are now stale; a fused optimizer does not say so itself
+        tensors = [*self.bucket_of, *(bucket.shard for bucket in self.buckets)]
+        torch.autograd.graph.increment_version(tensors)
         if self.zero_stage == 3:
             return
-        for param, value in self.unmoved:  # no gradient is not a zero gradient: it must not decay
+        for param, value in self.unmoved:  # without a gradient: undo decay and momentum
             param.data.copy_(value)
-        torch.autograd.graph.increment_version(self.bucket_of)  # older graphs are now stale
+        self.unmoved.clear()
         for gather in [bucket.start_all_gather() for bucket in self.buckets]:
             gather.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set all gradients to None, also if the step was skipped."""
+        """Set all gradients to None, whatever `set_to_none` is, also if the step was skipped."""
         self.finish_gradient_synchronization()
         self.optimizer.zero_grad()
         for param in self.bucket_of:
@@ -299,6 +306,8 @@ class Bucket:
         self.grad_views[param].copy_(param.grad)
 
     def check_gradient(self) -> None:
+        """RuntimeError unless `shard.grad` is what was left there: None, or from a reduction on the
+        placeholder. A second backward outside of no_sync(), or somebody else, has changed it."""
         expected = None if self.average is None else self.incomplete
         if self.shard.grad is not expected:
             raise RuntimeError(
@@ -320,7 +329,7 @@ class Bucket:
         self.reduction, self.average = None, self.grads[self.owned].div_(self.n_ranks)
 
     def finish_step(self) -> None:
-        """Give the optimizer the average. `param.grad` has parts of it only: nobody may use it."""
+        """Make the average `shard.grad`. `param.grad` has the average in this rank's shard only."""
         self.check_gradient()
         self.shard.grad, self.average = self.average, None
         for param in self.params:
@@ -348,7 +357,7 @@ class ShardedGradientBucket(Bucket):
         if self.reduction is None:
             return
         self.reduction.wait()
-        average = self.grads[self.owned].to(self.shard) / self.n_ranks  # in the shard's dtype
+        average = self.grads[self.owned] / self.n_ranks
         self.average = average if self.average is None else self.average.add_(average)
         self.reduction = self.grads = self.grad_views = None
 
@@ -375,6 +384,7 @@ class FlatParameter:
 
     def run(self, *args, **kwargs):
         """In place of the unit's `forward`: the unit has parameters in here and nowhere else."""
+        self.full = None  # a backward to inputs alone leaves it, and a step may have followed
         params = Gather.apply(self.shard, self)
         try:
             with lend_parameters(self.owners, params, self.pack, self.unpack):
@@ -383,9 +393,11 @@ class FlatParameter:
             self.full = None  # frees it: `pack` has kept no reference for backward
 
     def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: a tensor and its version; of a view of `full`, in place
-        of the tensor, None, the version of the shard, and shape, stride and offset."""
-        if tensor.untyped_storage() is not self.full.untyped_storage():
+        """What autograd keeps for backward: (tensor, its version), or, of a view of `full`, its
+        place: (None, version of the shard, shape, stride, offset)."""
+        # sparse, complex and negated views are not given by a place alone
+        other = tensor.layout != torch.strided or tensor.dtype != self.full.dtype or tensor.is_neg()
+        if other or tensor.untyped_storage() is not self.full.untyped_storage():
             return tensor, tensor._version
         return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
 
@@ -426,9 +438,9 @@ class Gather(torch.autograd.Function):
             raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
         bucket.full = None  # backward is done with the parameters
         padding = grads[0].new_zeros(bucket.sizes[-1])
-        full = torch.cat([*(grad.flatten() for grad in grads), padding])
-        owned = full[bucket.owned]
-        reduce_scatter_single(owned, full, group=bucket.group)
+        flat = torch.cat([*(grad.flatten() for grad in grads), padding])
+        owned = flat[bucket.owned]
+        reduce_scatter_single(owned, flat, group=bucket.group)
         return owned / bucket.n_ranks, None  # autograd adds it to `shard.grad`
 
 

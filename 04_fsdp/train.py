@@ -3,7 +3,8 @@
 Every rank owns a shard of each unit's parameters, gradients and optimizer state. The parameters of
 a unit (here a layer) are all-gathered while the previous unit computes (prefetch), and freed right
 after use. In backward, the reduce-scatter of one unit's gradients overlaps with the computation of
-the next unit's. One autograd function does both: the adjoint of an all-gather is a reduce-scatter.
+the next unit's. The autograd function `Gather` stands between both: when its forward runs, the
+all-gather has ended, and its backward starts the reduce-scatter.
 
 New since stage 03: prefetching; reductions in flight; the model is built on the meta device and
 filled unit by unit, so that no rank ever holds all of it; shards are float32, but unsharded
@@ -87,10 +88,12 @@ class FullyShardedDataParallel(nn.Module):
 
     module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
     one unit's parameters memory and values. units: in the order to prefetch in. shard_group: the N
-    ranks that shard each unit (default: all). replicate_group: those that hold the same shard
-    (default: this one alone). param_dtype: of the unsharded parameters (default: the module's).
-    reduce_dtype: of the gradients that are reduced (default: that of the unsharded parameters).
-    cpu_offload: keep the shards on the CPU.
+    ranks that shard each unit (default: all). replicate_group: the ranks that hold the same shard
+    as this one (default: no others). param_dtype: of the unsharded parameters, to which a unit's
+    arguments are cast, not its outputs and buffers (default: the module's). reduce_dtype: of the
+    gradients that are reduced (default: that of the unsharded parameters). reshard_after_forward:
+    False keeps a unit unsharded until its backward. device: of the unsharded parameters (default:
+    the module's). cpu_offload: keep the shards on the CPU; groups then need a CPU backend, too.
     """
 
     def __init__(
@@ -108,6 +111,8 @@ class FullyShardedDataParallel(nn.Module):
     ):
         if replicate_group is not None and shard_group is None:
             raise ValueError("replicate_group needs a shard_group: by default all ranks shard")
+        if materialize is not None and device is None:
+            raise ValueError("materialize needs a device: a module on the meta device has none")
         super().__init__()
         self.module = module
         self.group, self.replicate_group = shard_group, replicate_group
@@ -168,7 +173,7 @@ class FullyShardedDataParallel(nn.Module):
         bucket.finish_reduction()  # of the previous micro-batch, if it is still in flight
         bucket.start_reduction(grads, self.synchronizes)
         previous, self.in_flight = self.in_flight, bucket
-        if previous not in (None, bucket):  # at most two units have full gradients
+        if previous not in (None, bucket):  # with one unit; at most two units have full gradients
             previous.finish_reduction()  # after the launch: the network is busy meanwhile
 
     @torch.no_grad()
@@ -219,6 +224,7 @@ class FlatParameter:
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
         flat = F.pad(flat, (0, padding))
         self.shard = nn.Parameter(flat[self.owned].to(fsdp.shard_device, copy=True))
+        # of parameters the bits, as integers: this sum is exact in any order of adding
         sums = [t.sum() for t in (flat.view(torch.int16), *unit.buffers())]
         for ranks in [group, replicas] if replicas else [group]:
             check_same(f"initial values of {name}", sums, fsdp.device, ranks)
@@ -226,16 +232,18 @@ class FlatParameter:
         self.version: int | None = None  # of the shard that `full` was gathered from
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
         self.used_in_backward = False  # known from the first backward on
-        # the reduce-scatter in flight, its buffer, whether it is one of the last micro-batch
+        # the reduce-scatter in flight, its buffer, whether it belongs to the last micro-batch
         self.reduction: tuple[Work, Tensor, bool] | None = None
         self.average: Tensor | None = None
         self.all_reduces: list[tuple[Work, Tensor]] = []  # those in flight over the replicas
         self.incomplete = NoGradient(self.shard)  # `shard.grad` from start_reduction to finish_step
 
     def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: a tensor and its version; of a view of `full`, in place
-        of the tensor, None, the version of the shard, and shape, stride and offset."""
-        if tensor.untyped_storage() is not self.full.untyped_storage():
+        """What autograd keeps for backward: (tensor, its version), or, of a view of `full`, its
+        place: (None, version of the shard, shape, stride, offset)."""
+        # sparse, complex and negated views are not given by a place alone
+        other = tensor.layout != torch.strided or tensor.dtype != self.full.dtype or tensor.is_neg()
+        if other or tensor.untyped_storage() is not self.full.untyped_storage():
             return tensor, tensor._version
         return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
 
@@ -269,35 +277,39 @@ class FlatParameter:
         self.full = None  # frees it: `pack` has kept no reference for backward
 
     def check_gradient(self) -> None:
+        """RuntimeError unless `shard.grad` is what was left there: the placeholder while an average
+        is pending, else None. Somebody else has set it, or dropped it before the step ended."""
         pending = self.average is not None or self.all_reduces
         if self.shard.grad is not (self.incomplete if pending else None):
             fix = "zero_grad(set_to_none=True) belongs after the optimizer's step, nowhere else"
             raise RuntimeError(f"{fix}; after a backward that failed, restart the run")
 
     def start_reduction(self, grads: tuple[Tensor, ...], is_last: bool) -> None:
-        """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `full`."""
+        """Start the reduce-scatter of `grads`, joined in one buffer: the sum replaces this rank's
+        part of it."""
         self.check_gradient()
         padding = grads[0].new_zeros(self.sizes[-1])
-        full = torch.cat([*(grad.flatten() for grad in grads), padding])
-        full = full.to(self.fsdp.reduce_dtype or full.dtype)
-        work = reduce_scatter_single(full[self.owned], full, group=self.group, async_op=True)
-        self.reduction = work, full, is_last
+        flat = torch.cat([*(grad.flatten() for grad in grads), padding])
+        flat = flat.to(self.fsdp.reduce_dtype or flat.dtype)
+        work = reduce_scatter_single(flat[self.owned], flat, group=self.group, async_op=True)
+        self.reduction = work, flat, is_last
         self.shard.grad = self.incomplete
 
     def finish_reduction(self) -> None:
         """If a reduction is in flight, add its average to the earlier ones and free its buffer."""
         if self.reduction is None:
             return
-        work, full, is_last = self.reduction
+        work, flat, is_last = self.reduction
         work.wait()
-        average = full[self.owned].to(self.shard) / (self.n_ranks * self.n_replicas)
+        average = flat[self.owned].to(self.shard) / (self.n_ranks * self.n_replicas)
         self.average = average if self.average is None else self.average.add_(average)
         self.reduction = None
         if is_last:
             self.start_all_reduce()
 
     def start_all_reduce(self) -> None:
-        """With replicas: start to all-reduce the average over them. A later one is added to it."""
+        """With replicas: start to all-reduce the average over them. Without no_sync() there is one
+        per micro-batch, and `finish_step` adds them."""
         if self.n_replicas > 1 and self.average is not None:
             work = all_reduce(self.average, group=self.fsdp.replicate_group, async_op=True)
             self.all_reduces.append((work, self.average))
@@ -316,7 +328,8 @@ class FlatParameter:
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard, [length]. Its adjoint is a reduce-scatter."""
+    """A unit's parameters as a function of its shard, [length]. Backward starts the adjoint of the
+    all-gather, a reduce-scatter."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, bucket: FlatParameter) -> tuple[Tensor, ...]:
@@ -334,8 +347,10 @@ class Gather(torch.autograd.Function):
             raise RuntimeError("backward through a graph from before the optimizer's last step")
         if any(grad is None for grad in grads):
             raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
+        # private; an error within autograd.grad(), to which there is no gradient to give
+        torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         bucket.fsdp.leave(bucket, grads)
-        return None, None  # `shard.grad` gets the average when the reduction has finished
+        return None, None  # the average follows when the reduction has finished
 
 
 # ------------------------------------------------------------------------------------------------

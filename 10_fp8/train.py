@@ -93,15 +93,16 @@ class Float8Linear(nn.Module):
         has += [k for k, v in vars(plain).items() if ("hooks" in k and v) or k == "forward"]
         is_linear = type(plain).__name__ == "Linear" and type(plain).__base__ is nn.Module
         if not is_linear or has != ["weight"]:
-            raise ValueError(f"float8 takes linear layers with a weight alone: {plain} has {has}")
+            kind = f"{type(plain).__name__} with {', '.join(has)}"
+            raise ValueError(f"float8 takes a Linear, no subclass, with a weight alone, not {kind}")
         if any(size % 16 for size in plain.weight.shape):
             raise ValueError(f"float8 needs widths that are multiples of 16: {plain}")
         self.weight = plain.weight
         self.scaling = RECIPES[recipe]
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
+    def forward(self, x: Tensor) -> Tensor:  # [..., tokens, in] -> [..., tokens, out]
         kind = x.device.type
-        if torch.is_autocast_enabled(kind):  # which does not reach into an autograd function
+        if torch.is_autocast_enabled(kind):  # which casts for listed operators, not for scaled_mm
             x = x.to(torch.get_autocast_dtype(kind))
         if x.dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(f"float8 takes float32 or bfloat16, not {x.dtype}")
@@ -126,7 +127,7 @@ class Float8Matmuls(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # [tokens, out]
-        if torch.is_grad_enabled():  # once_differentiable accepts a constant grad
+        if torch.is_grad_enabled():  # once_differentiable lets it pass if grad is a constant
             raise RuntimeError("create_graph=True: Float8Linear has no second derivative")
         numbers, scale, weight = ctx.saved_tensors
         x8, is_rowwise = Float8(numbers, scale, ctx.scaling), ctx.scaling == ScalingType.RowWise
@@ -135,7 +136,7 @@ class Float8Matmuls(torch.autograd.Function):
         if needs_grad_x or not is_rowwise:
             grad8 = to_float8(grad, E5M2, ctx.scaling)
         if needs_grad_x:
-            # dX sums over `out`: W needs one scale per column. Tensorwise it is forward's weight8
+            # dX sums over `out`: W needs one scale per column. Tensorwise this repeats forward's
             weight8 = to_float8(weight.t(), E4M3, ctx.scaling)
             grad_x = scaled_matmul(grad8, weight8, grad.dtype, use_fast_accum=False)
         if needs_grad_weight and is_rowwise:  # the scales of x8 vary along the tokens
@@ -170,13 +171,13 @@ def to_float8(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
     """
     dims = 1 if scaling == ScalingType.RowWise else (0, 1)
     amax = vector_norm(x, torch.inf, dims, keepdim=True).float()
-    # a float32 is mantissa * 2^exponent, with 8 bits of exponent plus 127 above 23 of mantissa. The
-    # largest numbers are 1.75 * 2^8 and 1.75 * 2^15; above 1.75 the sum carries into the exponent
+    # a float32 is 1.f * 2^e: a sign, e + 127 in 8 bits, f in 23. The largest float8 numbers are
+    # 1.75 * 2^8 and 1.75 * 2^15, so the sum carries into e if 1.f exceeds 1.75
     bits = amax.clamp(min=1e-24).view(torch.int32) + 0x1FFFFF  # zeros have a scale, too
     exponent = (bits >> 23) - (8 if dtype == E4M3 else 15)
     # a cast alone would turn an infinity into 448: here it turns all that share its scale into NaN
     scale = torch.where(amax.isfinite(), (exponent << 23).view(torch.float32), torch.nan)
-    # by bits, not by division, which compiled code rounds
+    # 2^-e has -e + 127 = 254 - (e + 127) in its bits; compiled code may round a division
     inverse = ((254 - exponent) << 23).view(torch.float32)
     return Float8((x * inverse.to(x.dtype)).to(dtype), scale, scaling)
 

@@ -65,9 +65,9 @@ from common.run import Run
 class Muon(torch.optim.Optimizer):
     """Update each matrix by its orthogonalized momentum, which its owner computes and broadcasts.
 
-    matrices: those of `DistributedDataParallel`, in the same order on every rank. dtype: of the
-    matmuls in `orthogonalize` and of what is sent. compiles: by torch.compile, once per shape. The
-    momentum is on the owner alone, and exists from the start on.
+    matrices: those of `DistributedDataParallel`. dtype: of the matmuls in `orthogonalize` and of
+    what is sent. compiles: whether torch.compile compiles it, once per shape. The momentum is on
+    the owner alone, and exists from the start on.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError("the momentum of another rank, or of another number of ranks")
 
     @torch.no_grad()
-    def step(self, meanwhile: Callable[[], object] | None = None) -> None:
+    def step(self, *, meanwhile: Callable[[], object] | None = None) -> None:
         """Compute this rank's updates, each one broadcast during the next; apply all on every rank.
 
         meanwhile: called while the last broadcasts are in flight, such as another optimizer's step.
@@ -186,15 +186,17 @@ class DistributedDataParallel(nn.Module):
         params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
         if any(hasattr(p, "is_averaged") for p in params):
             raise ValueError("another wrapper averages a parameter of this module: use only one")
-        matrices = [p for p in matrices if p.requires_grad]
-        if any(p.dim() != 2 or all(p is not q for q in params) for p in matrices):
+        place = {p: i for i, p in enumerate(params)}
+        chosen = {p for p in matrices if p.requires_grad}
+        matrices = [p for p in params[::-1] if p in chosen and p.dim() == 2]  # not as given
+        if len(matrices) < len(chosen):
             raise ValueError("matrices: 2-D parameters of the module; the others are for AdamW")
+        check_same("matrices", [place[p] for p in matrices], tensors[0][1].device, process_group)
         owners = choose_owners(matrices, dist.get_world_size(process_group))
         self.matrices = [OwnedMatrix(p, owner, process_group) for p, owner in owners.items()]
         others = [p for p in params if p not in owners]
         buckets = [Bucket(b, process_group) for b in split_into_buckets(others, bucket_cap_mb)]
         # by when their last parameter is ready: the embedding's bucket must not delay matrices
-        place = {p: i for i, p in enumerate(params)}
         self.buckets = sorted([*self.matrices, *buckets], key=lambda b: place[b.params[-1]])
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
@@ -323,6 +325,7 @@ class OwnedMatrix:
         self.reduction: Work | None = None  # the reduce in flight
 
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+        """As `Bucket.collect`, but in place: the gradient stays where backward has put it."""
         if param.grad is None:
             param.grad = torch.zeros_like(param)
         elif divide_by > 1:
@@ -365,7 +368,7 @@ def clip_grad_norm_(model: DistributedDataParallel, max_norm: float) -> Tensor:
     owned = global_norm(p.grad for p in params if p in matrices).square()
     replicated = global_norm(p.grad for p in params if p not in matrices).square()
     # squares of owned gradients add up over the ranks; replicated gradients count once. The norm of
-    # none is on the CPU
+    # no tensors is on the CPU, from where NCCL cannot send: add it to a zero on the device
     squares = torch.zeros((), device=next(model.parameters()).device) + owned
     total_norm = (all_reduce_control(squares, group=model.group) + replicated).sqrt()
     clip_grads_with_norm_(params, max_norm, total_norm)

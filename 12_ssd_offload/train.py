@@ -166,7 +166,7 @@ class FullyShardedDataParallel(nn.Module):
         bucket.finish_reduction()  # of the previous micro-batch, if it is still in flight
         bucket.start_reduction(grads, self.synchronizes)
         previous, self.in_flight = self.in_flight, bucket
-        if previous not in (None, bucket):  # at most two units have full gradients
+        if previous not in (None, bucket):  # with one unit; at most two units have full gradients
             previous.finish_reduction()  # after the launch: the network is busy meanwhile
 
     @torch.no_grad()
@@ -214,6 +214,7 @@ class FlatParameter:
         padding = self.n_ranks * length - len(flat)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
         flat = F.pad(flat, (0, padding))
+        # of parameters the bits, as integers: this sum is exact in any order of adding
         sums = [t.sum() for t in (flat.view(torch.int16), *unit.buffers())]
         check_same(f"initial values of {name}", sums, fsdp.device, self.group)
         self.file = StateFile(self.files, name, flat[self.owned])
@@ -223,13 +224,15 @@ class FlatParameter:
         self.version: int | None = None  # of the shard in `full`, or that is being read for it
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
         self.used_in_backward = False  # known from the first backward on
-        # the reduce-scatter in flight, its buffer, whether it is one of the last micro-batch
+        # the reduce-scatter in flight, its buffer, whether it belongs to the last micro-batch
         self.reduction: tuple[Work, Tensor, bool] | None = None
 
     def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: a tensor and its version; of a view of `full`, in place
-        of the tensor, None, the version of the shard, and shape, stride and offset."""
-        if tensor.untyped_storage() is not self.full.untyped_storage():
+        """What autograd keeps for backward: (tensor, its version), or, of a view of `full`, its
+        place: (None, version of the shard, shape, stride, offset)."""
+        # sparse, complex and negated views are not given by a place alone
+        other = tensor.layout != torch.strided or tensor.dtype != self.full.dtype or tensor.is_neg()
+        if other or tensor.untyped_storage() is not self.full.untyped_storage():
             return tensor, tensor._version
         return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
 
@@ -270,26 +273,28 @@ class FlatParameter:
         self.full = self.version = None  # frees it: `pack` has kept no reference for backward
 
     def start_reduction(self, grads: tuple[Tensor, ...], is_last: bool) -> None:
-        """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `full`."""
+        """Start the reduce-scatter of `grads`, joined in one buffer: the sum replaces this rank's
+        part of it."""
         padding = grads[0].new_zeros(self.sizes[-1])
-        full = torch.cat([*(grad.flatten() for grad in grads), padding])
-        full = full.float()
-        work = reduce_scatter_single(full[self.owned], full, group=self.group, async_op=True)
-        self.reduction = work, full, is_last
+        flat = torch.cat([*(grad.flatten() for grad in grads), padding])
+        flat = flat.float()
+        work = reduce_scatter_single(flat[self.owned], flat, group=self.group, async_op=True)
+        self.reduction = work, flat, is_last
 
     def finish_reduction(self) -> None:
         """If a reduction is in flight, give its average to the optimizer and free its buffer."""
         if self.reduction is None:
             return
-        work, full, is_last = self.reduction
+        work, flat, is_last = self.reduction
         work.wait()
-        average = full[self.owned] / self.n_ranks
+        average = flat[self.owned] / self.n_ranks
         self.reduction = None
         self.fsdp.optimizer.take(self.file, average, is_last)
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard, [length]. Its adjoint is a reduce-scatter."""
+    """A unit's parameters as a function of its shard, [length]. Backward starts the adjoint of the
+    all-gather, a reduce-scatter."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, bucket: FlatParameter) -> tuple[Tensor, ...]:
@@ -307,8 +312,10 @@ class Gather(torch.autograd.Function):
             raise RuntimeError("backward through a graph from before the optimizer's last step")
         if any(grad is None for grad in grads):
             raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
+        # private; an error within autograd.grad(), to which there is no gradient to give
+        torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         bucket.fsdp.leave(bucket, grads)
-        return None, None  # `shard.grad` gets the average when the reduction has finished
+        return None, None  # the average follows when the reduction has finished
 
 
 class SpeculativeAdamW:

@@ -142,9 +142,7 @@ def check_arguments(
     n = args.global_batch_size
     share, rest = divmod(n, data_parallel_size)
     if rest:
-        small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-        sizes = sorted({*small, *(n // d for d in small)})
-        by = f"{data_parallel_size} data-parallel ranks; possible: {', '.join(map(str, sizes))}"
+        by = f"{data_parallel_size} data-parallel ranks: pass a multiple"
         fail(f"--global-batch-size {n} is not divisible by {by}")
     args.micro_batch_size = args.micro_batch_size or share
     if share % args.micro_batch_size:

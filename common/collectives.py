@@ -188,13 +188,15 @@ def all_reduce_control(tensor: Tensor, group: Group = None, op=ReduceOp.SUM) -> 
     return tensor
 
 
-def check_same(what: str, value: object, device: torch.device, group: Group = None) -> None:
-    """Raise ValueError, naming `what`, unless `str(value)` is the same on every rank of `group`."""
-    digest = zlib.crc32(str(value).encode())
+def check_same(what: str, values: list, device: torch.device, group: Group = None) -> None:
+    """Raise ValueError, naming `what`, unless `values` print the same on every rank of `group`."""
+    # a tensor prints its device, which is another on each rank, and four digits
+    text = str([v.tolist() if isinstance(v, Tensor) else v for v in values])
+    digest = zlib.crc32(text.encode())
     bounds = torch.tensor([digest, -digest], device=device)
     highest, minus_lowest = all_reduce_control(bounds, group, ReduceOp.MAX).tolist()
     if highest != -minus_lowest:
-        raise ValueError(f"{what} differ between ranks; this rank's: {str(value)[:200]}")
+        raise ValueError(f"{what} differ between ranks; this rank's: {text[:200]}")
 
 
 def value_of_rank_0(value: object, group: Group) -> object:

@@ -1,4 +1,4 @@
-"""What stages 03 and 04 check of a model's units, and of what is done with their parameters."""
+"""What stages 03, 04 and 12 check of a model's units, and of what is done with their parameters."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -69,10 +69,10 @@ def lend_parameters(
     version = params[0]._version  # all are views of one buffer: they share its version
     for (owner, name), param in zip(owners, params, strict=True):
         setattr(owner, name, param)
-    # private, as nothing public tells it: whether the hooks of a checkpoint() are active
-    others = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    # whether a checkpoint() decides here what is saved; private, as nothing public tells it
+    in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(True)
     try:
-        with nullcontext() if others else saved_tensors_hooks(pack, unpack):
+        with nullcontext() if in_checkpoint else saved_tensors_hooks(pack, unpack):
             yield
         if params[0]._version != version:
             raise RuntimeError("a unit has changed a parameter in place")
@@ -119,8 +119,8 @@ class NoGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        fix = "finish_gradient_synchronization(), clip_grad_norm_() of the class that shards"
-        raise RuntimeError(f"this gradient is incomplete or sharded ({function}): call {fix}")
+        fix = "call finish_gradient_synchronization(), and clip by the class that shards"
+        raise RuntimeError(f"this gradient is incomplete or sharded ({function}): {fix}")
 
 
 def forbid_parameters(module: nn.Module) -> None:

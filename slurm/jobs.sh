@@ -138,23 +138,12 @@ jobs() {
 }
 
 status() {
-  local found logs=(./*-*.log)
-  found=$(jobs all)
-  if [[ -z $found ]]; then
-    echo "no jobs from here, or all ended some minutes ago${logs[*]:+; their logs: ${logs[*]}}"
-    return
-  fi
-  awk -F'|' '
-    function row(job, stage, state, time, where, log_) {
-      printf "%-7s %-20s %-11s %-10s %-36s %s\n", job, stage, state, time, log_, where
-    }
-    BEGIN { row("JOB", "STAGE", "STATE", "TIME", "NODES, OR WHY NOT", "LOG") }
-    $3 == "CANCELLED" && $4 == "0:00" { $5 = "(never started)" }
-    {
-      name = $2 "-" $1 ".log"
-      if ((getline line <name) < 0) name = $3 == "PENDING" ? name " (later)" : "(no log)"
-      row($1, $2, $3, $4, $5, name)
-    }' <<<"$found"
+  {
+    echo "JOB|STAGE|STATE|TIME|NODES, OR WHY NOT|LOG"
+    jobs all | awk -F'|' -v OFS='|' '
+      $3 == "CANCELLED" && $4 == "0:00" { $5 = "(never started)" }
+      { print $0, $2 "-" $1 ".log" }'
+  } | column -ts'|'
 }
 
 logs() {
@@ -188,16 +177,11 @@ logs() {
   echo "== job $job: $(state)"
 }
 
+# The newest first, so that no dependent job starts when its predecessor is cancelled.
 cancel() {
-  local found
-  found=$(jobs pending,running,suspended)
-  if [[ -z $found ]]; then
-    echo "no jobs from here are pending or running"
-    return
-  fi
-  # the newest first, so that no dependent job starts when its predecessor is cancelled
-  awk -F'|' '{ print $1 }' <<<"$found" | tac | xargs scancel
-  awk -F'|' '{ print "cancelled job " $1 ": " $2 }' <<<"$found"
+  jobs pending,running,suspended | tac | while IFS='|' read -r job stage _; do
+    scancel "$job" && echo "cancelled job $job: $stage"
+  done
 }
 
 number=NN

@@ -34,8 +34,8 @@ CHECKS = {  # name: a file, and words of the names of its tests, of which the st
     "saved and resumed": "test_late_backend.py resume",
 }
 MEANS = {
-    "communication and model state": "a collective is missing, sends too much, or runs once per "
-    "micro-batch; or more is kept than in the stage",
+    "communication and model state": "less is sent: a collective is missing; more: one sends too "
+    "much, or runs once per micro-batch; or more is kept than in the stage",
     "as late as NCCL": "a result is used, or a buffer reused, before the collective's wait(), or "
     "the ranks issue their collectives in different orders",
     "bfloat16": "a sum, or what is sent or kept, has another dtype than in the stage",

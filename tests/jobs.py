@@ -5,13 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
-from harness import stage_path
+from harness import load_stage, stage_path
+
+from common.distributed import rank
+from common.run import Run
+from common.storage import AtomicWriter
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
 
 
 def free_port() -> int:
@@ -34,10 +47,10 @@ def start(
         script = stage_path(script)
     port = str(free_port())
     started = []
-    for rank in sorted(range(ranks), key=lambda r: r == slow):
-        if rank == slow:
+    for number in sorted(range(ranks), key=lambda r: r == slow):
+        if number == slow:
             time.sleep(2)
-        environment = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port)
+        environment = dict(os.environ, RANK=str(number), LOCAL_RANK=str(number), MASTER_PORT=port)
         environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         started.append(
@@ -79,6 +92,35 @@ def end_as_a_launcher_would(processes: list[subprocess.Popen], timeout: float = 
     for process in processes:
         process.terminate()
     return [p.communicate(timeout=timeout)[1] for p in processes]
+
+
+def train_and_signal(
+    stage: str, argv: list[str], number: int, target: int, step: int
+) -> tuple[list[dict], bool]:
+    """Train; rank `target` gets a signal in the middle of `step`, and again while it saves.
+
+    Returns this rank's metrics, and whether the signal's handler was restored.
+    """
+    if signal.getsignal(number) == signal.SIG_IGN:  # SIGHUP under nohup
+        signal.signal(number, signal.SIG_DFL)
+    before, log, write = signal.getsignal(number), Run.log, AtomicWriter.write_data
+
+    def log_and_signal(self, now, *args, **more):
+        log(self, now, *args, **more)
+        if now == step and rank() == target:
+            os.kill(os.getpid(), number)
+
+    def signal_and_write(self, *args, **kwargs):
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)
+        return write(self, *args, **kwargs)
+
+    with (
+        patch.object(Run, "log", log_and_signal),
+        patch.object(AtomicWriter, "write_data", signal_and_write),
+    ):
+        metrics = load_stage(stage).main(argv)
+    return metrics, signal.getsignal(number) == before
 
 
 def workers_of(launcher: int) -> list[int]:

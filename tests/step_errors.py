@@ -17,7 +17,7 @@ import math
 import sys
 from collections import Counter
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -192,52 +192,27 @@ def summary(found: Errors) -> tuple[float, float, float]:
     return median(sizes), quantile(sizes, 0.9), median(percent)
 
 
-def report(path: str | Path) -> None:
-    """One line per source, then one for all."""
-    rows = runs_of(path)
-    found = errors(rows)
-    inside = in_domain(rows)
-    print(
-        f"{'source':20}{'rows':>6}{'modelled':>10}{'in domain':>11}"
-        f"{'median':>9}{'90 %':>8}{'bias':>9}"
-    )
-    for source, count in Counter(row.source for row in rows).items():
-        own = [(row, error) for row, error in found if row.source == source]
-        line = f"{source:20}{count:6}{len(own):10}{sum(row in inside for row, _ in own):11}"
-        if own:
-            line += "{:7.1f} %{:6.1f} %{:+7.1f} %".format(*summary(own))
-        print(line)
-    if len(found) < len(rows):
-        print(f"{len(rows) - len(found)} rows lack a field that the model needs")
-    for name, own in (("in domain", errors(inside)), ("all", found)):
-        if own:
-            middle, high, _ = summary(own)
-            print(f"{name}: {len(own)} rows, median {middle:.1f} %, 90th percentile {high:.1f} %")
-    if not found:
-        print("all: 0 rows")
+def report(rows: list[Row], found: Errors) -> None:
+    """One line per source, and one for all: rows, those modelled, median, 90th percentile, bias."""
+    for source in [*Counter(row.source for row in rows), "all"]:
+        own = [each for each in found if source in ("all", each[0].source)]
+        count = sum(source in ("all", row.source) for row in rows)
+        line = "{:9.1f} %{:7.1f} %{:+8.1f} %".format(*summary(own)) if own else ""
+        print(f"{source:20}{count:6}{len(own):6}{line}")
 
 
-def judge_constants() -> None:
-    """Fit the constants again, and print the errors of each source when it is left out."""
-    rows = runs_of(PUBLISHED)
-    print("fitted to the even rows:", fit([row for row in rows if row.number % 2 == 0]))
-    found = left_out(rows)
-    print(
-        "left-out sources: median {:.1f} %, 90 % {:.1f} %, bias {:+.1f} %".format(*summary(found))
-    )
-    low, high = (quantile([1 / (1 + error) for _, error in found], part) for part in (0.1, 0.9))
-    print(f"measured / predicted: 10 % {low:.2f}, 90 % {high:.2f}")
-    for source, count in Counter(row.source for row, _ in found).items():
-        middle, high, _ = summary([(row, error) for row, error in found if row.source == source])
-        print(f"  {source:20}{count:4}   {middle:5.1f} {high:6.1f}")
-    print(f"mean {fmean(abs(error) for _, error in found):.3f}")
-
-
-if __name__ == "__main__":
+def main() -> None:
     if sys.argv[1:] == ["fit"]:
-        judge_constants()
+        rows = runs_of(PUBLISHED)
+        print("fitted to the even rows:", fit([row for row in rows if row.number % 2 == 0]))
+        report(rows, left_out(rows))
     elif len(sys.argv) == 2 and Path(sys.argv[1]).is_file():
-        report(sys.argv[1])
+        rows = runs_of(sys.argv[1])
+        report(rows, errors(rows))
     else:
         print("usage: step_errors.py fit, or FILE.csv like published_runs.csv", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from harness import Pool, StageRun, assert_same_curve, load_stage, runs_for
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.arguments import model_config
-from common.checkpoint import Checkpointer, checkpoints, training_state
+from common.checkpoint import checkpoints
 from common.data import load_corpus
 from common.model import Transformer
 
@@ -90,34 +88,3 @@ def test_dcp_to_torch_converts_a_checkpoint_and_the_plain_model_has_the_same_los
     model.load_state_dict(weights)
     loss = load_stage("01").evaluate(model, corpus.valid, args, torch.device("cpu"))
     assert abs(loss - curve[AFTER - 1]["val_loss"]) < 1e-5
-
-
-@saving
-def test_checkpoint_with_any_missing_file_is_an_error(saved, corpus_dir, tmp_path, capsys, of):
-    model, _, args = plain_model(corpus_dir)
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = training_state(model, optimizer)
-    files = sorted(saved(of).glob("*.distcp"))
-    assert len(files) == SAVES[of].ranks  # every rank writes a file
-    shutil.copytree(saved(of), tmp_path / "copy")
-    for file in files:
-        (tmp_path / "copy" / file.name).unlink()
-        with pytest.raises(SystemExit):
-            Checkpointer(tmp_path).load(str(tmp_path / "copy"), state, optimizer)
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and file.name in said
-        shutil.copy(file, tmp_path / "copy")
-    assert Checkpointer(tmp_path).load(str(tmp_path / "copy"), state, optimizer) == AFTER
-
-
-def test_these_checkpoints_include_uneven_and_empty_shards(saved):
-    uneven = empty = False
-    for stage in SAVES:
-        metadata = pickle.loads((saved(stage) / ".metadata").read_bytes())
-        ranks = {info.relative_path for info in metadata.storage_data.values()}
-        for name, entry in metadata.state_dict_metadata.items():
-            sizes = [chunk.sizes.numel() for chunk in entry.chunks]
-            owners = {i.relative_path for k, i in metadata.storage_data.items() if k.fqn == name}
-            uneven |= len(set(sizes)) > 1
-            empty |= 1 < len(owners) < len(ranks)
-    assert uneven and empty

@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import count_collectives, load_stage, stage_file, stage_path, stages
-from jobs import end_as_a_launcher_would, start, torchrun
+from harness import count_collectives, load_stage, stage_file, stages
+from jobs import end_as_a_launcher_would, start
 
 from common import arguments
 from common.model import TransformerConfig
@@ -152,28 +152,6 @@ def test_wrong_arguments_of_a_job_are_one_line_and_every_process_exits_with_stat
     assert not any(said[1:]) and all(word in said[0] for word in row.words)
 
 
-SLOW = """
-import os, runpy, sys, time
-if os.environ["RANK"] == "0":
-    time.sleep(2)
-sys.argv[0] = {script!r}
-runpy.run_path({script!r}, run_name="__main__")
-"""
-
-
-@pytest.mark.wall_clock
-@pytest.mark.slow
-def test_torchrun_prints_the_error_once_though_rank_0_starts_late(places, tmp_path):
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW.format(script=str(stage_path("04"))))
-    argv = f"{BASE} --data {places['corpus']} --shard-degree 3 --run-dir {tmp_path}/run".split()
-    job = torchrun("--standalone --nproc-per-node 2", script, argv, tmp_path, OMP_NUM_THREADS="1")
-    _, said = job.communicate(timeout=60)
-    before, error = said.split("train.py: ")  # it is printed once
-    assert job.returncode == 1 and "--shard-degree 3 does not divide the 2 ranks" in error
-    assert "Traceback" not in before
-
-
 @pytest.mark.parametrize("stage", stages())
 def test_every_number_has_bounds(stage, error_of):
     numbers = [
@@ -224,16 +202,3 @@ def test_memory_of_a_gpu_counts_unless_the_state_is_offloaded(monkeypatch, capsy
     with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
         arguments.check_memory(args, SMALL)
     assert ("have 0.0 GB" in capsys.readouterr().err) == (not fits)
-
-
-def test_help_lists_every_flag(capsys):
-    with pytest.raises(SystemExit) as exit:
-        load_stage("01").parse_args(["--help"])
-    assert exit.value.code == 0
-    text = capsys.readouterr().out
-    for flag in (
-        "data preset d-model n-layers n-heads seq-len steps global-batch-size micro-batch-size lr "
-        "warmup-steps min-lr-ratio weight-decay grad-clip dropout dtype activation-checkpointing "
-        "seed eval-every checkpoint-every keep-checkpoints resume run-dir log-every profile compile"
-    ).split():
-        assert f"--{flag}" in text, flag

@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import pickle
-import resource
 import shutil
 import subprocess
 import sys
@@ -348,9 +347,10 @@ def test_incompatible_checkpoint_of_another_model_is_an_error(tmp_path, error_of
 
 
 def flip(file: Path) -> None:
-    """Flip one bit in the middle."""
+    """Flip one bit: of metadata in a tensor's name, so that they stay readable."""
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 8
+    name = content.find(b"embed.tokens")
+    content[name if name > 0 else len(content) // 2] ^= 8
     file.write_bytes(content)
 
 
@@ -385,6 +385,11 @@ def test_resume_falls_back_from_a_corrupt_checkpoint_and_names_both(tmp_path, ca
         (line,) = lines[:-1]
         assert line.startswith(f"{newest} is corrupt: ") and line.endswith(f"back to {older.name}")
         assert name in line or "__0_0.distcp" in line  # a foreign .metadata fits no data file
+        assert damage != "a bit flipped" or "the checksum differs" in line
+        # it is set aside, and does not count as kept
+        saved(tmp_path, step=8, steps=0)
+        names = {"corrupt-step-00000006", "step-00000004", "step-00000008"}
+        assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_a_read_error_makes_no_checkpoint_corrupt(tmp_path, monkeypatch, error_of):
@@ -396,31 +401,12 @@ def test_a_read_error_makes_no_checkpoint_corrupt(tmp_path, monkeypatch, error_o
     assert len(checkpoints(tmp_path)) == 2
 
 
-def test_corrupt_checkpoint_is_set_aside_and_does_not_count_as_kept(tmp_path):
-    for step in (2, 4):
-        saved(tmp_path, step)
-    flip(tmp_path / "step-00000004" / "__0_0.distcp")
-    assert loaded(tmp_path)[1] == 2
-    saved(tmp_path, step=5)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["corrupt-step-00000004", "step-00000002", "step-00000005"]
-
-
 def test_corrupt_checkpoint_of_another_run_is_left_as_it_is(tmp_path):
     for step in (2, 4):
         saved(tmp_path / "other" / "checkpoints", step)
     flip(tmp_path / "other/checkpoints/step-00000004/__0_0.distcp")
     assert loaded(tmp_path / "this", str(tmp_path / "other"))[1] == 2
     assert len(checkpoints(tmp_path / "other" / "checkpoints")) == 2
-
-
-def test_corrupt_metadata_that_is_readable_is_detected(tmp_path, capsys):
-    for step in (2, 4):
-        saved(tmp_path, step)
-    path = tmp_path / "step-00000004" / ".metadata"
-    path.write_bytes(path.read_bytes().replace(b"model.embed.tokens", b"model.embed.tokenz"))
-    assert loaded(tmp_path)[1] == 2
-    assert ".metadata: the checksum differs; going back" in capsys.readouterr().out
 
 
 def test_resume_of_a_named_corrupt_checkpoint_or_of_the_last_one_is_an_error(tmp_path, error_of):
@@ -467,15 +453,6 @@ def test_resharded_load_reads_only_the_needed_items_and_each_once(pools, tmp_pat
         assert sorted(read) == sorted(own | {(step.relative_path, step.offset)})
     for read in pools(3).run(items_read, str(folder), "flat"):
         assert len(set(read)) == len(read) < len(items)
-
-
-def test_size_on_disk_is_twelve_bytes_per_parameter(tmp_path):
-    config = TransformerConfig(vocab_size=4000, d_model=128, n_layers=4, n_heads=2, seq_len=8)
-    model, optimizer = trained(config, steps=0)
-    save_checkpoint(tmp_path, 0, training_state(model, optimizer))
-    size = sum(f.stat().st_size for f in checkpoints(tmp_path)[0].iterdir())
-    needed = 12 * sum(p.numel() for p in model.parameters())
-    assert needed < size < 1.01 * needed
 
 
 # ---- asynchronous saves ----
@@ -635,25 +612,6 @@ def test_load_between_this_python_and_debians(tmp_path):
 # ---- disks that are full or read-only ----
 
 
-def save_without_space(folder: str) -> None:
-    state = training_state(*trained())
-    save_checkpoint(folder, 2, state)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    try:
-        save_checkpoint(folder, 4, state)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-
-
-@pytest.mark.slow
-def test_full_disk_is_a_one_line_error_and_keeps_the_older_checkpoint(pools, tmp_path):
-    (ended,) = pools(1, group=False).attempt(save_without_space, str(tmp_path))
-    assert ended.exit_status == 1, ended.traceback
-    assert ended.stderr.count("\n") == 1 and "cannot save" in ended.stderr
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]  # no leftovers on the disk
-    assert loaded(tmp_path)[1] == 2
-
-
 def full_for_large_writes(self, data, write=storage.HashingStream.write) -> int:
     """Write a few bytes before the disk is full: the zip writer then raises its own error."""
     return full() if len(memoryview(data).cast("B")) > 1000 else write(self, data)
@@ -662,10 +620,11 @@ def full_for_large_writes(self, data, write=storage.HashingStream.write) -> int:
 def test_a_full_disk_is_named_although_the_zip_writer_has_another_error(
     tmp_path, error_of, monkeypatch
 ):
+    saved(tmp_path, step=2)
     state = training_state(*trained())
     monkeypatch.setattr(storage.HashingStream, "write", full_for_large_writes)
     assert "No space left" in error_of(save_checkpoint, tmp_path, 4, state, status=1)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 # ---- loading a checkpoint runs no code ----

@@ -5,18 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import (
-    PeakMemory,
-    bytes_written,
-    count_collectives,
-    live_bytes,
-    whole_ledger,
-)
+from harness import PeakMemory, bytes_written, count_collectives, live_bytes, whole_ledger
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -81,22 +74,12 @@ def stack() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(a, b) for a, b in zip(linears, linears, strict=True)))
 
 
-@dataclass(frozen=True)
-class Precision:
-    """The dtype of the model state; mixed: matmuls in bf16 with a float32 model state.
-
-    In stage 02 and ZeRO autocast creates the bf16 copies. FSDP gathers in bf16 and reduces in
-    float32.
-    """
-
-    states: torch.dtype
-    mixed: bool = False
-
-
+# the dtype of the model state, and whether matmuls are in bf16 all the same: in stage 02 and ZeRO
+# autocast makes the bf16 copies, FSDP gathers in bf16 and reduces in float32
 PRECISIONS = {
-    "float32": Precision(torch.float32),
-    "bfloat16": Precision(torch.bfloat16),
-    "mixed": Precision(torch.float32, mixed=True),
+    "float32": (torch.float32, False),
+    "bfloat16": (torch.bfloat16, False),
+    "mixed": (torch.float32, True),
 }
 
 
@@ -113,25 +96,26 @@ def fake_ranks(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def resident(strategy: str, precision: Precision, size: int) -> dict[str, int]:
+def resident(strategy: str, precision: str, size: int) -> dict[str, int]:
     with fake_ranks(size):
         return resident_in_group(strategy, precision)
 
 
-def resident_in_group(strategy: str, precision: Precision) -> dict[str, int]:
+def resident_in_group(strategy: str, precision: str) -> dict[str, int]:
     """Live bytes at several points of the second step; the first creates the optimizer state."""
     before = live_bytes()
     shards_weights = strategy in SHARDED
-    itemsize = precision.states.itemsize
+    dtype, is_mixed = PRECISIONS[precision]
+    itemsize = dtype.itemsize
     trainer = Trainer(
         strategy,
-        stack().to(precision.states),
+        stack().to(dtype),
         bucket_mb=UNIT * itemsize / 2**20,  # one bucket per unit
-        gathered=torch.bfloat16 if precision.mixed and shards_weights else None,
+        gathered=torch.bfloat16 if is_mixed and shards_weights else None,
         fused=True,
     )
-    x = torch.randn(1, WIDTH, dtype=precision.states)
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision.mixed and not shards_weights)
+    x = torch.randn(1, WIDTH, dtype=dtype)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_mixed and not shards_weights)
     seen = {}
 
     def measure(when: str) -> None:
@@ -205,9 +189,9 @@ def highest(strategy: str, idle: int, n: int, itemsize: int, mixed: bool) -> int
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_matches_the_table_at_every_point_of_a_step(pools, strategy, precision):
-    chosen, size = PRECISIONS[precision], 3
-    got = pools(1, group=False).run(resident, strategy, chosen, size)[0]
-    itemsize = chosen.states.itemsize
+    (dtype, is_mixed), size = PRECISIONS[precision], 3
+    got = pools(1, group=False).run(resident, strategy, precision, size)[0]
+    itemsize = dtype.itemsize
     padded = UNIT + -UNIT % size  # 2 more elements per unit
     weights, grads, optimizer = states(
         strategy, padded // size * itemsize, (UNIT if strategy == "ddp" else padded) * itemsize
@@ -216,19 +200,19 @@ def test_memory_matches_the_table_at_every_point_of_a_step(pools, strategy, prec
     steps = 4 * N_UNITS * (2 if strategy == "ddp" else 1)
     # the gradients of 02 and of ZeRO's stage 1 are in buffers that stay allocated
     stays = grads if strategy in ("ddp", "zero-1") else 0
-    gathers_in = 2 if chosen.mixed else itemsize
+    gathers_in = 2 if is_mixed else itemsize
     idle = N_UNITS * (weights + stays + optimizer) + steps
     assert got["start"] == N_UNITS * (weights + (grads if strategy == "ddp" else 0))
     assert got["idle"] == idle
     assert got["backward"] == got["step"] == N_UNITS * (weights + grads + optimizer) + steps
 
     little = 16 * ACTIVATION  # a fifth of the smallest shard
-    uses_autocast = chosen.mixed and strategy not in SHARDED
+    uses_autocast = is_mixed and strategy not in SHARDED
     # the first matrix's input requires no gradient, so its copy is not kept
     copies = (N_UNITS * UNIT - MATRIX) * 2 if uses_autocast else 0
     kept = copies + (N_UNITS * padded * gathers_in if strategy == "fsdp-keep" else 0)
     assert 0 <= got["kept for backward"] - kept <= little
-    peak = highest(strategy, idle, size, itemsize, chosen.mixed)
+    peak = highest(strategy, idle, size, itemsize, is_mixed)
     assert 0 <= got["peak"] - peak <= little + copies
 
 

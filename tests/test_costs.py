@@ -64,8 +64,9 @@ def assert_costs(pools, run: StageRun, rank: int) -> Report:
 def assert_sent(found: dict, expected: Counter, odd: int, calls: Counter) -> None:
     assert {key for key, nbytes in found.items() if nbytes} == (+expected).keys()
     for key, nbytes in (+expected).items():
-        padded = nbytes + odd * calls[key]
-        assert nbytes - 1e-3 <= found[key] <= padded + 1e-3, key
+        sends = f"{' over '.join(key)} sends {found[key]:.0f} bytes"
+        assert found[key] >= nbytes - 1e-3, f"{sends}, less than {nbytes:.0f}"
+        assert found[key] <= nbytes + odd * calls[key] + 1e-3, f"{sends}, more than {nbytes:.0f}"
 
 
 @pytest.mark.parametrize("run, rank", cases())

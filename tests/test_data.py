@@ -209,16 +209,6 @@ def test_words_outside_the_vocabulary_become_unk_which_is_there_only_if_needed(t
     assert UNKNOWN not in load_corpus(folder(tmp_path / "all_known", "a b\n", "b\n")).vocab
 
 
-def test_changed_folder_is_prepared_again(tmp_path):
-    name = folder(tmp_path / "c", "one\n")
-    assert "one" in load_corpus(name).vocab
-    folder(tmp_path / "c", "two three\n")
-    assert sorted(load_corpus(name).vocab) == sorted([EOS, "two", "three", UNKNOWN])
-    (tmp_path / "elsewhere").mkdir()
-    assert "four" in load_corpus(folder(tmp_path / "elsewhere" / "c", "four\n")).vocab
-    assert "two" in load_corpus(name).vocab
-
-
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the maps in /proc")
 def test_prepared_corpus_is_reused_and_memory_mapped(tmp_path, monkeypatch):
     name = folder(tmp_path / "c", "a b c\n" * 1000)

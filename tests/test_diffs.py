@@ -130,21 +130,6 @@ def test_a_definition_of_two_stages_is_identical_or_listed_as_refined(stage):
     assert not outdated, f"identical or gone: remove from [refined]: {outdated}"
 
 
-@pytest.mark.parametrize("change", ["why", "why not", "why\n        x()"])
-def test_a_changed_shared_definition_is_found(change, tmp_path):
-    banner = '"""."""\n\n# {0}\n# The technique\n# {0}\n\n\n'.format("-" * 96)
-    loop = "# {0}\n# The training loop\n# {0}\n\n\ndef main():\n    {1}\n"
-    text = "class A:\n    x = 1\n\n    def f(self):\n        return 1  # why\n\n\n"
-    changed = text.replace("why", change)
-    for name, script in (("01_a", changed), ("02_b", text), ("03_c", changed)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.py").write_text(banner + script + loop.format("-" * 96, name[3:]))
-    assert not differing(compare("02", "03", tmp_path)[0])  # as in 01
-    (tmp_path / "01_a/train.py").write_text(banner)
-    found = differing(compare("02", "03", tmp_path)[0])
-    assert list(found) == ["A.f"] * (change != "why")
-
-
 def test_moved_and_respaced_lines_are_found():
     lines = ["import one_module", "import other_module", "x = compute(1)  # why", "all_done = 1"]
     swapped = [lines[1], lines[0], *lines[2:]]

@@ -10,19 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import REPO
-from jobs import torchrun
+from jobs import executable, torchrun
 
 from common import collectives
-from common.distributed import (
-    fail,
-    has_lost_a_peer,
-    launch_environment,
-    print0,
-    rank,
-    setup,
-    world_size,
-)
+from common.distributed import has_lost_a_peer, launch_environment, rank, setup, world_size
 from common.folder import RunFolder, launch_name
+from tools.pool import WorkerError
 
 TORCHRUN = {
     **{"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
@@ -129,10 +122,8 @@ def test_an_unknown_host_and_a_missing_scontrol_are_one_line_errors(monkeypatch,
 )
 def test_host_of_rank_0_is_the_given_one_or_sruns_first(monkeypatch, tmp_path, given, url):
     environment(monkeypatch, SRUN | {"MASTER_ADDR": given, "SLURM_STEP_NODELIST": "node[3-4]"})
-    (tmp_path / "scontrol").write_text(
-        '#!/bin/sh\n[ "$3" = "node[3-4]" ] && echo localhost node4\n'
-    )
-    (tmp_path / "scontrol").chmod(0o755)
+    lines = '#!/bin/sh\n[ "$3" = "node[3-4]" ] && echo localhost node4\n'
+    executable(tmp_path / "scontrol", lines)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     asked = []
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: asked.append(k))
@@ -216,17 +207,6 @@ def test_two_processes_cannot_write_to_one_run_folder(pools, tmp_path):
     pools(1, group=False).run(write_there, str(tmp_path / "run"))
 
 
-def join() -> tuple:
-    world = setup()
-    group = dist.group.WORLD
-    assert setup() == world and dist.group.WORLD is group  # a second main() joins the first's
-    return world.rank, world.local_rank, world.size, world.device
-
-
-def test_setup_joins_an_existing_process_group(pools):
-    assert pools(2).run(join) == [(r, r, 2, torch.device("cpu")) for r in range(2)]
-
-
 def reduce_scatter(dtype: torch.dtype, in_place: bool) -> tuple[list, list]:
     """This rank's slice by our reduce-scatter, and the same slice of an all-reduce."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -244,33 +224,24 @@ def reduce_scatter(dtype: torch.dtype, in_place: bool) -> tuple[list, list]:
     return output.tolist(), expected.tolist()
 
 
+def compare_tensors(of_rank_1: float) -> None:
+    """As on GPUs, the tensors of two ranks print differently even where their numbers are equal."""
+    value = torch.tensor(of_rank_1 if dist.get_rank() else 1.0, requires_grad=dist.get_rank() == 1)
+    collectives.check_same("sums", [value], torch.device("cpu"))
+
+
+def test_tensors_are_compared_by_their_numbers_in_full(pools):
+    pools(2).run(compare_tensors, 1.0)
+    with pytest.raises(WorkerError, match="sums differ between ranks"):
+        pools(2).run(compare_tensors, 1.00001)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_reduce_scatter_is_a_slice_of_an_all_reduce(pools, ranks, in_place, dtype):
     for ours, expected in pools(ranks).run(reduce_scatter, dtype, in_place):
         assert ours == expected
-
-
-def speak() -> None:
-    print0("said", "once", sep="-")
-
-
-def test_print0_prints_on_rank_0_only(pools):
-    assert [o.stdout for o in pools(3).attempt(speak)] == ["said-once\n", "", ""]
-
-
-def fail_late_on_rank_0() -> None:
-    if rank() == 0:
-        time.sleep(0.5)
-    fail("--flag 1: no; pass 2")
-
-
-def test_error_is_printed_once_and_every_rank_exits_with_its_status(pools):
-    ended = pools(3).attempt(fail_late_on_rank_0)
-    assert [o.exit_status for o in ended] == [2, 2, 2]
-    assert ended[0].stderr.endswith(": --flag 1: no; pass 2\n")
-    assert [o.stderr for o in ended[1:]] == ["", ""]
 
 
 JOB = """

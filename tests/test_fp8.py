@@ -154,46 +154,6 @@ def test_a_scale_is_the_least_power_of_two_that_is_large_enough(dtype):
             assert stage.to_float8(x, dtype, scaling).scale[0].isnan()
 
 
-def test_what_the_readme_says_of_the_formats_holds():
-    every = torch.arange(256, dtype=torch.uint8)
-    for dtype, distinct in ((E4M3, 253), (E5M2, 247)):
-        values = every.view(dtype).float()
-        assert len(values[values.isfinite()].unique()) == distinct
-        assert f"{distinct} " in README
-    over = torch.tensor([1e9, float("inf")])
-    assert over.to(E4M3).float().tolist() == [448, 448]
-    assert over.to(E5M2).float().tolist() == [float("inf")] * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensorwise_backward_rounds_the_weight_to_the_numbers_of_forward(dtype):
-    weight = torch.randn(48, 32, dtype=dtype)
-    forward = stage.to_float8(weight, E4M3, TENSORWISE).t()
-    backward = stage.to_float8(weight.t(), E4M3, TENSORWISE)
-    assert torch.equal(forward.numbers.float(), backward.numbers.float())
-    assert torch.equal(forward.scale, backward.scale)
-
-
-def test_rounding_does_not_depend_on_the_scale_above_the_subnormal_range():
-    x = torch.randn(64, 64)
-    alone = stage.to_float8(x, E4M3, ROWWISE).dequantize(torch.float32)
-    for factor in (4.0, 100.0, 1000.0):  # a larger element in the tensor, and so another scale
-        joined = torch.cat([x, torch.full((1, 64), factor)])
-        shared = stage.to_float8(joined, E4M3, TENSORWISE)
-        normal = shared.numbers.float()[:-1].abs() > 2.0**-6
-        together = shared.dequantize(torch.float32)[:-1]
-        assert normal.float().mean() > 0.9
-        assert torch.equal(together[normal], alone[normal])
-    exact = x / (x.abs().max() / 448)  # a scale that is no power of two rounds otherwise
-    rounded = exact.to(E4M3).float() * (x.abs().max() / 448)
-    assert ((rounded - alone).abs() > 1e-6).float().mean() > 0.5
-
-
-def test_bfloat16_holds_every_scaled_number_exactly():
-    x8 = stage.to_float8(torch.randn(64, 64) * torch.logspace(-6, 6, 64)[:, None], E4M3, ROWWISE)
-    assert torch.equal(x8.dequantize(torch.bfloat16).float(), x8.dequantize(torch.float32))
-
-
 @recipes
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_an_infinity_or_a_nan_is_seen(recipe, bad):
@@ -283,21 +243,15 @@ def test_the_matmuls_meet_the_constraints_of_cuda(recipe, dtype, gpu, monkeypatc
         assert seen == [(dtype, True), (dtype, False), (torch.float32, False)]
 
 
-def test_a_gpu_without_float8_is_an_error(capsys):
-    args = SimpleNamespace(d_model=128)
-    cuda = torch.device("cuda", 0)
-    with patch("torch.cuda.get_device_name", return_value="NVIDIA A100"):
-        for capability in ((8, 9), (9, 0), (10, 0)):
-            with patch("torch.cuda.get_device_capability", return_value=capability):
-                stage.check_float8(args, cuda)
-        with (
-            patch("torch.cuda.get_device_capability", return_value=(8, 6)),
-            pytest.raises(SystemExit) as exit,
-        ):
-            stage.check_float8(args, cuda)
-    assert exit.value.code == 2
-    said = capsys.readouterr().err
-    assert "A100" in said and "8.9" in said and said.count("\n") == 1
+def test_a_gpu_without_float8_is_an_error(error_of, monkeypatch):
+    check = stage.check_float8, SimpleNamespace(d_model=128), torch.device("cuda", 0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA A100")
+    for capability in ((8, 9), (9, 0), (10, 0), (8, 6)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda _, c=capability: c)
+        if capability != (8, 6):
+            check[0](*check[1:])
+    said = error_of(*check)
+    assert "A100" in said and "8.9" in said
 
 
 # ---- the model ----
@@ -443,38 +397,39 @@ def test_a_compiled_cast_reads_its_input_twice_and_writes_float8(recipe):
         assert fused == int(stated) and len(kernels) == 1
 
 
-@recipes
-@pytest.mark.parametrize("name", cost.MATMULS)
-def test_a_matmul_errs_by_the_rounding_of_its_result(recipe, name):
-    for dtype, error in (("float32", 1e-6), ("bfloat16", 4e-3)):
-        found = cost.matmul_error(recipe, name, cost.DTYPES[dtype], "cpu")
-        assert 0 < found < error < cost.ALLOWED
-
-
 # ---- compiled ----
 
 
 @pytest.mark.slow
 @compiler
-def test_a_compiled_layer_is_one_graph_with_dropout_too():
+def test_a_compiled_model_is_a_graph_per_unit_with_the_same_loss_and_gradients():
+    """With dropout. The compiler adds in another order, so a few numbers round the other way."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    made = model("rowwise", n_layers=1, dropout=0.1)
-    for unit in made.units():
+    ours, plain = (model("rowwise", n_layers=1, dropout=0.1) for _ in range(2))
+    for unit in ours.units():
         unit.compile()
-    tokens = torch.arange(32).view(2, 16)
-    made(tokens, tokens, torch.tensor([5, 7], dtype=torch.int32)).backward()
+    tokens, keys = torch.arange(32).view(2, 16), torch.tensor([5, 7], dtype=torch.int32)
+    losses = [each(tokens, tokens, keys) for each in (ours, plain)]
+    for loss in losses:
+        loss.backward()
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == len(list(made.units())) == 3
+    assert counters["stats"]["unique_graphs"] == len(list(ours.units())) == 3
     assert not counters["graph_break"]
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-5)
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() <= 1e-2 * b.grad.norm()
 
 
 @pytest.mark.slow
 @compiler
-@recipes
-def test_compiled_layers_keep_no_rounded_weight(recipe, monkeypatch):
-    """What they save instead of an input in float8 are tensors that the layer saves anyway."""
+def test_compiled_layers_keep_no_rounded_weight(monkeypatch):
+    """What they save instead of an input in float8 are tensors that the layer saves anyway.
+
+    Tensorwise, backward could use the numbers of forward again; rowwise it has other scales.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    recipe = "tensorwise"
     plain = cost.saved_by_a_layer(recipe, autocast=False)
     kept = cost.saved_by_a_layer(recipe, autocast=False, compiled=True)
     weights = {p.numel() for p in Transformer(errors.first_step()[0], indices=[1]).parameters()}
@@ -504,21 +459,15 @@ def test_the_gradient_error_tells_a_broken_recipe_from_a_working_one():
     broken_loss, broken = errors.gradient_errors("tensorwise, scales of 1")
     assert abs(broken_loss - loss) < 0.01  # the loss does not show it
     assert max(broken.values()) > 0.5
-    words = f"off by {100 * scaled['all']:.0f} % in all did no harm here. Off by "
-    assert words + f"{100 * broken['all']:.0f} %" in README
+    words = f"off by {100 * scaled['all']:.0f} % in all did no harm. We would trust no recipe "
+    assert words + f"that is off by {100 * broken['all']:.0f} %" in README
 
 
 # ---- runs ----
 
 
-def curve(pools, recipe: str, ranks: int, *flags: str, timeout: float | None = None) -> list[dict]:
-    return pools(ranks).train("10", [*BASE, "--recipe", recipe, *flags], timeout=timeout)[0]
-
-
-def assert_same_step(ours: dict, theirs: dict, loss: float, norm: float) -> None:
-    """Before the optimizer's first step, which is large wherever a gradient's sign has changed."""
-    assert abs(ours["loss"] - theirs["loss"]) <= loss
-    assert abs(ours["grad_norm"] - theirs["grad_norm"]) <= norm * theirs["grad_norm"]
+def curve(pools, recipe: str, ranks: int, *flags: str) -> list[dict]:
+    return pools(ranks).train("10", [*BASE, "--recipe", recipe, *flags])[0]
 
 
 @pytest.mark.quick_cases("rowwise")
@@ -528,11 +477,13 @@ def assert_same_step(ours: dict, theirs: dict, loss: float, norm: float) -> None
     ids=stage.RECIPES,
 )
 def test_step_0_on_any_ranks_and_micro_batches(pools, corpus_dir, recipe, loss, norm):
+    """Before the optimizer's first step, which is large wherever a gradient's sign has changed."""
     flags = ["--data", str(corpus_dir), "--steps", "1"]
-    expected = curve(pools, recipe, 1, *flags)
+    (expected,) = curve(pools, recipe, 1, *flags)
     for ranks, more in [(4, []), (2, ["--micro-batch-size", "4"])]:
-        got = curve(pools, recipe, ranks, *flags, *more)
-        assert_same_step(got[0], expected[0], loss, norm)
+        (got,) = curve(pools, recipe, ranks, *flags, *more)
+        assert got["loss"] == pytest.approx(expected["loss"], abs=loss, rel=0)
+        assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=norm)
 
 
 @pytest.mark.slow
@@ -542,30 +493,6 @@ def test_fifty_steps_follow_stage_01(pools, reference, corpus_dir, recipe, dtype
     lines = curve(pools, recipe, 1, *flags)  # more ranks: the runs of stage.toml
     for ours, plain in zip(lines, reference([*BASE, *flags]), strict=True):
         assert abs(ours["loss"] - plain["loss"]) <= 0.01 * plain["loss"]
-
-
-@pytest.mark.slow
-@compiler
-def test_a_compiled_run_follows_the_one_that_is_not(pools, corpus_dir):
-    """Float32. The compiler adds in another order, which moves these losses by 5e-7.
-
-    The first step has no flips to fear. Later ones may, on another processor: a wider tolerance.
-    """
-    flags = ["--data", str(corpus_dir), "--steps", "3", "--n-layers", "1"]
-    plain = curve(pools, "rowwise", 1, *flags)
-    compiled = curve(pools, "rowwise", 1, *flags, "--compile", timeout=900)
-    assert_same_step(compiled[0], plain[0], loss=1e-5, norm=1e-4)
-    for ours, theirs in zip(compiled, plain, strict=True):
-        assert_same_step(ours, theirs, loss=1e-3, norm=1e-2)
-
-
-@pytest.mark.slow
-def test_activation_checkpointing_changes_no_bit(pools, corpus_dir):
-    flags = ["--data", str(corpus_dir), "--steps", "4", "--dropout", "0.1"]
-    plain = curve(pools, "rowwise", 1, *flags)
-    again = curve(pools, "rowwise", 1, *flags, "--activation-checkpointing")
-    for ours, theirs in zip(again, plain, strict=True):
-        assert (ours["loss"], ours["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
 
 
 def test_the_float8_matmuls_take_part_in_a_run(pools, reference, corpus_dir):

@@ -6,11 +6,22 @@ calls on all ranks, and an order of calls that cannot deadlock on NCCL (`nccl_ru
 
 from __future__ import annotations
 
+from collections import Counter
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
-from harness import StageRun, assert_reproduces, cases, load_stage, runs_for, stage_file
-from late_backend import Wait, assert_all_waited_for, recorded_calls
+from harness import (
+    StageRun,
+    assert_reproduces,
+    cases,
+    count_collectives,
+    load_stage,
+    runs_for,
+    stage_file,
+)
+from late_backend import Call, Wait, assert_all_waited_for, recorded_calls
 from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agree
 from torch import Tensor, nn
 
@@ -65,35 +76,6 @@ def test_results_match_gloo_and_arrive_at_the_wait(pools, dtype):
         if dtype.is_floating_point:
             # before the wait all outputs are NaN, except the root's own broadcast
             assert sum(bool(t.isnan().all()) for t in early) >= len(early) - 1
-
-
-def in_groups() -> tuple:
-    """All-reduces over groups of several kinds, and the record of these calls."""
-    everyone = dist.new_group(group_desc="everyone")
-    mixed = dist.new_group(backend="cpu:late,meta:gloo", group_desc="mixed")
-    pair, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]], group_desc="pair")
-    on_gloo = dist.new_group(backend="gloo", group_desc="stop")
-    sums, early = [], []
-    with recorded_calls() as events:
-        for group in (None, everyone, mixed, pair, on_gloo):
-            t = torch.tensor([float(dist.get_rank())])
-            work = dist.all_reduce(t, group=group, async_op=True)
-            early.append(group is on_gloo or bool(t.isnan()))
-            work.wait()
-            sums.append(t.item())
-    return sums, early, events
-
-
-def test_process_groups_of_every_kind(pools):
-    records = []
-    for rank, (sums, early, events) in enumerate(pools(4, backend="late").run(in_groups)):
-        assert sums == [6, 6, 6, 2 + 2 * (rank % 2), 6] and all(early)
-        calls = [event for event in events if not isinstance(event, Wait)]
-        assert [c.desc for c in calls] == ["default_pg", "everyone", "mixed", "pair"]
-        assert calls[-1].ranks == (rank % 2, rank % 2 + 2)
-        records.append(events)
-    assert_ranks_agree(records)
-    assert_completes(records)
 
 
 def seeded_bug(kind: str) -> None:
@@ -209,7 +191,34 @@ def train(stage: str, argv: list[str]) -> tuple[list[dict], list]:
     return metrics, events
 
 
-def assert_parity_over_the_late_backend(reproduce, run) -> None:
+RECORDED = {  # a collective's name in the ledger, and in the record
+    **{name: name for name in ("all_reduce", "broadcast", "reduce")},
+    **{f"{name}_single": name for name in ("all_gather", "reduce_scatter", "all_to_all")},
+    **{"isend": "send", "irecv": "recv"},
+}
+
+
+def calls_of(stage: str, argv: list[str]) -> tuple[Counter, Counter]:
+    """Train; the calls that PyTorch's dispatcher sees over Gloo, and those that are recorded over
+    the late backend, both without the group that uses Gloo on GPUs, too."""
+    with (
+        patch.object(load_stage(stage), "evaluate", lambda *_: 0.0),
+        count_collectives() as counted,
+    ):
+        _, events = train(stage, argv)
+    seen = [RECORDED[r.op] for r in counted.records if r.op in RECORDED and r.group != "stop"]
+    return Counter(seen), Counter(event.op for event in events if isinstance(event, Call))
+
+
+@pytest.mark.parametrize("run", cases("agreement"))
+def test_an_independent_count_confirms_the_record(reproduce, run):
+    over_gloo, late = (reproduce(run, calls_of, backend)[0] for backend in ("gloo", "late"))
+    for (seen, _), (_, recorded) in zip(over_gloo, late, strict=True):
+        assert seen and seen == recorded
+
+
+@pytest.mark.parametrize("run", [*cases("late"), *cases("late-bf16")])
+def test_parity_over_the_late_backend(reproduce, run):
     every, expected = reproduce(run, train, "late")
     metrics, records = zip(*every, strict=True)
     for lines in metrics:
@@ -218,16 +227,6 @@ def assert_parity_over_the_late_backend(reproduce, run) -> None:
     assert_ranks_agree(records)
     assert_completes(records)
     assert_connects_early(records)
-
-
-@pytest.mark.parametrize("run", cases("late"))
-def test_parity_over_the_late_backend(reproduce, run):
-    assert_parity_over_the_late_backend(reproduce, run)
-
-
-@pytest.mark.parametrize("run", cases("late-bf16"))
-def test_parity_over_the_late_backend_in_bfloat16(reproduce, run):
-    assert_parity_over_the_late_backend(reproduce, run)
 
 
 def test_parity_in_a_mixed_configuration(reproduce):

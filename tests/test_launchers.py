@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness import REPO, assert_same_curve, metrics_of, stage_path, stages
+from jobs import executable
 from slurm_cluster import STRAY, copy_of_repository, need
 
 pytestmark = pytest.mark.slow
@@ -47,8 +48,7 @@ def test_readmes_command_of_mpirun_starts_a_stage(tmp_path, reference, corpus_di
 
 def dry_make_run(bin: Path, tool: str, script: str, **variables: str) -> str:
     """What `make run-04` would run where `tool` is this script."""
-    (bin / tool).write_text(f"#!/bin/sh\n{script}")
-    (bin / tool).chmod(0o755)
+    executable(bin / tool, f"#!/bin/sh\n{script}")
     settings = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}"}
     settings = {k: v for k, v in settings.items() if k != "CUDA_VISIBLE_DEVICES"} | variables
     command = ["make", "-n", "run-04"]
@@ -98,8 +98,7 @@ def make(
     for tool in common.split():
         (bin / tool).symlink_to(shutil.which(tool))
     for tool, lines in scripts.items():
-        (bin / tool).write_text(f"#!/bin/sh\n{lines}\n")
-        (bin / tool).chmod(0o755)
+        executable(bin / tool, f"#!/bin/sh\n{lines}\n")
     copy = copy_of_repository(folder / "copy", site="" if checks_flags else "VENV=none\n")
     return subprocess.run(
         ["make", *words], cwd=copy, env={"PATH": str(bin)}, capture_output=True, text=True
@@ -181,26 +180,6 @@ def test_submission_passes_cpus_memory_and_its_time_and_names_the_gpus_it_does_n
     assert re.search(r"^7;\d{8}-\d{6}$", done.stderr, re.MULTILINE)  # for the job's environment
 
 
-JOBS = """\
-for job in "7|02_ddp|FAILED" "8|02_ddp|PENDING" "9|03_zero|CANCELLED"; do
-  echo "$job|$PWD|0:01|node1"
-done
-"""
-
-
-def test_status_names_only_logs_that_exist(tmp_path):
-    tools = SLURM | {"squeue": 'case "$*" in *%A*) [ ! -e ../jobs ] || . ../jobs ;; esac'}
-    done = make(tmp_path, "status", **tools)
-    assert done.stdout.strip().endswith("some minutes ago"), done.stdout
-    (tmp_path / "jobs").write_text(JOBS)
-    (tmp_path / "copy/03_zero-9.log").touch()
-    env = {"PATH": str(tmp_path / "bin")}
-    command = ["make", "status"]
-    done = subprocess.run(command, cwd=tmp_path / "copy", env=env, capture_output=True, text=True)
-    for line in (r"7 .*  \(no log\) ", r"8 .* 02_ddp-8.log \(later\) ", r"9 .* 03_zero-9.log  "):
-        assert re.search(f"^{line}", done.stdout, re.MULTILINE), done.stdout
-
-
 # ---- launch.sh, with fake Slurm commands ----
 
 SCONTROL = """\
@@ -227,8 +206,7 @@ def launch(
     """Run launch.sh in a job that started `before` seconds ago and has `left` seconds left."""
     squeue = 'echo "$COMMENT"'
     for tool, lines in {"scontrol": SCONTROL, "srun": SRUN, "squeue": squeue}.items():
-        (folder / tool).write_text(f"#!/bin/bash\n{lines}\n")
-        (folder / tool).chmod(0o755)
+        executable(folder / tool, f"#!/bin/bash\n{lines}\n")
     env = dict(os.environ, PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="7", STATUS="0")
     env |= {"SRUN_CPUS_PER_TASK": "1", "SLURM_JOB_NUM_NODES": "1", "COMMENT": "(null)"}
     env |= {"START": in_slurm_time(-before), "END": in_slurm_time(left)} | variables
@@ -310,8 +288,7 @@ ERRORS_OF_ENV = {  # the job's variables: what env.sh says, and returns to the s
 
 @pytest.mark.parametrize("variables", ERRORS_OF_ENV)
 def test_an_error_of_env_sh_is_a_line_and_ends_no_shell(tmp_path, variables):
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho NodeAddr=n")
-    (tmp_path / "scontrol").chmod(0o755)
+    executable(tmp_path / "scontrol", "#!/bin/sh\necho NodeAddr=n")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
     env |= dict(word.split("=") for word in variables.split())
     script = f"source {REPO}/slurm/env.sh; echo status $?"
@@ -386,8 +363,7 @@ sys.exit(max(rank.wait() for rank in ranks))
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_the_process_that_slurm_started_reaches_the_ranks(tmp_path, number):
     """Under cgroups Slurm signals no other. torchrun starts each rank in a session of its own."""
-    (tmp_path / "python").write_text(RANKS)
-    (tmp_path / "python").chmod(0o755)
+    executable(tmp_path / "python", RANKS)
     environment = dict(os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_NODEID="0")
     node = subprocess.Popen(["bash", REPO / "slurm/node.sh", "torchrun"], env=environment)
     while not all((tmp_path / f"rank{i}").exists() for i in range(2)):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from harness import REPO, stage_path, stages
+from jobs import executable
 
 import common
 
@@ -104,9 +105,7 @@ def test_requirements_declare_every_imported_package():
 def test_setup_keeps_the_pytorch_of_an_environment(tmp_path, torch, has_torch, status, installed):
     python = f'[ "$1 $2" != "-c import torch" ] && echo "$@" || exit {int(not has_torch)}'
     for name in ("pip", "python"):
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{python}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+        executable(tmp_path / "bin" / name, f"#!/bin/sh\n{python}\n")
     command = ["sh", "tools/setup.sh", sys.executable, str(tmp_path), torch]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == status, done.stderr

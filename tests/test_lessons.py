@@ -9,9 +9,7 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from browser import Browser, find_chromium
 from harness import lines_of, stages
-from slurm_cluster import skip_or_fail
 
 from tools import lessons
 
@@ -69,44 +67,3 @@ def test_a_comparison_shows_every_line_of_both_stages(pages, old, new):
     for stage, start in ((old, 'class="old"'), (new, 'class="new"')):
         lines = enumerate(lines_of(stage), 1)
         assert {x for x in lines if x[1] and "# -----" not in x[1]} <= page.code(start)
-
-
-def test_words_that_differ_are_marked_and_indentation_is_not():
-    line = '<span class="k">return</span> f(a &lt; b)'
-    said = lessons.marked(line, "return f(a < b)", "    return f(c < g(b))")
-    assert said == '<span class="k">return</span> f(<mark>a</mark> &lt; b)'
-
-
-def test_lines_face_those_that_they_resemble_most():
-    old, new = ([*enumerate(text.split("|"))] for text in ("x = f(a)|y = 2", "z()|x = f(b)|w|v"))
-    assert [*lessons.pair_up(old, new)] == [
-        *((None, new[0]), (old[0], new[1]), (old[1], new[2]), (None, new[3]))
-    ]
-
-
-SEEN = r"""({
-  width: document.documentElement.scrollWidth,
-  broken: [...document.images].filter((each) => !each.naturalWidth).length,
-  dark: getComputedStyle(document.body).backgroundColor.match(/\d+/)[0] < 60,
-  beside: [...document.querySelectorAll(".row")].some((each) => {
-    const [old, new_] = [...each.children].map((cell) => cell.getBoundingClientRect());
-    return old.height && new_.height && old.top == new_.top;
-  }),
-})"""
-
-
-def test_pages_in_a_browser(folder):
-    """Nothing scrolls sideways. A wide screen shows both stages side by side, a narrow one not."""
-    if find_chromium() is None:
-        skip_or_fail("Chromium is missing (apt install chromium)")
-    with Browser() as browser:
-        for name in (*stages(), "index", "07-code", "07-from-06", "01-from-07", "RUNNING.md"):
-            browser.open(folder / f"{name}.html", 1280)
-            for width, dark in ((1280, False), (390, True)):
-                browser.screen(width, dark)
-                seen = browser.evaluate(SEEN)
-                beside = "from" in name and width == 1280
-                assert seen.pop("width") <= width, (name, width)
-                assert seen == {"broken": 0, "dark": dark, "beside": beside}, (name, width)
-            assert not browser.problems, name
-            assert all(url.startswith("file:") for url in browser.requests), name

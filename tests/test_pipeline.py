@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter, deque
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import REPO, load_stage
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.counter_rng import sample_keys
@@ -238,26 +235,6 @@ def test_all_schedules_are_bitwise_identical_with_the_same_matmuls(pools, change
 
 
 # ---- the trace ----
-
-
-def actions_traced(schedule: str) -> tuple[list[str], list[str]]:
-    """The names in the trace of a run, and the schedule's actions; without a profiler, none."""
-    pipeline, _ = pipeline_of(schedule, CONFIG)
-    batch = micro_batches(2)
-    spans: list[str] = []
-    with patch("torch.profiler.record_function", lambda name: spans.append(name) or nullcontext()):
-        pipeline.run(batch)
-    assert not spans, "record_function is slow even if nothing is traced"
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        pipeline.run(batch)
-    actions = pipeline.schedule(pipeline.rank, pipeline.p, len(batch))
-    expected = [f"{action.kind} {action.micro} {action.stage}" for action in actions]
-    return [event.name for event in trace.events() if event.name in expected], expected
-
-
-def test_a_trace_names_every_action(pools):
-    for found, expected in pools(2).run(actions_traced, "zero-bubble"):
-        assert sorted(found) == sorted(expected)
 
 
 # ---- memory ----

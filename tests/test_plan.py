@@ -132,13 +132,6 @@ def test_the_plan_of_the_example_takes_at_most_20_seconds(command):
     assert "a tie: measure these" in said and "by formula" in said
 
 
-def test_no_figure_is_printed_for_a_latency_bound_step(command):
-    small = "--d-model 2048 --n-layers 16 --n-heads 16 --seq-len 1024 --global-batch-size 128"
-    status, said, _ = command(f"{small} {CLUSTER}")
-    assert status == 0 and "latency-bound, not predicted" in said
-    assert " s, " not in said.split("step, and its range")[1]
-
-
 def test_a_preflight_replaces_the_data_sheets_rates(tmp_path):
     file = tmp_path / "preflight.json"
     file.write_text(

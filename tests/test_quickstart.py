@@ -3,11 +3,10 @@ GPUs, also after a failure."""
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
-from harness import stage_path, stages
+from harness import stages
 
 from tools import quickstart
 from tools.quickstart import Quickstart, Row, rows_for, run_rows, tolerance_of
@@ -77,18 +76,6 @@ def test_without_stage_01_no_other_row_runs_on_a_cpu(capsys):
     assert "row 1" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("stage", ["05", "07"])
-def test_tensor_parallel_scripts_ask_for_one_hardware_queue_before_torch(stage, monkeypatch):
-    path = stage_path(stage)
-    before_torch = path.read_text().partition("\nimport torch\n")[0]
-    for given, expected in (None, "1"), ("8", "8"):
-        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-        if given:
-            monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
-        exec(before_torch, {"__file__": str(path), "__name__": "script"})
-        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
-
-
 def test_float8_matmuls_are_judged_by_their_error():
     text, is_bad = Quickstart(0).script(Row("", "", 0, quickstart.MATMULS), 100)
     assert not is_bad, text
@@ -97,14 +84,16 @@ def test_float8_matmuls_are_judged_by_their_error():
 
 
 @pytest.mark.slow
-def test_every_row_runs_and_a_loss_that_is_off_fails(monkeypatch, tmp_path, capsys):
+def test_every_kind_of_row_runs_and_a_loss_that_is_off_fails(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(quickstart, "FOLDER", tmp_path)
     monkeypatch.setattr(quickstart, "HALF", 2)
     monkeypatch.setitem(quickstart.BASE, "quickstart", f"{TINY} --dtype float32")
-    rows, tried = rows_for(0, cores=2), Quickstart(0)
+    # 01, by torchrun, with a reference of its own, resumed; test_parity.py has the others' flags
+    rows = [row for row in rows_for(0, cores=2) if row.stage in ("01", "02", "09")]
+    tried = Quickstart(0)
     try:
         assert run_rows(rows, tried, float("inf"), "", 0) == 0, capsys.readouterr().out
         assert capsys.readouterr().out.count(" s\n") == len(rows)
-        assert tried.run(rows[2]._replace(tolerance=-1.0), 100)[1]
+        assert tried.run(rows[1]._replace(tolerance=-1.0), 100)[1]
     finally:
         tried.close()

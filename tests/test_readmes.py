@@ -111,23 +111,21 @@ def flags_in(*patterns: str) -> set[str]:
     return {flag for text in texts for flag in re.findall(r"\"(--[a-z][\w-]*)\"", text)}
 
 
-def test_flags_exist(readme):
-    everywhere = flags_in("[0-9][0-9]_*/*.py", "common/*.py", "tools/**/*.py", "benchmarks/*.py")
-    everywhere = everywhere | flags_in("tests/*.py") | OTHERS_FLAGS
+def test_flags_exist_and_a_command_has_only_those_of_its_stage(readme):
+    everywhere = (
+        "[0-9][0-9]_*/*.py",
+        "common/*.py",
+        "tools/**/*.py",
+        "benchmarks/*.py",
+        "tests/*.py",
+    )
     for code in code_of(readme):
+        found = set(re.findall(r"\b(\d\d)_\w+/train\.py|make (?:run|submit)-(\d\d)", code))
+        files = everywhere
+        if len(found) == 1:
+            files = f"{''.join(found.pop())}_*/train.py", "common/arguments.py"
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):
-            assert flag in everywhere, code
-
-
-def test_a_command_has_only_the_flags_of_its_stage(readme):
-    for code in code_of(readme):
-        stages = set(re.findall(r"\b(\d\d)_\w+/train\.py|make (?:run|submit)-(\d\d)", code))
-        if len(stages) != 1:
-            continue
-        stage = "".join(stages.pop())
-        known = flags_in(f"{stage}_*/train.py", "common/arguments.py") | OTHERS_FLAGS
-        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):
-            assert flag in known, f"stage {stage}: {code}"
+            assert flag in flags_in(*files) | OTHERS_FLAGS, code
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=str)
@@ -197,31 +195,3 @@ def test_the_pictures_of_memory_show_the_measured_peaks():
         found = [memory.recorded(*memory.STEPS[title]) for title in titles]
         peaks = [max(count.total() for _, count in samples) / 1e6 for samples in found]
         assert [float(peak) for peak in shown] == pytest.approx(peaks, abs=0.1), name
-
-
-def event(name: str, start: float, end: float, number: int | None = None, tid: int = 1) -> dict:
-    """An event of a trace; times in ms. number: autograd's sequence number."""
-    args = {"Sequence number": number}
-    return {"name": name, "ts": 1e3 * start, "dur": 1e3 * (end - start), "tid": tid, "args": args}
-
-
-def test_the_time_line_shows_what_is_hidden_and_what_is_exposed():
-    """A made-up trace: backward of a layer from 4 to 8 ms, an all-reduce in flight from 6 to 9."""
-    from tools.pictures import overlap
-
-    events = [
-        step := event("ProfilerStep#3", -0.1, 10),
-        event("aten::embedding", 0, 1, number=1),
-        event("aten::rms_norm", 1, 4, number=2),
-        event("autograd::engine::evaluate_function: MmBackward0", 4, 8, number=2),
-        event("aten::mm", 4, 6),
-        event("c10d::allreduce_", 6, 6.1),
-        event("gloo:all_reduce", 6.1, 9, tid=2),
-        event("aten::mm", 7.5, 8),
-    ]
-    compute = overlap.computation(events, step, n_layers=1)
-    units = [(span.fill, span.label) for span in compute]
-    assert units == [("blue", "embed"), ("blue", "layer 0"), *[("green", "layer 0")] * 2]
-    messages = overlap.communication(events, step)
-    assert [round(s.end - s.start, 3) for s in messages] == [3.0]
-    assert round(overlap.overlapped(compute, messages), 3) == 0.5

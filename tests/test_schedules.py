@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache, partial
 from itertools import product
 
 import pytest
-from harness import REPO, load_stage
+from harness import load_stage
 
 from tools.pictures import timeline
 
@@ -117,37 +114,6 @@ def test_bubble_fraction_with_unit_costs(name):
             assert expected == pytest.approx((p - 1) / (3 * m + p - 1))
 
 
-def shortest(p: int, m: int) -> int:
-    """The least time of any order of F, B and W on p ranks, found by exhaustive search."""
-    state = ((0, 0, 0),) * p  # forwards, input gradients and weight gradients done by each rank
-    seen, time = {state}, 0
-    while ((m, m, m),) * p not in seen:
-        time += 1
-        seen = {after for before in seen for after in _one_unit_later(before, p, m)}
-        assert time < 100
-    return time
-
-
-def _one_unit_later(state: tuple, p: int, m: int) -> Iterator[tuple]:
-    choices = []
-    for rank, (f, b, w) in enumerate(state):
-        possible = []
-        if f < m and (rank == 0 or state[rank - 1][0] > f):
-            possible.append((f + 1, b, w))
-        if b < f and (rank == p - 1 or state[rank + 1][1] > b):
-            possible.append((f, b + 1, w))
-        if w < b:
-            possible.append((f, b, w + 1))
-        # waiting is never better than running a possible action
-        choices.append(possible or [(f, b, w)])
-    yield from product(*choices)
-
-
-@pytest.mark.parametrize("p, m", [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3), (4, 2)])
-def test_zero_bubble_schedule_is_optimal(p, m):
-    assert shortest(p, m) == claimed_length("zero-bubble", p, m, 1)
-
-
 # ---- partition of the units ----
 
 
@@ -168,32 +134,8 @@ def test_stages_partition_the_model_evenly():
 @every_schedule
 def test_timeline_shows_every_action(name):
     spans = timeline.simulate(stage, schedule_of(name, 2), 2, 4)
-    actions = sum(map(len, spans))
     panel = timeline.Panel("a title", spans, "units")
-    root = ElementTree.fromstring(str(timeline.picture("2 ranks", [panel])))
-    assert len(boxes_of(root)) == actions
-    plain = timeline.terminal(panel, panel.length, 120, coloured=False)
-    assert len(plain.splitlines()) == 2 and "F3" in plain
-    assert timeline.terminal(panel, panel.length, 120, coloured=True).count("\033[0m") == actions
-
-
-def boxes_of(root: ElementTree.Element) -> list[ElementTree.Element]:
-    """The boxes of actions: they alone have a hint."""
-    svg = "{http://www.w3.org/2000/svg}"
-    return [rect for rect in root.iter(f"{svg}rect") if rect.find(f"{svg}title") is not None]
-
-
-def test_the_picture_of_the_schedules_is_up_to_date(monkeypatch, tmp_path):
-    drawn = tmp_path / "schedules.svg"
-    monkeypatch.setattr(sys, "argv", f"timeline.py --schedule all --svg {drawn}".split())
-    timeline.main()
-    assert (REPO / "06_pipeline/schedules.svg").read_text() == drawn.read_text(), "make pictures"
-
-
-@pytest.mark.parametrize("argv", ["--pp 0", "--micro 0", "--virtual -1 --schedule interleaved"])
-def test_wrong_arguments_of_the_timeline_are_one_line(monkeypatch, capsys, argv):
-    monkeypatch.setattr(sys, "argv", ["timeline.py", *argv.split()])
-    with pytest.raises(SystemExit) as exit:
-        timeline.main()
-    said = capsys.readouterr().err
-    assert exit.value.code == 2 and said.count("\n") == 1 and argv.split()[0] in said
+    plain = timeline.drawn(panel, panel.length, 120, coloured=False)
+    assert len(plain.splitlines()) == 3 and "F3" in plain and plain.startswith("a title: bubble")
+    coloured = timeline.drawn(panel, panel.length, 120, coloured=True)
+    assert coloured.count("\033[0m") == sum(map(len, spans))

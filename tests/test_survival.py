@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -13,10 +14,9 @@ from pathlib import Path
 
 import chaos
 import pytest
-from harness import REPO, assert_same_curve, load_stage, metrics_of, runs_for, stage_path
-from jobs import free_port, start, torchrun, workers_of
+from harness import REPO, Pool, assert_same_curve, metrics_of, runs_for, stage_path
+from jobs import free_port, start, torchrun, train_and_signal, workers_of
 
-from common import checkpoint, storage
 from common.checkpoint import checkpoints
 
 pytestmark = pytest.mark.slow
@@ -30,46 +30,28 @@ def argv_of(stage: str, corpus_dir: Path, run_dir: Path, *flags) -> list[str]:
 # ---- kill -9 ----
 
 
-def test_resume_after_two_kills_is_bitwise_identical(fresh_pool, corpus_dir, tmp_path):
-    """`make chaos` does this to every stage, and more often."""
-    stage = "06"
-    ranks = chaos.run_of(stage).ranks
-    pool = fresh_pool(ranks)
+CHAOS = "CHAOS" in os.environ  # `make chaos`: every stage, at other times in every run
+
+
+@pytest.mark.parametrize("stage", [run.stage for run in runs_for("kill")] if CHAOS else ["06"])
+def test_resume_after_kills_is_bitwise_identical(corpus_dir, tmp_path, stage):
+    seed = random.SystemRandom().randrange(10**6) if CHAOS else int(stage)
+    rng, ranks = random.Random(seed), chaos.run_of(stage).ranks
     argv = [*chaos.run_of(stage).argv, *chaos.RUN.split(), "--data", str(corpus_dir)]
-    pool.train(stage, [*argv, "--run-dir", str(tmp_path / "undisturbed")])
-    rng = random.Random(int(stage))
-    kills = [chaos.random_kill(rng, ranks, True, 0.0) for _ in range(2)]
-    done, _, problem = chaos.endure(pool, stage, kills, argv, tmp_path / "killed")
+    with contextlib.closing(Pool(ranks, group=stage != "01")) as pool:
+        pool.run(os.getpid)  # do not time the start of the processes
+        began = time.monotonic()
+        pool.train(stage, [*argv, "--run-dir", str(tmp_path / "undisturbed")])
+        seconds = time.monotonic() - began
+        kills = [chaos.random_kill(rng, ranks, True, seconds) for _ in range(2)]
+        kills += [chaos.random_kill(rng, ranks, False, seconds)] * CHAOS
+        done, in_save, problem = chaos.endure(pool, stage, kills, argv, tmp_path / "killed")
+    print(f"  {stage}  seed {seed}: {done} kills, {in_save} inside a save")
     assert done >= 1 and not problem
     assert not chaos.differences(tmp_path / "killed", tmp_path / "undisturbed")
 
 
 # ---- signals ----
-
-
-def train_and_signal(
-    stage: str, argv: list[str], number: int, target: int, step: int
-) -> list[dict]:
-    """Train; one rank gets a signal in the middle of `step`, and again while it saves."""
-    from common.run import Run
-
-    log, write = Run.log, storage.AtomicWriter.write_data
-
-    def log_and_signal(self, now, *args, **more):
-        log(self, now, *args, **more)
-        if now == step and checkpoint.dist.get_rank() == target:
-            os.kill(os.getpid(), number)
-
-    def signal_and_write(self, *args, **kwargs):
-        os.kill(os.getpid(), number)
-        time.sleep(0.1)
-        return write(self, *args, **kwargs)
-
-    Run.log, storage.AtomicWriter.write_data = log_and_signal, signal_and_write
-    try:
-        return load_stage(stage).main(argv)
-    finally:
-        Run.log, storage.AtomicWriter.write_data = log, write
 
 
 @pytest.mark.parametrize(
@@ -87,10 +69,11 @@ def test_signal_to_one_rank_saves_the_same_step_on_all_and_stops(
     )
     assert all(o.traceback is None and o.exit_status is None for o in ended), ended
     for outcome in ended:
-        assert [x["step"] for x in outcome.value][:4] == [0, 1, 2, 3]
-        assert len(outcome.value) <= 5  # within two steps
+        metrics, _ = outcome.value
+        assert [x["step"] for x in metrics][:4] == [0, 1, 2, 3]
+        assert len(metrics) <= 5  # within two steps
     (saved,) = checkpoints(tmp_path / "checkpoints")
-    assert saved.name == f"step-{len(ended[0].value):08d}"
+    assert saved.name == f"step-{len(metrics):08d}"
 
 
 # ---- real processes ----
@@ -119,15 +102,14 @@ def test_signal_to_one_process_ends_the_job_with_status_0(corpus_dir, tmp_path):
     assert checkpoints(tmp_path / "checkpoints")[-1].name == f"step-{steps:08d}"
 
 
-@pytest.mark.parametrize("stage", ["01", "02"])
-def test_ctrl_c_prints_one_line_and_saves_nothing(corpus_dir, tmp_path, stage):
-    argv = argv_of(stage, corpus_dir, tmp_path, "--log-every", 1, "--steps", 100_000)
-    processes = start(stage, 1 if stage == "01" else 2, argv, tmp_path)
+def test_ctrl_c_prints_one_line_and_saves_nothing(corpus_dir, tmp_path):
+    argv = argv_of("02", corpus_dir, tmp_path, "--log-every", 1, "--steps", 100_000)
+    processes = start("02", 2, argv, tmp_path)
     assert any("step     1" in line for line in processes[0].stdout)
     for process in processes:  # as a terminal does
         process.send_signal(signal.SIGINT)
     said = [p.communicate(timeout=60)[1] for p in processes]
-    assert [p.returncode for p in processes] == [130] * len(processes)
+    assert [p.returncode for p in processes] == [130, 130]
     assert "".join(said).strip() == "interrupted" and not checkpoints(tmp_path / "checkpoints")
 
 
@@ -197,7 +179,7 @@ def test_torchrun_with_restarts_and_a_store_that_outlives_them_is_an_error(tmp_p
 
 
 @pytest.mark.wall_clock  # both nodes must join within `last_call_timeout`
-@pytest.mark.skipif("CHAOS" not in os.environ, reason="takes a minute: make chaos runs it")
+@pytest.mark.skipif(not CHAOS, reason="takes a minute: make chaos runs it")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_elastic_resume_after_a_lost_node_keeps_the_global_batch(reference, corpus_dir, tmp_path):
     """Two nodes with one rank each; one dies with its launcher, the other continues alone."""

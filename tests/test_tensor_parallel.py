@@ -111,19 +111,6 @@ def test_logit_of_minus_infinity_leaves_the_loss_finite(pools):
     pools(2).run(cross_entropy_of_masked_logits)
 
 
-def second_backward() -> None:
-    stage = load_stage("05")
-    logits = torch.randn(4, 8, requires_grad=True)
-    loss = stage.vocab_parallel_cross_entropy(logits * 1.0, torch.arange(4), dist.group.WORLD)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="inplace operation"):
-        loss.backward()
-
-
-def test_second_backward_is_an_error(pools):
-    pools(2).run(second_backward)
-
-
 # ---- memory ----
 
 

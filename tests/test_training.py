@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import pickle
 import shutil
 import signal
 import stat
@@ -20,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from chaos import numbers, tensors_of
 from harness import REPO, assert_same_curve, load_stage, metrics_of, stage_path
+from jobs import train_and_signal
+from test_checkpoint import metadata_of, write_metadata
 from torch import Tensor
 
 from common import storage
@@ -104,16 +105,6 @@ def test_bfloat16_is_used_and_stays_close_to_float32(train):
     differences = [abs(a["loss"] - b["loss"]) for a, b in zip(exact, rough, strict=True)]
     assert 1e-7 < max(differences) < 0.02
     assert abs(exact[-1]["val_loss"] - rough[-1]["val_loss"]) < 0.02
-
-
-def test_gradient_clipping_uses_the_global_norm_and_zero_disables_it(train):
-    """Seen in AdamW's second moment: clipping changes the relative size of the steps' gradients."""
-    flags = "--steps 4 --log-every 1 --lr 1e-2 --warmup-steps 0".split()
-    never = train(*flags, "--grad-clip", 0)
-    assert numbers(never) == numbers(train(*flags, "--grad-clip", 1e9))
-    clipped = train(*flags, "--grad-clip", 0.1)
-    assert clipped[0]["grad_norm"] == never[0]["grad_norm"] > 0.1  # logged before clipping
-    assert clipped[-1]["loss"] != never[-1]["loss"]
 
 
 def test_logging_and_evaluation_intervals(train):
@@ -218,15 +209,6 @@ def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path,
     assert names == ["step-00000002", "step-00000004"]
 
 
-def test_model_state_is_sixteen_bytes_per_parameter(pools, corpus_dir):
-    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "1"]
-    pool = pools(1, group=False)
-    pool.close()  # a fresh process without other live tensors
-    (line,) = pool.train("01", argv)[0]
-    parameters = TransformerConfig(201, 32, 2, 2, 16).num_parameters()
-    assert 16 * parameters <= line["model_state_mb"] * 1e6 < 16 * parameters * 1.05
-
-
 def train_on_read_only_checkpoints(argv: list[str]) -> None:
     error = OSError(errno.EROFS, "Read-only file system")
     with patch("tempfile.TemporaryFile", side_effect=error):
@@ -260,13 +242,13 @@ def test_resume_is_bitwise_identical(train, tmp_path):
 
 
 def test_resume_logs_the_metrics_of_an_uninterrupted_run(train, tmp_path):
-    """It drops those after the checkpoint, and a line that is cut short."""
+    """It drops those after the checkpoint, lines that are no metrics, and one that is cut short."""
     flags = "--steps 9 --log-every 2 --checkpoint-every 5 --run-dir".split() + [tmp_path]
     whole = train(*flags)
     newest = checkpoints(tmp_path / "checkpoints")[-1]
     (newest / ".metadata").unlink()  # it is incomplete
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 7, "lo')
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'5\n\xff\n[1]\n{"step": "x"}\nnull\n{"step": 7, "lo')
     assert [x["step"] for x in train(*flags)] == [5, 7, 8]
     assert numbers(metrics_of(tmp_path)) == numbers(whole)
 
@@ -313,19 +295,11 @@ def test_resume_flag_applies_to_the_first_start_only_not_to_a_requeue_or_restart
     first = 0 if how == "never" else 2
     # a restart before the first save still follows the flag
     assert steps_of_restart("4") == list(range(first, 4))
-    assert steps_of_restart("6") == [4, 5]
+    moved = [*tmp_path.glob("earlier*")]
+    assert steps_of_restart("6") == [4, 5] and [*tmp_path.glob("earlier*")] == moved
 
 
-def test_resume_of_a_finished_run_trains_no_step(train, tmp_path):
-    flags = ["--steps", 2, "--checkpoint-every", 1, "--run-dir", tmp_path]
-    train(*flags)
-    before = (tmp_path / "metrics.jsonl").read_text()
-    assert train(*flags) == []
-    assert (tmp_path / "metrics.jsonl").read_text() == before
-    assert [x["step"] for x in train(*flags, "--resume", "never")] == [0, 1]
-
-
-def test_resume_never_keeps_an_earlier_runs_checkpoints_apart(pools, train, corpus_dir, tmp_path):
+def test_resume_never_keeps_an_earlier_runs_checkpoints_apart(train, tmp_path):
     place = ["--run-dir", tmp_path, "--checkpoint-every", 2]
     train("--steps", 6, *place)
     for folders in (["earlier"], ["earlier", "earlier-2"]):
@@ -333,14 +307,6 @@ def test_resume_never_keeps_an_earlier_runs_checkpoints_apart(pools, train, corp
         assert [p.name for p in sorted(tmp_path.glob("earlier*"))] == folders
         assert [p.name[-1] for p in checkpoints(tmp_path / "checkpoints")] == ["2", "4"]
     assert [p.name[-1] for p in checkpoints(tmp_path / "earlier/checkpoints")] == ["4", "6"]
-    # a restart continues from the run's own checkpoint, and moves nothing
-    flags = [*map(str, place), *"--resume never --log-every 1".split()]
-    argv = [*SMALL, "--data", str(corpus_dir), *flags]
-    for count, steps, first in (("1", "4", 0), ("2", "6", 4)):
-        requeue = RESTARTS["requeue"] | {"SLURM_RESTART_COUNT": count}
-        job = restarted, requeue, [*argv, "--steps", steps]
-        assert pools(1, group=False).run(*job)[0][0]["step"] == first
-        assert len(list(tmp_path.glob("earlier*"))) == 3
 
 
 @pytest.mark.parametrize(
@@ -352,6 +318,7 @@ def test_resume_never_keeps_an_earlier_runs_checkpoints_apart(pools, train, corp
         ("never", 1, [2, 4, 6]),
         ("{}-absent", 4, []),  # an error
         ("auto", 8, []),
+        ("auto", 6, []),  # nothing to do
     ],
 )
 def test_a_run_deletes_nothing_that_it_has_not_written(
@@ -455,37 +422,16 @@ def test_resume_with_another_corpus_prints_a_line_and_another_vocabulary_or_mode
 )
 def test_checkpoint_of_another_version_is_one_clear_line(pools, saved_run, tmp_path, run, says):
     argv, run_dir = saved_run
-    shutil.copytree(run_dir / "checkpoints", tmp_path / "checkpoints")
-    for path in checkpoints(tmp_path / "checkpoints"):
-        with open(path / ".metadata", "rb") as file:
-            metadata = pickle.load(file)
-        metadata.planner_data = None if run == "nothing" else {storage.RUN: run}
-        content = pickle.dumps(metadata)
-        seal = storage.SEAL + b"%d" % storage.xxh3_64_intdigest(content)
-        (path / ".metadata").write_bytes(content + seal)
+    folder = tmp_path / "checkpoints"
+    newest = checkpoints(run_dir / "checkpoints")[-1]
+    shutil.copytree(newest, folder / newest.name)
+    metadata = metadata_of(folder)
+    metadata.planner_data = None if run == "nothing" else {storage.RUN: run}
+    write_metadata(folder, metadata)
     (ended,) = pools(1, group=False).attempt_train("01", [*argv, "--resume", str(tmp_path)])
     assert ended.traceback is None and says in ended.stdout + ended.stderr, ended
     if ended.exit_status is not None:
         assert ended.exit_status == 2 and ended.stderr.count("\n") == 1
-
-
-def train_and_signal(argv: list[str], number: int, step: int) -> tuple[list[dict], bool]:
-    """Train with a signal while a step is logged; returns whether the handlers were restored."""
-    before = signal.SIG_DFL
-    signal.signal(number, before)  # nohup has SIGHUP ignored
-    log = Run.log
-
-    def log_and_signal(self, now, *args, **more):
-        log(self, now, *args, **more)
-        if now == step:
-            os.kill(os.getpid(), number)
-
-    Run.log = log_and_signal
-    try:
-        metrics = load_stage("01").main(argv)
-    finally:
-        Run.log = log
-    return metrics, signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU])
@@ -494,7 +440,7 @@ def test_signal_saves_a_checkpoint_after_the_step_and_stops(
 ):
     flags = ["--steps", "9", "--log-every", "1"]  # a signal saves without --checkpoint-every too
     argv = [*SMALL, "--data", str(corpus_dir), *flags, "--run-dir", str(tmp_path)]
-    job = train_and_signal, argv, number, 3
+    job = train_and_signal, "01", argv, number, 0, 3
     ((metrics, restored),) = pools(1, group=False).run(*job)
     assert restored
     assert [x["step"] for x in metrics] == [0, 1, 2, 3]
@@ -542,27 +488,7 @@ def test_what_cannot_be_logged_or_synced_ends_no_run(pools, tmp_path, corpus_dir
         assert "(the run continues)" in ended.stderr and ended.stderr.count("\n") <= 3
 
 
-def test_lines_of_metrics_that_are_none_are_dropped_at_a_resume(train, tmp_path):
-    place = ["--checkpoint-every", 2, "--log-every", 1, "--run-dir", tmp_path]
-    train("--steps", 2, *place)
-    good = (tmp_path / "metrics.jsonl").read_bytes()
-    (tmp_path / "metrics.jsonl").write_bytes(b'5\n\xff\n[1]\n{"step": "x"}\nnull\n' + good[:-1])
-    train("--steps", 4, *place)
-    assert [x["step"] for x in metrics_of(tmp_path)] == [0, 1, 2, 3]
-
-
 # ---- NaN ----
-
-
-@pytest.mark.parametrize("log_every, step", [(1, 1), (100, 3)])
-def test_nan_loss_stops_the_run_with_a_clear_error(pools, tmp_path, corpus_dir, log_every, step):
-    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "50", "--run-dir", str(tmp_path)]
-    argv += ["--lr", "1e30", "--warmup-steps", "0", "--log-every", str(log_every)]
-    (ended,) = pools(1, group=False).attempt_train("01", [*argv, "--checkpoint-every", "4"])
-    assert ended.exit_status == 1 and ended.stderr.count("\n") == 1, ended
-    assert f" of step {step} is nan" in ended.stderr
-    assert not checkpoints(tmp_path / "checkpoints")  # nothing was saved
-    assert all(math.isfinite(x["loss"]) for x in metrics_of(tmp_path))
 
 
 def poisoned(argv: list[str], step: int, what: str) -> None:
@@ -586,14 +512,23 @@ def poisoned(argv: list[str], step: int, what: str) -> None:
         stage.clip_grad_norm_ = original
 
 
-@pytest.mark.parametrize("what", ["weight", "gradient"])
-def test_nan_does_not_overwrite_the_last_good_checkpoint(pools, train, tmp_path, corpus_dir, what):
+@pytest.mark.parametrize(
+    "what, at, log_every, said, saved",
+    [
+        ("weight", 6, 100, 7, ["step-00000004"]),
+        ("gradient", 7, 100, 7, ["step-00000004"]),  # in the step of a save
+        ("weight", 0, 1, 1, []),  # in the first line that shows it
+    ],
+)
+def test_nan_ends_the_run_with_a_line_and_does_not_overwrite_the_last_good_checkpoint(
+    pools, train, tmp_path, corpus_dir, what, at, log_every, said, saved
+):
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "12", "--run-dir", str(tmp_path)]
-    argv += "--log-every 100 --checkpoint-every 4 --keep-checkpoints 1".split()
-    step = 7 if what == "gradient" else 6  # the step of a save, or the previous one
-    (ended,) = pools(1, group=False).attempt(poisoned, argv, step, what)
+    argv += f"--log-every {log_every} --checkpoint-every 4 --keep-checkpoints 1".split()
+    (ended,) = pools(1, group=False).attempt(poisoned, argv, at, what)
     assert ended.exit_status == 1, ended
-    assert ended.stderr.count("\n") == 1 and "step 7 is nan" in ended.stderr
-    assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == ["step-00000004"]
+    assert ended.stderr.count("\n") == 1 and f"step {said} is nan" in ended.stderr
+    assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == saved
+    assert all(math.isfinite(x["loss"]) for x in metrics_of(tmp_path))
     metrics = train(*argv[len(SMALL) + 2 :])
     assert math.isfinite(metrics[-1]["test_loss"]) and metrics[-1]["step"] == 11

@@ -266,29 +266,10 @@ def gigabytes(count: float) -> str:
     return f"{count / 1e9:.3f}"
 
 
-def with_batch_that_fits(number: str, ranks: int, argv: list[str]) -> list[str]:
-    """Add a global batch of one sample per rank if none is given and the default does not fit."""
-    if any(word.partition("=")[0] == "--global-batch-size" for word in argv):
-        return argv
-    chosen = ["--global-batch-size", str(ranks)]
-    launch = {"RANK": "0", "WORLD_SIZE": str(ranks)}
-    with patch.dict(os.environ, launch), contextlib.redirect_stderr(io.StringIO()):
-        for flags in ([], chosen):
-            with contextlib.suppress(SystemExit):
-                load_stage(number).parse_args([*argv, *flags])
-                break
-        else:
-            flags = []  # the error is another one, which the dry run reports
-    if flags:
-        print(f"the default batch is not divisible by {ranks} ranks: {' '.join(flags)}\n")
-    return [*argv, *flags]
-
-
 def show(
     number: str, ranks: int, rank: int, argv: list[str], vocabulary: int, device: str = "cpu"
 ) -> None:
     start = time.perf_counter()
-    argv = with_batch_that_fits(number, ranks, argv)
     if device == "cuda":
         from tools import fake_cuda
 

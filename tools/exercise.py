@@ -1,6 +1,6 @@
 """Write a technique yourself: the stage's script with blanks, in exercises/NN_name/train.py.
 
-    python -m tools.exercise 02 [--overwrite]
+    python -m tools.exercise 02
 
 The definitions that `exercise` in the stage's `stage.toml` names keep their signatures, docstrings
 and checks. Fill them in that order; `make check-02` checks what is there, with the stage's own code
@@ -75,7 +75,6 @@ def filled(source: str, number: str) -> tuple[str, list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("stage", choices=stages())
-    parser.add_argument("--overwrite", action="store_true", help="an existing file; keeps a copy")
     args = parser.parse_args()
     names = stage_file(args.stage).exercise
     if not names:
@@ -83,11 +82,7 @@ def main() -> None:
     path = REPO / "exercises" / stage_path(args.stage).parent.name / "train.py"
     shown = path.relative_to(REPO)
     if path.exists():
-        if not args.overwrite:
-            fail(f"{shown} exists: pass ARGS=--overwrite to begin again (a copy of it is kept)")
-        copies = (path.with_name(f"train-{i}.py") for i in itertools.count(1))
-        kept = path.rename(next(copy for copy in copies if not copy.exists()))
-        print(f"your earlier version is now {kept.relative_to(REPO)}")
+        fail(f"{shown} exists: move it away to begin again")
     path.parent.mkdir(parents=True, exist_ok=True)
     common = REPO / "exercises/common"
     if not common.is_symlink():

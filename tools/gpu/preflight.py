@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -113,7 +114,7 @@ def exact_matmuls(device: torch.device) -> bool:
     return True
 
 
-def describe(device: torch.device, run_folder: Path) -> dict:
+def describe(device: torch.device) -> dict:
     """Versions, free bytes and clocks of this node."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     clocks = ""
@@ -129,8 +130,7 @@ def describe(device: torch.device, run_folder: Path) -> dict:
             clocks = f"{now} of {most} MHz, {heat} C"
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             clocks = f"nvidia-smi: {type(error).__name__}"
-    while not run_folder.exists():
-        run_folder = run_folder.parent
+    run_folder = Path("runs") if Path("runs").exists() else Path()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     disks = {"run folder": run_folder, "shared memory": Path("/dev/shm")}
     free = {kind: shutil.disk_usage(path).free for kind, path in disks.items() if path.exists()}
@@ -254,10 +254,7 @@ def measure_collectives(group: dist.ProcessGroup, device: torch.device, sizes: S
             tensors[0][:1].tolist()  # waits for the device
             return time.perf_counter() - start
 
-        slowest = torch.tensor(max(once() for _ in range(WARM_UP)), device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)  # all repeat equally often
-        times = [once() for _ in range(repeats_of(slowest.item()))]
-        return median(times), max(times)
+        return repeated(once, longest(once, word, group))
 
     figures = {f"latency {where}": seconds_of(all_reduce, word)}
     for size in sizes.messages:
@@ -280,9 +277,19 @@ def meet(word: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     word.tolist()
 
 
-def repeats_of(seconds: float) -> int:
-    """How often to repeat a message that takes this long."""
-    return min(REPEATS, max(2, int(MESSAGE_SECONDS / seconds)))
+def longest(
+    once: Callable[[], float], word: torch.Tensor, group: dist.ProcessGroup | None
+) -> float:
+    """The longest call of WARM_UP on any rank, so that all repeat it equally often."""
+    seconds = torch.full_like(word, max(once() for _ in range(WARM_UP)))
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+    return seconds.item()
+
+
+def repeated(once: Callable[[], float], seconds: float) -> Figure:
+    """Median and worst of about MESSAGE_SECONDS, if a call takes that many seconds."""
+    times = [once() for _ in range(min(REPEATS, max(2, int(MESSAGE_SECONDS / seconds))))]
+    return median(times), max(times)
 
 
 def rounds(n_nodes: int) -> list[list[tuple[int, int]]]:
@@ -299,53 +306,33 @@ def measure_links(ranks: Ranks, device: torch.device, sizes: Sizes) -> list[dict
 
     All GPUs of all pairs communicate at the same time, first in one direction, then in the other.
     """
-    found, here = [], ranks.launch.rank
+    found, here, n = [], ranks.launch.rank, ranks.launch.local_size
+    buffer = torch.zeros(sizes.messages[-1], dtype=torch.uint8, device=device)
     word = torch.zeros(1, device=device)
     for number, pairs in enumerate(rounds(ranks.n_nodes)):
-        for flipped in (False, True):
-            ranks.phase(f"links between nodes, round {number + 1}{' back' if flipped else ''}")
-            meet(word)
-            for pair in pairs:
-                source, target = (
-                    n * ranks.launch.local_size + ranks.launch.local_rank
-                    for n in (pair[::-1] if flipped else pair)
-                )
+        for way in (1, -1):
+            ranks.phase(f"links between nodes, round {number + 1}{' back' if way < 0 else ''}")
+            links = [[node * n + ranks.launch.local_rank for node in pair[::way]] for pair in pairs]
+            source, target = next((link for link in links if here in link), (-1, -1))
+
+            def once(size: int, source: int = source, target: int = target) -> float:
+                meet(word)
+                start = time.perf_counter()
                 if here == source:
-                    serve(target, device, sizes)
+                    dist.send(buffer[:size], target)
                 elif here == target:
-                    found.append(
-                        {"from": source, "to": here, "rate": receive(source, device, sizes)}
-                    )
+                    dist.recv(buffer[:size], source)
+                    buffer[:1].tolist()  # waits for the device
+                return time.perf_counter() - start
+
+            least = sizes.messages[0]
+            rate = least / longest(partial(once, least), word, None)
+            size = max(s for s in sizes.messages if s == least or s / rate < MESSAGE_SECONDS)
+            typical, worst = repeated(partial(once, size), size / rate)
+            if here == target:
+                rates = size / typical, size / worst
+                found.append({"from": source, "to": here, "rate": rates})
     return found
-
-
-def serve(target: int, device: torch.device, sizes: Sizes) -> None:
-    """Send as many bytes as the receiver asks for, until it asks for none."""
-    buffer = torch.zeros(sizes.messages[-1], dtype=torch.uint8, device=device)
-    wanted = torch.zeros(1, dtype=torch.int64, device=device)
-    while True:
-        dist.recv(wanted, target)
-        if wanted.item() == 0:
-            return
-        dist.send(buffer[: int(wanted)], target)
-
-
-def receive(source: int, device: torch.device, sizes: Sizes) -> Figure:
-    """Bytes per second from `source`; each message starts when this rank asks for it."""
-    buffer = torch.zeros(sizes.messages[-1], dtype=torch.uint8, device=device)
-
-    def bytes_per_second(count: int) -> float:
-        start = time.perf_counter()
-        dist.send(torch.tensor([count], device=device), source)
-        dist.recv(buffer[:count], source)
-        buffer[0].item()  # waits for the device
-        return count / (time.perf_counter() - start)
-
-    slowest = min(bytes_per_second(sizes.messages[0]) for _ in range(WARM_UP))
-    size = max(s for s in sizes.messages if s == sizes.messages[0] or s / slowest < MESSAGE_SECONDS)
-    rates = [bytes_per_second(size) for _ in range(repeats_of(size / slowest))]
-    dist.send(torch.zeros(1, dtype=torch.int64, device=device), source)
-    return median(rates), min(rates)
 
 
 # ---- the run ----
@@ -360,7 +347,7 @@ def measure(ranks: Ranks, args: argparse.Namespace) -> dict:
         torch.cuda.set_device(device)
     sizes = SIZES[device.type]
     record = {"rank": launch.rank, "node": ranks.node, "host": socket.gethostname()}
-    record |= {"gpu": launch.local_rank, **describe(device, args.run_folder)}
+    record |= {"gpu": launch.local_rank, **describe(device)}
     ranks.phase("computation on one device")
     record |= {"figures": measure_device(device, sizes), "exact": exact_matmuls(device)}
     ranks.phase("start of the process group")
@@ -450,7 +437,6 @@ def main() -> int:
     add("--tolerance", type=float, default=0.1, help="how far below its peers is too far")
     add("--join-seconds", type=float, default=60, help="a node that is later is missing")
     add("--limit", type=float, default=110, help="seconds until it ends, whatever hangs")
-    add("--run-folder", type=Path, default=Path("runs"), help="whose disk is checked")
     add("--out", type=Path, default=Path("preflight.json"), help="where every figure goes")
     args = parser.parse_args()
     launch = launch_environment()

@@ -70,12 +70,14 @@ class Recorder(PeakMemory):
         shards, full, averages, grads = (
             [getattr(bucket, name, None) for bucket in self.buckets] for name in names
         )
+        reductions = [getattr(bucket, "reduction", None) for bucket in self.buckets]
+        joined = [t for r in reductions if isinstance(r, tuple) for t in r]  # 04's in flight
         tensors = {  # a storage with several views counts as the last kind
             "optimizer state": [t for s in self.optimizer.state.values() for t in s.values()],
             "parameter shards": shards,
             "full parameters": params + full,
             "gradient shards": averages + [s.grad for s in shards if s is not None],
-            "full gradients": grads + [p.grad for p in params],
+            "full gradients": grads + joined + [p.grad for p in params],
         }
         kind_of = {
             t.untyped_storage()._cdata: kind

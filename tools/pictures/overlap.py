@@ -1,7 +1,7 @@
 """Draw one training step as two lanes, computation and communication, from the run's own trace.
 
     make run-02 ARGS="--data sample --steps 8 --profile --run-dir runs/traced"
-    python -m tools.pictures.overlap runs/traced --svg overlap.svg
+    python -m tools.pictures.overlap runs/traced     # writes runs/traced/overlap.svg
 
 A run with --profile leaves the traces of three steps in its folder. This tool draws the step of
 median length, as one rank saw it. The upper lane holds the operators of the training thread,
@@ -173,14 +173,10 @@ def picture(compute: list[Span], messages: list[Span], length: float, title: str
     art.rect(left, y, length * scale, height, "track")
     art.text(16, y + height / 2 + 4, "communication")
     count: Counter = Counter()
-    labeled = 0.0  # where the last label below the bars ends
     for span, row in zip(messages, rows_of(messages), strict=True):
-        x, w = left + span.start * scale, (min(span.end, length) - span.start) * scale
-        label = str(count[span.label])
-        art.bar(x, y + 4 + row * bar, w, bar - 3, span.fill, label)
-        if w < 6.4 * len(label) + 4 and max(rows_of(messages)) == 0 and x + w / 2 > labeled:
-            art.text(x + w / 2, y + 27, label, size=9, anchor="middle")  # too narrow: below
-            labeled = x + w / 2 + 5.5 * len(label)
+        w = (min(span.end, length) - span.start) * scale
+        place = left + span.start * scale, y + 4 + row * bar, w, bar - 3
+        art.bar(*place, span.fill, str(count[span.label]))
         count[span.label] += 1
     art.axis(left, bottom + 6, scale, length, "ms")
     meanings = {span.fill: span.label for span in messages}
@@ -193,8 +189,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run with --profile")
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--title", default="", help="default: the stage and its ranks")
-    parser.add_argument("--svg", type=Path, help="default: overlap.svg in the run's folder")
     args = parser.parse_args()
     config = json.loads((args.run / "config.json").read_text())
     events = load_trace(args.run, args.rank)
@@ -206,9 +200,8 @@ def main() -> None:
         f"step {step['dur'] / 1e3:.1f} ms, communication {in_flight:.1f} ms: "
         f"{hidden:.1f} ms hidden behind computation, {in_flight - hidden:.1f} ms exposed"
     )
-    title = args.title or f"{config['stage']} on {config['world_size']} ranks"
-    title += f": one step of rank {args.rank}, traced"
-    path = args.svg or args.run / "overlap.svg"
+    where = f"{config['stage']} on {config['world_size']} ranks"
+    title, path = f"{where}: one step of rank {args.rank}, traced", args.run / "overlap.svg"
     path.write_text(str(picture(compute, messages, step["dur"] / 1e3, title)))
     print(f"written: {path}")
 

@@ -1,6 +1,6 @@
 """Draw the READMEs' pictures: SVGs that are light or dark, like the reader's screen.
 
-A picture that no program here draws, such as 07_3d/mesh.svg, follows from no code: edit the file.
+A picture that no program here draws, such as 06_pipeline/schedules.svg, is its own source.
 """
 
 from __future__ import annotations
@@ -44,22 +44,10 @@ class Picture:
         self.shapes: list[str] = []
         self.text(16, 24, title, size=14, weight="bold")
 
-    def rect(
-        self,
-        x: float,
-        y: float,
-        w: float,
-        h: float,
-        fill: str,
-        hint: str = "",
-        opacity: float = 1.0,
-    ) -> None:
+    def rect(self, x: float, y: float, w: float, h: float, fill: str, hint: str = "") -> None:
         shape = f'<rect class="{fill}" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"'
-        if opacity < 1:
-            shape += f' fill-opacity="{opacity:g}"'
-        self.shapes.append(
-            f"{shape}><title>{escape(hint)}</title></rect>" if hint else shape + "/>"
-        )
+        end = f"><title>{escape(hint)}</title></rect>" if hint else "/>"
+        self.shapes.append(shape + end)
 
     def path(self, path: str, fill: str, hint: str) -> None:
         """A filled area, in SVG's path language."""
@@ -68,31 +56,19 @@ class Picture:
 
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str, dash: str = "") -> None:
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        self.shapes.append(
-            f'<line class="{stroke}-line" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-            f"{dashes}/>"
-        )
+        ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+        self.shapes.append(f'<line class="{stroke}-line" {ends}{dashes}/>')
 
     def text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        size: int = 12,
-        fill: str = "ink",
-        anchor: str = "start",
-        weight: str = "normal",
+        self, x: float, y: float, text: str, size=12, fill="ink", anchor="start", weight="normal"
     ) -> None:
-        self.shapes.append(
-            f'<text class="{fill}" x="{x:.1f}" y="{y:.1f}" font-size="{size}" '
-            f'text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
-        )
+        style = f'font-size="{size}" text-anchor="{anchor}" font-weight="{weight}"'
+        shape = f'<text class="{fill}" x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
+        self.shapes.append(shape)
 
-    def bar(
-        self, x: float, y: float, w: float, h: float, fill: str, label: str, opacity: float = 1.0
-    ) -> None:
+    def bar(self, x: float, y: float, w: float, h: float, fill: str, label: str) -> None:
         """A filled bar with its label inside, where the label fits."""
-        self.rect(x, y, max(w, 0.8), h, fill, label, opacity)
+        self.rect(x, y, max(w, 0.8), h, fill, label)
         if w >= 6.4 * len(label) + 4:
             self.text(x + w / 2, y + h / 2 + 4, label, size=11, anchor="middle")
 
@@ -115,20 +91,16 @@ class Picture:
             self.text(x, y + 15, text, size=11, fill="faint", anchor="middle")
 
     def __str__(self) -> str:
-        size = f'viewBox="0 0 {self.width} {self.height}" width="{self.width}"'
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" {size} height="{self.height}" '
-                'font-family="system-ui, sans-serif" role="img">',
-                f"<title>{escape(self.title)}</title>",
-                f"<style>{_rules(LIGHT)} @media (prefers-color-scheme: dark) {{ {_rules(DARK)} }}"
-                "</style>",
-                f'<rect class="card" width="{self.width}" height="{self.height}" rx="8"/>',
-                *self.shapes,
-                "</svg>",
-                "",
-            ]
-        )
+        place = f'viewBox="0 0 {self.width} {self.height}" width="{self.width}"'
+        place += f' height="{self.height}" font-family="system-ui, sans-serif" role="img"'
+        dark = f"@media (prefers-color-scheme: dark) {{ {_rules(DARK)} }}"
+        lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {place}>',
+            f"<title>{escape(self.title)}</title>",
+            f"<style>{_rules(LIGHT)} {dark}</style>",
+            f'<rect class="card" width="{self.width}" height="{self.height}" rx="8"/>',
+        ]
+        return "\n".join([*lines, *self.shapes, "</svg>", ""])
 
 
 def _rules(theme: dict[str, str]) -> str:

@@ -1,10 +1,8 @@
-"""Draw time lines of pipeline schedules at one scale: as planned, or as runs have traced them.
+"""Draw time lines of pipeline schedules in the terminal, at one scale: as planned, or as traced.
 
-    python -m tools.pictures.timeline --schedule gpipe zero-bubble --pp 4 --micro 8 --svg two.svg
-    python -m tools.pictures.timeline --schedule all --svg 06_pipeline/schedules.svg    # all four
-    python -m tools.pictures.timeline --run runs/traced      # of runs with --profile
+    make schedule-06 ARGS="--schedule gpipe zero-bubble --pp 4 --micro 8"
+    make schedule-06 ARGS="--run runs/traced"      # of runs with --profile
 
-Several schedules or runs come into one picture, one under another, with one scale and one axis.
 Planned: the forward of a pipeline stage takes one unit of time, and so does each of the two parts
 of its backward (with v virtual stages per rank, 1/v of that); a message takes none. Measured: the
 step of median length, from the traces that torch.profiler has written to the run's folder.
@@ -21,16 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.arguments import Parser, positive_int
-from tools.pictures.svg import LIGHT, Picture
+from tools.pictures.svg import LIGHT
 from tools.stages import load_stage
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 COSTS = {"F": 1.0, "B": 2.0, "W": 1.0}  # B: 1 where W computes the weights' part
-KINDS = {  # fill and meaning
-    "F": ("blue", "F: forward"),
-    "B": ("green", "B: backward (zero-bubble: inputs only)"),
-    "W": ("orange", "W: backward, weights"),
-}
+COLOURS = {"F": "blue", "B": "green", "W": "orange"}
 
 
 class Span(NamedTuple):
@@ -85,27 +78,21 @@ def bubble_fraction(spans: list[list[Span]]) -> float:
 
 def measured(folder: Path) -> list[list[list[Span]]]:
     """The traced steps of a run, each a list of spans per rank, in ms since the step began."""
-    ranks = []
-    paths = sorted(folder.glob("profile/rank*.pt.trace.json"), key=_rank_of)
+    paths = folder.glob("profile/rank*.pt.trace.json")
+    paths = sorted(paths, key=lambda path: int(path.name[4:].split(".")[0]))
     if not paths:
         raise SystemExit(f"timeline.py: no traces in {folder}/profile: run with --profile")
-    for path in paths:
-        ranks.append(_steps_of(json.loads(path.read_text())))
-    steps = list(zip(*ranks, strict=True))
-    return [_from_zero([_as_drawn(row) for row in step]) for step in steps]
+    steps = zip(*(steps_of(json.loads(path.read_text())) for path in paths), strict=True)
+    return [from_zero([as_drawn(row) for row in step]) for step in steps]
 
 
-def _as_drawn(row: list[Span]) -> list[Span]:
+def as_drawn(row: list[Span]) -> list[Span]:
     """A trace has the numbers of stages; a rank's own ones are its chunks 0, 1, ..."""
     chunks = {stage: i for i, stage in enumerate(sorted({span.chunk for span in row}))}
     return [s._replace(chunk=chunks[s.chunk]) for s in row]
 
 
-def _rank_of(path: Path) -> int:
-    return int(path.name.removeprefix("rank").split(".")[0])
-
-
-def _steps_of(trace: dict) -> list[list[Span]]:
+def steps_of(trace: dict) -> list[list[Span]]:
     """The labelled actions of a trace by profiler step; on a GPU, when its kernels ran."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     category = "gpu_user_annotation"
@@ -125,7 +112,7 @@ def _steps_of(trace: dict) -> list[list[Span]]:
     return steps
 
 
-def _from_zero(rows: list[list[Span]]) -> list[list[Span]]:
+def from_zero(rows: list[list[Span]]) -> list[list[Span]]:
     """Without evaluation's forwards, which follow a step, and with the step's start as zero."""
     kept = []
     for row in rows:
@@ -145,7 +132,7 @@ def median_step(steps: list[list[list[Span]]]) -> list[list[Span]]:
 
 
 class Panel(NamedTuple):
-    """One time line of a picture. unit: of its spans' times."""
+    """One time line. unit: of its spans' times."""
 
     title: str
     spans: list[list[Span]]
@@ -155,17 +142,13 @@ class Panel(NamedTuple):
     def length(self) -> float:
         return max(row[-1].end for row in self.spans)
 
-    @property
-    def heading(self) -> str:
-        bubble = f"bubble {100 * bubble_fraction(self.spans):.1f} %"
-        return f"{self.title}: {bubble}, {self.length:.4g} {self.unit}"
 
-
-def terminal(panel: Panel, longest: float, columns: int, coloured: bool) -> str:
+def drawn(panel: Panel, longest: float, columns: int, coloured: bool) -> str:
     """One line per rank. Every cell is an action with the number of its micro-batch."""
+    bubble = f"bubble {100 * bubble_fraction(panel.spans):.1f} %"
+    lines = [f"{panel.title}: {bubble}, {panel.length:.4g} {panel.unit}"]
     least = min(s.end - s.start for row in panel.spans for s in row)
     scale = min(3 / least, (columns - 9) / longest)  # characters per unit of time
-    lines = []
     for rank, row in enumerate(panel.spans):
         line, at = f"rank {rank:<3} ", 0
         for span in row:
@@ -183,102 +166,46 @@ def terminal(panel: Panel, longest: float, columns: int, coloured: bool) -> str:
 
 def shade(span: Span) -> list[int]:
     """The red, green and blue of a span; every second chunk is paler."""
-    color = bytes.fromhex(LIGHT[KINDS[span.kind][0]].removeprefix("#"))
-    return [round(part + (255 - part) * (1 - opacity(span))) for part in color]
-
-
-def opacity(span: Span) -> float:
-    return 0.45 if span.chunk % 2 else 1.0
-
-
-def picture(title: str, panels: list[Panel]) -> Picture:
-    """All panels one under another. Equal times have equal widths."""
-    left, width, height, gap, heading = 70, 900, 22, 3, 26
-    longest = max(panel.length for panel in panels)
-    scale = (width - left - 16) / longest
-    rows = sum(len(panel.spans) for panel in panels)
-    bottom = 40 + len(panels) * (heading + 8) + rows * (height + gap)
-    art = Picture(width, bottom + 66, title)
-    y = 40
-    for panel in panels:
-        art.text(left, y + heading - 9, panel.heading, weight="bold")
-        y += heading
-        for rank, row in enumerate(panel.spans):
-            art.text(16, y + height / 2 + 4, f"rank {rank}")
-            art.rect(left, y, panel.length * scale, height, "track")
-            for span in row:
-                x, w = left + span.start * scale, (span.end - span.start) * scale
-                fill, _ = KINDS[span.kind]
-                art.bar(x, y, w - 1, height, fill, str(span.micro), opacity(span))
-            y += height + gap
-        y += 8
-    art.axis(left, bottom, scale, longest, panels[0].unit)
-    spans = [span for panel in panels for row in panel.spans for span in row]
-    used = {span.kind for span in spans}
-    meanings = dict(KINDS[kind] for kind in KINDS if kind in used)
-    x = art.legend(left, bottom + 50, meanings | {"track": "bubble"})
-    if any(span.chunk for span in spans):
-        art.text(x, bottom + 50, "paler: every second virtual stage", fill="faint")
-    return art
+    paler = 0.55 * (span.chunk % 2)
+    return [round(x + (255 - x) * paler) for x in bytes.fromhex(LIGHT[COLOURS[span.kind]][1:])]
 
 
 # ---- what to draw ----
 
 
-def planned(name: str, p: int, m: int, virtual: int | None = None) -> Panel:
-    stage = load_stage("06")
-    v = virtual or 2 if name == "interleaved" else 1
-    if name == "interleaved" and m % p:
-        raise SystemExit(f"timeline.py: --micro {m} is not a multiple of --pp {p}")
+def planned(name: str, p: int, m: int) -> Panel:
+    stage, title = load_stage("06"), name
     schedule = stage.SCHEDULES[name]
-    if v > 1:
-        schedule = partial(schedule, v=v)
-    title = f"{name}, {v} virtual stages per rank" if v > 1 else name
+    if name == "interleaved":
+        if m % p:
+            raise SystemExit(f"timeline.py: --micro {m} is not a multiple of --pp {p}")
+        schedule, title = partial(schedule, v=2), f"{name}, 2 virtual stages per rank"
     return Panel(title, simulate(stage, schedule, p, m), "F")
 
 
 def traced(folder: Path) -> Panel:
-    steps = measured(folder)
-    config = json.loads((folder / "config.json").read_text())
-    arguments = config["arguments"]
+    arguments = json.loads((folder / "config.json").read_text())["arguments"]
     m = arguments["global_batch_size"] // arguments["dp"] // arguments["micro_batch_size"]
     title = f"{arguments['schedule']}, {m} micro-batches, measured"
-    fractions = (f"{100 * bubble_fraction(step):.1f} %" for step in steps)
-    print(f"{title}: bubble in each traced step", *fractions)
-    return Panel(title, median_step(steps), "ms")
+    return Panel(title, median_step(measured(folder)), "ms")
 
 
 def main() -> None:
     parser = Parser(description=__doc__.split("\n")[0])
-    names = (*SCHEDULES, "all")
+    names = tuple(load_stage("06").SCHEDULES)
     parser.add_argument("--schedule", choices=names, nargs="+", default=["1f1b"])
     parser.add_argument("--pp", type=positive_int, default=4, help="ranks")
     parser.add_argument("--micro", type=positive_int, default=8, help="micro-batches")
-    parser.add_argument("--virtual", type=positive_int, help="stages per rank (interleaved: 2)")
-    parser.add_argument(
-        "--run", type=Path, nargs="+", help="draw the traces of runs with --profile"
-    )
-    parser.add_argument("--svg", type=Path, help="also write the picture to this file")
+    parser.add_argument("--run", type=Path, nargs="+", help="draw the traces of these runs instead")
     args = parser.parse_args()
     if args.run:
-        panels, title = [traced(folder) for folder in args.run], "One step of each run, traced"
+        panels = [traced(folder) for folder in args.run]
     else:
-        chosen = SCHEDULES if "all" in args.schedule else args.schedule
-        if args.virtual and args.virtual > 1 and "interleaved" not in chosen:
-            raise SystemExit(f"timeline.py: {chosen[0]} has one stage per rank: --virtual 1")
-        panels = [planned(name, args.pp, args.micro, args.virtual) for name in chosen]
-        title = f"{args.pp} ranks, {args.micro} micro-batches"
+        panels = [planned(name, args.pp, args.micro) for name in args.schedule]
     coloured = sys.stdout.isatty() or "FORCE_COLOR" in os.environ
     columns = shutil.get_terminal_size((120, 24)).columns
     longest = max(panel.length for panel in panels)
-    for panel in panels:
-        print(panel.heading)
-        print(terminal(panel, longest, columns, coloured))
-    path = args.svg or (args.run and args.run[0] / "timeline.svg")
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(str(picture(title, panels)))
-        print(f"written: {path}")
+    print("\n".join(drawn(panel, longest, columns, coloured) for panel in panels))
 
 
 if __name__ == "__main__":
