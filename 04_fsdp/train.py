@@ -328,8 +328,7 @@ class FlatParameter:
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard, [length]. Backward starts the adjoint of the
-    all-gather, a reduce-scatter."""
+    """A unit's parameters as a function of its shard, [length]. Its adjoint is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, bucket: FlatParameter) -> tuple[Tensor, ...]:
