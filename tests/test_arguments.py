@@ -158,7 +158,8 @@ def test_every_number_has_bounds(stage, error_of):
         x.option_strings[-1] for x in arguments.base_parser("x")._actions if callable(x.type)
     ]
     assert len(numbers) > 15
-    for flag in (*numbers, *stage_file(stage).flags):
+    own = set(stage_file(stage).flags) - {"--offload-dir"}  # a folder may have any name
+    for flag in (*numbers, *own):
         for value in ("-1", "nan"):
             assert flag in error_of(load_stage(stage).parse_args, [f"{flag}={value}"])
 
