@@ -8,12 +8,12 @@ unit's state, updates it and writes it back, while backward continues.
 Clipping needs the norm of all gradients, which is known only after backward. So the threads
 speculate that nothing is clipped, and write the new state into a second slot of the file. If that
 was right, the slots change roles. If not, the step is redone from the old slot, with scaled
-gradients. The old slot stays until then: a run that is killed at any moment loses no step.
+gradients. The old slot stays until then: a run that is killed at any moment loses only that step.
 
     P parameters, N ranks, m micro-batches per step; E of the embedding, O of the output; float32
 
     memory per rank   a few units, whatever their number
-    file per rank     28 P / N bytes: two slots of 12, and the gradient
+    files per rank    28 P / N bytes: two slots of 12, and the gradient
     read per step     (4 m (2 P - E - O) + 12 P + 4 (m - 1) P) / N bytes; if redone 16 P / N more
     written per step  (4 m P + 12 P) / N bytes; if redone 12 P / N more
     communication     as in stage 04
@@ -270,7 +270,7 @@ class FlatParameter:
     def reshard(self) -> None:
         """Drop `full` until the next `unshard`, after an all-gather in flight."""
         self.wait()
-        self.full = self.version = None  # frees it: `pack` has kept no reference for backward
+        self.full = self.version = self.reading = None  # `pack` has kept no reference for backward
 
     def start_reduction(self, grads: tuple[Tensor, ...], is_last: bool) -> None:
         """Start the reduce-scatter of `grads`, joined in one buffer: the sum replaces this rank's
@@ -333,17 +333,19 @@ class SpeculativeAdamW:
         self.files, self.param_groups, self.state = files, [{"eps": 1e-8, **settings}], {}
         self.shard = nn.Parameter(torch.empty(0))  # `FlatParameter.shard`
         self.may_speculate = self.speculates = speculates
-        self.scale = torch.ones(())  # of the gradients: 1, or less if they are clipped
+        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
         self.n_redone = 0  # steps
         # of each row of a gradient; None: the gradient lacks micro-batches
         self.norms: dict[StateFile, Tensor | None] = {}
 
     def take(self, file: StateFile, average: Tensor, is_last: bool) -> None:
         """Take a unit's average gradient of one micro-batch; a thread uses it."""
+        if self.files.step != self.files.committed:
+            raise RuntimeError("commit() after every step: the next one overwrites the old slot")
         if self.norms.get(file) is not None:
             raise RuntimeError(f"{file.path.stem}: a backward after the step's last one")
         is_first = file not in self.norms
-        self.norms[file] = None
+        self.norms[file] = torch.empty(0) if is_last else None  # a thread replaces it
         self.files.start(file, self.accumulate, average, is_first, is_last)
 
     def accumulate(self, file: StateFile, average: Tensor, is_first: bool, is_last: bool) -> None:
@@ -377,6 +379,8 @@ class SpeculativeAdamW:
 
     def step(self) -> None:
         """Let the new state count. First do the updates that are missing, or that were wrong."""
+        if self.scale is None:
+            raise RuntimeError("step() needs a clip_grad_norm_() before it, of its own")
         is_clipped = self.is_clipped()
         if is_clipped or not self.speculates:
             self.n_redone += self.speculates
@@ -387,6 +391,7 @@ class SpeculativeAdamW:
         self.files.step, self.files.slot = self.files.step + 1, SLOT - self.files.slot
         increment_version(self.shard)  # what is gathered is stale
         self.norms.clear()
+        self.scale = None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -409,11 +414,11 @@ def sharded_from_meta(
     )
 
 
-def state_folder(args, run: Run, world: World) -> StateFolder:
+def state_folder(args, run: Run) -> StateFolder:
     """This rank's files: what they hold belongs to one run, model and number of ranks."""
     content = {name: getattr(args, name) for name in ("d_model", "n_layers", "n_heads")}
-    content |= {"vocabulary": run.checkpoints.run["vocabulary"], "ranks": world.size}
-    content |= {"run": str(run.folder.resolve())}
+    content |= {"vocabulary": run.checkpoints.run["vocabulary"]}
+    content["run"] = str(run.folder.resolve())
     saved = max((int(path.name[5:]) for path in checkpoints(run.checkpoints.path)), default=0)
     path = args.offload_dir or run.folder / "state"
     return StateFolder(path, content, run.resume == "auto", saved)
@@ -466,7 +471,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model = Transformer(config)
 
     run = Run(args, __file__, config, device, corpus)
-    files = state_folder(args, run, world)
+    files = state_folder(args, run)
     settings = adamw_settings(args.lr, args.weight_decay)
     optimizer = SpeculativeAdamW(files, speculates=not args.no_speculation, **settings)
     model = sharded_from_meta(model, optimizer, args, world)

@@ -4,7 +4,7 @@
     slot 1      the same: one slot counts, the other one is being written
     gradient    float32 [length]
 
-Every row fills whole pages, for direct I/O: it passes by the page cache, which would be memory too.
+Every row fills whole pages, for direct I/O, which bypasses the page cache: that is memory, too.
 `step.json` says which slot counts. It is replaced atomically, so after a kill at any moment it
 names a slot that is complete. Nothing is flushed: after a restart of the machine, a run goes on
 from its checkpoint. Linux only.
@@ -34,6 +34,7 @@ from common.distributed import fail, print0, warn
 
 PAGE = 1024  # float32 elements, 4,096 bytes
 SLOT, GRADIENT, ROWS = 3, 6, 7  # rows of a slot, the gradient's row, rows of a file
+RECORD = ("step", "slot", "content", "boot")  # attributes of a folder that `step.json` has
 
 
 @contextlib.contextmanager
@@ -54,7 +55,8 @@ class StateFolder:
     """
 
     def __init__(self, path: str | Path, content: dict, is_resumed: bool, saved: int):
-        self.path, self.content = Path(path) / f"rank-{dist.get_rank()}", content
+        self.path = Path(path) / f"rank-{dist.get_rank()}"
+        self.content = content | {"ranks": dist.get_world_size()}
         self.files: list[StateFile] = []
         self.step = self.slot = 0  # steps done, and the first row of the slot that has their state
         self.jobs: dict[StateFile, Future] = {}  # the oldest first
@@ -69,6 +71,7 @@ class StateFolder:
                 fail(f"--offload-dir: another run uses {self.path}: pass another folder")
             self.boot = Path("/proc/sys/kernel/random/boot_id").read_text()
             self.is_restored = self._restore(is_resumed, saved)
+        self.committed = self.step
         kind = subprocess.run(["stat", "-fc", "%T", self.path], capture_output=True, text=True)
         if kind.stdout.strip() in ("tmpfs", "ramfs"):
             warn(f"--offload-dir: {self.path} is in memory, and saves none")
@@ -80,8 +83,9 @@ class StateFolder:
     def _restore(self, is_resumed: bool, saved: int) -> bool:
         """Agree with all ranks on the step to go on from, or delete files that count no more."""
         found = {"step": -1, "boot": self.boot, "content": self.content}  # if there is none
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            found = json.loads((self.path / "step.json").read_text())
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            record = json.loads((self.path / "step.json").read_text())
+            found = {name: record[name] for name in RECORD}
         fits = is_resumed and found["content"] == self.content
         # before a restart of the machine, what was written last may not have reached the disk
         step = found["step"] if fits and found["boot"] == self.boot else -1
@@ -90,12 +94,18 @@ class StateFolder:
         # a rank may have been killed before it committed what another one has committed
         if first >= saved and last <= first + 1:
             self.step, self.slot = first, found["slot"] if step == first else SLOT - found["slot"]
+            if step != first:
+                self.commit()  # the slot that `step.json` names will be overwritten
             print0(f"resumed from {self.path.parent}, {first} steps done")
             return True
         is_other = found["content"]["run"] != self.content["run"]
         if is_other or (found["step"] > saved and not fits):
             what = f"step {found['step']} of {found['content']}"
             fail(f"--offload-dir: {self.path} holds {what}: pass another folder, or delete it")
+        all_reduce_control(torch.zeros(()))  # if a rank has failed here, no other deletes its files
+        if found["step"] > saved:
+            why = "the machine restarted, or a rank lacks its files"
+            warn(f"--offload-dir: {self.path}: step {found['step']} is dropped: {why}")
         for path in [self.path / "step.json", *self.path.glob("*.state")]:
             path.unlink(missing_ok=True)
         return False
@@ -118,11 +128,11 @@ class StateFolder:
 
     def commit(self) -> None:
         """Make `step` and `slot` what a resumed run goes on from."""
-        names = ("step", "slot", "content", "boot")
         aside = self.path / "step.json.new"
         with one_line(self.path, "; it keeps the step before", status=1):
-            aside.write_text(json.dumps({name: getattr(self, name) for name in names}))
+            aside.write_text(json.dumps({name: getattr(self, name) for name in RECORD}))
             aside.replace(self.path / "step.json")
+        self.committed = self.step
         self.traffic.clear()
 
     def close(self) -> None:
@@ -161,7 +171,7 @@ class StateFile:
     def empty(self, n_rows: int) -> Tensor:
         """Memory for rows, [n_rows, length], which begins at a page."""
         size, pinned = n_rows * self.stride, torch.cuda.is_available()  # for copies to a GPU
-        memory = torch.empty(size + PAGE, dtype=torch.float32, pin_memory=pinned)
+        memory = torch.empty(size + PAGE, dtype=torch.float32, device="cpu", pin_memory=pinned)
         start = -memory.data_ptr() // 4 % PAGE
         return memory[start : start + size].view(n_rows, -1)[:, : self.length]
 
@@ -188,5 +198,6 @@ class StateFile:
 
     def mapped(self) -> Tensor:
         """The slot that counts, [3, length], for a checkpoint: memory only for the pages in use."""
-        rows = torch.from_file(str(self.path), True, ROWS * self.stride).view(ROWS, -1)
+        size = ROWS * self.stride
+        rows = torch.from_file(str(self.path), True, size, dtype=torch.float32).view(ROWS, -1)
         return rows[self.folder.slot :][:SLOT, : self.length]

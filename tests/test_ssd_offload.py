@@ -184,12 +184,47 @@ def test_after_a_kill_at_any_moment_a_run_goes_on_from_its_last_step(fresh_pool,
         pool.close()
         with contextlib.suppress(FileNotFoundError):
             record = json.loads((killed / "state/rank-0/step.json").read_text())
-            assert record["step"] >= done
+            assert record["step"] >= done - 1  # rank 0 goes back, if rank 1 was killed alone
             done = record["step"]
             starts.append(done)
     assert len(set(starts)) > 1, starts
     pool.train("12", [*argv, str(killed)])
     assert chaos.differences(killed, whole) == ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_back_by_a_step_records_that_before_it_writes(fresh_pool, argv, tmp_path):
+    argv, pool, steps = [*argv, "--run-dir", str(tmp_path)], fresh_pool(2), []
+    for name, after in (("replace", 3), ("pwritev", 1)):  # the second run dies in its first write
+        pool.attempt(kill_in, name, after, argv)
+        pool.close()
+        records = (tmp_path / f"state/rank-{r}/step.json" for r in range(2))
+        steps.append([json.loads(record.read_text())["step"] for record in records])
+    (ahead, first), then = steps
+    assert ahead == first + 1 and then == [first, first], steps
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_committed_or_not_validated_is_an_error(pools, argv):
+    for method in ("StateFolder.commit", "FullyShardedDataParallel.clip_grad_norm_"):
+        (said,) = pools(1).run(without, method, argv)
+        assert "commit() after every step" in said or "needs a clip_grad_norm_()" in said
+
+
+def without(method: str, argv: list[str]) -> str:
+    stage, (owner, name) = load_stage("12"), method.split(".")
+    own, calls = getattr(getattr(stage, owner), name), []
+
+    def once(self, *args):  # the first call alone does something
+        calls.append(1)
+        return own(self, *args) if len(calls) == 1 else torch.ones(())
+
+    with patch.object(getattr(stage, owner), name, once):
+        try:
+            train("12", argv)
+        except RuntimeError as error:
+            return str(error)
+    return ""
 
 
 # ---- bad disks and folders ----

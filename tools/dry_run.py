@@ -175,7 +175,8 @@ class NoFiles(StateFolder):
     """In place of 12's folder: its jobs run at once, in this thread."""
 
     def __init__(self, *_):
-        self.files, self.jobs, self.step, self.slot, self.is_restored = [], {}, 0, 0, False
+        self.files, self.jobs, self.is_restored = [], {}, False
+        self.step = self.slot = self.committed = 0
         self.path, self.traffic, self.threads = Path(), {}, self
 
     def submit(self, function, *args) -> Future:
@@ -183,7 +184,7 @@ class NoFiles(StateFolder):
         return job
 
     def commit(self) -> None:
-        pass
+        self.committed = self.step
 
     close = commit
 
