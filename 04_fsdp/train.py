@@ -3,8 +3,8 @@
 Every rank owns a shard of each unit's parameters, gradients and optimizer state. The parameters of
 a unit (here a layer) are all-gathered while the previous unit computes (prefetch), and freed right
 after use. In backward, the reduce-scatter of one unit's gradients overlaps with the computation of
-the next unit's. The autograd function `Gather` stands between both: when its forward runs, the
-all-gather has ended, and its backward starts the reduce-scatter.
+the next unit's. The autograd function `Gather` stands between both collectives: when its forward
+runs, the all-gather has ended, and its backward starts the reduce-scatter.
 
 New since stage 03: prefetching; reductions in flight; the model is built on the meta device and
 filled unit by unit, so that no rank ever holds all of it; shards are float32, but unsharded
@@ -89,9 +89,9 @@ class FullyShardedDataParallel(nn.Module):
     module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
     one unit's parameters memory and values. units: in the order to prefetch in. shard_group: the N
     ranks that shard each unit (default: all). replicate_group: the ranks that hold the same shard
-    as this one (default: no others). param_dtype: of the unsharded parameters, to which a unit's
-    arguments are cast, not its outputs and buffers (default: the module's). reduce_dtype: of the
-    gradients that are reduced (default: that of the unsharded parameters). reshard_after_forward:
+    (default: no others). param_dtype: of unsharded parameters but `nn.Embedding`s', to which a
+    unit's arguments are cast, not its outputs and buffers (default: the module's). reduce_dtype: of
+    the gradients that are reduced (default: the unsharded parameters'). reshard_after_forward:
     False keeps a unit unsharded until its backward. device: of the unsharded parameters (default:
     the module's). cpu_offload: keep the shards on the CPU; groups then need a CPU backend, too.
     """
@@ -173,7 +173,7 @@ class FullyShardedDataParallel(nn.Module):
         bucket.finish_reduction()  # of the previous micro-batch, if it is still in flight
         bucket.start_reduction(grads, self.synchronizes)
         previous, self.in_flight = self.in_flight, bucket
-        if previous not in (None, bucket):  # with one unit; at most two units have full gradients
+        if previous not in (None, bucket):  # so at most two units have full gradients
             previous.finish_reduction()  # after the launch: the network is busy meanwhile
 
     @torch.no_grad()
@@ -346,7 +346,7 @@ class Gather(torch.autograd.Function):
             raise RuntimeError("backward through a graph from before the optimizer's last step")
         if any(grad is None for grad in grads):
             raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
-        # private; an error within autograd.grad(), to which there is no gradient to give
+        # private; raises within autograd.grad(), which would get no gradient from here
         torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         bucket.fsdp.leave(bucket, grads)
         return None, None  # the average follows when the reduction has finished

@@ -166,7 +166,7 @@ class FullyShardedDataParallel(nn.Module):
         bucket.finish_reduction()  # of the previous micro-batch, if it is still in flight
         bucket.start_reduction(grads, self.synchronizes)
         previous, self.in_flight = self.in_flight, bucket
-        if previous not in (None, bucket):  # with one unit; at most two units have full gradients
+        if previous not in (None, bucket):  # so at most two units have full gradients
             previous.finish_reduction()  # after the launch: the network is busy meanwhile
 
     @torch.no_grad()
@@ -311,7 +311,7 @@ class Gather(torch.autograd.Function):
             raise RuntimeError("backward through a graph from before the optimizer's last step")
         if any(grad is None for grad in grads):
             raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
-        # private; an error within autograd.grad(), to which there is no gradient to give
+        # private; raises within autograd.grad(), which would get no gradient from here
         torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         bucket.fsdp.leave(bucket, grads)
         return None, None  # the average follows when the reduction has finished

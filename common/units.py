@@ -1,4 +1,4 @@
-"""What stages 03, 04 and 12 check of a model's units, and of what is done with their parameters."""
+"""What stages 03, 04 and 12 do with a model's units and their parameters, and what they check."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence

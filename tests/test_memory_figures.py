@@ -136,7 +136,7 @@ COLUMNS = [  # stage, ranks, flags, the heading of the column, what its text say
         r"checkpointing, \((\d+) L \+ (\d+)\) A",
         r"up to about ([\d,]+) tokens checkpointing suffices",
     ),
-    ("08", 8, "", r"cp 8, \((\d+) L \+ (\d+)\) A", r"activations fit, up to ([\d,]+) tokens"),
+    ("08", 8, "", r"cp 8, \((\d+) L \+ (\d+)\) A", r"alone suffices up to ([\d,]+) tokens"),
     ("08", 8, "--activation-checkpointing", r"both, \((\d+) L \+ (\d+)\) A", None),
 ]
 

@@ -265,6 +265,7 @@ def test_bad_folders_are_errors_in_one_line(pools, argv, tmp_path):
 
     def error(*more: str, ranks: int = 1, status: int = 2) -> str:
         outcome = pools(ranks).attempt_train("12", [*argv, "3", *more])[0]
+        pools(ranks).close()  # a process has the lock of the folder until it ends
         assert outcome.exit_status == status and outcome.stderr.count("\n") == 1, outcome
         return outcome.stderr
 
