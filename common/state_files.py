@@ -129,7 +129,7 @@ class StateFolder:
     def commit(self) -> None:
         """Make `step` and `slot` what a resumed run goes on from."""
         aside = self.path / "step.json.new"
-        with one_line(self.path, "; it keeps the step before", status=1):
+        with one_line(self.path, "; it keeps the previous step", status=1):
             aside.write_text(json.dumps({name: getattr(self, name) for name in RECORD}))
             aside.replace(self.path / "step.json")
         self.committed = self.step
