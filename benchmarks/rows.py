@@ -213,19 +213,6 @@ def our_zero(zero_stage: int) -> Callable[[Shape], Step]:
     return build
 
 
-def our_zero_3_in_bf16(shape: Shape) -> Step:
-    model = transformer(shape)
-    optimizer = load_stage("03").ZeroRedundancyOptimizer(
-        model,
-        torch.optim.AdamW,
-        zero_stage=3,
-        units=model.units(),
-        param_dtype=torch.bfloat16,
-        **ADAMW,
-    )
-    return plain_step(model, optimizer, optimizer.finish_gradient_synchronization)
-
-
 def torch_zero(shape: Shape) -> Step:
     model = DistributedDataParallel(transformer(shape), gradient_as_bucket_view=True)
     return plain_step(
@@ -721,11 +708,6 @@ ROWS = {
     "02-ddp": Row(our_ddp, torch_ddp, "DistributedDataParallel(gradient_as_bucket_view=True)"),
     "03-zero-1": Row(our_zero(1), torch_zero, "ZeroRedundancyOptimizer under DDP"),
     "03-zero-2": Row(our_zero(2), torch_zero, "ZeroRedundancyOptimizer under DDP"),
-    "03-zero-3-bf16": Row(
-        our_zero_3_in_bf16,
-        torch_fsdp(True, torch.bfloat16),
-        "fully_shard, parameters in bf16, reduced in float32",
-    ),
     "04-fsdp": Row(our_fsdp(True), torch_fsdp(True), "fully_shard on each unit and the root"),
     "04-fsdp-no-reshard": Row(
         our_fsdp(False), torch_fsdp(False), "fully_shard(reshard_after_forward=False)"
