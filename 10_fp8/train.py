@@ -96,19 +96,22 @@ class Float8Linear(nn.Module):
             kind = f"{type(plain).__name__} with {', '.join(has)}"
             raise ValueError(f"float8 takes a Linear, no subclass, with a weight alone, not {kind}")
         if any(size % 16 for size in plain.weight.shape):
-            raise ValueError(f"float8 needs widths that are multiples of 16: {plain}")
+            raise ValueError(f"float8 needs multiples of 16, not {list(plain.weight.shape)}")
         self.weight = plain.weight
         self.scaling = RECIPES[recipe]
 
+    def extra_repr(self) -> str:
+        return f"{list(self.weight.shape)}, {self.scaling.name}"
+
     def forward(self, x: Tensor) -> Tensor:  # [..., tokens, in] -> [..., tokens, out]
         kind = x.device.type
-        if torch.is_autocast_enabled(kind):  # which casts for listed operators, not for scaled_mm
+        if torch.is_autocast_enabled(kind):  # which casts for the operators that it knows
             x = x.to(torch.get_autocast_dtype(kind))
-        if x.dtype not in (torch.float32, torch.bfloat16):
-            raise TypeError(f"float8 takes float32 or bfloat16, not {x.dtype}")
+        if not {x.dtype, self.weight.dtype} <= {torch.float32, torch.bfloat16}:
+            raise TypeError(f"float8 takes float32 or bfloat16, not {x.dtype}, {self.weight.dtype}")
         rows = x.flatten(0, -2)
         if self.scaling == ScalingType.TensorWise and (len(rows) % 16 or not len(rows)):
-            # zeros change no scale and no gradient, and tokens are k of dW
+            # dW sums over the tokens; rows of zeros change no scale and no gradient
             rows = F.pad(rows, (0, 0, 0, 16 - len(rows) % 16))
         y = Float8Matmuls.apply(rows, self.weight, self.scaling)
         return y[: x.shape[:-1].numel()].unflatten(0, x.shape[:-1])
@@ -154,7 +157,7 @@ class Float8(NamedTuple):
     scaling: ScalingType
 
     def t(self) -> Float8:
-        """For a matmul tensorwise only: a transposed rowwise scale would vary along k."""
+        """Tensorwise alone: a transposed rowwise scale would vary along k."""
         return Float8(self.numbers.t(), self.scale.t(), self.scaling)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -165,17 +168,19 @@ class Float8(NamedTuple):
 def to_float8(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
     """Round x [rows, columns] to float8, each row, or all of x, with the scale that it needs.
 
-    A scale is the least power of two that brings the largest element into the range of `dtype`, so
-    no cast overflows. A power of two only moves exponents: how an element is rounded does not
-    depend on the scale, nor on the elements that share it, above the range of subnormal numbers.
+    A scale is the least power of two that brings the largest element, or 1e-24 if that is larger,
+    into the range of `dtype`, so no cast overflows. A power of two only moves exponents: how an
+    element is rounded depends neither on the scale nor on the elements that share it, above the
+    range of subnormal numbers.
     """
     dims = 1 if scaling == ScalingType.RowWise else (0, 1)
     amax = vector_norm(x, torch.inf, dims, keepdim=True).float()
     # a float32 is 1.f * 2^e: a sign, e + 127 in 8 bits, f in 23. The largest float8 numbers are
-    # 1.75 * 2^8 and 1.75 * 2^15, so the sum carries into e if 1.f exceeds 1.75
-    bits = amax.clamp(min=1e-24).view(torch.int32) + 0x1FFFFF  # zeros have a scale, too
-    exponent = (bits >> 23) - (8 if dtype == E4M3 else 15)
-    # a cast alone would turn an infinity into 448: here it turns all that share its scale into NaN
+    # 1.75 * 2^8 and 1.75 * 2^15, so the sum carries into e if 1.f exceeds 1.75. An amax of 0 would
+    # have no scale: the bound keeps scale and inverse normal numbers
+    bits = amax.clamp(min=1e-24).view(torch.int32) + 0x1FFFFF
+    exponent = (bits >> 23) - (8 if dtype == E4M3 else 15)  # of the scale, plus 127
+    # a cast to e4m3 would turn an infinity into 448: here all that share its scale become NaN
     scale = torch.where(amax.isfinite(), (exponent << 23).view(torch.float32), torch.nan)
     # 2^-e has -e + 127 = 254 - (e + 127) in its bits; compiled code may round a division
     inverse = ((254 - exponent) << 23).view(torch.float32)

@@ -335,6 +335,8 @@ def test_a_frozen_weight_stays_frozen_and_dtypes_with_a_narrow_range_are_an_erro
     for dtype in (torch.float16, torch.float64):
         with pytest.raises(TypeError, match=f"not {dtype}"):
             layer(x.to(dtype))
+    with pytest.raises(TypeError, match="torch.float16"):
+        stage.Float8Linear(linear().half(), recipe)(x)
     with torch.autocast("cpu", torch.float16), pytest.raises(TypeError, match="float16"):
         layer(x)
 
@@ -444,7 +446,7 @@ def test_what_an_outlier_costs_is_what_the_readme_says():
     e4m3 = errors.outlier_errors("e4m3", "row", "feature")[: k + 2]
     lost = [f"{100 * x:.0f} %" for x in int8]
     assert f"int8 loses {lost[0]} rowwise and {lost[1]} tensorwise" in README
-    assert {f"{x:.1%}" for x in e4m3} == {"2.7%"} and "stays the same, 2.7 %" in README
+    assert {f"{x:.1%}" for x in e4m3} == {"2.7%"} and "stays 2.7 %" in README
     changed = [f"{100 * errors.changed_by_an_outlier(size):.2g} %" for size in (1000, 10_000)]
     assert f"{changed[0]} of the latter" in README and f"with 10,000, {changed[1]}." in README
 
@@ -452,15 +454,17 @@ def test_what_an_outlier_costs_is_what_the_readme_says():
 def test_the_gradient_error_tells_a_broken_recipe_from_a_working_one():
     loss, exact = errors.gradient_errors("bfloat16")
     assert max(exact.values()) < 0.02
+    worst = 0.0  # of the recipes that the README's table has
     for variant in ("rowwise", "tensorwise", "rowwise, e4m3 gradients"):
         scaled_loss, scaled = errors.gradient_errors(variant)
         print(f"{variant:28}", *(f"{name} {error:.3f}" for name, error in scaled.items()))
         assert abs(scaled_loss - loss) < 0.01 and max(scaled.values()) < 0.12
+        worst = max(worst, scaled["all"] if variant in stage.RECIPES else 0.0)
     broken_loss, broken = errors.gradient_errors("tensorwise, scales of 1")
     assert abs(broken_loss - loss) < 0.01  # the loss does not show it
     assert max(broken.values()) > 0.5
-    words = f"off by {100 * scaled['all']:.0f} % in all did no harm. We would trust no recipe "
-    assert words + f"that is off by {100 * broken['all']:.0f} %" in README
+    words = f"off by {100 * worst:.0f} % in all did no harm. That says nothing of "
+    assert words + f"{100 * broken['all']:.0f} %" in README
 
 
 # ---- runs ----
