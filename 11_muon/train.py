@@ -1,16 +1,14 @@
 """Stage 11: Muon, with one owner per matrix.
 
 AdamW scales each element of a gradient by its own history. Muon treats the momentum of a matrix as
-a matrix: it brings all its singular values near 1, by matmuls that need the whole matrix. A shard
-of rows would give other numbers, and doing it on every rank costs every rank the same matmuls. But
-an all-reduce is a reduce to one rank and a broadcast from it, and Muon fits in between: each matrix
-of the layers has one owner, which gets the averaged gradient and broadcasts the update.
-
-New since stage 02: `Muon`, `OwnedMatrix`, `choose_owners`, `orthogonalize` and `clip_grad_norm_`.
-The embedding, the LM head and the norms keep AdamW.
+a matrix: it brings all its singular values near 1, by matmuls that need the whole matrix. An
+all-reduce is a reduce to one rank and a broadcast from it, and Muon fits in between: each matrix of
+the layers has one owner, which gets the averaged gradient and broadcasts the update. The embedding,
+the LM head and the norms keep AdamW.
 
     memory          4 P + 12 A + 8 O bytes per rank: P all parameters, A those of AdamW, O those of
-                    the matrices that the rank owns. In backward also 4 per other matrix element
+                    the matrices that the rank owns. In backward also 4 per other matrix element,
+                    in the step the updates: 2 or 4 per element of all matrices
     communication   per step, for any number of micro-batches: all-reduces of A gradients, reduces
                     of the others and broadcasts of their updates, which are bfloat16 if --dtype is
 
@@ -99,7 +97,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, *, meanwhile: Callable[[], object] | None = None) -> None:
-        """Compute this rank's updates, each one broadcast during the next; apply all on every rank.
+        """Compute the updates of the matrices owned here, and broadcast each one while the next is
+        computed. Then apply those of all matrices.
 
         meanwhile: called while the last broadcasts are in flight, such as another optimizer's step.
         """
@@ -108,6 +107,8 @@ class Muon(torch.optim.Optimizer):
         in_flight = []
         for matrix in self.matrices:
             param = matrix.param
+            if matrix.reduction is not None:
+                raise RuntimeError("step() before finish_gradient_synchronization()")
             if param.grad is None:  # on no rank: the matrix stays as it is
                 continue
             update = torch.empty_like(param, dtype=self.dtype)
@@ -179,19 +180,19 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module, self.group = module, process_group
         tensors = [*module.named_parameters(), *module.named_buffers()]
-        kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
-        check_same("parameters or buffers", kinds, tensors[0][1].device, process_group)
+        chosen = {p for p in matrices if p.requires_grad}
+        kinds = [(name, t.shape, t.dtype, t.requires_grad, t in chosen) for name, t in tensors]
+        check_same("parameters, buffers or matrices", kinds, tensors[0][1].device, process_group)
         for _, tensor in tensors:
             broadcast(tensor.detach(), group=process_group, group_src=0)
         params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
         if any(hasattr(p, "is_averaged") for p in params):
             raise ValueError("another wrapper averages a parameter of this module: use only one")
         place = {p: i for i, p in enumerate(params)}
-        chosen = {p for p in matrices if p.requires_grad}
-        matrices = [p for p in params[::-1] if p in chosen and p.dim() == 2]  # not as given
+        # in the module's order, whatever the caller's
+        matrices = [p for p in params[::-1] if p in chosen and p.dim() == 2]
         if len(matrices) < len(chosen):
             raise ValueError("matrices: 2-D parameters of the module; the others are for AdamW")
-        check_same("matrices", [place[p] for p in matrices], tensors[0][1].device, process_group)
         owners = choose_owners(matrices, dist.get_world_size(process_group))
         self.matrices = [OwnedMatrix(p, owner, process_group) for p, owner in owners.items()]
         others = [p for p in params if p not in owners]
@@ -368,9 +369,10 @@ def clip_grad_norm_(model: DistributedDataParallel, max_norm: float) -> Tensor:
     owned = global_norm(p.grad for p in params if p in matrices).square()
     replicated = global_norm(p.grad for p in params if p not in matrices).square()
     # squares of owned gradients add up over the ranks; replicated gradients count once. The norm of
-    # no tensors is on the CPU, from where NCCL cannot send: add it to a zero on the device
-    squares = torch.zeros((), device=next(model.parameters()).device) + owned
-    total_norm = (all_reduce_control(squares, group=model.group) + replicated).sqrt()
+    # no tensors is a float32 on the CPU: add it to a zero as on the other ranks
+    p = next(model.parameters())
+    zero = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+    total_norm = (all_reduce_control(zero + owned, group=model.group) + replicated).sqrt()
     clip_grads_with_norm_(params, max_norm, total_norm)
     return total_norm
 
