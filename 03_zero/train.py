@@ -41,7 +41,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from common.collectives import (
@@ -428,10 +427,11 @@ class Gather(torch.autograd.Function):
         return tuple(c.view(s) for c, s in zip(chunks, bucket.shapes.values(), strict=True))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor, None]:
         """Autograd calls it when it has all gradients of the unit."""
         bucket = ctx.bucket
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
         if bucket.shard._version != ctx.version:
             raise RuntimeError("backward through a graph from before the optimizer's last step")
         if any(grad is None for grad in grads):

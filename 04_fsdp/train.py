@@ -6,10 +6,9 @@ after use. In backward, the reduce-scatter of one unit's gradients overlaps with
 the next unit's. The autograd function `Gather` stands between both collectives: when its forward
 runs, the all-gather has ended, and its backward starts the reduce-scatter.
 
-New since stage 03: prefetching; reductions in flight; the model is built on the meta device and
-filled unit by unit, so that no rank ever holds all of it; shards are float32, but unsharded
-parameters and gradients may be bfloat16; with --shard-degree, groups of ranks shard the model and
-are replicas of each other (hybrid sharding); shards may be kept on the CPU.
+New since stage 03: prefetching; reductions in flight; the model is built on the meta device, unit
+by unit; bfloat16; groups of ranks that shard the model and are replicas of each other
+(--shard-degree, hybrid sharding); shards on the CPU.
 
     P parameters, N ranks that shard, m micro-batches per step; E of the embedding, O of the output;
     float32
@@ -40,7 +39,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, Work
 
 from common.collectives import (
@@ -89,9 +87,9 @@ class FullyShardedDataParallel(nn.Module):
     module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
     one unit's parameters memory and values. units: in the order to prefetch in. shard_group: the N
     ranks that shard each unit (default: all). replicate_group: the ranks that hold the same shard
-    (default: no others). param_dtype: of unsharded parameters but `nn.Embedding`s', to which a
-    unit's arguments are cast, not its outputs and buffers (default: the module's). reduce_dtype: of
-    the gradients that are reduced (default: the unsharded parameters'). reshard_after_forward:
+    (default: no others). param_dtype: of unsharded parameters, but in units of `nn.Embedding`s
+    alone, and of a unit's arguments, not outputs and buffers (default: the module's). reduce_dtype:
+    of the gradients that are reduced (default: the unsharded parameters'). reshard_after_forward:
     False keeps a unit unsharded until its backward. device: of the unsharded parameters (default:
     the module's). cpu_offload: keep the shards on the CPU; groups then need a CPU backend, too.
     """
@@ -149,7 +147,7 @@ class FullyShardedDataParallel(nn.Module):
         """In place of a unit's `forward`: the unit has parameters in here and nowhere else."""
         # private, as nothing public tells it: whether this is activation checkpointing in backward
         recomputes = torch._C._current_graph_task_id() != -1
-        self.unshard(bucket, in_backward=recomputes)
+        self.enter(bucket, in_backward=recomputes)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         params = Gather.apply(bucket.shard, bucket)
         with lend_parameters(bucket.owners, params, bucket.pack, bucket.unpack):
@@ -158,19 +156,24 @@ class FullyShardedDataParallel(nn.Module):
             bucket.reshard()
         return output
 
-    def unshard(self, bucket: FlatParameter, in_backward: bool) -> None:
-        """Gather the unit's parameters and prefetch its neighbour's in the direction of travel."""
+    def enter(self, bucket: FlatParameter, in_backward: bool) -> None:
+        """Gather the unit's parameters, and prefetch those of the next unit."""
         bucket.unshard()
         bucket.used_in_backward |= in_backward
-        neighbour = (self.next_in_backward if in_backward else self.next_in_forward).get(bucket)
-        if neighbour is not None and (neighbour.used_in_backward or not in_backward):
-            neighbour.unshard()  # before the unit's own kernels, with which it overlaps
+        self.prefetch(bucket, in_backward)  # before the unit's own kernels, with which it overlaps
         bucket.wait()
 
+    def prefetch(self, bucket: FlatParameter, in_backward: bool) -> None:
+        """Start the all-gather of the unit that comes after this one, if it will be used."""
+        neighbour = (self.next_in_backward if in_backward else self.next_in_forward).get(bucket)
+        if neighbour is not None and (neighbour.used_in_backward or not in_backward):
+            neighbour.unshard()
+
     def leave(self, bucket: FlatParameter, grads: tuple[Tensor, ...]) -> None:
-        """Backward has computed `grads`, all of the unit's gradients: it is done with the unit."""
+        """Free the unit, and start to reduce `grads`, which backward has just completed."""
         bucket.reshard()
         bucket.finish_reduction()  # of the previous micro-batch, if it is still in flight
+        self.prefetch(bucket, in_backward=True)  # NCCL runs one collective after the other
         bucket.start_reduction(grads, self.synchronizes)
         previous, self.in_flight = self.in_flight, bucket
         if previous not in (None, bucket):  # so at most two units have full gradients
@@ -224,7 +227,7 @@ class FlatParameter:
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
         flat = F.pad(flat, (0, padding))
         self.shard = nn.Parameter(flat[self.owned].to(fsdp.shard_device, copy=True))
-        # of parameters the bits, as integers: this sum is exact in any order of adding
+        # integer sums of the bits do not depend on the order of adding
         sums = [t.sum() for t in (flat.view(torch.int16), *unit.buffers())]
         for ranks in [group, replicas] if replicas else [group]:
             check_same(f"initial values of {name}", sums, fsdp.device, ranks)
@@ -253,7 +256,7 @@ class FlatParameter:
         if (self.shard if place else tensor)._version != version:
             raise RuntimeError("changed in place, or by the optimizer's last step")
         if place:
-            self.fsdp.unshard(self, in_backward=True)
+            self.fsdp.enter(self, in_backward=True)
         return self.full.as_strided(*place) if place else tensor
 
     @torch.inference_mode(False)  # else `full` would not count its versions
@@ -272,7 +275,7 @@ class FlatParameter:
             self.gathering = None
 
     def reshard(self) -> None:
-        """Drop `full` until the next `unshard`, after an all-gather in flight."""
+        """Wait for an all-gather in flight, then drop `full`."""
         self.wait()
         self.full = None  # frees it: `pack` has kept no reference for backward
 
@@ -338,10 +341,11 @@ class Gather(torch.autograd.Function):
         return tuple(c.view(s) for c, s in zip(chunks, bucket.shapes.values(), strict=True))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
         bucket = ctx.bucket
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
         if bucket.shard._version != ctx.version:
             raise RuntimeError("backward through a graph from before the optimizer's last step")
         if any(grad is None for grad in grads):

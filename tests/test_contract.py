@@ -217,7 +217,6 @@ def backward(trainer: Trainer, seed: int = 0) -> None:
 WORDS = {  # parts of a training loop
     "backward": backward,
     "double_backward": lambda t: loss_of(t).backward(create_graph=True),
-    "square": lambda t: sum(b.shard.grad.square().sum() for b in t.sync.buckets).backward(),
     "add_to_wrapper": lambda t: setattr(t.model, "head", nn.Linear(6, 6)),
     "add_layer": lambda t: t.plain.units.append(nn.Linear(6, 6)),
     "replace_layer": lambda t: setattr(t.plain.units[1], "linear", nn.Linear(6, 6)),
@@ -352,8 +351,7 @@ def of_module(name: str, *args) -> Callable[[Trainer], object]:
 
 ONE_STEP = "belongs after the optimizer's step"
 LOOPS = {  # what the loop does, strategies, message
-    "create_graph": (loop("double_backward"), STAGES_1_2, "create_graph=True"),
-    "second derivatives": (loop("double_backward finish square"), UNITS, ""),
+    "create_graph": (loop("double_backward"), ALL, "create_graph=True"),
     "step before finish": (loop("backward step"), FSDP, "incomplete"),
     "autograd.grad of the shards": (loop("grad_of_shards"), FSDP, "autograd.grad"),
     "PyTorch's clip_grad_norm_": (loop("backward finish clip"), STAGES_1_2, "sharded"),

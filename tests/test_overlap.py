@@ -172,3 +172,30 @@ def test_prefetch_in_backward_overlaps_the_computation_of_a_unit(pools):
     for unit, gather in enumerate(seen.gathers[1:]):
         assert gather.start < seen.matmuls[2 * unit].start
     assert all(seen.gathers[2].contains(matmul) for matmul in seen.matmuls[2:4])
+
+
+class Shift(nn.Module):
+    """A unit whose backward does not need its parameter, as the output's."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return x + self.bias
+
+
+def backward_of_a_shift() -> Trace:
+    trainer = trainer_of("fsdp", [*linear_units(), Shift()])
+    for _ in range(2):
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            trainer.step([lambda model: model(torch.randn(4, WIDTH)).sum()])
+    return trace_of(trace.events())
+
+
+def test_the_next_gather_is_not_queued_behind_the_reduction_of_a_unit_that_is_not_gathered(pools):
+    """NCCL runs the collectives of a group one after the other."""
+    seen = pools(2).run(backward_of_a_shift)[0]
+    in_backward = seen.gathers[N_UNITS + 1 :]
+    assert len(in_backward) == N_UNITS - 1
+    assert in_backward[0].start < seen.reductions[0].start
