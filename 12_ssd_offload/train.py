@@ -1,26 +1,22 @@
 """Stage 12: FSDP whose state is in files on an SSD, with AdamW in threads during backward.
 
-Each unit of stage 04 (here a layer) has a file on every rank: this rank's shard of its parameters,
-AdamW's two moments, and the gradient. Parameters are read two units ahead of their use, gathered
-one unit ahead, and freed after it. As soon as a unit's gradient is reduced, a thread reads the
-unit's state, updates it and writes it back, while backward continues.
-
-Clipping needs the norm of all gradients, which is known only after backward. So the threads
-speculate that nothing is clipped, and write the new state into a second slot of the file. If that
-was right, the slots change roles. If not, the step is redone from the old slot, with scaled
-gradients. The old slot stays until then: a run that is killed at any moment loses only that step.
+Each unit of stage 04 (here a layer) has a file on every rank, with this rank's shard of its
+parameters, AdamW's moments, and the gradient. As soon as a unit's gradient is reduced, a thread
+updates the unit, while backward continues. Clipping needs the norm of all gradients, which is known
+only after backward. So the threads speculate that nothing is clipped, and write the new state into
+a second slot of the file. If that was wrong, the step is redone from the old slot. A run that is
+killed at any moment loses only one step.
 
     P parameters, N ranks, m micro-batches per step; E of the embedding, O of the output; float32
 
-    memory per rank   a few units, whatever their number
+    memory per rank   four full units and 22 shards of a unit, whatever their number
     files per rank    28 P / N bytes: two slots of 12, and the gradient
     read per step     (4 m (2 P - E - O) + 12 P + 4 (m - 1) P) / N bytes; if redone 16 P / N more
     written per step  (4 m P + 12 P) / N bytes; if redone 12 P / N more
     communication     as in stage 04
 
-Rajbhandari et al., "ZeRO-Infinity", SC 2021; Liao et al., "Adding NVMe SSDs to Enable and
-Accelerate 100B Model Fine-tuning on a Single GPU" (Fuyou), 2024; Lian et al., "SuperOffload",
-ASPLOS 2026: speculation, then validation.
+Rajbhandari et al., "ZeRO-Infinity", SC 2021; Liao et al. (Fuyou), 2024; Lian et al.,
+"SuperOffload", ASPLOS 2026: speculation, then validation.
 
 Run it:
 
@@ -43,9 +39,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
-from torch.distributed import ProcessGroup, Work
+from torch.cuda import Event
+from torch.distributed import Work
 from torch.linalg import vector_norm
 from torch.optim.adamw import adamw
 
@@ -72,12 +68,12 @@ from common.units import (
 from common.arguments import base_parser, check_arguments, model_config, seconds
 from common.checkpoint import State, state_of_flat_shard
 from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import World, cleanup, group_along, setup, world_size
+from common.distributed import World, cleanup, print0, setup, world_size
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
-from common.storage import checkpoints
+from common.storage import SHAPE, checkpoints, compare_runs
 
 # ------------------------------------------------------------------------------------------------
 # The technique: shards in files, a few of which are in memory at a time
@@ -90,12 +86,13 @@ class FullyShardedDataParallel(nn.Module):
     The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
     in every forward of its unit and nowhere else. All ranks run the same units in the same order,
     each once per micro-batch. Every backward of a step but the last is under `no_sync()`. A step is
-    `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`.
+    `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`, and `commit()` of
+    the optimizer's files.
 
     module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
-    one unit's parameters memory and values. units: in the order to prefetch in. shard_group: the N
-    ranks that shard each unit (default: all). param_dtype: of the unsharded parameters (default:
-    float32, that of the files).
+    one unit's parameters memory and values. units: in the order to prefetch in. optimizer: it has
+    the files, and gets the gradients. param_dtype: of the unsharded parameters (default: float32,
+    that of the files). device: of the unsharded parameters (default: the module's).
     """
 
     def __init__(
@@ -103,15 +100,15 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         units: list[nn.Module],
         optimizer: SpeculativeAdamW,
-        shard_group: ProcessGroup | None = None,
         param_dtype: torch.dtype | None = None,
         materialize: Callable[[nn.Module, str], None] | None = None,
         device: torch.device | None = None,
     ):
+        if materialize is not None and device is None:
+            raise ValueError("materialize needs a device: a module on the meta device has none")
         super().__init__()
         self.module = module
-        self.optimizer, self.group = optimizer, shard_group
-        self.param_dtype = param_dtype
+        self.optimizer, self.param_dtype = optimizer, param_dtype
         self.device = device or next(module.parameters()).device
         self.in_flight: FlatParameter | None = None  # whose reduction was started last
         self.synchronizes = True
@@ -139,7 +136,7 @@ class FullyShardedDataParallel(nn.Module):
         """In place of a unit's `forward`: the unit has parameters in here and nowhere else."""
         # private, as nothing public tells it: whether this is activation checkpointing in backward
         recomputes = torch._C._current_graph_task_id() != -1
-        self.unshard(bucket, in_backward=recomputes)
+        self.enter(bucket, in_backward=recomputes)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         params = Gather.apply(bucket.shard, bucket)
         with lend_parameters(bucket.owners, params, bucket.pack, bucket.unpack):
@@ -148,22 +145,28 @@ class FullyShardedDataParallel(nn.Module):
             bucket.reshard()
         return output
 
-    def unshard(self, bucket: FlatParameter, in_backward: bool) -> None:
-        """Gather the unit's parameters, prefetch the next unit's, and read those of a third."""
+    def enter(self, bucket: FlatParameter, in_backward: bool) -> None:
+        """Gather the unit's parameters, and prefetch those of the next unit."""
+        bucket.unshard()
         bucket.used_in_backward |= in_backward
-        order = self.buckets[::-1] if in_backward else self.buckets
-        i = order.index(bucket)
-        near = [each for each in order[i : i + 3] if each.used_in_backward or not in_backward]
-        for each in near:
-            each.fetch()
-        for each in near[:2]:
-            each.unshard()  # before the unit's own kernels, with which it overlaps
+        self.prefetch(bucket, in_backward)  # before the unit's own kernels, with which it overlaps
         bucket.wait()
 
+    def prefetch(self, bucket: FlatParameter, in_backward: bool) -> None:
+        """Read the next two units, and start the all-gather of the first, if they will be used."""
+        order = self.buckets[::-1] if in_backward else self.buckets
+        i = order.index(bucket) + 1
+        near = [each for each in order[i : i + 2] if each.used_in_backward or not in_backward]
+        for each in near:
+            each.fetch()
+        for each in near[:1]:
+            each.unshard()
+
     def leave(self, bucket: FlatParameter, grads: tuple[Tensor, ...]) -> None:
-        """Backward has computed `grads`, all of the unit's gradients: it is done with the unit."""
+        """Free the unit, and start to reduce `grads`, which backward has just completed."""
         bucket.reshard()
         bucket.finish_reduction()  # of the previous micro-batch, if it is still in flight
+        self.prefetch(bucket, in_backward=True)  # NCCL runs one collective after the other
         bucket.start_reduction(grads, self.synchronizes)
         previous, self.in_flight = self.in_flight, bucket
         if previous not in (None, bucket):  # so at most two units have full gradients
@@ -187,7 +190,7 @@ class FullyShardedDataParallel(nn.Module):
         self.finish_gradient_synchronization()
         norms = torch.cat([self.optimizer.norms[bucket.file] for bucket in self.buckets])
         # each rank has the squares of its own shards only
-        norm = all_reduce_control(vector_norm(norms).square(), group=self.group).sqrt()
+        norm = all_reduce_control(vector_norm(norms).square()).sqrt()
         self.optimizer.scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
@@ -195,15 +198,14 @@ class FullyShardedDataParallel(nn.Module):
 class FlatParameter:
     """A unit's parameters side by side in one flat buffer, of which each rank owns an equal shard.
 
-    shard: in place of a tensor, [length], an empty one, whose version counts the optimizer's steps.
-    file: has the shard's values, its moments and its gradient.
+    shard: an empty tensor in place of one of [length], the same in all units, for autograd to see.
+    Its version counts the optimizer's steps. file: has the values, the moments and the gradient.
     full: the gathered parameters, [N * length], padded, in `dtype`; exists only while unsharded.
     """
 
     def __init__(self, name: str, unit: nn.Module, fsdp: FullyShardedDataParallel):
-        self.fsdp, self.files = fsdp, fsdp.optimizer.files
-        self.name, self.group = name, fsdp.group
-        self.n_ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.fsdp, self.files, self.name = fsdp, fsdp.optimizer.files, name
+        self.n_ranks, rank = dist.get_world_size(), dist.get_rank()
         self.shapes = {full_name: p.shape for full_name, p in unit.named_parameters(name)}
         # the embedding's gradient is a sum over many tokens: not in bfloat16
         param_dtype = None if is_lookup(unit) else fsdp.param_dtype
@@ -214,12 +216,12 @@ class FlatParameter:
         padding = self.n_ranks * length - len(flat)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
         flat = F.pad(flat, (0, padding))
-        # of parameters the bits, as integers: this sum is exact in any order of adding
+        # integer sums of the bits do not depend on the order of adding
         sums = [t.sum() for t in (flat.view(torch.int16), *unit.buffers())]
-        check_same(f"initial values of {name}", sums, fsdp.device, self.group)
+        check_same(f"initial values of {name}", sums, fsdp.device)
         self.file = StateFile(self.files, name, flat[self.owned])
         self.shard = fsdp.optimizer.shard
-        self.reading: Future[Tensor] | None = None  # the read in flight
+        self.reading: Future[Tensor] | None = None  # a thread that reads the shard
         self.full: Tensor | None = None
         self.version: int | None = None  # of the shard in `full`, or that is being read for it
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
@@ -242,7 +244,7 @@ class FlatParameter:
         if (self.shard if place else tensor)._version != version:
             raise RuntimeError("changed in place, or by the optimizer's last step")
         if place:
-            self.fsdp.unshard(self, in_backward=True)
+            self.fsdp.enter(self, in_backward=True)
         return self.full.as_strided(*place) if place else tensor
 
     def fetch(self) -> None:
@@ -250,17 +252,24 @@ class FlatParameter:
         if self.version != self.shard._version:
             self.reshard()  # of an earlier step
             self.version = self.shard._version
-            self.reading = self.files.threads.submit(self.file.read, self.files.slot)
+            self.reading = self.files.threads.submit(self.read)
+
+    def read(self) -> Tensor:
+        """In a thread: the shard, on the device, in the dtype in which it is sent."""
+        (shard,) = self.file.read(self.files.slot)
+        with torch.cuda.stream(self.fsdp.optimizer.copies):
+            return shard.to(self.fsdp.device, self.dtype)  # the thread waits for the copy
 
     @torch.inference_mode(False)  # else `full` would not count its versions
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is up to date or in flight."""
+        self.fetch()
         if self.full is None:
-            (shard,), self.reading = self.files.finish(self.reading), None
-            # cast before it is sent
-            sent = shard.to(self.fsdp.device, self.dtype, non_blocking=True)
+            sent, self.reading = self.files.finish(self.reading), None
+            if sent.is_cuda:  # its memory is of the other stream
+                sent.record_stream(torch.cuda.current_stream())
             self.full = sent.new_empty(self.n_ranks * len(sent))
-            self.gathering = all_gather_single(self.full, sent, self.group, async_op=True), sent
+            self.gathering = all_gather_single(self.full, sent, async_op=True), sent
 
     def wait(self) -> None:
         if self.gathering is not None:
@@ -268,7 +277,7 @@ class FlatParameter:
             self.gathering = None
 
     def reshard(self) -> None:
-        """Drop `full` until the next `unshard`, after an all-gather in flight."""
+        """Wait for an all-gather in flight, then drop `full`."""
         self.wait()
         self.full = self.version = self.reading = None  # `pack` has kept no reference for backward
 
@@ -276,9 +285,8 @@ class FlatParameter:
         """Start the reduce-scatter of `grads`, joined in one buffer: the sum replaces this rank's
         part of it."""
         padding = grads[0].new_zeros(self.sizes[-1])
-        flat = torch.cat([*(grad.flatten() for grad in grads), padding])
-        flat = flat.float()
-        work = reduce_scatter_single(flat[self.owned], flat, group=self.group, async_op=True)
+        flat = torch.cat([*(grad.flatten() for grad in grads), padding]).float()
+        work = reduce_scatter_single(flat[self.owned], flat, async_op=True)
         self.reduction = work, flat, is_last
 
     def finish_reduction(self) -> None:
@@ -303,10 +311,11 @@ class Gather(torch.autograd.Function):
         return tuple(c.view(s) for c, s in zip(chunks, bucket.shapes.values(), strict=True))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
         bucket = ctx.bucket
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
         if bucket.shard._version != ctx.version:
             raise RuntimeError("backward through a graph from before the optimizer's last step")
         if any(grad is None for grad in grads):
@@ -329,13 +338,16 @@ class SpeculativeAdamW:
     def __init__(
         self, files: StateFolder, betas: tuple[float, float], speculates: bool = True, **settings
     ):
-        settings |= {"beta1": betas[0], "beta2": betas[1], "amsgrad": False, "maximize": False}
-        self.files, self.param_groups, self.state = files, [{"eps": 1e-8, **settings}], {}
+        defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
+        self.param_groups = [defaults | settings | {"beta1": betas[0], "beta2": betas[1]}]
+        self.files, self.state = files, {}  # the state is in the files
         self.shard = nn.Parameter(torch.empty(0))  # `FlatParameter.shard`
+        # one stream for all copies to and from a GPU: each stream has a memory pool of its own
+        self.copies = torch.cuda.Stream() if torch.cuda.is_available() else None
         self.may_speculate = self.speculates = speculates
         self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
         self.n_redone = 0  # steps
-        # of each row of a gradient; None: the gradient lacks micro-batches
+        # of a gradient's rows; empty while a thread computes them, None before the last micro-batch
         self.norms: dict[StateFile, Tensor | None] = {}
 
     def take(self, file: StateFile, average: Tensor, is_last: bool) -> None:
@@ -346,12 +358,18 @@ class SpeculativeAdamW:
             raise RuntimeError(f"{file.path.stem}: a backward after the step's last one")
         is_first = file not in self.norms
         self.norms[file] = torch.empty(0) if is_last else None  # a thread replaces it
-        self.files.start(file, self.accumulate, average, is_first, is_last)
+        ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
+        self.files.start(file, self.accumulate, average, ready, is_first, is_last)
 
-    def accumulate(self, file: StateFile, average: Tensor, is_first: bool, is_last: bool) -> None:
+    def accumulate(
+        self, file: StateFile, average: Tensor, ready: Event | None, is_first: bool, is_last: bool
+    ) -> None:
         """Sum the micro-batches' gradients in the file. After the last one, update the unit."""
         gradient = file.empty(1)
-        gradient[0] = average  # perhaps from a GPU, for which the thread waits
+        if ready is not None:
+            ready.synchronize()
+        with torch.cuda.stream(self.copies):
+            gradient[0] = average  # the thread waits for the copy
         if not is_first:
             gradient += file.read(GRADIENT)
         file.write(GRADIENT, gradient)
@@ -407,7 +425,6 @@ def sharded_from_meta(
         model,
         model.units(),
         optimizer,
-        shard_group=group_along((world.size,), 0, "shard", args.timeout),
         param_dtype=getattr(torch, args.param_dtype),
         materialize=lambda unit, name: init_weights(unit.to_empty(device="cpu"), args.seed, name),
         device=world.device,
@@ -416,12 +433,18 @@ def sharded_from_meta(
 
 def state_folder(args, run: Run) -> StateFolder:
     """This rank's files: what they hold belongs to one run, model and number of ranks."""
-    content = {name: getattr(args, name) for name in ("d_model", "n_layers", "n_heads")}
-    content |= {"vocabulary": run.checkpoints.run["vocabulary"]}
-    content["run"] = str(run.folder.resolve())
+    settings = run.checkpoints.run  # the arguments, and what identifies the corpus
+    content = {name: settings["arguments"][name] for name in SHAPE}
+    content |= {"vocabulary": settings["vocabulary"], "run": str(run.folder.resolve())}
     saved = max((int(path.name[5:]) for path in checkpoints(run.checkpoints.path)), default=0)
     path = args.offload_dir or run.folder / "state"
-    return StateFolder(path, content, run.resume == "auto", saved)
+    is_resumed = run.is_restart or run.resume == "auto"
+    files = StateFolder(path, content, is_resumed, saved, settings)
+    if files.is_restored:
+        run.checkpoints.is_own = True  # the steps in the run's folder are this run's
+        for note in compare_runs(files.earlier, settings):
+            print0(note)
+    return files
 
 
 def training_state(model: FullyShardedDataParallel) -> State:
@@ -429,7 +452,8 @@ def training_state(model: FullyShardedDataParallel) -> State:
     state: State = {}
     for bucket in model.buckets:
         shard, exp_avg, exp_avg_sq = bucket.file.mapped()
-        adamw = SimpleNamespace(state={shard: {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}})
+        state_of_shard = {shard: {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}}
+        adamw = SimpleNamespace(state=state_of_shard)  # in place of an optimizer that has it
         state |= state_of_flat_shard(adamw, shard, bucket.shapes, bucket.owned.start)
     return state
 
@@ -475,9 +499,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     settings = adamw_settings(args.lr, args.weight_decay)
     optimizer = SpeculativeAdamW(files, speculates=not args.no_speculation, **settings)
     model = sharded_from_meta(model, optimizer, args, world)
-    if files.is_restored:
-        run.checkpoints.is_own = True  # the steps in the run's folder are this run's
-    else:
+    if not files.is_restored:
         files.step = run.checkpoints.load(run.resume, training_state(model), optimizer)
         files.commit()
     first_step = files.step
@@ -509,7 +531,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         files.commit()
         if run.agree_to_save(step):
             run.checkpoints.save(step + 1, training_state(model), args.keep_checkpoints)
-            run.checkpoints.wait()  # the step after the next one overwrites the slot
+            run.checkpoints.wait()  # it reads the files, and the next step but one overwrites them
     files.close()
     return run.finish()
 

@@ -180,8 +180,8 @@ class Checkpointer:
         Every rank calls it. It waits for the previous save, copies `state` to host memory and
         returns; the rest runs in the background.
         """
-        started = time.perf_counter()
         self.wait()
+        started = time.perf_counter()
         writer = storage.AtomicWriter(self.path, step, keep, self.run)
         planner = storage.SavePlanner(flatten_state_dict=False)
         state = {**state, "step": torch.tensor(step)}
@@ -198,9 +198,11 @@ class Checkpointer:
         """Wait until the save in flight is complete on disk. Exits if it has failed."""
         if self._saving is None:
             return
+        started = time.perf_counter()
         (writer, future), self._saving = self._saving, None
         try:
             future.result()
+            self.blocked_seconds += time.perf_counter() - started
         except dcp.api.CheckpointException as error:
             if rank() == 0:  # every rank has stopped writing
                 shutil.rmtree(writer.path, ignore_errors=True)

@@ -110,10 +110,6 @@ class RunFolder:
         self._lock.write(json.dumps(self.ids) + "\n")
         self._lock.flush()
 
-    def continues(self) -> bool:
-        """Whether this is a restart that has a checkpoint of its own to continue from."""
-        return self.ids["began"] and bool(checkpoints(self.path / "checkpoints"))
-
     def begin(self, first: int, is_own: bool) -> Path | None:
         """Move aside what this run has not written and would replace; return where it is now.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.arguments import Arguments
-from common.checkpoint import Checkpointer
+from common.checkpoint import Checkpointer, checkpoints
 from common.collectives import all_reduce_control, value_of_rank_0
 from common.data import Corpus
 from common.distributed import fail, launch_environment, print0, rank, warn, world_size
@@ -39,8 +39,9 @@ class Run:
     """One training run, from its flags. script: the stage's file; its folder names the stage.
 
     Every rank makes one, after the model: the ranks agree on the folder, and two process groups
-    are created, for votes and for checkpoints. `resume` is where the run starts: `--resume`, or
-    `auto` for a job that was requeued or restarted and has a checkpoint of its own.
+    are created, for votes and for checkpoints. `is_restart`: of a job that was requeued or
+    restarted. `resume` is where the run starts: `--resume`, or `auto` for a restart that has a
+    checkpoint of its own.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class Run:
             timeout = timedelta(seconds=args.timeout)
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="stop")
         self._claim: RunFolder | None = None  # on rank 0
-        self.folder, continues = self._of_rank_0(self._claim_folder, Path("runs", stage))
-        self.resume = "auto" if continues else args.resume
+        claimed = self._of_rank_0(self._claim_folder, Path("runs", stage))
+        self.folder, self.is_restart, has_checkpoint = claimed
+        self.resume = "auto" if self.is_restart and has_checkpoint else args.resume
         tokens = args.global_batch_size * args.seq_len
         flops = tokens * config.flops_per_token()
         self.metrics = Metrics(args.steps, tokens, flops, device, self.folder)
@@ -106,12 +108,12 @@ class Run:
             fail(error)
         return value
 
-    def _claim_folder(self, parent: Path) -> tuple[Path, bool]:
+    def _claim_folder(self, parent: Path) -> tuple[Path, bool, bool]:
         self._claim = RunFolder(self.args.run_dir, parent, vars(self.args))
         folder = self._claim.path / "checkpoints"
         folder.mkdir(exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-        return self._claim.path, self._claim.continues()
+        return self._claim.path, self._claim.ids["began"], bool(checkpoints(folder))
 
     def _begin(self, first: int) -> None:
         """Describe the run in its folder, now that its checkpoint is loaded."""

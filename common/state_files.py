@@ -34,7 +34,7 @@ from common.distributed import fail, print0, warn
 
 PAGE = 1024  # float32 elements, 4,096 bytes
 SLOT, GRADIENT, ROWS = 3, 6, 7  # rows of a slot, the gradient's row, rows of a file
-RECORD = ("step", "slot", "content", "boot")  # attributes of a folder that `step.json` has
+RECORD = ("step", "slot", "content", "boot", "settings")  # attributes that `step.json` has
 
 
 @contextlib.contextmanager
@@ -51,14 +51,23 @@ class StateFolder:
 
     path: each rank has a folder in it. content: the run, and the model and the ranks that the files
     must fit; JSON. saved: steps of the run's newest checkpoint. If it `is_resumed`, it goes on from
-    the files, unless a rank lacks them or they have fewer steps.
+    the files, unless a rank lacks them or they have fewer steps. settings: of the run, JSON, to be
+    compared with those of the run that wrote the files, `earlier`.
     """
 
-    def __init__(self, path: str | Path, content: dict, is_resumed: bool, saved: int):
+    def __init__(
+        self,
+        path: str | Path,
+        content: dict,
+        is_resumed: bool,
+        saved: int,
+        settings: dict | None = None,
+    ):
         self.path = Path(path) / f"rank-{dist.get_rank()}"
-        self.content = content | {"ranks": dist.get_world_size()}
+        self.content, self.settings = content | {"ranks": dist.get_world_size()}, settings
         self.files: list[StateFile] = []
-        self.step = self.slot = 0  # steps done, and the first row of the slot that has their state
+        # steps done, and the first row (0 or 3) of the slot that has their state
+        self.step = self.slot = 0
         self.jobs: dict[StateFile, Future] = {}  # the oldest first
         self.traffic: Counter[str] = Counter()  # MB since the last commit, by the metric's name
         self.threads, self.counting = ThreadPoolExecutor(6), threading.Lock()
@@ -77,12 +86,17 @@ class StateFolder:
             warn(f"--offload-dir: {self.path} is in memory, and saves none")
         with contextlib.suppress(OSError, AttributeError):  # without glibc
             # large buffers go back to the system when freed: else what glibc keeps of them in
-            # fragments grows with the number of units
+            # fragments grows with the number of units. `Run` asks for the opposite, before this
             ctypes.CDLL("libc.so.6").mallopt(-3, 2**17)  # M_MMAP_THRESHOLD of malloc.h, bytes
 
     def _restore(self, is_resumed: bool, saved: int) -> bool:
         """Agree with all ranks on the step to go on from, or delete files that count no more."""
-        found = {"step": -1, "boot": self.boot, "content": self.content}  # if there is none
+        found = {
+            "step": -1,
+            "boot": self.boot,
+            "content": self.content,
+            "settings": None,
+        }  # if none
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             record = json.loads((self.path / "step.json").read_text())
             found = {name: record[name] for name in RECORD}
@@ -90,13 +104,14 @@ class StateFolder:
         # before a restart of the machine, what was written last may not have reached the disk
         step = found["step"] if fits and found["boot"] == self.boot else -1
         bounds = all_reduce_control(torch.tensor([step, -step, -saved]), op=ReduceOp.MIN)
-        first, last, saved = bounds[0].item(), -bounds[1].item(), -bounds[2].item()
+        lowest, highest, saved = bounds[0].item(), -bounds[1].item(), -bounds[2].item()
+        self.earlier = found["settings"]
         # a rank may have been killed before it committed what another one has committed
-        if first >= saved and last <= first + 1:
-            self.step, self.slot = first, found["slot"] if step == first else SLOT - found["slot"]
-            if step != first:
+        if lowest >= saved and highest <= lowest + 1:
+            self.step, self.slot = lowest, found["slot"] if step == lowest else SLOT - found["slot"]
+            if step != lowest:
                 self.commit()  # the slot that `step.json` names will be overwritten
-            print0(f"resumed from {self.path.parent}, {first} steps done")
+            print0(f"resumed from {self.path.parent}, {lowest} steps done")
             return True
         is_other = found["content"]["run"] != self.content["run"]
         if is_other or (found["step"] > saved and not fits):

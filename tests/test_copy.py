@@ -41,7 +41,8 @@ PATH = """
 path = f"state-{dist.get_rank()}.pt"
 """
 LOSE = """
-for p in locals().get("params") or [*model.parameters(), *model.buffers()]:
+offloaded = [file.mapped() for file in files.files] if "files" in locals() else []
+for p in locals().get("params") or offloaded or [*model.parameters(), *model.buffers()]:
     p.data.zero_()
 for value in [v for v in locals().values() if isinstance(v, torch.optim.Optimizer)]:
     for state in getattr(value, "optimizer", value).state.values():

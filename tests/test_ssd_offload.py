@@ -146,11 +146,12 @@ def test_memory_is_that_of_a_few_units_and_suffices_where_04_has_too_little(
     for stage, layers, flags in (("12", 4, ""), ("12", 64, ""), ("04", 64, "--cpu-offload")):
         argv = f"{DEEP} --n-layers {layers} --steps 2 --data {corpus_dir} {flags}".split()
         argv += ["--run-dir", str(tmp_path / f"{stage}-{layers}")]
-        (outcome,) = fresh_pool(1).attempt(peak_of, stage, argv, 160 * 2**20)
+        (outcome,) = fresh_pool(1).attempt(peak_of, stage, argv, 160 * 2**20, timeout=30)
         if stage == "12":
             peaks.append(outcome.value)
     assert peaks[1] - peaks[0] < 10 * LAYER, peaks
-    assert outcome.traceback is not None  # an error, or the process has died
+    # an error; or the process has died, or waits for a thread that could not start
+    assert outcome.traceback is not None
 
 
 # ---- kills ----
@@ -304,3 +305,23 @@ def test_a_folder_in_memory_is_named(pools, argv):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         argv = [*argv, "--steps", "1", "--offload-dir", folder]
         assert "rank-0 is in memory, and saves none" in pools(1).attempt_train("12", argv)[0].stderr
+
+
+def restarted(count: str, argv: list[str]) -> list[dict]:
+    launch = {"TORCHELASTIC_RUN_ID": "chosen", "TORCHELASTIC_RESTART_COUNT": count}
+    with patch.dict(os.environ, launch):
+        return train("12", argv)
+
+
+@pytest.mark.slow
+def test_a_restart_goes_on_from_the_files_whatever_the_flag_says_and_changes_are_printed(
+    pools, argv, tmp_path
+):
+    argv = [*argv, "--resume", "never", "--run-dir", str(tmp_path), "--steps"]
+    pool = pools(1)
+    pool.run(restarted, "0", [*argv, "2"])
+    pool.close()  # the process has the lock of the folder until it ends
+    (outcome,) = pool.attempt(restarted, "1", [*argv, "3", "--lr", "0.5"])
+    assert [line["step"] for line in outcome.value] == [2]
+    assert "--lr is now 0.5, was 0.001" in outcome.stdout
+    assert "--steps is now 3, was 2" in outcome.stdout

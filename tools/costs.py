@@ -93,8 +93,8 @@ def fsdp(x: Costs) -> None:
 def ssd_offload(x: Costs) -> None:
     m, itemsize = x.m // x.n, 2 if x.args.dtype == "bfloat16" else 4
     x.hold(0, 0, 0)  # it is in files
-    x.send("all_gather_single", "shard", x.n, m * gathered(x, True, itemsize))
-    x.send("reduce_scatter_single", "shard", x.n, m * 4 * x.P)
+    x.send("all_gather_single", "world", x.n, m * gathered(x, True, itemsize))
+    x.send("reduce_scatter_single", "world", x.n, m * 4 * x.P)
 
 
 def tensor_parallel(x: Costs, group: str, tp: int, layers: int, is_first=True, is_last=True):
