@@ -80,10 +80,13 @@ def torch_cuda(watch: Watch) -> list:
         "get_device_name": lambda *_: GPU.name,
         "max_memory_allocated": lambda *_: 0,
         "synchronize": lambda *_: watch.note("waits", "synchronize"),
+        "Stream": lambda *_: None,
+        "current_stream": lambda *_: MagicMock(),
     }
     return [
         patch.multiple(torch.cuda, **answers),
         patch.object(torch.version, "cuda", "13.0"),
+        patch.object(Tensor, "record_stream", lambda *_: None),
         # fake tensors would initialize the GPU that they now believe in
         patch.object(fake_tensor, "init_gpu_context", lambda *_: None),
         patch.object(FakeTensorMode, "avoid_device_init", True),
