@@ -397,7 +397,7 @@ class FlatParameter:
         # sparse, complex and negated views are not given by a place alone
         other = tensor.layout != torch.strided or tensor.dtype != self.full.dtype or tensor.is_neg()
         if other or tensor.untyped_storage() is not self.full.untyped_storage():
-            return tensor, tensor._version
+            return tensor.detach(), tensor._version  # an output itself would keep its graph
         return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, saved: tuple) -> Tensor:

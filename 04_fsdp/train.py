@@ -87,11 +87,12 @@ class FullyShardedDataParallel(nn.Module):
     module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
     one unit's parameters memory and values. units: in the order to prefetch in. shard_group: the N
     ranks that shard each unit (default: all). replicate_group: the ranks that hold the same shard
-    (default: no others). param_dtype: of unsharded parameters, but in units of `nn.Embedding`s
-    alone, and of a unit's arguments, not outputs and buffers (default: the module's). reduce_dtype:
-    of the gradients that are reduced (default: the unsharded parameters'). reshard_after_forward:
-    False keeps a unit unsharded until its backward. device: of the unsharded parameters (default:
-    the module's). cpu_offload: keep the shards on the CPU; groups then need a CPU backend, too.
+    (default: no others). param_dtype: units are gathered in it, and their arguments cast to it, but
+    not outputs and buffers, nor units of `nn.Embedding`s alone (default: the module's).
+    reduce_dtype: of the gradients that are reduced (default: the unsharded parameters').
+    reshard_after_forward: False keeps a unit unsharded until its backward. device: of the unsharded
+    parameters (default: the module's). cpu_offload: keep the shards on the CPU; groups then need a
+    CPU backend, too.
     """
 
     def __init__(
@@ -172,8 +173,8 @@ class FullyShardedDataParallel(nn.Module):
     def leave(self, bucket: FlatParameter, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
         bucket.reshard()
-        bucket.finish_reduction()  # of the previous micro-batch, if it is still in flight
-        self.prefetch(bucket, in_backward=True)  # NCCL runs one collective after the other
+        bucket.finish_reduction()  # of the previous micro-batch, if no other unit has been left
+        self.prefetch(bucket, in_backward=True)  # first: NCCL keeps the order of the calls
         bucket.start_reduction(grads, self.synchronizes)
         previous, self.in_flight = self.in_flight, bucket
         if previous not in (None, bucket):  # so at most two units have full gradients
@@ -217,7 +218,7 @@ class FlatParameter:
         self.n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.n_replicas = dist.get_world_size(replicas) if replicas else 1
         self.shapes = {full_name: p.shape for full_name, p in unit.named_parameters(name)}
-        # the embedding's gradient is a sum over many tokens: not in bfloat16
+        # its gradients have the same dtype, and the embedding's are sums over many tokens
         param_dtype = None if is_lookup(unit) else fsdp.param_dtype
         self.owners, flat = take_parameters(unit)  # the unit has no parameters any more
         self.dtype = param_dtype or flat.dtype
@@ -247,7 +248,7 @@ class FlatParameter:
         # sparse, complex and negated views are not given by a place alone
         other = tensor.layout != torch.strided or tensor.dtype != self.full.dtype or tensor.is_neg()
         if other or tensor.untyped_storage() is not self.full.untyped_storage():
-            return tensor, tensor._version
+            return tensor.detach(), tensor._version  # an output itself would keep its graph
         return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, saved: tuple) -> Tensor:
@@ -281,7 +282,7 @@ class FlatParameter:
 
     def check_gradient(self) -> None:
         """RuntimeError unless `shard.grad` is what was left there: the placeholder while an average
-        is pending, else None. Somebody else has set it, or dropped it before the step ended."""
+        is pending, else None."""
         pending = self.average is not None or self.all_reduces
         if self.shard.grad is not (self.incomplete if pending else None):
             fix = "zero_grad(set_to_none=True) belongs after the optimizer's step, nowhere else"

@@ -177,7 +177,7 @@ def to_float8(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
     amax = vector_norm(x, torch.inf, dims, keepdim=True).float()
     # a float32 is 1.f * 2^e: a sign, e + 127 in 8 bits, f in 23. The largest float8 numbers are
     # 1.75 * 2^8 and 1.75 * 2^15, so the sum carries into e if 1.f exceeds 1.75. An amax of 0 would
-    # have no scale: the bound keeps scale and inverse normal numbers
+    # have no scale: with a bound above 2^-111, scale and inverse are normal numbers
     bits = amax.clamp(min=1e-24).view(torch.int32) + 0x1FFFFF
     exponent = (bits >> 23) - (8 if dtype == E4M3 else 15)  # of the scale, plus 127
     # a cast to e4m3 would turn an infinity into 448: here all that share its scale become NaN

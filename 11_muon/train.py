@@ -107,10 +107,10 @@ class Muon(torch.optim.Optimizer):
         in_flight = []
         for matrix in self.matrices:
             param = matrix.param
-            if matrix.reduction is not None:
-                raise RuntimeError("step() before finish_gradient_synchronization()")
             if param.grad is None:  # on no rank: the matrix stays as it is
                 continue
+            if matrix.is_pending:
+                raise RuntimeError("step() before finish_gradient_synchronization()")
             update = torch.empty_like(param, dtype=self.dtype)
             if matrix.owned_here:
                 momentum = self.state[param]["momentum_buffer"].lerp_(param.grad, 1 - beta)
@@ -164,7 +164,7 @@ class DistributedDataParallel(nn.Module):
     """Give the replicas of a module the same initial weights, and average their gradients.
 
     module: complete, with the same contiguous parameters on every rank. matrices: parameters with
-    one owner each, which alone gets the average gradient; frozen ones have none.
+    one owner each, which alone gets the average gradient; frozen ones get no owner.
     process_group: the ranks whose gradients are averaged; None for all. bucket_cap_mb: the most MB
     in one all-reduce, 1 in the first, which thus starts early. A step ends with
     `finish_gradient_synchronization`.
@@ -322,15 +322,16 @@ class OwnedMatrix:
         self.param, self.owner, self.group = param, owner, group  # owner: a rank of the group
         self.params, self.n_ranks = [param], dist.get_world_size(group)
         self.owned_here = dist.get_rank(group) == owner
-        self.waiting_for = {param}
+        self.waiting_for, self.is_pending = {param}, False  # whether it has a local gradient
         self.reduction: Work | None = None  # the reduce in flight
 
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
-        """As `Bucket.collect`, but in place: the gradient stays where backward has put it."""
+        """As `Bucket.collect`, without a buffer."""
+        self.is_pending = True
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-        elif divide_by > 1:
-            param.grad.div_(divide_by)
+        elif divide_by > 1:  # not in place: backward may go on with the same memory
+            param.grad = param.grad / divide_by
 
     def start_reduction(self) -> None:
         if self.waiting_for:  # unused in the last backward; earlier ones may have added
@@ -339,7 +340,7 @@ class OwnedMatrix:
 
     def finish_reduction(self) -> None:
         self.reduction.wait()
-        self.reduction, self.waiting_for = None, {self.param}
+        self.reduction, self.waiting_for, self.is_pending = None, {self.param}, False
         if not self.owned_here:  # it may hold the sum of some ranks' gradients: any use is an error
             self.param.grad = NoGradient(self.param)
 
@@ -368,8 +369,8 @@ def clip_grad_norm_(model: DistributedDataParallel, max_norm: float) -> Tensor:
     params = [p for p in model.parameters() if p.grad is not None and matrices.get(p, True)]
     owned = global_norm(p.grad for p in params if p in matrices).square()
     replicated = global_norm(p.grad for p in params if p not in matrices).square()
-    # squares of owned gradients add up over the ranks; replicated gradients count once. The norm of
-    # no tensors is a float32 on the CPU: add it to a zero as on the other ranks
+    # squares of owned gradients add up over the ranks; replicated gradients count once. On a rank
+    # that owns nothing `owned` is a float32 on the CPU: the sum has the others' device and dtype
     p = next(model.parameters())
     zero = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
     total_norm = (all_reduce_control(zero + owned, group=model.group) + replicated).sqrt()

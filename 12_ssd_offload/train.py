@@ -165,8 +165,8 @@ class FullyShardedDataParallel(nn.Module):
     def leave(self, bucket: FlatParameter, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
         bucket.reshard()
-        bucket.finish_reduction()  # of the previous micro-batch, if it is still in flight
-        self.prefetch(bucket, in_backward=True)  # NCCL runs one collective after the other
+        bucket.finish_reduction()  # of the previous micro-batch, if no other unit has been left
+        self.prefetch(bucket, in_backward=True)  # first: NCCL keeps the order of the calls
         bucket.start_reduction(grads, self.synchronizes)
         previous, self.in_flight = self.in_flight, bucket
         if previous not in (None, bucket):  # so at most two units have full gradients
@@ -207,7 +207,7 @@ class FlatParameter:
         self.fsdp, self.files, self.name = fsdp, fsdp.optimizer.files, name
         self.n_ranks, rank = dist.get_world_size(), dist.get_rank()
         self.shapes = {full_name: p.shape for full_name, p in unit.named_parameters(name)}
-        # the embedding's gradient is a sum over many tokens: not in bfloat16
+        # its gradients have the same dtype, and the embedding's are sums over many tokens
         param_dtype = None if is_lookup(unit) else fsdp.param_dtype
         self.owners, flat = take_parameters(unit)  # the unit has no parameters any more
         self.dtype = param_dtype or torch.float32
@@ -235,7 +235,7 @@ class FlatParameter:
         # sparse, complex and negated views are not given by a place alone
         other = tensor.layout != torch.strided or tensor.dtype != self.full.dtype or tensor.is_neg()
         if other or tensor.untyped_storage() is not self.full.untyped_storage():
-            return tensor, tensor._version
+            return tensor.detach(), tensor._version  # an output itself would keep its graph
         return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, saved: tuple) -> Tensor:

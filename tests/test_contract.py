@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -605,6 +607,33 @@ def test_no_forward_is_stale_and_a_step_of_zero_finishes_the_reductions(pools, s
     """Parameters are unsharded once more between the gradients and the step."""
     for off in pools(2).run(distance, strategy, "a step", skips):
         assert off <= 1e-6
+
+
+class Witness(torch.autograd.Function):
+    """The identity, whose graph has an object that nobody else has."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, witness: frozenset) -> Tensor:
+        ctx.witness = witness
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def outlives_its_output(strategy: str) -> bool:
+    trainer, witness = trainer_of(strategy, chain()), frozenset([0])
+    alive = weakref.ref(witness)
+    trainer.model(Witness.apply(batch().requires_grad_(), witness))
+    del witness
+    gc.collect()
+    return alive() is not None
+
+
+@pytest.mark.parametrize("strategy", UNITS)
+def test_a_graph_is_freed_with_its_output_without_a_backward(pools, strategy):
+    assert not any(pools(2).run(outlives_its_output, strategy))
 
 
 def agreed(rank_0: float) -> list[float]:

@@ -247,6 +247,18 @@ def small(kind: str = "linear", head: int = 8) -> nn.Module:
     return nn.Sequential(first.get(kind, lambda: nn.Linear(8, 8))(), nn.Linear(8, head))
 
 
+class Shift(nn.Linear):
+    """The gradient of its matrix `shift` has the memory of the one that flows on."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(8, 8)
+        self.shift = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x).unsqueeze(0) + self.shift.unsqueeze(0)) * 3
+
+
 def stepped(case: str) -> list[Tensor]:
     """The parameters after two clipped steps, on equal inputs of all ranks."""
     build, choose, frozen = RIGHT[case]
@@ -282,6 +294,7 @@ RIGHT = {  # model, what Muon gets, and what is frozen
     "an embedding": (lambda: small("embedding"), is_matrix, ""),
     "one matrix on several ranks": (small, lambda name, p: name == "0.weight", ""),
     "nothing for AdamW": (lambda: nn.Sequential(nn.Linear(8, 8, bias=False)), is_matrix, ""),
+    "a gradient that flows on": (lambda: nn.Sequential(Shift()), is_matrix, ""),
     "a rank without a matrix, float64": (
         lambda: nn.Sequential(nn.Linear(8, 8, bias=False)).double(),
         is_matrix,
@@ -314,9 +327,10 @@ def another_ranks_state(model, replica, muon) -> None:
     muon.load_state_dict(states[dist.get_rank() - 1])
 
 
-def step_while_reducing(model, replica, muon) -> None:
+def step_too_early(model, replica, muon) -> None:
     muon.zero_grad()
-    model(torch.ones(1, 8)).sum().backward()
+    with replica.no_sync():
+        model(torch.ones(1, 8)).sum().backward()
     muon.step()
 
 
@@ -329,7 +343,7 @@ def stale_graph(model, replica, muon) -> None:
 
 ERRORS = {  # what is done on every rank after one backward, and what is said
     "a stale graph": (stale_graph, "modified by an inplace operation"),
-    "a step before the gradients": (step_while_reducing, "before finish_gradient_synchronization"),
+    "a step before the gradients": (step_too_early, "before finish_gradient_synchronization"),
     "a convolution": (
         lambda *_: stage.DistributedDataParallel(m := small("conv"), [m[0].weight]),
         "2-D parameters of the module",
