@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import html
+import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from itertools import permutations
 from pathlib import Path
 
 import pytest
 from harness import lines_of, stages
+from slurm_cluster import skip_or_fail
 
 from tools import lessons
 
@@ -67,3 +71,43 @@ def test_a_comparison_shows_every_line_of_both_stages(pages, old, new):
     for stage, start in ((old, 'class="old"'), (new, 'class="new"')):
         lines = enumerate(lines_of(stage), 1)
         assert {x for x in lines if x[1] and "# -----" not in x[1]} <= page.code(start)
+
+
+REPORT = r"""<script>onload = () => parent.postMessage({
+  page: location.pathname.split("/").pop(),
+  width: innerWidth,
+  scrolls: document.documentElement.scrollWidth > innerWidth,
+  broken: [...document.images].filter((each) => !each.naturalWidth).length,
+  beside: [...document.querySelectorAll(".row")].some((each) => {
+    const [old, new_] = [...each.children].map((cell) => cell.getBoundingClientRect());
+    return old.height && new_.height && old.top == new_.top;
+  }),
+}, "*")</script>"""
+LISTEN = """<pre></pre><script>onmessage = (event) => {
+  document.querySelector("pre").textContent += JSON.stringify(event.data) + "\\n";
+}</script>"""
+
+
+def test_pages_in_a_browser(folder, tmp_path):
+    """Nothing scrolls sideways. A wide screen shows both stages side by side, a narrow one not."""
+    if (chromium := shutil.which("chromium")) is None:
+        skip_or_fail("Chromium is missing (apt install chromium)")
+    names = [f"{name}.html" for name in (*stages(), "index", "07-code", "07-from-06", "01-from-07")]
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    frames = LISTEN
+    for name in names:
+        (tmp_path / name).write_text((folder / name).read_text() + REPORT)
+        for width in (1280, 390):
+            frames += f'<iframe src="{name}" width="{width}" height="800" frameborder="0"></iframe>'
+    (tmp_path / "frames.html").write_text(frames)
+    command = f"{chromium} --headless --no-sandbox --disable-gpu --virtual-time-budget=30000"
+    command = [*command.split(), f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    page = subprocess.check_output([*command, tmp_path / "frames.html"], text=True, timeout=120)
+    lines = re.findall(r"\{.*\}(?=\n)", page)
+    seen = {(found.pop("page"), found.pop("width")): found for found in map(json.loads, lines)}
+    good = {"scrolls": False, "broken": 0}
+    assert seen == {
+        (name, width): good | {"beside": "from" in name and width == 1280}
+        for name in names
+        for width in (1280, 390)
+    }

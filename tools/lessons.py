@@ -137,9 +137,7 @@ def code_block(code: str, language: str, _: str) -> str:
 MARKDOWN = MarkdownIt("commonmark", {"html": True, "highlight": code_block}).enable("table")
 
 
-def readme_page(path: Path, linked: list[Path]) -> str:
-    """linked: gets the files that it links to."""
-
+def readme_page(path: Path, linked: list[Path]) -> str:  # which gets the files that it links to
     def heading(found: re.Match) -> str:
         """With the anchor that GitHub gives it."""
         words = html.unescape(re.sub(r"<[^>]*>", "", found[2])).lower()

@@ -1,4 +1,4 @@
-"""Step times of stage 12 on one process: `python -m benchmarks.ssd_offload FOLDER [--only NAME]`.
+"""Step times of stage 12 on one process: `python -m 12_ssd_offload.timing FOLDER [--only NAME]`.
 
 Contenders take turns, step by step. FOLDER is on the disk to measure.
 
