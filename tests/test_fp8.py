@@ -6,6 +6,7 @@ import importlib
 import re
 import shutil
 from collections.abc import Callable
+from functools import partialmethod
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -424,13 +425,14 @@ def test_a_compiled_model_is_a_graph_per_unit_with_the_same_loss_and_gradients()
 
 
 @pytest.mark.slow
-@compiler
 def test_compiled_layers_keep_no_rounded_weight(monkeypatch):
     """What they save instead of an input in float8 are tensors that the layer saves anyway.
 
-    Tensorwise, backward could use the numbers of forward again; rowwise it has other scales.
+    Tensorwise, backward could use the numbers of forward again; rowwise it has other scales. The
+    choice is made before code is generated, which would take minutes.
     """
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    traced = partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(nn.Module, "compile", traced)
     recipe = "tensorwise"
     plain = cost.saved_by_a_layer(recipe, autocast=False)
     kept = cost.saved_by_a_layer(recipe, autocast=False, compiled=True)
