@@ -174,12 +174,12 @@ def kill_in(name: str, after: int, argv: list[str]) -> None:
 
 @pytest.mark.slow
 def test_after_a_kill_at_any_moment_a_run_goes_on_from_its_last_step(fresh_pool, argv, tmp_path):
-    argv = [*argv, "--grad-clip", "0.7", "--checkpoint-every", "8", "--run-dir"]
+    argv = [*argv, *"--steps 20 --grad-clip 0.7 --checkpoint-every 20 --run-dir".split()]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     pool, rng = fresh_pool(2), random.Random(0)
     pool.train("12", [*argv, str(whole)])
     done, starts = 0, []
-    for name in ["replace", "pwritev", "preadv", "pwritev"] * 2:
+    for name in ["replace", "pwritev", "preadv", "pwritev"] * 5:
         most = 4 if name == "replace" else 25
         pool.attempt(kill_in, name, rng.randrange(1, most), [*argv, str(killed)])
         pool.close()
