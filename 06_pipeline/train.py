@@ -112,7 +112,9 @@ class Pipeline:
             if upcoming is not None:
                 self.start_receive(upcoming, shapes[upcoming.micro])
             received = self.finish_receive(action) if action in self.receives else None
-            with annotate(f"{action.kind} {action.micro} {action.stage}"):
+            name = f"{action.kind} {action.micro} {action.stage}"
+            # a stage's forward decides whether it casts; no backward does
+            with annotate(name), torch.autocast(self.device.type, enabled=False):
                 result = self.run_action(action, received, micro_batches)
             _, destination = source_and_destination(action, self.n_stages)
             if destination is not None:
@@ -426,11 +428,13 @@ class LinearWithDeferredGradient(torch.autograd.Function):
 # ---- clipping: the norm is that of all ranks' gradients ----
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients to at most this global norm; returns the norm before clipping."""
+def clip_grad_norm_(model: nn.Module, max_norm: float, pp: ProcessGroup | None = None) -> Tensor:
+    """Scale the gradients to at most this global norm; returns the norm before clipping.
+
+    pp: the ranks of the pipeline (default: all)."""
     params = list(model.parameters())  # of a frozen one, an empty gradient
     squares = global_norm(p.new_zeros(0) if p.grad is None else p.grad for p in params).square()
-    total_norm = all_reduce_control(squares).sqrt()  # the squares add up over the stages
+    total_norm = all_reduce_control(squares, pp).sqrt()  # the squares add up over the stages
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
 

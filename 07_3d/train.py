@@ -157,7 +157,9 @@ class Pipeline:
             if upcoming is not None:
                 self.start_receive(upcoming, shapes[upcoming.micro])
             received = self.finish_receive(action) if action in self.receives else None
-            with annotate(f"{action.kind} {action.micro} {action.stage}"):
+            name = f"{action.kind} {action.micro} {action.stage}"
+            # a stage's forward decides whether it casts; no backward does
+            with annotate(name), torch.autocast(self.device.type, enabled=False):
                 result = self.run_action(action, received, micro_batches)
             _, destination = source_and_destination(action, self.n_stages)
             if destination is not None:

@@ -222,12 +222,13 @@ def without_experts(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 @torch.no_grad()
-def balance_load(model: nn.Module, rate: float) -> Tensor:
+def balance_load(model: nn.Module, rate: float, group: ProcessGroup | None = None) -> Tensor:
     """Lower the bias of every expert that had more tokens than the mean by rate / E, and raise it
     for those that had fewer; then subtract the mean change.
 
-    rate: in units of the mean score, 1/E. The tokens are those of all ranks. Returns the load of
-    the busiest expert, relative to the mean, averaged over the layers.
+    rate: in units of the mean score, 1/E. group: the ranks whose tokens count, which have the same
+    layers (default: all). Returns the load of the busiest expert, relative to the mean, averaged
+    over the layers.
     """
     mixtures = mixtures_of(model)
     if len({mixture.n_experts for mixture in mixtures}) != 1:
@@ -235,7 +236,7 @@ def balance_load(model: nn.Module, rate: float) -> Tensor:
     if any(isinstance(mixture.load, int) for mixture in mixtures):
         raise RuntimeError("a mixture has counted no tokens: run the model, in training mode")
     load = torch.stack([mixture.load for mixture in mixtures])  # [layers, E], int64
-    all_reduce(load)
+    all_reduce(load, group=group)
     total = load.sum(dim=1, keepdim=True)
     excess = load * load.shape[1] - total  # in integers: the same sign on any number of ranks
     signs = excess.sign().float()

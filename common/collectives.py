@@ -159,6 +159,8 @@ def reduce(
 
 
 def isend(tensor: Tensor, dst: int | None = None, group: Group = None, **kwargs) -> Work | None:
+    if not tensor.is_contiguous():
+        raise ValueError("isend takes contiguous tensors; NCCL would send other elements")
     ledger.record("isend", tensor.nbytes, 1.0, group)
     if _goes_through_host(tensor, group):
         tensor = tensor.cpu()
