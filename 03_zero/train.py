@@ -192,6 +192,8 @@ class ZeroRedundancyOptimizer:
         """After a step's last backward: give each shard its average gradient, unless it has it."""
         if not self.used:  # called before, or no backward since the last step
             return
+        if not self.synchronizes:
+            raise RuntimeError("within no_sync(): nothing is reduced there")
         if self.zero_stage < 3:
             self.reduce_missing_gradients()
             for bucket in self.buckets:

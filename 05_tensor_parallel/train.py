@@ -250,7 +250,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
         ctx.dtype, logits = logits.dtype, logits.float()
         counted = targets != IGNORED
-        scale = counted / counted.sum().clamp(min=1)  # [tokens], weights of the mean
+        scale = counted.float() / counted.sum().clamp(min=1)  # [tokens], weights of the mean
         column, is_local = local_index(targets.masked_fill(~counted, 0), logits.shape[-1], group)
         column, is_local = column[:, None], is_local & counted
 
@@ -301,7 +301,7 @@ def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
 def shard_dims_of(model: nn.Module) -> dict[str, int]:
     """The dimension along which each sharded parameter is split, by name; no replicated ones."""
     return {
-        f"{name}.weight": module.shard_dim
+        f"{name}.weight".removeprefix("."): module.shard_dim
         for name, module in model.named_modules()
         if isinstance(module, TensorParallelModule)
     }
@@ -349,15 +349,26 @@ class SequenceParallelRegion(TensorParallelRegion):
 def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
     """Sum the norms' gradients, once per step: each rank's come from its part of the sequence."""
     dims = shard_dims_of(model)
-    params = [p for name, p in model.named_parameters() if name not in dims]
-    grads = [p.new_zeros(0) if p.grad is None else p.grad for p in params]  # if one is frozen
-    flat = torch.cat([grad.flatten() for grad in grads])
+    params = [p for n, p in model.named_parameters() if n not in dims and p.requires_grad]
+    if any(p.grad is None for p in params):  # on another rank it may have one
+        raise RuntimeError("a replicated parameter without a gradient: freeze it")
+    if not params:
+        return
+    flat = torch.cat([p.grad.flatten() for p in params])
     all_reduce(flat, group=group)
-    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(total.view_as(grad))
+    for p, total in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad.copy_(total.view_as(p))
 
 
 # ---- clipping: the norm is that of all ranks' gradients ----
+
+
+def check_equal(norm: Tensor, group: ProcessGroup) -> None:
+    """Raise if a norm of replicated gradients differs between ranks by more than rounding does."""
+    highest, minus_lowest = all_reduce_control(torch.stack([norm, -norm]), group, ReduceOp.MAX)
+    # the public way to raise, `if`, would wait for the GPU; a NaN is no difference
+    is_equal = ~(highest + minus_lowest > 1e-3 * highest)
+    torch._assert_async(is_equal, "a replicated parameter has another gradient on each rank")
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
@@ -369,7 +380,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> T
     replicated = [grad for name, grad in grads.items() if name not in dims]
     # squares of sharded gradients add up over the ranks; replicated gradients count once
     squares = all_reduce_control(global_norm(sharded).square(), group=group)
-    total_norm = (squares + global_norm(replicated).square()).sqrt()
+    check_equal(norm := global_norm(replicated).to(squares), group)
+    total_norm = (squares + norm.square()).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
 

@@ -255,7 +255,7 @@ class Pipeline:
 class MeshPipeline(Pipeline):
     """A pipeline whose stages are sharded over `tp` and average their gradients over `dp`.
 
-    Each stage has a `DistributedDataParallel`, for its hooks alone: they run wherever autograd
+    A `DistributedDataParallel` has all of them, for its hooks alone: they run wherever autograd
     accumulates a gradient. All micro-batches but the last only accumulate. With the last one, a
     bucket's all-reduce starts as soon as it is ready: while the pipeline drains, and for the LM
     head already in its forward. sequence_shards: how many ranks each send a part of a sequence.
@@ -276,21 +276,20 @@ class MeshPipeline(Pipeline):
         # So connect dp and tp before the first receive is posted.
         for group in (mesh.dp, mesh.tp):
             all_reduce_control(torch.zeros(1, device=self.device), group=group)
-        self.replicas: dict[int, DistributedDataParallel] = {}  # by stage; none without dp
+        self.replica: DistributedDataParallel | None = None  # none without dp
         if mesh.dp.size() > 1:
-            for number, stage in stages.items():
-                modules = [module for module in (stage.part, stage.output) if module is not None]
-                self.replicas[number] = DistributedDataParallel(nn.ModuleList(modules), mesh.dp)
-            modules = [module for replica in self.replicas.values() for module in replica.module]
+            # one for all stages: all ranks then reduce its buckets in one order
+            stages_up = [stages[number] for number in sorted(stages)]
+            modules = [m for s in stages_up for m in (s.part, s.output) if m is not None]
             # each has a backward of its own, with which a shared parameter would be reduced
             if max(Counter(p for each in modules for p in each.parameters()).values()) > 1:
                 raise ValueError("with dp, two parts (or a part and its output) share a parameter")
+            self.replica = DistributedDataParallel(nn.ModuleList(modules), mesh.dp)
 
     def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
         """06's, but gradients are reduced with the last micro-batch only."""
-        replica = self.replicas.get(action.stage)
         is_last = action.micro == len(micro_batches) - 1
-        with nullcontext() if is_last or replica is None else replica.no_sync():
+        with nullcontext() if is_last or self.replica is None else self.replica.no_sync():
             return super().run_action(action, received, micro_batches)
 
     def message_shape(self, tokens: Tensor) -> tuple[int, int, int]:
@@ -299,8 +298,8 @@ class MeshPipeline(Pipeline):
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the average over `dp`. Call it once per step."""
-        for replica in self.replicas.values():
-            replica.finish_gradient_synchronization()
+        if self.replica is not None:
+            self.replica.finish_gradient_synchronization()
 
 
 # ---- clipping: the norm is that of all ranks' gradients ----
@@ -315,9 +314,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
     replicated = [grad for name, grad in grads.items() if name not in dims]
     # Every parameter counts once. Squares of sharded gradients add up over `tp`, those of stages
     # over `pp`. Replicated gradients are equal over `tp`, and all gradients over `dp`.
-    squares = global_norm(replicated).square()
+    squares = (norm := global_norm(replicated)).square()
     if sharded:  # with tp = 1, nothing is
-        squares += all_reduce_control(global_norm(sharded).square(), group=mesh.tp)
+        squares = squares + all_reduce_control(global_norm(sharded).square(), group=mesh.tp)
+        check_equal(norm.to(squares), mesh.tp)
     total_norm = all_reduce_control(squares, group=mesh.pp).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
@@ -546,6 +546,10 @@ class Bucket:
         add to the view. A missing gradient is zero. Dividing before the sum makes it the average.
         """
         view = self.grad_views[param]
+        if view.untyped_storage() is not self.grads.untyped_storage():
+            raise RuntimeError(
+                "p.grad.data was replaced, or the model moved while it had gradients"
+            )
         if param.grad is None:
             view.zero_()
         elif param.grad is not view or divide_by > 1:
@@ -753,7 +757,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
         ctx.dtype, logits = logits.dtype, logits.float()
         counted = targets != IGNORED
-        scale = counted / counted.sum().clamp(min=1)  # [tokens], weights of the mean
+        scale = counted.float() / counted.sum().clamp(min=1)  # [tokens], weights of the mean
         column, is_local = local_index(targets.masked_fill(~counted, 0), logits.shape[-1], group)
         column, is_local = column[:, None], is_local & counted
 
@@ -801,7 +805,7 @@ def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
 def shard_dims_of(model: nn.Module) -> dict[str, int]:
     """The dimension along which each sharded parameter is split, by name; no replicated ones."""
     return {
-        f"{name}.weight": module.shard_dim
+        f"{name}.weight".removeprefix("."): module.shard_dim
         for name, module in model.named_modules()
         if isinstance(module, TensorParallelModule)
     }
@@ -817,6 +821,14 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
             shape[dim] *= group.size()
         with torch.no_grad():
             parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
+
+
+def check_equal(norm: Tensor, group: ProcessGroup) -> None:
+    """Raise if a norm of replicated gradients differs between ranks by more than rounding does."""
+    highest, minus_lowest = all_reduce_control(torch.stack([norm, -norm]), group, ReduceOp.MAX)
+    # the public way to raise, `if`, would wait for the GPU; a NaN is no difference
+    is_equal = ~(highest + minus_lowest > 1e-3 * highest)
+    torch._assert_async(is_equal, "a replicated parameter has another gradient on each rank")
 
 
 # ---- sequence parallelism: outside of the regions, activations are sharded along the sequence ----
@@ -845,12 +857,15 @@ class SequenceParallelRegion(TensorParallelRegion):
 def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
     """Sum the norms' gradients, once per step: each rank's come from its part of the sequence."""
     dims = shard_dims_of(model)
-    params = [p for name, p in model.named_parameters() if name not in dims]
-    grads = [p.new_zeros(0) if p.grad is None else p.grad for p in params]  # if one is frozen
-    flat = torch.cat([grad.flatten() for grad in grads])
+    params = [p for n, p in model.named_parameters() if n not in dims and p.requires_grad]
+    if any(p.grad is None for p in params):  # on another rank it may have one
+        raise RuntimeError("a replicated parameter without a gradient: freeze it")
+    if not params:
+        return
+    flat = torch.cat([p.grad.flatten() for p in params])
     all_reduce(flat, group=group)
-    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(total.view_as(grad))
+    for p, total in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad.copy_(total.view_as(p))
 
 
 # ---- from 06: the pipeline ----

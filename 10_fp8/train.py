@@ -436,6 +436,10 @@ class Bucket:
         add to the view. A missing gradient is zero. Dividing before the sum makes it the average.
         """
         view = self.grad_views[param]
+        if view.untyped_storage() is not self.grads.untyped_storage():
+            raise RuntimeError(
+                "p.grad.data was replaced, or the model moved while it had gradients"
+            )
         if param.grad is None:
             view.zero_()
         elif param.grad is not view or divide_by > 1:

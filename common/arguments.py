@@ -39,6 +39,8 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 class Arguments(Namespace):
     """The flags, which a run records, and what follows from them."""
 
+    __slots__ = ("given",)  # the command line
+
     @property
     def batching(self) -> Batching:
         return Batching(self.seq_len, self.global_batch_size, self.micro_batch_size, self.seed)
@@ -56,7 +58,9 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # else -1e-3 is a flag
 
     def parse_args(self, argv: list[str] | None = None) -> Arguments:
-        return super().parse_args(argv, Arguments())
+        args = super().parse_args(argv, Arguments())
+        args.given = sys.argv[1:] if argv is None else argv
+        return args
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (--help lists the flags)")

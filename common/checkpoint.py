@@ -278,13 +278,15 @@ class Checkpointer:
         try:
             reader, error = storage.Reader(path), None
             notes = storage.compare_runs(reader.metadata.planner_data[storage.RUN], self.run)
-        except storage.CheckpointError as found:
+        except (storage.CheckpointError, OSError) as found:
             error = found
         except (AttributeError, KeyError, TypeError):  # of what the metadata holds on the run
             error = storage.IncompatibleCheckpointError("another version of this code saved it")
         errors, names = zip(*self._gather((error, set(state))), strict=True)
-        if any(errors):
-            raise next(filter(None, errors))
+        if error := next(filter(None, errors), None):
+            if isinstance(error, OSError):
+                fail(f"{path} cannot be read: {error}", status=1)
+            raise error
         try:
             planner = storage.LoadPlanner({"step"}.union(*names))
             state = {**state, "step": torch.tensor(0)}

@@ -43,12 +43,12 @@ def job_id() -> str:
 class RunFolder:
     """The folder of one run, locked until this process ends. Rank 0 has it.
 
-    path: `--run-dir`, or None for a folder of this launch under `parent`. arguments: of the run.
+    path: `--run-dir`, or None for a folder of this launch under `parent`. arguments: as given.
     Raises OSError, also if another process writes there. `launch.json` is the lock, and holds what
     identifies the launch.
     """
 
-    def __init__(self, path: str | None, parent: Path, arguments: dict):
+    def __init__(self, path: str | None, parent: Path, arguments: list[str]):
         env, name = os.environ, launch_name()
         self.ids = {
             # a restart has in common with the first start: Slurm's job, torchrun's run or process

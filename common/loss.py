@@ -56,7 +56,7 @@ def _loss_of_chunk(x, weight, targets, count, grad_x, grad_weight) -> Tensor:
     """Sum the loss of some rows, over `count`; write `grad_x` and add to `grad_weight`, if any."""
     logits = (x @ weight.t()).float()  # [rows, vocab]
     index = targets.where(targets != IGNORED, 0)[:, None]  # `gather` checks its range
-    scale = (targets != IGNORED)[:, None] / count  # [rows, 1], 0 where there is no target
+    scale = (targets != IGNORED)[:, None].float() / count  # [rows, 1], 0 where there is no target
     highest, target_logit = logits.amax(-1, keepdim=True), logits.gather(-1, index)
     softmax = logits.softmax(-1)
     del logits

@@ -109,7 +109,11 @@ class Run:
         return value
 
     def _claim_folder(self, parent: Path) -> tuple[Path, bool, bool]:
-        self._claim = RunFolder(self.args.run_dir, parent, vars(self.args))
+        env = os.environ
+        restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+        if self.args.run_dir is None and restarts and env.get("TORCHELASTIC_RUN_ID") == "none":
+            raise OSError("torchrun --max-restarts needs --rdzv-id or --run-dir to find it again")
+        self._claim = RunFolder(self.args.run_dir, parent, self.args.given)
         folder = self._claim.path / "checkpoints"
         folder.mkdir(exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

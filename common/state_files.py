@@ -75,8 +75,8 @@ class StateFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.path / "lock", "a")
             try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
+            except (BlockingIOError, PermissionError):
                 fail(f"--offload-dir: another run uses {self.path}: pass another folder")
             self.boot = Path("/proc/sys/kernel/random/boot_id").read_text()
             self.is_restored = self._restore(is_resumed, saved)

@@ -255,6 +255,8 @@ class Reader(dcp.FileSystemReader):
                 if Path(info.relative_path).name != info.relative_path:
                     raise ValueError(f"{info.relative_path} is outside of the checkpoint")
         except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise  # the checkpoint may be intact
             raise CorruptCheckpointError(f".metadata: {error}") from None
         self.transforms = VerifiedItems(self.metadata.storage_data)
 

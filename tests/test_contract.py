@@ -216,6 +216,11 @@ def backward(trainer: Trainer, seed: int = 0) -> None:
     loss_of(trainer, seed).backward()
 
 
+def finish_in_no_sync(trainer: Trainer) -> None:
+    with trainer.sync.no_sync():
+        trainer.sync.finish_gradient_synchronization()
+
+
 WORDS = {  # parts of a training loop
     "backward": backward,
     "double_backward": lambda t: loss_of(t).backward(create_graph=True),
@@ -223,6 +228,8 @@ WORDS = {  # parts of a training loop
     "add_layer": lambda t: t.plain.units.append(nn.Linear(6, 6)),
     "replace_layer": lambda t: setattr(t.plain.units[1], "linear", nn.Linear(6, 6)),
     "finish": lambda t: t.sync.finish_gradient_synchronization(),
+    "finish_in_no_sync": finish_in_no_sync,
+    "replace_grads": lambda t: [setattr(p.grad, "data", 2 * p.grad) for p in t.plain.parameters()],
     "step": lambda t: t.optimizer.step(),
     "zero_grad": lambda t: t.optimizer.zero_grad(set_to_none=True),
     "zeros": lambda t: t.optimizer.zero_grad(set_to_none=False),
@@ -377,6 +384,12 @@ LOOPS = {  # what the loop does, strategies, message
     "zero_grad before finish": (loop("backward zero_grad finish"), FSDP, ONE_STEP),
     "backward after finish": (loop("backward finish backward"), FSDP, ONE_STEP),
     "backward after finish, stages 1, 2": (loop("backward finish backward"), STAGES_1_2, "sharded"),
+    "a step within no_sync": (loop("backward+ finish_in_no_sync"), ["zero-1"], "within no_sync"),
+    "gradients with other data": (
+        loop("backward finish replace_grads step zero_grad backward"),
+        ["ddp"],
+        "p.grad.data was replaced",
+    ),
     "second backward": (loop("backward backward"), ["ddp", "zero-1"], "no_sync"),
     "failed backward": (failed_backward, FSDP, "restart the run"),
     "an old graph": (old_graph, STAGES_1_2, "modified by an inplace operation"),
