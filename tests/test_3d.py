@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -78,6 +80,48 @@ def misuse(case: str) -> None:
 @pytest.mark.parametrize("case", MISUSES)
 def test_what_a_mesh_does_not_take_is_an_error(pools, case):
     pools(2).run(misuse, case)
+
+
+class Sometimes(nn.Sequential):
+    """Runs its second layer or not."""
+
+    runs = True
+
+    def forward(self, x, keys=None):
+        return super().forward(x) if self.runs else self[0](x)
+
+
+def interleaved_with_a_missing_gradient() -> list[torch.Tensor]:
+    """Two stages per rank; one replica of the last one skips a layer in its last micro-batch."""
+    stage = load_stage("07")
+    mesh = stage.build_mesh(2, 2, 1, timeout=60)
+    torch.manual_seed(0)
+    layers = [Sometimes(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4)]
+    plain = copy.deepcopy(nn.Sequential(*layers))
+    layers[3].runs = mesh.dp.rank() == 0
+    own = [mesh.pp.rank(), mesh.pp.rank() + 2]
+    loss = {3: nn.MSELoss()}
+    stages = {i: stage.PipelineStage(layers[i], loss.get(i), False) for i in own}
+    schedule = partial(stage.interleaved_1f1b, v=2)
+    pipeline = stage.MeshPipeline(stages, schedule, mesh, d_model=8)
+    x = torch.ones(1, 3, 8)
+    pipeline.run([(x, x, None)] * 2)
+    pipeline.finish_gradient_synchronization()
+    found = [p.grad for i in own for p in layers[i].parameters()]
+
+    expected = [torch.zeros_like(g) for g in found]
+    for plain[3].runs in (True, False):  # the replicas, one after the other
+        plain.zero_grad()
+        loss[3](plain(x), x).backward()
+        params = [p for i in own for p in plain[i].parameters()]
+        for total, p in zip(expected, params, strict=True):
+            total += 0 if p.grad is None else p.grad / 2
+    return [a - b for a, b in zip(found, expected, strict=True)]
+
+
+def test_a_missing_gradient_keeps_the_order_of_the_stages_reductions(pools):
+    for differences in pools(4).run(interleaved_with_a_missing_gradient):
+        assert max(d.abs().max() for d in differences) < 1e-6
 
 
 def norms(frozen: bool) -> tuple[float, float]:

@@ -396,9 +396,12 @@ def test_a_read_error_makes_no_checkpoint_corrupt(tmp_path, monkeypatch, error_o
     for step in (2, 4):
         saved(tmp_path, step)
     failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
-    monkeypatch.setattr(storage.VerifiedItems, "read", failing)
-    assert "step-00000004 cannot be read: [Errno 5]" in error_of(loaded, tmp_path, status=1)
-    assert len(checkpoints(tmp_path)) == 2
+    for owner in (storage.VerifiedItems, storage.MetadataUnpickler):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, "read" if owner is storage.VerifiedItems else "load", failing)
+            said = error_of(loaded, tmp_path, status=1)
+        assert "step-00000004 cannot be read: [Errno 5]" in said
+        assert len(checkpoints(tmp_path)) == 2
 
 
 def test_corrupt_checkpoint_of_another_run_is_left_as_it_is(tmp_path):

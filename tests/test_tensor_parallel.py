@@ -6,6 +6,7 @@ import copy
 import time
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -293,6 +294,25 @@ def derivatives_and_dtypes(number: str) -> None:
         torch.autograd.grad(plain, x, create_graph=True)
     with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="float16"):
         row(column(x))
+
+
+def replicated_gradients(number: str) -> None:
+    stage, group = load_stage(number), dist.group.WORLD
+    column = stage.ColumnParallelLinear(plain_linear(), stage.TensorParallelRegion(group))
+    assert [*stage.shard_dims_of(column)] == ["weight"]
+    column.norm, rank = nn.RMSNorm(4), dist.get_rank()
+    column(torch.ones(1, 1, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match="without a gradient: freeze it"):
+        stage.all_reduce_replicated_gradients(column, group)
+    column.norm.weight.grad = torch.full((4,), 1.0 + rank)  # of each rank's own features or heads
+    mesh = SimpleNamespace(tp=group, pp=dist.new_subgroups(1)[0])
+    with pytest.raises(RuntimeError, match="another gradient on each rank"):
+        stage.clip_grad_norm_(column, 1.0, mesh if number == "07" else group)
+
+
+@pytest.mark.parametrize("number", ["05", "07"])
+def test_replicated_gradients_that_differ_or_are_missing_are_errors(pools, number):
+    pools(2).run(replicated_gradients, number)
 
 
 @pytest.mark.parametrize("number", ["05", "07"])
