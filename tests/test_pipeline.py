@@ -52,6 +52,14 @@ class Part(nn.Sequential):
         return super().forward(x)
 
 
+class Transposed(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # as of nn.MultiheadAttention
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
 MISUSES = {  # what is wrong, and the message of at least one rank
     "autocast": "not [2, 3, 8] in torch.bfloat16",
     "float64": "not [2, 3, 8] in torch.float64",
@@ -62,11 +70,12 @@ MISUSES = {  # what is wrong, and the message of at least one rank
     "no layers": "rank 0 needs",
     "all frozen": "all frozen",
     "odd": "multiple of 2",
+    "not contiguous": "isend takes contiguous tensors",
     "two stages": "does not fit",
     "another stage class": "does not fit",
     "hooks": "would never run",
 }
-ALLOWED = ["plain", "uneven", "shared weight", "frozen layers", "evaluation"]
+ALLOWED = ["plain", "uneven", "shared weight", "frozen layers", "evaluation", "autocast outside"]
 
 
 def small_pipeline(number: str, case: str) -> tuple[list, list, float, list]:
@@ -81,6 +90,8 @@ def small_pipeline(number: str, case: str) -> tuple[list, list, float, list]:
         x, y = x[:3], y[:3]
     if case == "autocast":
         layers = [layer[:1] for layer in layers]
+    if case == "not contiguous":
+        layers[1] = Transposed()
     if case == "float64":
         x, y, layers = x.double(), y.double(), [layer.double() for layer in layers]
     if case in ("all frozen", "frozen layers"):
@@ -116,7 +127,8 @@ def small_pipeline(number: str, case: str) -> tuple[list, list, float, list]:
     width = 16 if case == "width" or (case == "another width" and rank) else 8
     pipeline = stage.Pipeline(stages, schedule, dist.new_group(), dist.new_group(), width)
     with torch.set_grad_enabled(case != "evaluation" and not (case == "one evaluates" and rank)):
-        losses = pipeline.run(batches).tolist()
+        with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast outside"):
+            losses = pipeline.run(batches).tolist()
         expected = [loss(plain(a), b) for a, b, _ in batches]
         if torch.is_grad_enabled():
             (sum(expected) / len(batches)).backward()
