@@ -190,26 +190,25 @@ class ZeroRedundancyOptimizer:
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward: give each shard its average gradient, unless it has it."""
+        if self.zero_stage == 3:
+            check_no_parameters(self.module)
+        elif {p for p in self.module.parameters() if p.requires_grad} != set(self.bucket_of):
+            raise RuntimeError("add, freeze, move or cast parameters before they are sharded")
         if not self.used:  # called before, or no backward since the last step
             return
         if not self.synchronizes:
             raise RuntimeError("within no_sync(): nothing is reduced there")
-        if self.zero_stage < 3:
+        if self.zero_stage < 3:  # else autograd has computed and accumulated it
             self.reduce_missing_gradients()
             for bucket in self.buckets:
                 bucket.finish_reduction()
                 bucket.finish_step()
-        else:  # autograd has computed and accumulated it
-            check_no_parameters(self.module)
         self.used.clear()
         grads = (bucket.shard.grad for bucket in self.buckets)
         agree_on_overflow((grad for grad in grads if grad is not None), self.group)
 
     def reduce_missing_gradients(self) -> None:
         """Reduce zeros for what the last backward on this rank has not used, but others have."""
-        trained = {p for p in self.module.parameters() if p.requires_grad}
-        if trained != set(self.bucket_of):
-            raise RuntimeError("add, freeze, move or cast parameters before they are sharded")
         missing = {p: i for i, p in enumerate(self.bucket_of) if p not in self.used}
         if not self.complete:  # the last backward left parameters out, or was under no_sync()
             for param in [p for bucket in self.buckets for p in bucket.waiting_for]:

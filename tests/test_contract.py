@@ -229,6 +229,7 @@ WORDS = {  # parts of a training loop
     "replace_layer": lambda t: setattr(t.plain.units[1], "linear", nn.Linear(6, 6)),
     "finish": lambda t: t.sync.finish_gradient_synchronization(),
     "finish_in_no_sync": finish_in_no_sync,
+    "assign": lambda t: t.plain.load_state_dict(copy.deepcopy(t.plain.state_dict()), assign=True),
     "replace_grads": lambda t: [setattr(p.grad, "data", 2 * p.grad) for p in t.plain.parameters()],
     "step": lambda t: t.optimizer.step(),
     "zero_grad": lambda t: t.optimizer.zero_grad(set_to_none=True),
@@ -384,6 +385,7 @@ LOOPS = {  # what the loop does, strategies, message
     "zero_grad before finish": (loop("backward zero_grad finish"), FSDP, ONE_STEP),
     "backward after finish": (loop("backward finish backward"), FSDP, ONE_STEP),
     "backward after finish, stages 1, 2": (loop("backward finish backward"), STAGES_1_2, "sharded"),
+    "all parameters assigned": (loop("assign backward finish"), STAGES_1_2, "before they are"),
     "a step within no_sync": (loop("backward+ finish_in_no_sync"), ["zero-1"], "within no_sync"),
     "gradients with other data": (
         loop("backward finish replace_grads step zero_grad backward"),
