@@ -230,8 +230,9 @@ class FlatParameter:
         self.shard = nn.Parameter(flat[self.owned].to(fsdp.shard_device, copy=True))
         # integer sums of the bits do not depend on the order of adding
         sums = [t.sum() for t in (flat.view(torch.int16), *unit.buffers())]
+        sums += [self.dtype, fsdp.reduce_dtype, fsdp.reshard_after_forward]
         for ranks in [group, replicas] if replicas else [group]:
-            check_same(f"initial values of {name}", sums, fsdp.device, ranks)
+            check_same(f"initial values or dtypes of {name}", sums, fsdp.device, ranks)
         self.full: Tensor | None = None
         self.version: int | None = None  # of the shard that `full` was gathered from
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends

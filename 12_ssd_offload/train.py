@@ -106,6 +106,8 @@ class FullyShardedDataParallel(nn.Module):
     ):
         if materialize is not None and device is None:
             raise ValueError("materialize needs a device: a module on the meta device has none")
+        if optimizer.files.files:
+            raise ValueError("the optimizer belongs to another wrapper")
         super().__init__()
         self.module = module
         self.optimizer, self.param_dtype = optimizer, param_dtype
@@ -188,6 +190,8 @@ class FullyShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Have gradients scaled to at most this global norm; returns the norm before clipping."""
         self.finish_gradient_synchronization()
+        if self.optimizer.scale is not None:
+            raise RuntimeError("clip_grad_norm_() twice in a step")
         norms = torch.cat([self.optimizer.norms[bucket.file] for bucket in self.buckets])
         # each rank has the squares of its own shards only
         norm = all_reduce_control(vector_norm(norms).square()).sqrt()
@@ -210,6 +214,8 @@ class FlatParameter:
         # its gradients have the same dtype, and the embedding's are sums over many tokens
         param_dtype = None if is_lookup(unit) else fsdp.param_dtype
         self.owners, flat = take_parameters(unit)  # the unit has no parameters any more
+        if flat.dtype != torch.float32:
+            raise ValueError(f"the parameters of {name} are not float32")
         self.dtype = param_dtype or torch.float32
         length = -(-len(flat) // self.n_ranks)  # of a shard, rounded up
         self.owned = slice(rank * length, (rank + 1) * length)
@@ -218,7 +224,7 @@ class FlatParameter:
         flat = F.pad(flat, (0, padding))
         # integer sums of the bits do not depend on the order of adding
         sums = [t.sum() for t in (flat.view(torch.int16), *unit.buffers())]
-        check_same(f"initial values of {name}", sums, fsdp.device)
+        check_same(f"initial values or dtypes of {name}", [*sums, self.dtype], fsdp.device)
         self.file = StateFile(self.files, name, flat[self.owned])
         self.shard = fsdp.optimizer.shard
         self.reading: Future[Tensor] | None = None  # a thread that reads the shard
@@ -356,6 +362,8 @@ class SpeculativeAdamW:
             raise RuntimeError("commit() after every step: the next one overwrites the old slot")
         if self.norms.get(file) is not None:
             raise RuntimeError(f"{file.path.stem}: a backward after the step's last one")
+        if not self.norms:
+            self.used = dict(self.param_groups[0])  # by the updates of this step
         is_first = file not in self.norms
         self.norms[file] = torch.empty(0) if is_last else None  # a thread replaces it
         ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
@@ -399,6 +407,8 @@ class SpeculativeAdamW:
         """Let the new state count. First do the updates that are missing, or that were wrong."""
         if self.scale is None:
             raise RuntimeError("step() needs a clip_grad_norm_() before it, of its own")
+        if self.used != self.param_groups[0]:
+            raise RuntimeError("set the learning rate before the step's first backward")
         is_clipped = self.is_clipped()
         if is_clipped or not self.speculates:
             self.n_redone += self.speculates

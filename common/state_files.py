@@ -34,6 +34,7 @@ from common.distributed import fail, print0, warn
 
 PAGE = 1024  # float32 elements, 4,096 bytes
 SLOT, GRADIENT, ROWS = 3, 6, 7  # rows of a slot, the gradient's row, rows of a file
+HELD: set[Path] = set()  # the folders of this process, which its own lock does not keep out
 RECORD = ("step", "slot", "content", "boot", "settings")  # attributes that `step.json` has
 
 
@@ -76,8 +77,12 @@ class StateFolder:
             self.lock = open(self.path / "lock", "a")
             try:
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it
+                is_held = self.path.resolve() in HELD
             except (BlockingIOError, PermissionError):
+                is_held = True
+            if is_held:
                 fail(f"--offload-dir: another run uses {self.path}: pass another folder")
+            HELD.add(self.path.resolve())
             self.boot = Path("/proc/sys/kernel/random/boot_id").read_text()
             self.is_restored = self._restore(is_resumed, saved)
         self.committed = self.step
@@ -155,6 +160,7 @@ class StateFolder:
         for file in self.files:
             os.close(file.handle)
         self.lock.close()
+        HELD.discard(self.path.resolve())
 
 
 class StateFile:

@@ -22,9 +22,10 @@ def units_with_values(
     names = {unit: name for name, unit in module.named_modules()}
     users = Counter(p for unit in units for p in unit.parameters())
     paths = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+    places = Counter(p.data_ptr() for p in module.parameters() if not p.is_meta and p.numel())
     dtype = next(module.parameters()).dtype
     for name, p in module.named_parameters():
-        if users[p] != 1 or paths[p] != 1:
+        if users[p] != 1 or paths[p] != 1 or (not p.is_meta and places[p.data_ptr()] > 1):
             raise ValueError(f"{name}: tied, in no unit, or in several")
         if not p.requires_grad or p.dtype != dtype or not p.is_floating_point():
             raise ValueError(f"{name}: frozen, complex, or of another dtype than the others")
@@ -78,6 +79,7 @@ def lend_parameters(
             raise RuntimeError("a unit has changed a parameter in place")
     finally:
         for owner, name in owners:
+            setattr(owner, name, None)  # an LSTM has a list of its weights, which follows this
             delattr(owner, name)
 
 

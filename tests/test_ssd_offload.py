@@ -14,6 +14,7 @@ import resource
 import signal
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from harness import train
 
 from common.checkpoint import checkpoints
 from common.distributed import rank
+from common.state_files import StateFolder
 from tools.stages import load_stage
 
 SHAPE = "--d-model 32 --n-layers 3 --n-heads 4 --seq-len 16 --global-batch-size 24 --dropout 0.1"
@@ -325,3 +327,42 @@ def test_a_restart_goes_on_from_the_files_whatever_the_flag_says_and_changes_are
     assert [line["step"] for line in outcome.value] == [2]
     assert "--lr is now 0.5, was 0.001" in outcome.stdout
     assert "--steps is now 3, was 2" in outcome.stdout
+
+
+def misused(how: str, folder: Path) -> str:
+    """What a loop that is not ours is told."""
+    stage = load_stage("12")
+    files = StateFolder(folder, {"run": how}, is_resumed=False, saved=0)
+    dtype = torch.float64 if how == "float64" else torch.float32
+    units = [torch.nn.Linear(4, 4, dtype=dtype) for _ in range(2)]
+    optimizer = stage.SpeculativeAdamW(files, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    wrap = partial(stage.FullyShardedDataParallel, optimizer=optimizer)
+    try:
+        model = wrap(torch.nn.Sequential(*units), units)
+        if how == "another wrapper":
+            wrap(torch.nn.Linear(4, 4), [torch.nn.Linear(4, 4)])
+        if how == "another folder":
+            StateFolder(folder, {"run": how}, is_resumed=False, saved=0)
+        model(torch.ones(1, 4)).sum().backward()
+        model.clip_grad_norm_(1.0)
+        if how == "clip_grad_norm_() twice":
+            model.clip_grad_norm_(1.0)
+        optimizer.param_groups[0]["lr"] = 0.2
+        optimizer.step()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", ["another wrapper", "float64", "clip_grad_norm_() twice", "learning rate"]
+)
+def test_a_misuse_is_an_error(pools, tmp_path, how):
+    (said,) = pools(1).run(misused, how, tmp_path)
+    assert how in said or (how == "float64" and "are not float32" in said)
+
+
+@pytest.mark.slow
+def test_a_folder_of_the_same_process_is_in_use(pools, tmp_path):
+    (outcome,) = pools(1).attempt(misused, "another folder", tmp_path)
+    assert "another run uses" in outcome.stderr
