@@ -337,7 +337,9 @@ def norms_of_a_frozen_model() -> tuple[float, float]:
         if p.requires_grad:
             p.grad = torch.ones_like(p)
             q.grad = torch.ones_like(q)
-    stage.all_reduce_replicated_gradients(nn.Sequential(ours[0], plain_linear()), group)
+    stage.all_reduce_replicated_gradients(
+        nn.Sequential(ours[0], plain_linear().requires_grad_(False)), group
+    )
     norm = stage.clip_grad_norm_(ours, 1.0, group)
     return norm.item(), nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
 
