@@ -57,6 +57,8 @@ class Run:
         script = Path(script).resolve()
         stage = script.parent.name
         self.args = args
+        if args.run_dir is None:
+            check_id()
         self._group = timeout = None
         if dist.is_initialized():
             timeout = timedelta(seconds=args.timeout)
@@ -109,10 +111,6 @@ class Run:
         return value
 
     def _claim_folder(self, parent: Path) -> tuple[Path, bool, bool]:
-        env = os.environ
-        restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-        if self.args.run_dir is None and restarts and env.get("TORCHELASTIC_RUN_ID") == "none":
-            raise OSError("torchrun --max-restarts needs --rdzv-id or --run-dir to find it again")
         self._claim = RunFolder(self.args.run_dir, parent, self.args.given)
         folder = self._claim.path / "checkpoints"
         folder.mkdir(exist_ok=True)
@@ -254,6 +252,13 @@ def _interrupt(*_) -> None:
     """Ctrl-C is not a failure: one line, no traceback."""
     print0("\ninterrupted", file=sys.stderr)
     os._exit(130)  # without waiting for the other ranks
+
+
+def check_id() -> None:
+    """Fail if torchrun may restart this run, which would then not find its folder again."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if restarts > 0 and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
+        fail("torchrun --max-restarts needs --rdzv-id, --standalone or --run-dir")
 
 
 def keep_freed_memory() -> None:

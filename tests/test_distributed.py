@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from jobs import executable, torchrun
 from common import collectives
 from common.distributed import has_lost_a_peer, launch_environment, rank, setup, world_size
 from common.folder import RunFolder, launch_name
-from common.run import Run
+from common.run import check_id
 from tools.pool import WorkerError
 
 TORCHRUN = {
@@ -190,10 +189,11 @@ def test_each_command_of_a_job_has_a_folder_of_its_own(monkeypatch, tmp_path, st
     assert found == folders.split()
 
 
-def test_a_restart_of_torchrun_that_would_not_find_its_folder_is_an_error(monkeypatch):
+def test_a_restart_of_torchrun_that_would_not_find_its_folder_is_an_error(monkeypatch, capsys):
     environment(monkeypatch, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "1"})
-    with pytest.raises(OSError, match="needs --rdzv-id or --run-dir"):
-        Run._claim_folder(SimpleNamespace(args=SimpleNamespace(run_dir=None)), Path("runs"))
+    with pytest.raises(SystemExit):
+        check_id()
+    assert "needs --rdzv-id, --standalone or --run-dir" in capsys.readouterr().err
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(monkeypatch, tmp_path):
