@@ -22,10 +22,10 @@ def units_with_values(
     names = {unit: name for name, unit in module.named_modules()}
     users = Counter(p for unit in units for p in unit.parameters())
     paths = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
-    places = Counter(p.data_ptr() for p in module.parameters() if not p.is_meta and p.numel())
+    places = Counter(map(_place, module.parameters()))
     dtype = next(module.parameters()).dtype
     for name, p in module.named_parameters():
-        if users[p] != 1 or paths[p] != 1 or (not p.is_meta and places[p.data_ptr()] > 1):
+        if users[p] != 1 or paths[p] != 1 or (places[_place(p)] != 1 and p.numel()):
             raise ValueError(f"{name}: tied, in no unit, or in several")
         if not p.requires_grad or p.dtype != dtype or not p.is_floating_point():
             raise ValueError(f"{name}: frozen, complex, or of another dtype than the others")
@@ -41,6 +41,11 @@ def units_with_values(
         if not list(unit.parameters()) or any(p.is_meta for p in unit.parameters()):
             raise ValueError(f"{names[unit]}: no parameters, or without values on the meta device")
         yield names[unit], unit
+
+
+def _place(p: Tensor) -> tuple[int, int]:
+    """Where its values are. Fake tensors have no `data_ptr`."""
+    return p.untyped_storage()._cdata, p.storage_offset()
 
 
 def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tensor]:

@@ -131,6 +131,10 @@ def tie(model: Chain, first: int, last: int) -> None:
     model.units[last].other.weight = model.units[first].linear.weight
 
 
+def tie_data(unit: Unit) -> None:
+    unit.other.weight.data = unit.linear.weight.data
+
+
 def of_linear(change: Callable[[nn.Linear], object]) -> Callable[[Chain], object]:
     return lambda model: change(model.units[1].linear)
 
@@ -151,6 +155,7 @@ STRIDED = torch.randn(6, 12)[:, ::2]
 MODELS = {  # how the model is changed, strategies, message
     "tied": (lambda model: tie(model, 0, 2), UNITS, "tied"),
     "tied within a unit": (lambda model: tie(model, 0, 0), UNITS, "tied"),
+    "tied as data": (lambda model: tie_data(model.units[1]), UNITS, "tied"),
     "outside of all units": (
         lambda m: m.register_parameter("a", nn.Parameter(torch.ones(1))),
         UNITS,
