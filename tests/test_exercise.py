@@ -42,7 +42,6 @@ BUGS = {  # stage, what is changed, and into what; what is said
         "        if False:",
         "another gradient on each rank",
     ),
-    "blocks": ("02", "async_op=True)", "async_op=True); self.reduction.wait()", "✗ overlap:"),
 }
 
 
