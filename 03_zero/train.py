@@ -112,7 +112,7 @@ class ZeroRedundancyOptimizer:
         check_same("parameters or buffers", kinds, tensors[0][1].device, process_group)
         for _, tensor in tensors:
             broadcast(tensor.detach(), group=process_group, group_src=0)
-        self.launched = 0  # how many buckets' reductions this backward has started
+        self.launched = 0  # how many buckets' reductions have started
         self.in_flight: Bucket | None = None  # whose reduction was started last
         self.complete = True  # whether all reductions have started since the last gradient came
         self.used: set[nn.Parameter] = set()  # parameters (or ZeRO-3's shards) with a gradient
@@ -284,7 +284,7 @@ class Bucket:
         self.shard = nn.Parameter(self.full[self.owned])
         self.grads: Tensor | None = None
         self.average: Tensor | None = None
-        self.reduction: Work | None = None  # the reduce-scatter in flight
+        self.reduction: Work | None = None  # the collective in flight
         self.incomplete = NoGradient(self.shard)  # `shard.grad` from start_reduction to finish_step
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
