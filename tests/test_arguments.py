@@ -203,3 +203,13 @@ def test_memory_of_a_gpu_counts_unless_the_state_is_offloaded(monkeypatch, capsy
     with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
         arguments.check_memory(args, SMALL)
     assert ("have 0.0 GB" in capsys.readouterr().err) == (not fits)
+
+
+def test_what_identifies_a_command_is_as_given_on_any_number_of_ranks(monkeypatch):
+    """Not the defaults that follow from the ranks: a requeued job may have others."""
+    for ranks in ("1", "2"):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        args = load_stage("04").parse_args(["--lr", "0.5"])
+        assert args.shard_degree == int(ranks) and args.given == ["--lr", "0.5"]
+        assert "given" not in vars(args)

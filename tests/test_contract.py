@@ -356,6 +356,11 @@ def starting_apart(_: Trainer) -> None:
     trainer_of("fsdp", model)
 
 
+def other_dtypes(_: Trainer) -> None:
+    dtype = (torch.bfloat16, torch.float16)[dist.get_rank()]  # messages of the same size
+    Trainer("fsdp", chain(), gathered=dtype)
+
+
 def replicas_alone(_: Trainer) -> None:
     Trainer("fsdp", chain(), groups={"replicate_group": dist.group.WORLD})
 
@@ -404,6 +409,7 @@ LOOPS = {  # what the loop does, strategies, message
     "a loss of a kept tensor alone": (kept_tensor_alone, UNITS, "not used all"),
     "a layer of the wrapper": (loop("add_to_wrapper backward finish"), FSDP, "after sharding"),
     "other initial values on a rank": (starting_apart, FSDP, "differ between ranks"),
+    "other dtypes on a rank": (other_dtypes, ["fsdp"], "differ between ranks"),
     "a new layer": (loop("add_layer backward finish"), [*STAGES_1_2, *UNITS], "shard"),
     "a replaced layer": (loop("replace_layer backward finish"), STAGES_1_2, "shard"),
     "a replaced layer, units": (loop("replace_layer backward finish"), UNITS, "not used all"),
@@ -654,6 +660,23 @@ def outlives_its_output(strategy: str) -> bool:
 @pytest.mark.parametrize("strategy", UNITS)
 def test_a_graph_is_freed_with_its_output_without_a_backward(pools, strategy):
     assert not any(pools(2).run(outlives_its_output, strategy))
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+def weights_that_an_lstm_keeps(strategy: str) -> list:
+    unit = Recurrent(6, 6)
+    trainer = Trainer(strategy, nn.Sequential(unit), SGD, [unit], lr=0.1)
+    trainer.model(batch()).sum().backward()
+    return [w for w in unit._flat_weights if w is not None]
+
+
+@pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
+def test_a_list_of_an_lstm_does_not_keep_its_unit_gathered(pools, strategy):
+    assert not any(pools(2).run(weights_that_an_lstm_keeps, strategy))
 
 
 def agreed(rank_0: float) -> list[float]:
