@@ -97,8 +97,6 @@ tensorboard: $(READY) ## show the metrics of all runs in a browser
 	$(BIN)/python -m tensorboard.main --logdir runs
 export: $(READY) ## write the weights of a run or checkpoint (ARGS=; default: the last) to one file
 	@$(BIN)/python -m tools.export $(ARGS)
-generate: $(READY) ### continue a prompt with the model of a run or checkpoint (default: the last)
-	@$(BIN)/python -m tools.generate $(ARGS)
 # ---- read ----
 diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition by definition
 	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tools.diff $* $(if $(FROM),--from $(FROM))
@@ -137,8 +135,6 @@ lint: $(READY) ### ruff, and shellcheck where it is installed
 	@! command -v shellcheck >/dev/null || shellcheck */*.sh */*.sbatch .ci/run
 experiments: $(READY) ### run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(BIN)/python -m tools.experiments $(ONLY)
-pictures: $(READY) ### measure the memory that is drawn in the READMEs of 03 and 04 again
-	@$(BIN)/python -m tools.pictures.memory
 bench: $(READY) ### compare speed and memory with PyTorch's own classes, in ten minutes
 	$(BIN)/python -m benchmarks.bench $(ARGS)
 clean: ### remove caches; .venv, data and runs stay

@@ -14,12 +14,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from techniques import Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from common.collectives import agree_on_overflow
-from tools.techniques import Trainer
 
 SGD = torch.optim.SGD
 DDP, STAGES_1_2, STAGE_3, FSDP = ["ddp"], ["zero-1", "zero-2"], ["zero-3"], ["fsdp", "fsdp-keep"]

@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import PeakMemory, bytes_written, count_collectives, live_bytes, whole_ledger
+from techniques import STRATEGIES, Trainer
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from tools.techniques import STRATEGIES, Trainer
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import load_stage
+from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
 
 from common.model import Transformer, TransformerConfig, init_weights
-from tools.techniques import STRATEGIES, Trainer
 
 pytestmark = pytest.mark.slow
 

@@ -21,10 +21,11 @@ from harness import REPO, assert_same_curve, comparably, load_stage, train
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from common.checkpoint import checkpoints
 from common.counter_rng import sample_keys
 from common.model import MLP, Transformer, TransformerConfig, init_weights
 from tools.dry_run import PATCHES, dry_run
-from tools.generate import continued, load_run
+from tools.export import tensors_of
 
 pytestmark = pytest.mark.slow
 
@@ -414,8 +415,9 @@ def test_a_checkpoint_resumes_on_other_meshes_and_is_exported(pools, corpus_dir,
 
 def loss_of_exported(run_dir: str, argv: list[str]) -> float:
     stage, world = load_stage("09"), load_stage("09").setup()
-    model, vocab = load_run(Path(run_dir))
-    assert len(continued(model, [1, 2], 3, 0.8, 0)) == 5
     args = stage.parse_args(argv)
     corpus = stage.load_corpus(args.data)
+    model = Transformer(stage.model_config(args, corpus))
+    stage.expert_parallel(model, dist.group.WORLD)
+    model.load_state_dict(tensors_of(checkpoints(Path(run_dir, "checkpoints"))[-1]))
     return stage.evaluate(model, corpus.test, args, world.device, world)

@@ -23,10 +23,10 @@ from harness import (
 )
 from late_backend import Call, Wait, assert_all_waited_for, recorded_calls
 from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agree
+from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
 
 from common.collectives import reduce_scatter_single
-from tools.techniques import STRATEGIES, Trainer
 
 pytestmark = pytest.mark.slow
 

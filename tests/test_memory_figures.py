@@ -1,15 +1,20 @@
-"""Memory and launches in the READMEs of 05, 07 and 08, as dry runs and hooks count them."""
+"""Memory and launches in the READMEs of 03, 04, 05, 07 and 08, as runs and dry runs count them."""
 
 from __future__ import annotations
 
+import gc
 import re
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness import REPO, load_stage
+import torch.distributed as dist
+from harness import REPO, PeakMemory, live_bytes, load_stage
+from techniques import Trainer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.model import Transformer, TransformerConfig, init_weights
 from tools.dry_run import dry_run
 
 pytestmark = pytest.mark.slow
@@ -234,3 +239,35 @@ def test_a_loop_over_tiles_launches_as_many_kernels_as_08_says():
     assert stated_in_08(words) == [tiles, each, round(tiles * each * LAYERS / 1e6)]
     (microseconds,) = stated_in_08(r"more than a minute at ([\d.]+) µs each")
     assert 60 < tiles * each * LAYERS * microseconds / 1e6 < 80
+
+
+# ---- 03 and 04: the pictures of a step's memory ----
+
+PANELS = {  # strategy and bucket size
+    "03_zero": [("ddp", 25), ("zero-1", 25), ("zero-2", 25), ("zero-2", 0.5), ("zero-3", 25)],
+    "04_fsdp": [("zero-3", 25), ("fsdp", 25), ("fsdp-keep", 25)],
+}
+
+
+def peak_of_a_step(strategy: str, bucket_mb: float) -> float:
+    """MB on rank 0 of 2, with the tiny model and a micro-batch of two samples. PyTorch's fake
+    process group answers for the other rank, so Gloo's buffers are not counted."""
+    gc.collect()
+    others = live_bytes()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    model = Transformer(TransformerConfig(vocab_size=2304))  # of the sample, padded
+    init_weights(model, 0)
+    trainer = Trainer(strategy, model, units=model.units(), bucket_mb=bucket_mb)
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    trainer.step([lambda model: model(tokens, tokens)])  # creates the optimizer state
+    with PeakMemory() as peak:
+        trainer.step([lambda model: model(tokens, tokens)])
+    dist.destroy_process_group()
+    return (peak.bytes - others) / 1e6
+
+
+@pytest.mark.parametrize("folder", PANELS)
+def test_the_pictures_of_a_steps_memory_show_the_measured_peaks(folder):
+    shown = re.findall(r"peak ([\d.]+) MB", (REPO / folder / "memory.svg").read_text())
+    found = [peak_of_a_step(*panel) for panel in PANELS[folder]]
+    assert [float(peak) for peak in shown] == pytest.approx(found, abs=0.1)

@@ -16,10 +16,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from techniques import Trainer
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-
-from tools.techniques import Trainer
 
 pytestmark = pytest.mark.wall_clock
 

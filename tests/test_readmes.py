@@ -183,15 +183,3 @@ def test_an_experiment_ends_as_its_readme_says():
     (chosen,) = (e for e in everything if e.stage == "01" and e.title.startswith("The first loss"))
     problems, _, output = experiments.run(chosen)
     assert not problems, f"{problems}\n{output}"
-
-
-@pytest.mark.slow
-def test_the_pictures_of_memory_show_the_measured_peaks():
-    """To 0.1 MB: not where each operator lies, which may differ between machines."""
-    from tools.pictures import memory
-
-    for name, titles in memory.PICTURES.items():
-        shown = re.findall(r"peak ([\d.]+) MB", (REPO / name).read_text())
-        found = [memory.recorded(*memory.STEPS[title]) for title in titles]
-        peaks = [max(count.total() for _, count in samples) / 1e6 for samples in found]
-        assert [float(peak) for peak in shown] == pytest.approx(peaks, abs=0.1), name

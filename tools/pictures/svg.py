@@ -1,6 +1,6 @@
 """Draw the READMEs' pictures: SVGs that are light or dark, like the reader's screen.
 
-A picture that no program here draws, such as 06_pipeline/schedules.svg, is its own source.
+A picture that no program here draws, such as 03_zero/memory.svg, is its own source.
 """
 
 from __future__ import annotations
@@ -48,11 +48,6 @@ class Picture:
         shape = f'<rect class="{fill}" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"'
         end = f"><title>{escape(hint)}</title></rect>" if hint else "/>"
         self.shapes.append(shape + end)
-
-    def path(self, path: str, fill: str, hint: str) -> None:
-        """A filled area, in SVG's path language."""
-        title = f"<title>{escape(hint)}</title>"
-        self.shapes.append(f'<path class="{fill}" d="{path}">{title}</path>')
 
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str, dash: str = "") -> None:
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
