@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import io
 import re
-import tokenize
 from collections import Counter
-from functools import cache
 
 import pytest
 from harness import lines_of, stage_file, stage_path, stages
@@ -19,20 +16,9 @@ PAIRS = stage_pairs()
 pairs = pytest.mark.parametrize("before, after", PAIRS)
 
 
-@cache
 def code_of(line: str) -> str:
-    """A line's code without comments and white space; if it is not code, without white space."""
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline))
-    except (tokenize.TokenError, SyntaxError):
-        return re.sub(r"\s+", "", line)
-    return "".join(t.string for t in tokens if t.type != tokenize.COMMENT and t.string.strip())
-
-
-def hunks(before: list[str], after: list[str]) -> list[tuple[list[str], list[str]]]:
-    """The removed and added lines of each hunk."""
-    opcodes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    return [(before[a:b], after[c:d]) for kind, a, b, c, d in opcodes if kind != "equal"]
+    """A line without comments and white space."""
+    return re.sub(r"(^|  ) *# .*|\s", "", line)
 
 
 def noise(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
@@ -43,10 +29,11 @@ def noise(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
     several times are not compared.
     """
     once = [Counter(map(code_of, lines)) for lines in (before, after)]
-    changes = hunks(before, after)
-    removed = {code_of(x): (x, k) for k, (gone, _) in enumerate(changes) for x in gone}
+    opcodes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    hunks = [(before[a:b], after[c:d]) for kind, a, b, c, d in opcodes if kind != "equal"]
+    removed = {code_of(x): (x, k) for k, (gone, _) in enumerate(hunks) for x in gone}
     moved, respaced = [], []
-    for k, (_, added) in enumerate(changes):
+    for k, (_, added) in enumerate(hunks):
         for line in added:
             code = code_of(line)
             if len(re.findall(r"\w", code)) < 8 or any(count[code] != 1 for count in once):
@@ -132,12 +119,9 @@ def test_a_definition_of_two_stages_is_identical_or_listed_as_refined(stage):
 
 def test_moved_and_respaced_lines_are_found():
     lines = ["import one_module", "import other_module", "x = compute(1)  # why", "all_done = 1"]
-    swapped = [lines[1], lines[0], *lines[2:]]
-    assert noise(lines, swapped) == ([lines[0]], []) or noise(lines, swapped) == ([lines[1]], [])
+    moved, respaced = noise(lines, [lines[1], lines[0], *lines[2:]])
+    assert moved in ([lines[0]], [lines[1]]) and not respaced
     for other in ("x = compute( 1 )", "x = compute(1)  # another word"):
         assert noise(lines, [*lines[:2], other, lines[3]]) == ([], [other])
     wrapped = [*lines[:2], "with a_new_block:", "    x = compute(1)  # why", lines[3]]
     assert noise(lines, wrapped) == ([], [])
-    assert noise(lines, [*lines, "a_new_line = 3"]) == ([], [])
-    removed, added = hunks(lines, wrapped)[0]
-    assert removed == [lines[2]] and added == wrapped[2:4]
