@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -55,24 +54,11 @@ def cluster(tmp_path_factory):
 # ---- submitting ----
 
 
-def test_consecutive_sbatch_files_differ_in_names_and_numbers_alone():
-    for before, after in zip(stages(), stages()[1:], strict=False):
-        a, b = (stage_path(x).with_name("train.sbatch").read_text() for x in (before, after))
-        changed = [x for x in difflib.ndiff(a.splitlines(), b.splitlines()) if x[0] in "+-"]
-        known = re.compile(r"..(#SBATCH --(job-name|nodes|gpus-per-node)=|exec slurm/launch.sh )")
-        assert all(known.match(x) for x in changed), changed
-        assert b.replace(folder_of(after), "").count(after) == 0
-
-
 def test_sbatch_accepts_every_header_with_and_without_gpus(cluster):
     for stage in stages():
         script = f"{folder_of(stage)}/train.sbatch"
         assert "to start at" in cluster.call("sbatch", "--test-only", script)
         cluster.call("sbatch", "--test-only", "--gpus-per-node=0", "--nodes=2", script)
-        header = stage_path(stage).with_name("train.sbatch").read_text()
-        assert f"#SBATCH --job-name={folder_of(stage)}\n" in header
-        # Slurm writes no log to a folder that does not exist
-        assert not re.search("^#SBATCH --output=.*/", header, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
