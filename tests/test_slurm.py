@@ -66,26 +66,19 @@ def flags(corpus_dir) -> list[str]:
     return [*SMALL.split(), "--data", str(corpus_dir), "--steps", "6", "--log-every", "1"]
 
 
-@pytest.fixture(scope="module")
-def row(cluster, flags) -> dict[str, Job]:
-    """The jobs of `make submit-all` on two nodes, one process per node, with two stages only."""
-    chosen = ("01", "02")
-    folders = f"folders={' '.join(map(folder_of, chosen))}"
+def test_submit_all_runs_the_stages_in_order(cluster, flags):
+    """With two stages only, on two nodes with one process each."""
+    folders = f"folders={folder_of('01')} {folder_of('02')}"
     jobs = cluster.submit("submit-all", folders, "NODES=2", "GPUS=1", f"ARGS={' '.join(flags)}")
-    return dict(zip(chosen, jobs, strict=True))
-
-
-def test_submit_all_runs_the_stages_in_order(row):
-    before = ""
-    for stage, job in row.items():
+    expected, before = (("01", 1, "node1"), ("02", 2, "node[1-2]")), ""
+    for job, (stage, ranks, nodes) in zip(jobs, expected, strict=True):
         info = job.ends()
         assert info["StartTime"] >= before, f"job {job.number} did not wait"
         before = info["EndTime"]
-        assert info["NodeList"] == ("node1" if stage == "01" else "node[1-2]")
+        assert info["NodeList"] == nodes
         config = json.loads((job.run_folder / "config.json").read_text())
-        assert config["stage"] == folder_of(stage)
-        assert config["world_size"] == (1 if stage == "01" else 2)
-        assert_same_curve(job.metrics(), row["01"].metrics())
+        assert (config["stage"], config["world_size"]) == (folder_of(stage), ranks)
+        assert_same_curve(job.metrics(), jobs[0].metrics())
 
 
 ALL_STAGES = """\
@@ -256,45 +249,45 @@ def test_preflight_names_the_direction_of_a_slow_network_card(cluster):
     assert not any(line.startswith("node1 GPU 0 to node2") for line in found), job.log
 
 
-# ---- time limit, requeue and resume ----
+# ---- time limit, lost node, requeue and resume ----
 
 
-# some seconds long so that it can be signalled, with eight checkpoints
-LONG_RUN = f"{SMALL} --steps 400 --log-every 10 --checkpoint-every 50 --keep-checkpoints 9"
+@pytest.fixture
+def lose(cluster):
+    """`lose("node2")` kills all processes of a node at once."""
+    lost: list[str] = []
+    conf = cluster.folder / "slurm/cluster/slurm.conf"
+    kept = conf.read_text()
+
+    def reconfigure(text: str) -> None:
+        conf.write_text(text)
+        cluster.call("scontrol", "reconfigure")
+
+    def go(node: str) -> None:
+        lost.append(node)
+        reconfigure(f"{kept}SlurmdTimeout=6\n")  # seconds until Slurm considers a node lost
+        pids = subprocess.check_output(["ip", "netns", "pids", f"slurm-{node}"], text=True).split()
+        subprocess.run(["kill", "-KILL", *pids], check=True)
+
+    yield go
+    for node in lost:  # ReturnToService: a node that responds is used again
+        cluster.call(NAMESPACES, "exec", node, "slurmd", "-N", node)
+    reconfigure(kept)
 
 
-def long_run(cluster, corpus_dir) -> Job:
-    flags = f"ARGS={LONG_RUN} --data {corpus_dir}"
-    return cluster.submit("submit-02", "NODES=2", "GPUS=1", flags)[0]
+@pytest.mark.wall_clock  # signals must come before the run ends, and slow nodes may count as lost
+def test_requeue_on_signal_and_after_a_lost_node_resumes_and_is_bitwise_identical(
+    cluster, pools, corpus_dir, tmp_path, lose
+):
+    # some seconds long so that it can be signalled, with eight checkpoints
+    flags = f"{SMALL} --steps 400 --log-every 10 --checkpoint-every 50 --keep-checkpoints 9"
+    flags += f" --data {corpus_dir}"
+    job = cluster.submit("submit-02", "NODES=2", "GPUS=1", f"ARGS={flags}")[0]
 
-
-@pytest.fixture(scope="module")
-def undisturbed(pools, corpus_dir, tmp_path_factory) -> Path:
-    """The folder of the same run without Slurm and without interruption."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    argv = [*LONG_RUN.split(), "--data", str(corpus_dir), "--run-dir", str(folder)]
-    pools(2).train("02", argv)
-    return folder
-
-
-def has_reached(job: Job, step: int):
-    """Returns a function: has the job logged this step or a later one since its last requeue?"""
-
-    def reached() -> bool:
+    def reached(step: int) -> bool:
+        """Whether the job has logged this step or a later one since its last requeue."""
         since = job.log.split("is to be requeued")[-1]
         return any(int(x) >= step for x in re.findall(r"^step +(\d+)", since, re.MULTILINE))
-
-    return reached
-
-
-def steps_of(job: Job) -> str:
-    """Slurm's job steps: one per srun of the batch script."""
-    return job.cluster.call("squeue", "--steps", "--noheader", f"--jobs={job.number}")
-
-
-@pytest.mark.wall_clock  # the signals must come before the run ends
-def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, undisturbed, corpus_dir):
-    job = long_run(cluster, corpus_dir)
 
     def ask_to_stop(restarts: int) -> None:
         cluster.call("scancel", "--signal=USR1", "--batch", job.number)
@@ -302,14 +295,22 @@ def test_requeue_on_signal_and_resume_is_bitwise_identical(cluster, undisturbed,
 
     # before Python has installed a handler: the signal must not be lost. The first training step
     # may be done by then or not.
-    job.until("step", lambda: f" {job.number}.0 " in steps_of(job))
+    steps = "squeue", "--steps", "--noheader", f"--jobs={job.number}"  # one per srun of the script
+    job.until("step", lambda: f" {job.number}.0 " in cluster.call(*steps))
     ask_to_stop(1)
-    job.until("step 10", has_reached(job, 9))
+    job.until("step 10", lambda: reached(9))
     ask_to_stop(2)
-    job.ends()
-    assert job.log.count("is to be requeued, and then continues from") == 2
-    assert "asked to stop: saving after step" in job.log and "resumed from" in job.log
-    assert not differences(job.run_folder, undisturbed)
+    assert job.log.count("time is nearly up: job") == 2
+    assert "asked to stop: saving after step" in job.log
+    job.until("step 80", lambda: reached(79))
+    lost = job.nodes()[1]  # the batch script runs on the other node
+    lose(lost)
+    info = job.ends()
+    assert lost not in job.nodes() and info["Restarts"] >= "3"
+    assert job.log.count("resumed from") >= 2
+    undisturbed = [*flags.split(), "--run-dir", str(tmp_path)]
+    pools(2).train("02", undisturbed)
+    assert not differences(job.run_folder, tmp_path)
 
 
 @pytest.mark.wall_clock
@@ -358,42 +359,6 @@ def test_a_batch_script_without_srun_continues_in_its_own_folders_when_requeued(
     assert job.log.count("nothing left to do") == 2
     folders = list((cluster.folder / "runs/01_single_gpu").glob(f"{job.number}-*"))
     assert sorted(len(metrics_of(folder)) for folder in folders) == [4, 6]
-
-
-# ---- a node is lost ----
-
-
-@pytest.fixture
-def lose(cluster):
-    """`lose("node2")` kills all processes of a node at once."""
-    lost: list[str] = []
-    conf = cluster.folder / "slurm/cluster/slurm.conf"
-    kept = conf.read_text()
-    conf.write_text(f"{kept}SlurmdTimeout=6\n")  # seconds until Slurm considers a node lost
-    cluster.call("scontrol", "reconfigure")
-
-    def go(node: str) -> None:
-        lost.append(node)
-        pids = subprocess.check_output(["ip", "netns", "pids", f"slurm-{node}"], text=True).split()
-        subprocess.run(["kill", "-KILL", *pids], check=True)
-
-    yield go
-    for node in lost:  # ReturnToService: a node that responds is used again
-        cluster.call(NAMESPACES, "exec", node, "slurmd", "-N", node)
-    conf.write_text(kept)
-    cluster.call("scontrol", "reconfigure")
-
-
-@pytest.mark.wall_clock  # Slurm may take a node that is slow to answer for lost
-def test_requeue_after_a_lost_node_resumes_and_finishes(cluster, undisturbed, corpus_dir, lose):
-    job = long_run(cluster, corpus_dir)
-    job.until("step 80", has_reached(job, 79))
-    lost = job.nodes()[1]  # the batch script runs on the other node
-    lose(lost)
-    info = job.ends()
-    assert lost not in job.nodes() and info["Restarts"] >= "1"
-    assert "resumed from" in job.log
-    assert not differences(job.run_folder, undisturbed)
 
 
 # ---- make cluster ----
