@@ -262,19 +262,6 @@ def test_odd_rows_inside_the_domain_are_predicted_within_the_bounds():
     assert len(inside) > 90 and middle <= 10 and high <= 20, (len(inside), middle, high)
 
 
-def test_the_bounds_fail_without_communication_and_bubble(monkeypatch):
-    def computation_alone(job):
-        step = step_time.Step()
-        layer = step_time.layer_of(job)
-        per_micro_batch = job.layers * layer.computes + step_time.head_of(job)
-        step.add("compute", job.micro_batches * per_micro_batch / job.pp, "")
-        return step
-
-    monkeypatch.setattr(step_time, "step_time", computation_alone)
-    _, high, _ = step_errors.summary(step_errors.errors(step_errors.in_domain(odd())))
-    assert high > 20
-
-
 @pytest.mark.slow
 def test_the_constants_and_the_range_are_those_that_the_fit_gives():
     even = [run for run in published() if run[0] % 2 == 0]
