@@ -51,15 +51,11 @@ def copy_of_repository(folder: Path, site: str = "") -> Path:
         shutil.copytree(path, folder / path.name, ignore=ignored)
     for name in ("Makefile", "requirements.txt"):
         shutil.copy(REPO / name, folder)
-    (folder / "slurm/site.env").write_text(environment_of_tests() + site)
-    return folder
-
-
-def environment_of_tests() -> str:
-    """Lines for site.env: the Python that runs the tests."""
+    python = f"VENV=\nPATH={Path(sys.executable).parent}:$PATH\n"
     if (Path(sys.prefix) / "bin/activate").exists():
-        return f"VENV={sys.prefix}\n"
-    return f"VENV=\nPATH={Path(sys.executable).parent}:$PATH\n"
+        python = f"VENV={sys.prefix}\n"
+    (folder / "slurm/site.env").write_text(python + site)
+    return folder
 
 
 @dataclass
@@ -152,8 +148,9 @@ class Job:
 
 
 @contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """The nodes' network namespaces have fixed names, so another run of the tests waits here."""
+def live_cluster(folder: Path, **variables: str) -> Iterator[Cluster]:
+    """A cluster in a copy of the repository. The nodes' network namespaces have fixed names, so
+    another run of the tests waits here."""
     with open("/tmp/slurm-of-tests.lock", "a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
@@ -163,15 +160,10 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(str(folder / "slurm/cluster"))
         file.flush()
-        yield
+        cluster = Cluster(copy_of_repository(folder))
+        try:
+            cluster.call("slurm/cluster.sh", "up", **variables)
+            yield cluster
+        finally:
+            cluster.call("slurm/cluster.sh", "down")
         file.truncate(0)
-
-
-@contextmanager
-def live_cluster(folder: Path, **variables: str) -> Iterator[Cluster]:
-    cluster = Cluster(copy_of_repository(folder))
-    try:
-        cluster.call("slurm/cluster.sh", "up", **variables)
-        yield cluster
-    finally:
-        cluster.call("slurm/cluster.sh", "down")
