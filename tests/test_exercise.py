@@ -58,7 +58,6 @@ def test_make_check_names_a_planted_bug(bug, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert said in done.stdout, done.stdout + done.stderr
     assert done.returncode == 1, done.stdout
-    assert bug != "blocks" or done.stdout.count("✗") == 1  # the other checks pass
 
 
 def test_the_first_difference_of_two_runs_and_its_errors(pools, corpus_dir, tmp_path, capsys):

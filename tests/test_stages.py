@@ -125,7 +125,7 @@ def test_every_tool_includes_a_copied_stage(copy):
 @pytest.mark.slow
 def test_every_parametrized_test_includes_a_copied_stage(copy):
     names = "stages gradients costs parity late_backend any_to_any survival dry_run"
-    names = [*names.split(), "arguments", "slurm", "make_diff", "diffs", "laws", "lessons"]
+    names = [*names.split(), "arguments", "slurm", "diffs", "laws", "lessons"]
     files = [f"tests/test_{name}.py" for name in names]
     found = in_copy(copy, "-m", "pytest", "--collect-only", *files)
     for file in files:
@@ -138,7 +138,7 @@ def test_every_parametrized_test_includes_a_copied_stage(copy):
 @pytest.mark.slow
 def test_the_tests_of_a_copied_stage_pass(copy):
     """Those of its text and its costs: its code is that of 02, which other tests train."""
-    names = "diffs", "laws", "make_diff", "readmes", "stages", "costs"
+    names = "diffs", "laws", "readmes", "stages", "costs"
     files = [f"tests/test_{name}.py" for name in names]
     chosen = f"{NEW} and not pictures and not copied"
     in_copy(copy, "-m", "pytest", *files, "-m", "quick or not slow", "-k", chosen)
