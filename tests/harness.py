@@ -121,8 +121,6 @@ class Record:
     """One call of a c10d operator: its name in the ledger, its payload, its group."""
 
     op: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
     nbytes: int
     group: str
     group_size: int
@@ -154,16 +152,14 @@ def _record(op: str, args: tuple) -> Record:
             name = ours  # which is an all-to-all on Gloo
     group = next(_group(a) for a in args if isinstance(a, torch.ScriptObject) and _group(a))
     tensors = [] if payload is None else _tensors(args[payload])
-    shape = tuple(tensors[0].shape) if tensors else ()
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     desc = (group.group_desc or "group").removeprefix("mesh_")
     world = group.group_name == dist.group.WORLD.group_name
-    dtype = tensors[0].dtype if tensors else None
     leaves = None
     if name == "all_to_all_single":
         sends = args[4]  # rows for each rank
         leaves = 1 - sends[group.rank()] / max(1, sum(sends))
-    return Record(name, shape, dtype, nbytes, "world" if world else desc, group.size(), leaves)
+    return Record(name, nbytes, "world" if world else desc, group.size(), leaves)
 
 
 def _is_called_by(function: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -28,12 +29,8 @@ def stated(folder: str, pattern: str) -> list[float]:
     return [float(figure.replace(",", "")) for figure in found.groups()]
 
 
-def stated_in_05(pattern: str) -> list[float]:
-    return stated("05_tensor_parallel", pattern)
-
-
-def stated_in_08(pattern: str) -> list[float]:
-    return stated("08_context_parallel", pattern)
+stated_in_05 = partial(stated, "05_tensor_parallel")
+stated_in_08 = partial(stated, "08_context_parallel")
 
 
 # ---- 05: what a layer keeps ----
