@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 from harness import REPO, load_stage
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tools.dry_run import dry_run
+from tools.dry_run import Report, dry_run
 
 pytestmark = pytest.mark.slow
 
@@ -48,10 +49,10 @@ def halves(factors: list[float], n: int, sequence_parallel: bool, dtype: str) ->
     return (full + sharded / n) * (2 if dtype == "float32" else 1)
 
 
-def held(n: int, flags: str, layers: int) -> int:
+def held(n: int, flags: str, layers: int, run: Callable[..., Report] = dry_run) -> int:
     """Bytes at the peak of a dry run that are neither weights nor optimizer state."""
     shape = "--d-model 256 --n-heads 4 --seq-len 2048 --global-batch-size 8"
-    report = dry_run("05", n, 0, f"{shape} --n-layers {layers} {flags}".split())
+    report = run("05", n, 0, f"{shape} --n-layers {layers} {flags}".split())
     return report.peak - report.parameters - report.optimizer
 
 

@@ -278,10 +278,7 @@ def test_the_errors_in_the_text_are_those_of_the_model():
     assert f"all {len(usable)} that can be modelled" in text
     odd = step_errors.in_domain([run for run in published() if run.number % 2])
     assert len(odd) > 90
-    for words, runs in (
-        (r"On the odd ones", odd),
-        (r"that can be modelled have", usable),
-    ):
+    for words, runs in ((r"On the odd ones", odd), (r"that can be modelled have", usable)):
         found = re.search(
             words + r"[^%]*?median\s.*?([\d.]+) %.*?percentile .*?([\d.]+) %", text, re.S
         )
