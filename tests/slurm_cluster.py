@@ -64,17 +64,14 @@ class Cluster:
 
     folder: Path
 
-    @property
-    def environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not STRAY.match(k)}
-        return kept | {"SLURM_CONF": str(self.folder / "slurm/cluster/slurm.conf")}
-
     def call(self, *command: str, fails: bool = False, **variables: str) -> str:
         """Run a command in the copy; returns its output. It must succeed or, with `fails`, fail."""
+        kept = {k: v for k, v in os.environ.items() if not STRAY.match(k)}
+        conf = {"SLURM_CONF": str(self.folder / "slurm/cluster/slurm.conf")}
         done = subprocess.run(
             list(map(str, command)),
             cwd=self.folder,
-            env=self.environment | variables,
+            env=kept | conf | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
