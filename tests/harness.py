@@ -3,7 +3,7 @@
     assert_same_curve(metrics, reference)
     cases("parity")                  the runs of all stage files for one purpose, as parameters
     assert_reproduces(run, metrics, reference)      within the tolerance of the stage's file
-    with count_collectives() as counted: ...        counted.records, .calls, .payload
+    with count_collectives() as counted: ...        counted.records
     with whole_ledger() as ledger: ...              the ledger of a run, without its resets
     with true_ledger() as (ledger, counted): ...    both, which must agree at the end
     bytes_written()
@@ -121,8 +121,6 @@ class Record:
     """One call of a c10d operator: its name in the ledger, its payload, its group."""
 
     op: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
     nbytes: int
     group: str
     group_size: int
@@ -131,20 +129,9 @@ class Record:
 
 @dataclass
 class Counted:
-    """The collectives that the dispatcher saw. Keys are (collective, group), as in the ledger."""
+    """The collectives that the dispatcher saw."""
 
     records: list[Record] = field(default_factory=list)
-
-    @property
-    def calls(self) -> Counter:
-        return Counter((r.op, r.group) for r in self.records)
-
-    @property
-    def payload(self) -> Counter:
-        total: Counter = Counter()
-        for r in self.records:
-            total[r.op, r.group] += r.nbytes
-        return total
 
 
 class _CountMode(TorchDispatchMode):
@@ -165,16 +152,14 @@ def _record(op: str, args: tuple) -> Record:
             name = ours  # which is an all-to-all on Gloo
     group = next(_group(a) for a in args if isinstance(a, torch.ScriptObject) and _group(a))
     tensors = [] if payload is None else _tensors(args[payload])
-    shape = tuple(tensors[0].shape) if tensors else ()
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     desc = (group.group_desc or "group").removeprefix("mesh_")
     world = group.group_name == dist.group.WORLD.group_name
-    dtype = tensors[0].dtype if tensors else None
     leaves = None
     if name == "all_to_all_single":
         sends = args[4]  # rows for each rank
         leaves = 1 - sends[group.rank()] / max(1, sum(sends))
-    return Record(name, shape, dtype, nbytes, "world" if world else desc, group.size(), leaves)
+    return Record(name, nbytes, "world" if world else desc, group.size(), leaves)
 
 
 def _is_called_by(function: str) -> bool:
@@ -227,17 +212,19 @@ def true_ledger() -> Iterator[tuple[Any, Counted]]:
     """The ledger and the dispatcher's count, which must agree call for call and to the byte."""
     with whole_ledger() as ledger, count_collectives() as counted:
         yield ledger, counted
-    sent = [r for r in counted.records if r.op != "irecv"]  # the sender counts
-    assert Counter((r.op, r.group) for r in sent) == ledger.calls + ledger.control
-    payload, ring = Counter(), Counter()
-    for key in ledger.calls + ledger.control:
-        records = sorted((r for r in sent if (r.op, r.group) == key), key=lambda r: r.nbytes)
-        control, technique = records[: ledger.control[key]], records[ledger.control[key] :]
-        for r in control:
+    calls, payload, ring = Counter(), Counter(), Counter()
+    for r in sorted(counted.records, key=lambda r: r.nbytes):
+        key = r.op, r.group
+        if r.op == "irecv":
+            continue  # the sender counts
+        calls[key] += 1
+        if calls[key] <= ledger.control[key]:  # the smallest ones
             most = 4096 if key == ("broadcast", "stop") else 64  # the run's folder, at the start
             assert r.nbytes <= most, f"{key}: a control call of {r.nbytes} bytes"
-        payload[key] = sum(r.nbytes for r in technique)
-        ring[key] = sum(r.nbytes * _ring_factor(r) for r in technique)
+        else:
+            payload[key] += r.nbytes
+            ring[key] += r.nbytes * _ring_factor(r)
+    assert calls == ledger.calls + ledger.control
     assert +payload == +ledger.payload
     assert {k: round(v) for k, v in ring.items() if v} == {
         k: round(v) for k, v in ledger.ring.items() if v

@@ -19,6 +19,8 @@ from common.distributed import rank
 from common.run import Run
 from common.storage import AtomicWriter
 
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
 
 def executable(path: Path, text: str) -> Path:
     path.parent.mkdir(exist_ok=True)
@@ -53,16 +55,8 @@ def start(
         environment = dict(os.environ, RANK=str(number), LOCAL_RANK=str(number), MASTER_PORT=port)
         environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, str(script), *argv],
-                env=environment,
-                cwd=cwd,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        command = [sys.executable, str(script), *argv]
+        started.append(subprocess.Popen(command, env=environment, cwd=cwd, **PIPES))
     return started if slow is None else [*started[:slow], started[-1], *started[slow:-1]]
 
 
@@ -73,15 +67,8 @@ def torchrun(
     if isinstance(script, str):
         script = stage_path(script)
     command = [sys.executable, "-m", "torch.distributed.run", *arguments.split()]
-    return subprocess.Popen(
-        [*command, str(script), *argv],
-        env=dict(os.environ, **environment),
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    command, env = [*command, str(script), *argv], os.environ | environment
+    return subprocess.Popen(command, env=env, cwd=cwd, start_new_session=True, **PIPES)
 
 
 def end_as_a_launcher_would(processes: list[subprocess.Popen], timeout: float = 60) -> list[str]:

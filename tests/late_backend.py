@@ -59,11 +59,6 @@ class Record:
         self.events: list[Call | Wait] = []
         self.n_calls = 0
 
-    def add_call(self, call: Call) -> int:
-        self.events.append(call)
-        self.n_calls += 1
-        return self.n_calls - 1
-
 
 _records: list[Record] = []  # those that are being written
 _outstanding: dict[int, LateWork] = {}
@@ -127,7 +122,29 @@ class Buffer:
         assert same, f"{name}: its {role} was written to while in flight"
 
 
-class LateWork:
+class RecordedWork:
+    """The newest call; its wait is recorded."""
+
+    def __init__(self) -> None:
+        self.calls = [(record, record.n_calls - 1) for record in _records]
+        self.done = False
+
+    def wait(self, timeout=None) -> bool:
+        if not self.done:
+            for record, call in self.calls:
+                record.events.append(Wait(call))
+            self.complete()
+        self.done = True
+        return True
+
+    def complete(self) -> None:
+        """Deliver the result."""
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+class LateWork(RecordedWork):
     """A call in flight. `wait()` checks its buffers and delivers the private copies' result."""
 
     def __init__(
@@ -138,21 +155,16 @@ class LateWork:
         outputs: list[Tensor],
         results: list[Tensor],
     ):
+        super().__init__()
         self.name, self.work, self.results = name, work, results
         for tensor in outputs:
             _poison(tensor)
         # after that, because an output may be a part of the input (a reduce-scatter in place)
         self.inputs = [Buffer(tensor) for tensor in inputs]
         self.outputs = [Buffer(tensor) for tensor in outputs]
-        self.calls = [(record, record.n_calls - 1) for record in _records]
-        self.done = False
         _outstanding[id(self)] = self
 
-    def wait(self, timeout=None) -> bool:
-        if self.done:
-            return True
-        for record, call in self.calls:
-            record.events.append(Wait(call))
+    def complete(self) -> None:
         del _outstanding[id(self)]
         for role, buffers in (("input", self.inputs), ("output", self.outputs)):
             for buffer in buffers:
@@ -160,11 +172,7 @@ class LateWork:
         self.work.wait()
         for buffer, result in zip(self.outputs, self.results, strict=True):
             buffer.tensor.data.copy_(result)
-        self.done, self.inputs, self.outputs, self.results = True, [], [], []
-        return True
-
-    def is_completed(self) -> bool:
-        return self.done
+        self.inputs, self.outputs, self.results = [], [], []
 
 
 # ---- the process groups ----
@@ -193,30 +201,15 @@ class LateProcessGroup(dist.ProcessGroup):
         in_place: bool = False,
         reduce_op: ReduceOp | None = None,
         peer: int | None = None,
-        splits: tuple[list[int], ...] = (),
-    ) -> LateWork:
+        splits: tuple[list[int], ...] = ((), ()),
+    ) -> RecordedWork:
         """Call `run(input copies, output copies)` and hand out a `Work` that completes late.
 
         in_place: the operation reads its outputs too. peer: as a rank of this group. splits: of an
         all-to-all, the rows from each rank and to each rank.
         """
-        call = self._record(op, [*inputs, *outputs], reduce_op, peer, splits)
-        sent = [t.detach().clone() for t in inputs]
-        results = [t.detach().clone() if in_place else torch.empty_like(t) for t in outputs]
-        work = run(sent, results)
-        to = "" if call.peer is None else f" with rank {call.peer}"
-        name = f"{op} of {list(call.shapes[0]) if call.shapes else 'nothing'} in {call.desc}{to}"
-        return LateWork(name, work, inputs, outputs, results)
-
-    def _record(
-        self,
-        op: str,
-        tensors: list[Tensor],
-        reduce_op: ReduceOp | None,
-        peer: int | None,
-        splits: tuple[list[int], ...] = (),
-    ) -> Call:
-        receives, sends = map(tuple, splits or ((), ()))
+        receives, sends = map(tuple, splits)
+        tensors = [*inputs, *outputs]
         call = Call(
             op,
             self.name,
@@ -230,8 +223,18 @@ class LateProcessGroup(dist.ProcessGroup):
             sends=sends,
         )
         for record in _records:
-            record.add_call(call)
-        return call
+            record.events.append(call)
+            record.n_calls += 1
+        return self._work(call, run, inputs, outputs, in_place)
+
+    def _work(self, call: Call, run, inputs, outputs, in_place) -> RecordedWork:
+        sent = [t.detach().clone() for t in inputs]
+        results = [t.detach().clone() if in_place else torch.empty_like(t) for t in outputs]
+        work = run(sent, results)
+        to = "" if call.peer is None else f" with rank {call.peer}"
+        shape = list(call.shapes[0]) if call.shapes else "nothing"
+        name = f"{call.op} of {shape} in {call.desc}{to}"
+        return LateWork(name, work, inputs, outputs, results)
 
     def getBackendName(self) -> str:
         return "late"
@@ -240,25 +243,18 @@ class LateProcessGroup(dist.ProcessGroup):
         return self.name
 
     def allreduce(self, tensors, opts=None):
+        def run(_, results: list[Tensor]) -> Work:
+            return self.gloo.allreduce(results, opts)
+
         opts = opts or dist.AllreduceOptions()
-        return self._start(
-            "all_reduce",
-            lambda _, results: self.gloo.allreduce(results, opts),
-            [],
-            tensors,
-            in_place=True,
-            reduce_op=opts.reduceOp,
-        )
+        return self._start("all_reduce", run, [], tensors, True, opts.reduceOp)
 
     def broadcast(self, tensors, opts):
-        root = opts.rootRank == self.rank()
-        return self._start(
-            "broadcast",
-            lambda sent, results: self.gloo.broadcast(sent or results, opts),
-            tensors if root else [],
-            [] if root else tensors,
-            peer=opts.rootRank,
-        )
+        def run(sent: list[Tensor], results: list[Tensor]) -> Work:
+            return self.gloo.broadcast(sent or results, opts)
+
+        ends = (tensors, []) if opts.rootRank == self.rank() else ([], tensors)
+        return self._start("broadcast", run, *ends, peer=opts.rootRank)
 
     def reduce(self, tensors, opts):
         def run(_, results: list[Tensor]) -> Work:
@@ -268,24 +264,19 @@ class LateProcessGroup(dist.ProcessGroup):
                     result.fill_(torch.nan if result.is_floating_point() else -1)
             return self.gloo.reduce(sent, opts)
 
-        root, op = opts.rootRank, opts.reduceOp
-        return self._start("reduce", run, [], tensors, in_place=True, reduce_op=op, peer=root)
+        return self._start("reduce", run, [], tensors, True, opts.reduceOp, opts.rootRank)
 
     def _allgather_base(self, output, input, opts=None):
-        return self._start(
-            "all_gather",
-            lambda sent, results: self.gloo._allgather_base(results[0], sent[0]),
-            [input],
-            [output],
-        )
+        def run(sent: list[Tensor], results: list[Tensor]) -> Work:
+            return self.gloo._allgather_base(results[0], sent[0])
+
+        return self._start("all_gather", run, [input], [output])
 
     def allgather(self, outputs, inputs, opts=None):
-        return self._start(
-            "all_gather",
-            lambda sent, results: self.gloo.allgather([results], sent),
-            inputs,
-            outputs[0],
-        )
+        def run(sent: list[Tensor], results: list[Tensor]) -> Work:
+            return self.gloo.allgather([results], sent)
+
+        return self._start("all_gather", run, inputs, outputs[0])
 
     def _reduce_scatter_base(self, output, input, opts):
         def run(sent: list[Tensor], results: list[Tensor]) -> Work:
@@ -294,15 +285,11 @@ class LateProcessGroup(dist.ProcessGroup):
         return self._start("reduce_scatter", run, [input], [output], reduce_op=opts.reduceOp)
 
     def alltoall_base(self, output, input, output_splits, input_splits, opts=None):
-        return self._start(
-            "all_to_all",
-            lambda sent, results: self.gloo.alltoall_base(
-                results[0], sent[0], output_splits, input_splits
-            ),
-            [input],
-            [output],
-            splits=(output_splits, input_splits),
-        )
+        def run(sent: list[Tensor], results: list[Tensor]) -> Work:
+            return self.gloo.alltoall_base(results[0], sent[0], *splits)
+
+        splits = output_splits, input_splits
+        return self._start("all_to_all", run, [input], [output], splits=splits)
 
     # their names since PyTorch 2.13
     all_gather_single = _allgather_base
@@ -310,34 +297,22 @@ class LateProcessGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def send(self, tensors, dst, tag=0):
-        # NCCL ignores tags
-        return self._start(
-            "send", lambda sent, _: self.gloo.send(sent, dst, 0), tensors, [], peer=dst
-        )
+        def run(sent: list[Tensor], _) -> Work:
+            return self.gloo.send(sent, dst, 0)  # NCCL ignores tags
+
+        return self._start("send", run, tensors, [], peer=dst)
 
     def recv(self, tensors, src, tag=0):
-        return self._start(
-            "recv", lambda _, results: self.gloo.recv(results, src, 0), [], tensors, peer=src
-        )
+        def run(_, results: list[Tensor]) -> Work:
+            return self.gloo.recv(results, src, 0)
+
+        return self._start("recv", run, [], tensors, peer=src)
 
     def barrier(self, opts=None):
         return self._start("barrier", lambda *_: self.gloo.barrier(), [], [])
 
     def shutdown(self) -> None:
         self.gloo = None
-
-
-class RecordedWork:
-    """A call without the other ranks; its wait is recorded."""
-
-    def __init__(self) -> None:
-        self.calls = [(record, record.n_calls - 1) for record in _records]
-
-    def wait(self, timeout=None) -> bool:
-        for record, call in self.calls:
-            record.events.append(Wait(call))
-        self.calls = []
-        return True
 
 
 class RecordedProcessGroup(LateProcessGroup):
@@ -349,10 +324,7 @@ class RecordedProcessGroup(LateProcessGroup):
     def _connect(self, options) -> None:
         return None
 
-    def _start(
-        self, op, run, inputs, outputs, in_place=False, reduce_op=None, peer=None, splits=()
-    ):
-        self._record(op, [*inputs, *outputs], reduce_op, peer, splits)
+    def _work(self, call, run, inputs, outputs, in_place) -> RecordedWork:
         for output in outputs if not in_place else []:
             # finite and not all zero, so that no loss is NaN
             output.data.copy_(torch.arange(output.numel()).view(output.shape) % 7)

@@ -2,7 +2,6 @@
 
     python tests/mutants.py                     every row of mutants.txt, and a table of results
     python tests/mutants.py --only dropout      the rows whose name or file contains the word
-    python tests/mutants.py --part 1/5          every fifth row, from the first on
     python tests/mutants.py --jobs 1            one after another
 
 Each mutant is applied to a copy of the repository in a temporary folder, where its tests run. They
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
@@ -39,9 +38,6 @@ class Mutant:
     old: str = ""
     new: str = ""
     tests: str = ""
-    verdict: str = field(default="", init=False)
-    detail: str = field(default="", init=False)
-    seconds: float = field(default=0.0, init=False)
 
 
 def read_table() -> list[Mutant]:
@@ -59,56 +55,44 @@ def read_table() -> list[Mutant]:
     return found
 
 
-def copy_of_repo(folder: Path) -> Path:
-    shutil.copytree(REPO, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
-    return folder
-
-
-def run_tests(folder: Path, tests: str) -> tuple[int, str]:
-    """pytest's exit status (1: tests failed) and its output."""
+def run_tests(tests: str, mutant: Mutant | None = None) -> tuple[int, str]:
+    """Run tests in a copy of the repository; returns pytest's exit status (1: tests failed) and
+    the first failure, or else the end of the output."""
     words = shlex.split(tests)
     paths = [f"tests/{w}" if re.match(r"test_\w+\.py", w) else w for w in words]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
-    environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
-    environment["RERUNS"] = "0"  # a mutant may break only some of a test's runs
-    try:
-        done = subprocess.run(
-            [*command, *paths],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-        )
-    except subprocess.TimeoutExpired:
-        return 1, f"FAILED not finished within {TIMEOUT} s"
-    return done.returncode, done.stdout + done.stderr
-
-
-def first_failure(output: str) -> str:
-    for line in output.splitlines():
-        if line.startswith(("FAILED", "ERROR")):
-            return re.sub(r"^(FAILED|ERROR) (tests/)?|( - .*)$", "", line)
-    return ""
-
-
-def try_mutant(mutant: Mutant) -> Mutant:
-    started = time.monotonic()
+    # RERUNS: a mutant may break only some of a test's runs
+    more = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "RERUNS": "0"}
     with tempfile.TemporaryDirectory(prefix="mutant-") as parent:
-        folder = copy_of_repo(Path(parent) / "repo")
-        path = folder / mutant.file
-        text = path.read_text() if path.is_file() else ""
-        if text.count(mutant.old) != 1:
-            mutant.verdict = "out of date"
-            mutant.detail = f"its text occurs {text.count(mutant.old)} times in {mutant.file}"
-            return mutant
-        path.write_text(text.replace(mutant.old, mutant.new))
-        status, output = run_tests(folder, mutant.tests)
-    verdicts = {0: "SURVIVED", 1: "killed"}
-    mutant.verdict = verdicts.get(status, "out of date")
-    mutant.detail = first_failure(output) if status < 2 else " ".join(output.split())[-200:]
-    mutant.seconds = time.monotonic() - started
-    return mutant
+        folder = Path(parent) / "repo"
+        shutil.copytree(REPO, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        if mutant:
+            path = folder / mutant.file
+            path.write_text(path.read_text().replace(mutant.old, mutant.new))
+        try:
+            done = subprocess.run(
+                [*command, *paths],
+                cwd=folder,
+                env=os.environ | more,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT,
+            )
+        except subprocess.TimeoutExpired:
+            return 1, f"not finished within {TIMEOUT} s"
+    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(.*?)(?: - .*)?$", done.stdout, re.M)
+    return done.returncode, failed[1] if failed else " ".join(done.stdout.split())[-200:]
+
+
+def try_mutant(mutant: Mutant) -> tuple[str, float, str]:
+    """The verdict, seconds, and the test that has failed or what is wrong with the row."""
+    started, path = time.monotonic(), REPO / mutant.file
+    count = path.read_text().count(mutant.old) if path.is_file() else 0
+    if count != 1:
+        return "out of date", 0, f"its text occurs {count} times in {mutant.file}"
+    status, said = run_tests(mutant.tests, mutant)
+    verdict = {0: "SURVIVED", 1: "killed"}.get(status, "out of date")
+    return verdict, time.monotonic() - started, said
 
 
 def check_baseline(mutants: list[Mutant], pool: ThreadPoolExecutor) -> str:
@@ -118,41 +102,32 @@ def check_baseline(mutants: list[Mutant], pool: ThreadPoolExecutor) -> str:
         file, *words = shlex.split(mutant.tests)
         chosen.setdefault(file, set()).add(f"({words[1]})" if words else "test_")
     runs = [f"{file} -k {shlex.quote(' or '.join(ks))}" for file, ks in chosen.items()]
-    with tempfile.TemporaryDirectory(prefix="mutant-") as parent:
-        folder = copy_of_repo(Path(parent) / "repo")
-        for status, output in pool.map(lambda tests: run_tests(folder, tests), runs):
-            if status != 0:
-                return first_failure(output) or f"pytest ended with status {status}"
-    return ""
+    return next((said for status, said in pool.map(run_tests, runs) if status != 0), "")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="part of a name or of a file's path")
-    parser.add_argument("--part", default="1/1", help="K/N: part K of N")
     parser.add_argument("--jobs", type=int, default=2, help="how many run in parallel")
     args = parser.parse_args()
     mutants = [m for m in read_table() if args.only in m.name or args.only in m.file]
-    part, parts = map(int, args.part.split("/"))
-    mutants = mutants[part - 1 :: parts]
     if not mutants:
         print(f"no mutant has {args.only!r} in its name or file")
         return 2
-    width = max(len(m.name) for m in mutants)
+    width, verdicts = max(len(m.name) for m in mutants), []
     with ThreadPoolExecutor(args.jobs) as pool:
         failure = check_baseline(mutants, pool)
         if failure:
             print(f"fails without any mutant: {failure}")
             return 2
         print(f"{'mutant':{width}}  verdict      seconds  by", flush=True)
-        for m in pool.map(try_mutant, mutants):
-            print(f"{m.name:{width}}  {m.verdict:11}  {m.seconds:7.0f}  {m.detail}", flush=True)
-    killed = sum(m.verdict == "killed" for m in mutants)
-    survived = [m.name for m in mutants if m.verdict == "SURVIVED"]
+        tried = zip(mutants, pool.map(try_mutant, mutants), strict=True)
+        for mutant, (verdict, seconds, said) in tried:
+            print(f"{mutant.name:{width}}  {verdict:11}  {seconds:7.0f}  {said}", flush=True)
+            verdicts.append(verdict)
+    killed = verdicts.count("killed")
     print(f"\n{killed} of {len(mutants)} mutants killed", flush=True)
-    if survived:
-        print(f"survived: {', '.join(survived)}")
-    return 1 if survived else 2 if killed < len(mutants) else 0
+    return 1 if "SURVIVED" in verdicts else 2 if killed < len(mutants) else 0
 
 
 if __name__ == "__main__":

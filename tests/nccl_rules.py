@@ -69,8 +69,8 @@ def _same(ours: list[Call], theirs: list[Call], a: int, b: int, fields: tuple[st
 # ---- NCCL's order ----
 
 
-def _communicator(rank: int, call: Call, one_per_group: bool = False) -> tuple:
-    if call.op in ("send", "recv") and not one_per_group:
+def _communicator(rank: int, call: Call) -> tuple:
+    if call.op in ("send", "recv"):
         return call.group, *sorted((rank, call.peer))
     return (call.group,)
 
@@ -121,19 +121,18 @@ class NcclModel:
     - The first collective of a communicator, and the first message from one rank to another in
       it, connects: the host waits until the others have come to the same point.
     - A group has one communicator for its collectives, and one for each pair of ranks that exchange
-      messages in it. With one_per_group it has one in total, which is what PyTorch does if
-      `init_process_group` is given a `device_id`.
+      messages in it.
     - Communicators run on streams of their own, but CUDA does not promise that streams proceed
       independently. With one_queue they share a hardware queue, as with
       CUDA_DEVICE_MAX_CONNECTIONS=1: whatever was launched later, computation too, starts when this
       call has started, and it starts when the previous one in its communicator has ended.
     - The host blocks in `wait()`. On a GPU only the stream does, which allows more than this.
 
-    Both options only add reasons to wait: an order that completes with them completes without.
+    One queue only adds reasons to wait: an order that completes with it completes without.
     """
 
-    def __init__(self, records: Records, one_per_group: bool = False, one_queue: bool = False):
-        self.one_per_group, self.one_queue = one_per_group, one_queue
+    def __init__(self, records: Records, one_queue: bool):
+        self.one_queue = one_queue
         self.ranks = [_Rank(events) for events in records]
         self.queues: dict[tuple, dict[int, deque[int]]] = {}  # by communicator, then by rank
         self.arrived: dict[tuple, set[int]] = defaultdict(set)  # at a first call, by what connects
@@ -169,7 +168,7 @@ class NcclModel:
             if event.call not in host.completed:
                 return False
         else:
-            queues = self.queues.setdefault(_communicator(rank, event, self.one_per_group), {})
+            queues = self.queues.setdefault(_communicator(rank, event), {})
             queue = queues.setdefault(rank, deque())
             if self.one_queue and queue:
                 return False
@@ -232,6 +231,6 @@ class NcclModel:
         return f"waits for {host.issued[event.call] if isinstance(event, Wait) else event}"
 
 
-def assert_completes(records: Records, one_per_group: bool = False, one_queue: bool = True) -> None:
+def assert_completes(records: Records, one_queue: bool = True) -> None:
     """Fail if the recorded calls can deadlock under NCCL's rules."""
-    NcclModel(records, one_per_group, one_queue).run()
+    NcclModel(records, one_queue).run()

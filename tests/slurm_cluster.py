@@ -51,15 +51,11 @@ def copy_of_repository(folder: Path, site: str = "") -> Path:
         shutil.copytree(path, folder / path.name, ignore=ignored)
     for name in ("Makefile", "requirements.txt"):
         shutil.copy(REPO / name, folder)
-    (folder / "slurm/site.env").write_text(environment_of_tests() + site)
-    return folder
-
-
-def environment_of_tests() -> str:
-    """Lines for site.env: the Python that runs the tests."""
+    python = f"VENV=\nPATH={Path(sys.executable).parent}:$PATH\n"
     if (Path(sys.prefix) / "bin/activate").exists():
-        return f"VENV={sys.prefix}\n"
-    return f"VENV=\nPATH={Path(sys.executable).parent}:$PATH\n"
+        python = f"VENV={sys.prefix}\n"
+    (folder / "slurm/site.env").write_text(python + site)
+    return folder
 
 
 @dataclass
@@ -68,17 +64,14 @@ class Cluster:
 
     folder: Path
 
-    @property
-    def environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not STRAY.match(k)}
-        return kept | {"SLURM_CONF": str(self.folder / "slurm/cluster/slurm.conf")}
-
     def call(self, *command: str, fails: bool = False, **variables: str) -> str:
         """Run a command in the copy; returns its output. It must succeed or, with `fails`, fail."""
+        kept = {k: v for k, v in os.environ.items() if not STRAY.match(k)}
+        conf = {"SLURM_CONF": str(self.folder / "slurm/cluster/slurm.conf")}
         done = subprocess.run(
             list(map(str, command)),
             cwd=self.folder,
-            env=self.environment | variables,
+            env=kept | conf | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -152,8 +145,9 @@ class Job:
 
 
 @contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """The nodes' network namespaces have fixed names, so another run of the tests waits here."""
+def live_cluster(folder: Path, **variables: str) -> Iterator[Cluster]:
+    """A cluster in a copy of the repository. The nodes' network namespaces have fixed names, so
+    another run of the tests waits here."""
     with open("/tmp/slurm-of-tests.lock", "a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
@@ -163,15 +157,10 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(str(folder / "slurm/cluster"))
         file.flush()
-        yield
+        cluster = Cluster(copy_of_repository(folder))
+        try:
+            cluster.call("slurm/cluster.sh", "up", **variables)
+            yield cluster
+        finally:
+            cluster.call("slurm/cluster.sh", "down")
         file.truncate(0)
-
-
-@contextmanager
-def live_cluster(folder: Path, **variables: str) -> Iterator[Cluster]:
-    cluster = Cluster(copy_of_repository(folder))
-    try:
-        cluster.call("slurm/cluster.sh", "up", **variables)
-        yield cluster
-    finally:
-        cluster.call("slurm/cluster.sh", "down")

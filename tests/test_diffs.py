@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import io
 import re
-import tokenize
+import subprocess
+import sys
 from collections import Counter
-from functools import cache
+from itertools import permutations
 
 import pytest
-from harness import lines_of, stage_file, stage_path, stages
+from harness import REPO, lines_of, stage_file, stage_path, stages
 
+from tools import diff
 from tools.diff import Block, compare
 from tools.stages import pairs as stage_pairs
 
@@ -19,20 +20,9 @@ PAIRS = stage_pairs()
 pairs = pytest.mark.parametrize("before, after", PAIRS)
 
 
-@cache
 def code_of(line: str) -> str:
-    """A line's code without comments and white space; if it is not code, without white space."""
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(line.strip() + "\n").readline))
-    except (tokenize.TokenError, SyntaxError):
-        return re.sub(r"\s+", "", line)
-    return "".join(t.string for t in tokens if t.type != tokenize.COMMENT and t.string.strip())
-
-
-def hunks(before: list[str], after: list[str]) -> list[tuple[list[str], list[str]]]:
-    """The removed and added lines of each hunk."""
-    opcodes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    return [(before[a:b], after[c:d]) for kind, a, b, c, d in opcodes if kind != "equal"]
+    """A line without comments and white space."""
+    return re.sub(r"(^|  ) *# .*|\s", "", line)
 
 
 def noise(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
@@ -43,10 +33,11 @@ def noise(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
     several times are not compared.
     """
     once = [Counter(map(code_of, lines)) for lines in (before, after)]
-    changes = hunks(before, after)
-    removed = {code_of(x): (x, k) for k, (gone, _) in enumerate(changes) for x in gone}
+    opcodes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    hunks = [(before[a:b], after[c:d]) for kind, a, b, c, d in opcodes if kind != "equal"]
+    removed = {code_of(x): (x, k) for k, (gone, _) in enumerate(hunks) for x in gone}
     moved, respaced = [], []
-    for k, (_, added) in enumerate(changes):
+    for k, (_, added) in enumerate(hunks):
         for line in added:
             code = code_of(line)
             if len(re.findall(r"\w", code)) < 8 or any(count[code] != 1 for count in once):
@@ -132,12 +123,78 @@ def test_a_definition_of_two_stages_is_identical_or_listed_as_refined(stage):
 
 def test_moved_and_respaced_lines_are_found():
     lines = ["import one_module", "import other_module", "x = compute(1)  # why", "all_done = 1"]
-    swapped = [lines[1], lines[0], *lines[2:]]
-    assert noise(lines, swapped) == ([lines[0]], []) or noise(lines, swapped) == ([lines[1]], [])
+    moved, respaced = noise(lines, [lines[1], lines[0], *lines[2:]])
+    assert moved in ([lines[0]], [lines[1]]) and not respaced
     for other in ("x = compute( 1 )", "x = compute(1)  # another word"):
         assert noise(lines, [*lines[:2], other, lines[3]]) == ([], [other])
     wrapped = [*lines[:2], "with a_new_block:", "    x = compute(1)  # why", lines[3]]
     assert noise(lines, wrapped) == ([], [])
-    assert noise(lines, [*lines, "a_new_line = 3"]) == ([], [])
-    removed, added = hunks(lines, wrapped)[0]
-    assert removed == [lines[2]] and added == wrapped[2:4]
+
+
+# ---- `make diff-NN`: no line is lost, what is folded is identical, each diff is short ----
+
+all_pairs = pytest.mark.parametrize("old, new", [*permutations(stages(), 2)])
+
+
+@all_pairs
+def test_a_comparison_has_every_line_of_both_stages(old, new):
+    found, rest, _ = compare(old, new)
+    older = {base.first: base for base, _ in found if base and base.stage[:2] == old}
+    older |= {block.first: block for block in rest}
+    for stage, blocks in (
+        (new, [block for _, block in found]),
+        (old, map(older.get, sorted(older))),
+    ):
+        lines = [line for block in blocks for line in block.lines if line.strip()]
+        assert lines == [line for line in lines_of(stage) if line.strip()]
+    for base, block in found:
+        hunks = diff.align(base, block)
+        for side, each in ((1, base), (2, block)):
+            numbered = [line for hunk in hunks for line in hunk[side]]
+            assert numbered == ([*enumerate(each.lines, each.first)] if each else [])
+        assert all(
+            a == b
+            for mark, *ab in hunks
+            if mark in " ="
+            for (_, a), (_, b) in zip(*ab, strict=True)
+        )
+
+
+@all_pairs
+def test_what_is_folded_is_identical_in_the_stage_that_is_named(old, new):
+    for summary, group in diff.folded(compare(old, new)[0]):
+        named = re.search(r": as in (\d\d)_\w+", summary)
+        assert named or not summary or summary.startswith(diff.TOP)
+        for _, block in group if named else ():
+            assert "\n".join(block.lines) in stage_path(named[1]).read_text(), block.name
+
+
+@pytest.mark.parametrize("new", stages()[1:])
+def test_the_diff_is_short_enough_to_be_read(new):
+    lines = [*diff.report(stage_file(new).compare, new)]
+    count, most = sum(line.strip() != "" for line in lines), stage_file(new).diff_lines
+    assert count <= most, f"diff_lines in the stage's file allows {most} lines"
+    assert max(map(len, lines)) <= 102
+
+
+# ---- the command ----
+
+
+def run(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=60)
+
+
+def test_make_diff_needs_no_environment():
+    plain = run(sys.executable, "-S", "-m", "tools.diff", "03", "--from", "01").stdout
+    assert plain.startswith("* 01_single_gpu -> 03_zero")
+    assert run("make", "-s", "diff-03", "FROM=01", "VENV=none").stdout == plain
+
+
+@pytest.mark.parametrize("words", ["diff-42", "run-42", "submit-42", "diff-03 FROM=42", "diff-01"])
+def test_a_stage_that_does_not_exist_is_named_in_one_line(words):
+    done = run("make", "-s", *words.split())
+    said, *rest = done.stderr.splitlines()
+    assert done.returncode == 2 and not done.stdout
+    assert ("'01'" if words == "diff-01" else "42") in said and "02" in said
+    # make itself may add that the tool has failed, as `make[1]` where make runs the tests
+    assert not rest or re.match(r"make(\[\d+\])?: \*\*\* \[", rest[0])

@@ -36,12 +36,7 @@ def test_the_checks_of_a_stage_file_select_tests(stage):
 BUGS = {  # stage, what is changed, and into what; what is said
     "sum": ("02", "bucket.n_ranks if self.synchronizes else 1", "1", "cause: x 2: a sum"),
     "wait": ("05", "work.wait()\n        return grad_x", "return grad_x", "cause: NaN"),
-    "norms": (
-        "05",
-        "        if args.sequence_parallel:",
-        "        if False:",
-        "another gradient on each rank",
-    ),
+    "norms": ("05", "if args.sequence_parallel:\n", "if False:\n", "another gradient on each rank"),
 }
 
 
@@ -58,7 +53,6 @@ def test_make_check_names_a_planted_bug(bug, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert said in done.stdout, done.stdout + done.stderr
     assert done.returncode == 1, done.stdout
-    assert bug != "blocks" or done.stdout.count("✗") == 1  # the other checks pass
 
 
 def test_the_first_difference_of_two_runs_and_its_errors(pools, corpus_dir, tmp_path, capsys):

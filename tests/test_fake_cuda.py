@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from harness import Pool, StageRun, cases, stage_file, stage_path
 from slurm_cluster import need
-from test_memory_figures import FUSED, halves, stated_in_05
+from test_memory_figures import FUSED, halves, held, stated_in_05
 
 pytestmark = pytest.mark.slow
 
@@ -76,19 +76,18 @@ def test_the_host_waits_and_computes_in_a_step_only_where_the_stages_file_says(p
         assert found[phase] <= known | named(run) and found[phase] & known, phase
 
 
-def held_by_05(n: int, flags: str, layers: int) -> int:
-    """Bytes at the peak that are neither weights nor optimizer state, for 8 x 2048 tokens."""
+def held_on_fake_cuda(n: int, flags: str, layers: int) -> int:
     from tools import fake_cuda
 
-    shape = "--d-model 256 --n-heads 4 --seq-len 2048 --global-batch-size 8 --dtype bfloat16"
-    argv = f"{shape} --n-layers {layers} {flags}".split()
-    report, _ = fake_cuda.run("05", n, 0, argv, VOCABULARY)
-    return report.peak - report.parameters - report.optimizer
+    return held(n, flags, layers, lambda *run: fake_cuda.run(*run, VOCABULARY)[0])
 
 
 @pytest.mark.parametrize("n, flags", [(1, ""), (4, ""), (4, "--sequence-parallel")])
 def test_with_a_gpus_operators_a_layer_of_05_keeps_what_its_readme_says(process, n, flags):
-    few, many = (process.run(held_by_05, n, flags, layers)[0] for layers in (2, 4))
+    few, many = (
+        process.run(held_on_fake_cuda, n, f"--dtype bfloat16 {flags}", layers)[0]
+        for layers in (2, 4)
+    )
     expected = halves(stated_in_05(FUSED), n, bool(flags), "bfloat16")
     # and the log-sum-exp of attention, 1/rms, and the norms' factors
     assert expected <= (many - few) / 2 / (2 * 8 * 2048 * 256) <= expected + 0.1

@@ -17,6 +17,8 @@ from harness import REPO, assert_same_curve, metrics_of, stage_path, stages
 from jobs import executable
 from slurm_cluster import STRAY, copy_of_repository, need
 
+from tools.stages import TINY
+
 pytestmark = pytest.mark.slow
 
 
@@ -29,18 +31,14 @@ def test_readmes_command_of_mpirun_starts_a_stage(tmp_path, reference, corpus_di
     command = "mpirun -n 4 python 04_fsdp/train.py --data sample"
     assert f"    {command}" in (REPO / "RUNNING.md").read_text()
     words = command.replace(" 4 ", " 2 ").removesuffix(" --data sample").split()
-    flags = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
-    flags = [*flags.split(), "--data", str(corpus_dir), "--steps", "3", "--log-every", "1"]
+    flags = f"{TINY} --data {corpus_dir} --steps 3".split()
     environment = {k: v for k, v in os.environ.items() if not STRAY.match(k)}
     # Open MPI as root, on fewer cores than processes, and where there is no ssh
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_plm": "isolated"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    words = [*words, *flags, "--run-dir", str(tmp_path)]
-    done = subprocess.run(
-        words, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    words += [*flags, "--run-dir", str(tmp_path)]
+    subprocess.run(words, cwd=REPO, env=environment, check=True, timeout=300)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["launcher"], config["world_size"]) == ("mpirun", 2)
     assert_same_curve(metrics_of(tmp_path), reference(flags))
@@ -193,23 +191,21 @@ esac
 SRUN = 'trap "exit $STATUS" USR1; touch started; while [ ! -e ended ]; do sleep 0.1; done'
 
 
-def in_slurm_time(seconds: float | None) -> str:
-    """A time this many seconds from now, as scontrol prints it; None: unknown."""
-    if seconds is None:
-        return "Unknown"
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
-
-
 def launch(
     folder: Path, before: float, left: float | None, signal_it: bool = False, **variables: str
 ) -> subprocess.CompletedProcess:
     """Run launch.sh in a job that started `before` seconds ago and has `left` seconds left."""
+
+    def printed(seconds: float | None) -> str:  # by scontrol
+        when = time.localtime(time.time() + (seconds or 0))
+        return "Unknown" if seconds is None else time.strftime("%Y-%m-%dT%H:%M:%S", when)
+
     squeue = 'echo "$COMMENT"'
     for tool, lines in {"scontrol": SCONTROL, "srun": SRUN, "squeue": squeue}.items():
         executable(folder / tool, f"#!/bin/bash\n{lines}\n")
     env = dict(os.environ, PATH=f"{folder}:{os.environ['PATH']}", SLURM_JOB_ID="7", STATUS="0")
     env |= {"SRUN_CPUS_PER_TASK": "1", "SLURM_JOB_NUM_NODES": "1", "COMMENT": "(null)"}
-    env |= {"START": in_slurm_time(-before), "END": in_slurm_time(left)} | variables
+    env |= {"START": printed(-before), "END": printed(left)} | variables
     command = ["bash", str(REPO / "slurm/launch.sh"), "python", "x.py"]
     job = subprocess.Popen(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -224,20 +220,20 @@ def launch(
     return subprocess.CompletedProcess(command, job.returncode, out, err)
 
 
-def test_job_shorter_than_the_warning_is_an_error(tmp_path):
-    done = launch(tmp_path, before=5, left=290)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--time=5" in done.stderr
-    assert not (tmp_path / "started").exists()
-
-
 @pytest.mark.parametrize(
-    "before, left, unknown",
-    [(5, 296, {}), (3000, 60, {}), (5, None, {}), (5, 290, {"START": "", "END": ""})],
-    ids=["long enough", "nearly over", "no limit", "scontrol does not answer"],
+    "before, left, status, unknown",
+    [
+        (5, 290, 2, {}),
+        (5, 296, 0, {}),
+        (3000, 60, 0, {}),  # nearly over
+        (5, None, 0, {}),  # no limit
+        (5, 290, 0, {"START": "", "END": ""}),  # scontrol does not answer
+    ],
 )
-def test_job_that_is_long_enough_runs(tmp_path, before, left, unknown):
+def test_job_shorter_than_the_warning_is_an_error(tmp_path, before, left, status, unknown):
     done = launch(tmp_path, before, left, **unknown)
-    assert done.returncode == 0 and (tmp_path / "started").exists(), done.stderr
+    assert done.returncode == status and (tmp_path / "started").exists() == (status == 0), done
+    assert status == 0 or done.stderr.count("\n") == 1 and "--time=5" in done.stderr
 
 
 @pytest.mark.wall_clock  # launch.sh must have set its trap when the signal comes
@@ -248,7 +244,8 @@ def test_job_that_is_long_enough_runs(tmp_path, before, left, unknown):
         (200, "138", "1", "no-step-in-life-0", False),
         (200, "143", "1", "no-step-in-life-0", False),
         (200, "138", "3", "no-step-in-life-0", True),  # the starts between them had steps
-        (200, "0", "1", "no-step-in-life-0", True),  # this start had a step
+        # this start had a step, and saves before scontrol answers
+        (200, "0", "1", "no-step-in-life-0", True),
         (3000, "138", "1", "no-step-in-life-0", True),  # a user's signal, long before the end
     ],
 )
@@ -256,19 +253,14 @@ def test_job_that_hits_its_time_limit_twice_before_its_first_step_is_not_requeue
     tmp_path, left, status, restarts, comment, requeued
 ):
     variables = {"STATUS": status, "SLURM_RESTART_COUNT": restarts, "COMMENT": comment}
+    variables |= {"SLOW": "1"} if status == "0" else {}
     done = launch(tmp_path, 3600, left, signal_it=True, **variables)
+    assert done.returncode == int(status), done
     assert ("scontrol requeue 7" in done.stdout) == requeued, done
     assert ("hit its time limit twice" in done.stderr) == (not requeued)
     noted = requeued and status != "0" and left == 200
     assert (f"no-step-in-life-{restarts}" in done.stdout) == noted
     assert done.stdout.count("no-step") <= 1  # the note replaces an earlier one
-
-
-@pytest.mark.wall_clock
-def test_job_that_saves_before_scontrol_answers_is_requeued_with_its_own_status(tmp_path):
-    variables = {"SLOW": "1", "SLURM_RESTART_COUNT": "1", "COMMENT": "no-step-in-life-0"}
-    done = launch(tmp_path, 3600, 200, signal_it=True, **variables)
-    assert done.returncode == 0 and "scontrol requeue 7" in done.stdout, done
 
 
 def test_a_job_that_cannot_be_requeued_says_so_and_an_arrays_task_requeues_itself(tmp_path):
@@ -323,13 +315,26 @@ def test_edits_at_the_same_time_have_scripts_of_their_own(tmp_path):
     assert [*script.parent.iterdir()] == [script]
 
 
-def test_every_sbatch_file_has_the_warning_that_launch_sh_assumes_and_starts_its_own_stage():
+def test_sbatch_files_differ_in_names_and_numbers_alone_and_have_the_warning_of_launch_sh():
     assert "${SIGNAL_SECONDS:-180}" in (REPO / "slurm/launch.sh").read_text()
+    others = set()
     for stage in stages():
-        script = stage_path(stage).with_name("train.sbatch")
-        assert "#SBATCH --signal=B:USR1@180\n" in script.read_text()
-        last = script.read_text().splitlines()[-1]
-        assert f" {script.parent.name}/train.py " in f"{last} "
+        folder = stage_path(stage).parent.name
+        text = stage_path(stage).with_name("train.sbatch").read_text()
+        launcher = "python" if stage == "01" else "torchrun"
+        own = [
+            rf"#SBATCH --job-name={folder}\n",
+            r"#SBATCH --(?:nodes|gpus-per-node)=\d\n",
+            rf'exec slurm/launch.sh {launcher} {folder}/train.py "\$@"\n$',
+        ]
+        for line in own:
+            text, count = re.subn(f"(?m)^{line}", "", text)
+            assert count, f"{folder}/train.sbatch has no line {line}"
+        others.add(text)
+    (text,) = others
+    assert "#SBATCH --signal=B:USR1@180\n" in text
+    # Slurm writes no log to a folder that does not exist
+    assert not re.search("^#SBATCH --output=.*/", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("exists", [True, False])

@@ -37,27 +37,14 @@ def tree_of(stage: str) -> ast.Module:
 
 def names_of(tree: ast.Module) -> set[str]:
     """Every dotted name that the code imports or uses, with `import ... as` resolved."""
-    aliases, found = {}, set()
+    aliases = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                aliases[name.asname or name.name.split(".")[0]] = (
-                    name.name if name.asname else name.name.split(".")[0]
-                )
-                found.add(name.name)
-        elif isinstance(node, ast.ImportFrom):
-            for name in node.names:
-                aliases[name.asname or name.name] = f"{node.module}.{name.name}"
-                found.add(f"{node.module}.{name.name}")
-    for node in ast.walk(tree):
-        parts = []
-        while isinstance(node, ast.Attribute):
-            parts.append(node.attr)
-            node = node.value
-        if isinstance(node, ast.Name) and parts:
-            root = aliases.get(node.id, node.id)
-            found.add(".".join([root, *reversed(parts)]))
-    return found
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            aliases |= {name.asname or name.name: module + name.name for name in node.names}
+    used = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    parts = [name.partition(".") for name in used]
+    return {*aliases.values(), *("".join((aliases.get(x, x), *rest)) for x, *rest in parts)}
 
 
 def uses(names: set[str], module: str) -> list[str]:
@@ -132,27 +119,18 @@ def test_stage_01_has_no_process_group():
 
 
 def test_these_checks_see_through_aliases():
-    names = names_of(
-        ast.parse(
-            "import torch.distributed as dist\n"
-            "from torch.distributed import fsdp as f\n"
-            "import torch\n"
-            "f.FullyShardedDataParallel; dist.all_reduce(x); torch.nn.parallel.replicate\n"
-        )
-    )
+    imports = "import torch, torch.distributed as dist\nfrom torch.distributed import fsdp as f\n"
+    uses_of_them = "f.FullyShardedDataParallel; dist.all_reduce(x); torch.nn.parallel.replicate\n"
+    names = names_of(ast.parse(imports + uses_of_them))
     assert uses(names, "torch.distributed.fsdp") and uses(names, "torch.nn.parallel")
     assert "torch.distributed.all_reduce" in names
 
 
 @every_stage
 def test_all_scripts_have_the_same_layout(stage):
-    tree = tree_of(stage)
+    tree, lines = tree_of(stage), stage_path(stage).read_text().splitlines()
     assert ast.get_docstring(tree)
-    banners = [
-        line for line in stage_path(stage).read_text().splitlines() if line == "# The training loop"
-    ]
-    assert len(banners) == 1
-    lines = stage_path(stage).read_text().splitlines()
+    assert lines.count("# The training loop") == 1
     # 07 and later repeat definitions of other stages under a third banner, below the loop
     titles = [i for i, line in enumerate(lines) if re.match("# .*to the letter from", line)]
     last = titles[0] if titles else len(lines)
@@ -160,4 +138,3 @@ def test_all_scripts_have_the_same_layout(stage):
     functions = [n.name for n in loop if isinstance(n, ast.FunctionDef)]
     assert functions[-3:] == ["parse_args", "evaluate", "main"]
     assert ast.unparse(tree.body[-1]).startswith("if __name__ == '__main__':")
-    assert (REPO / stage_path(stage)).parent.name.startswith(stage)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.model import Transformer, TransformerConfig, init_weights
-from tools.dry_run import dry_run
+from tools.dry_run import Report, dry_run
 
 pytestmark = pytest.mark.slow
 
@@ -31,12 +35,8 @@ def stated(folder: str, pattern: str) -> list[float]:
     return [float(figure.replace(",", "")) for figure in found.groups()]
 
 
-def stated_in_05(pattern: str) -> list[float]:
-    return stated("05_tensor_parallel", pattern)
-
-
-def stated_in_08(pattern: str) -> list[float]:
-    return stated("08_context_parallel", pattern)
+stated_in_05 = partial(stated, "05_tensor_parallel")
+stated_in_08 = partial(stated, "08_context_parallel")
 
 
 # ---- 05: what a layer keeps ----
@@ -54,10 +54,10 @@ def halves(factors: list[float], n: int, sequence_parallel: bool, dtype: str) ->
     return (full + sharded / n) * (2 if dtype == "float32" else 1)
 
 
-def held(n: int, flags: str, layers: int) -> int:
+def held(n: int, flags: str, layers: int, run: Callable[..., Report] = dry_run) -> int:
     """Bytes at the peak of a dry run that are neither weights nor optimizer state."""
     shape = "--d-model 256 --n-heads 4 --seq-len 2048 --global-batch-size 8"
-    report = dry_run("05", n, 0, f"{shape} --n-layers {layers} {flags}".split())
+    report = run("05", n, 0, f"{shape} --n-layers {layers} {flags}".split())
     return report.peak - report.parameters - report.optimizer
 
 
@@ -209,24 +209,18 @@ class Kernels(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def kernels_per_tile() -> int:
-    """Of forward and backward on the meta device, which takes the branch for GPUs."""
-    stage = load_stage("08")
-    queries, keys, values, grads = torch.zeros(
-        4, 1, 2, 256, 64, dtype=torch.bfloat16, device="meta"
-    )
-    one_each = torch.zeros(1, 2, 256, 1, device="meta")
-    grad_q, grad_k, grad_v = torch.zeros(3, 1, 2, 256, 64, device="meta")
-    softmax = stage.OnlineSoftmax(queries)
-    rows = slice(0, 256)
-    with Kernels() as counted:
-        softmax.add(rows, stage.scores_of(queries, keys, 256), values)
-        # as in RingAttention.backward
-        weights = stage.scores_of(queries, keys, 256).sub_(one_each).exp_()
-        grad_scores = stage.matmul(grads, values.mT).sub_(one_each).mul_(weights)
-        grad_q[:, :, rows] += stage.matmul(grad_scores, keys)
-        grad_k[:, :, rows] += stage.matmul(grad_scores.mT, queries)
-        grad_v[:, :, rows] += stage.matmul(weights.mT, grads)
+def kernels_of(tiles: int) -> int:
+    """Of attention, forward and backward, on the meta device, which takes the branch for GPUs."""
+    stage, positions = load_stage("08"), (slice(0, 256), slice(0, 256), 256)
+    q, k, v = torch.zeros(3, 1, 2, 256, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    ring = SimpleNamespace(check=lambda *_: None, circulate=lambda kv: [(0, kv)], length=256)
+    ring.rank, ring.positions, ring.shards = 0, (), [()]
+    with (
+        patch.object(stage, "visible_tiles", lambda *_: [positions] * tiles),
+        patch.object(torch, "autocast", lambda *_, **__: nullcontext()),  # which meta has not
+        Kernels() as counted,
+    ):
+        stage.RingAttention.apply(ring, q, k, v).sum().backward()
     return counted.count
 
 
@@ -234,7 +228,7 @@ def test_a_loop_over_tiles_launches_as_many_kernels_as_08_says():
     stage = load_stage("08")
     shards = [stage.zigzag(rank, 8, 131_072) for rank in range(8)]
     tiles = sum(len(list(stage.visible_tiles(shards[0], keys))) for keys in shards)
-    each = kernels_per_tile()
+    each = kernels_of(2) - kernels_of(1)
     words = r"computes ([\d,]+) tiles per layer with (\d+) kernels .*?: (\d+) million launches"
     assert stated_in_08(words) == [tiles, each, round(tiles * each * LAYERS / 1e6)]
     (microseconds,) = stated_in_08(r"more than a minute at ([\d.]+) µs each")

@@ -138,13 +138,11 @@ class Recorded(stage.Pipeline):
         return torch.zeros(() if destination is None else (1, 1, 1))
 
     def record_step(self, m: int) -> list[Call | Wait]:
-        def isend(tensor, group, group_dst):
-            return self.record("send", group, group_dst)
-
-        def irecv(tensor, group, group_src):
-            return self.record("recv", group, group_src)
-
-        with patch.multiple(stage, isend=isend, irecv=irecv):
+        calls = {
+            "isend": lambda _, group, group_dst: self.record("send", group, group_dst),
+            "irecv": lambda _, group, group_src: self.record("recv", group, group_src),
+        }
+        with patch.multiple(stage, **calls):
             self.open_channels()
             self.run([(torch.zeros(1, 1), None, None)] * m)
         return self.events
@@ -266,16 +264,11 @@ RINGS = [  # ranks, cp, flags
 @pytest.mark.quick_cases("3-3-[]")
 @pytest.mark.parametrize(("ranks", "cp", "own"), RINGS, ids=str)
 def test_every_ring_of_08_completes_without_deadlock(records_of, ranks, cp, own):
-    """In one hardware queue and in many; a ring needs no communicator but those of its neighbours,
-    and would complete in one for the group, too."""
-    argv = (
-        f"--cp {cp} --seq-len {4 * cp} --n-layers 2 --global-batch-size {4 * ranks // cp}".split()
-    )
-    argv += ["--micro-batch-size", "2", "--bucket-cap-mb", "0.01", *own]
+    argv = f"--cp {cp} --seq-len {4 * cp} --global-batch-size {4 * ranks // cp}".split()
+    argv += [*"--n-layers 2 --micro-batch-size 2 --bucket-cap-mb 0.01".split(), *own]
     records = records_of("08", ranks, argv)
     assert_ranks_agree(records)
-    for one_queue, one_per_group in product((True, False), repeat=2):
-        assert_completes(records, one_per_group, one_queue)
+    assert_completes(records)
     assert_connects_early(records)
     for events in records:
         peers = {e.peer for e in events if isinstance(e, Call) and e.op == "send"}
@@ -322,8 +315,7 @@ def test_every_mesh_of_09_completes_without_deadlock(records_of, ranks, own, n_c
     argv += [*own, "--bucket-cap-mb", "0.01"]
     records = records_of("09", ranks, argv, record_of_experts, n_chosen)
     assert_ranks_agree(records)
-    for one_queue in (True, False):
-        assert_completes(records, one_queue=one_queue)
+    assert_completes(records)
     assert_connects_early(records)
     calls = [event for event in records[0] if isinstance(event, Call)]
     reductions = [  # without check_same

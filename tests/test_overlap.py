@@ -9,9 +9,10 @@ stop waiting after a while.
 from __future__ import annotations
 
 import uuid
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,8 +28,7 @@ ONE_UNIT = WIDTH * WIDTH * 4 / 2**20  # megabytes, so that every unit has a buck
 PATIENCE = timedelta(seconds=3)
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Start and end of an event in rank 0's trace, in microseconds."""
 
     start: float
@@ -38,30 +38,23 @@ class Span:
         return self.start < other.start and other.end < self.end
 
 
-@dataclass(frozen=True)
 class Trace:
     """Spans in order of their start. A collective lasts from its call until it is complete."""
 
-    matmuls: list[Span]
-    gathers: list[Span]
-    reductions: list[Span]
+    def __init__(self, events) -> None:
+        spans: dict[str, list[Span]] = defaultdict(list)
+        for e in sorted(events, key=lambda e: e.time_range.start):
+            spans[e.name].append(Span(e.time_range.start, e.time_range.end))
 
+        def collectives(call: str, work: str) -> list[Span]:
+            called, done = spans[call], spans[work]  # on this thread, on Gloo's
+            return [Span(c.start, d.end) for c, d in zip(called, done, strict=True)]
 
-def trace_of(events) -> Trace:
-    spans: dict[str, list[Span]] = {}
-    for e in sorted(events, key=lambda e: e.time_range.start):
-        spans.setdefault(e.name, []).append(Span(e.time_range.start, e.time_range.end))
-
-    def collectives(call: str, work: str) -> list[Span]:
-        called, done = spans.get(call, []), spans.get(work, [])  # on this thread, on Gloo's
-        return [Span(c.start, d.end) for c, d in zip(called, done, strict=True)]
-
-    return Trace(
-        matmuls=spans["aten::mm"],
-        gathers=collectives("c10d::_allgather_base_", "gloo:all_gather"),
-        reductions=collectives("c10d::alltoall_base_", "gloo:all_to_all")  # Gloo's reduce-scatter
-        or collectives("c10d::allreduce_", "gloo:all_reduce"),
-    )
+        self.matmuls = spans["aten::mm"]
+        self.gathers = collectives("c10d::_allgather_base_", "gloo:all_gather")
+        # Gloo's reduce-scatter, or an all-reduce
+        self.reductions = collectives("c10d::alltoall_base_", "gloo:all_to_all")
+        self.reductions = self.reductions or collectives("c10d::allreduce_", "gloo:all_reduce")
 
 
 class Meeting:
@@ -111,7 +104,7 @@ def backward(strategy: str, name: str) -> Trace:
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         total.backward()
         trainer.sync.finish_gradient_synchronization()
-    return trace_of(trace.events())
+    return Trace(trace.events())
 
 
 # per unit, backward computes the gradients of the weights and of the input (not the first unit's)
@@ -152,7 +145,7 @@ def forward(strategy: str, name: str) -> Trace:
     x = torch.randn(4, WIDTH)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         trainer.model(x)
-    return trace_of(trace.events())
+    return Trace(trace.events())
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-keep"])
@@ -189,7 +182,7 @@ def backward_of_a_shift() -> Trace:
     for _ in range(2):
         with profile(activities=[ProfilerActivity.CPU]) as trace:
             trainer.step([lambda model: model(torch.randn(4, WIDTH)).sum()])
-    return trace_of(trace.events())
+    return Trace(trace.events())
 
 
 def test_the_next_gather_is_not_queued_behind_the_reduction_of_a_unit_that_is_not_gathered(pools):

@@ -79,11 +79,9 @@ def test_every_listed_layout_passes_the_arguments_check_of_its_stage():
 
 def test_layouts_that_do_not_divide_or_do_not_fit_are_dropped():
     found, dropped = plan.plan(model(), FREE)
-    assert dropped["sizes that do not divide"]
+    assert dropped["sizes that do not divide"] and found == sorted(found, key=lambda x: x[0])
     assert all(layout.memory < 80e9 for _, layout in found)
     assert not [x for _, x in found if x.stage == "05"]  # 32 heads on 128 ranks
-    times = [seconds for seconds, _ in found]
-    assert times == sorted(times)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from harness import REPO
+from jobs import free_port
 
 from tools.gpu.preflight import rounds
 from tools.gpu.verdict import judge, report
@@ -135,30 +136,26 @@ HANG = "import time; preflight.exact_matmuls = lambda device: time.sleep(300); "
 
 def start(changes: list[str], folder: Path, *flags: str) -> tuple[list[int], str, float]:
     """Run a process per change, each a node of its own; exit statuses, output, seconds."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     begin, processes = time.monotonic(), []
-    with open(folder / "output", "w+") as output:
-        for rank, change in enumerate(changes):
-            words = ["-c", RUN.format(change=QUICK + change), "--out", str(folder / "out.json")]
-            process = subprocess.Popen(
-                [sys.executable, *words, *flags],
-                cwd=REPO,
-                env=os.environ | shared | {"RANK": str(rank)},
-                stdout=output,
-                stderr=output,
-            )
-            processes.append(process)
-        try:
-            statuses = [process.wait(120) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        output.seek(0)
-        return statuses, output.read(), time.monotonic() - begin
+    for rank, change in enumerate(changes):
+        words = ["-c", RUN.format(change=QUICK + change), "--out", str(folder / "out.json")]
+        process = subprocess.Popen(
+            [sys.executable, *words, *flags],
+            cwd=REPO,
+            env=os.environ | shared | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        processes.append(process)
+    try:
+        output = "".join(process.communicate(timeout=120)[0] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], output, time.monotonic() - begin
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from harness import REPO, stage_file, stage_path, stages
 
-from tools import stages as module
 from tools.stages import problems
 
 every_stage = pytest.mark.parametrize("stage", stages())
@@ -40,15 +39,6 @@ def test_the_file_of_a_stage_agrees_with_its_folder_and_is_short(stage):
 GOOD = (REPO / "02_ddp/stage.toml").read_text() + '[exempt]\nbench = "it is an example"\n'
 
 
-def repository(folder: Path, text: str) -> Path:
-    for name in ("01_first/train.py", "08_example/train.py", "benchmarks/rows.py"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("")
-    (folder / "08_example/stage.toml").write_text(text)
-    module.stage_file.cache_clear()
-    return folder
-
-
 @pytest.mark.parametrize(
     "old, new, said",
     [
@@ -61,7 +51,11 @@ def repository(folder: Path, text: str) -> Path:
 )
 def test_a_missing_or_wrong_entry_is_named_with_what_to_add(tmp_path, old, new, said):
     assert old in GOOD
-    found = problems("08", repository(tmp_path, GOOD.replace(old, new)))
+    for name in ("01_first/train.py", "08_example/train.py", "benchmarks/rows.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    (tmp_path / "08_example/stage.toml").write_text(GOOD.replace(old, new))
+    found = problems("08", tmp_path)
     assert any(problem.startswith("08_example/stage.toml: ") for problem in found)
     assert any(said in problem for problem in found), found
 
@@ -125,7 +119,7 @@ def test_every_tool_includes_a_copied_stage(copy):
 @pytest.mark.slow
 def test_every_parametrized_test_includes_a_copied_stage(copy):
     names = "stages gradients costs parity late_backend any_to_any survival dry_run"
-    names = [*names.split(), "arguments", "slurm", "make_diff", "diffs", "laws", "lessons"]
+    names = [*names.split(), "arguments", "slurm", "diffs", "laws", "lessons"]
     files = [f"tests/test_{name}.py" for name in names]
     found = in_copy(copy, "-m", "pytest", "--collect-only", *files)
     for file in files:
@@ -138,7 +132,7 @@ def test_every_parametrized_test_includes_a_copied_stage(copy):
 @pytest.mark.slow
 def test_the_tests_of_a_copied_stage_pass(copy):
     """Those of its text and its costs: its code is that of 02, which other tests train."""
-    names = "diffs", "laws", "make_diff", "readmes", "stages", "costs"
+    names = "diffs", "laws", "readmes", "stages", "costs"
     files = [f"tests/test_{name}.py" for name in names]
     chosen = f"{NEW} and not pictures and not copied"
     in_copy(copy, "-m", "pytest", *files, "-m", "quick or not slow", "-k", chosen)

@@ -7,7 +7,6 @@ the part of a link that rings achieve. Not held: measured times, and figures of 
 
 from __future__ import annotations
 
-import csv
 import re
 from dataclasses import replace
 from functools import cache
@@ -252,32 +251,9 @@ def published() -> list:
     return step_errors.runs_of(step_errors.PUBLISHED)
 
 
-def odd() -> list:
-    return [run for run in published() if run[0] % 2]
-
-
-def test_odd_rows_inside_the_domain_are_predicted_within_the_bounds():
-    inside = step_errors.in_domain(odd())
-    middle, high, _ = step_errors.summary(step_errors.errors(inside))
-    assert len(inside) > 90 and middle <= 10 and high <= 20, (len(inside), middle, high)
-
-
-def test_the_bounds_fail_without_communication_and_bubble(monkeypatch):
-    def computation_alone(job):
-        step = step_time.Step()
-        layer = step_time.layer_of(job)
-        per_micro_batch = job.layers * layer.computes + step_time.head_of(job)
-        step.add("compute", job.micro_batches * per_micro_batch / job.pp, "")
-        return step
-
-    monkeypatch.setattr(step_time, "step_time", computation_alone)
-    _, high, _ = step_errors.summary(step_errors.errors(step_errors.in_domain(odd())))
-    assert high > 20
-
-
 @pytest.mark.slow
 def test_the_constants_and_the_range_are_those_that_the_fit_gives():
-    even = [run for run in published() if run[0] % 2 == 0]
+    even = [run for run in published() if run.number % 2 == 0]
     for name, value in step_errors.fit(even).items():
         assert step_time.FITTED[name] == pytest.approx(value, rel=0.02), name
     found = step_errors.left_out(published())
@@ -295,33 +271,14 @@ def test_the_constants_and_the_range_are_those_that_the_fit_gives():
         assert row == pytest.approx(counted, abs=0.5)
 
 
-def test_the_predicted_best_of_bigscience_runs_costs_at_most_a_tenth_more_than_the_best():
-    rows = list(csv.DictReader(step_errors.PUBLISHED.open()))
-    chosen = [
-        run
-        for run, row in zip(published(), rows, strict=True)
-        if run[1] == "bigscience"
-        and re.search(r"02-2[56]\b", row["notes"])
-        and (row["layers"], row["d_model"]) == ("72", "14336")
-    ]
-
-    def per_sample(run) -> float:
-        return run[3] / run[2].global_batch
-
-    best = min(chosen, key=lambda run: step_time.step_time(run[2]).seconds / run[2].global_batch)
-    assert len(chosen) > 10
-    assert per_sample(best) <= 1.1 * min(map(per_sample, chosen))
-
-
 def test_the_errors_in_the_text_are_those_of_the_model():
     text = (REPO / "benchmarks/README.md").read_text()
-    usable = [run for run in published() if run[2] is not None]
+    usable = [run for run in published() if run.job is not None]
     assert f"holds {len(published())} runs that others" in text
     assert f"all {len(usable)} that can be modelled" in text
-    for words, runs in (
-        (r"On the odd ones", step_errors.in_domain(odd())),
-        (r"that can be modelled have", usable),
-    ):
+    odd = step_errors.in_domain([run for run in published() if run.number % 2])
+    assert len(odd) > 90
+    for words, runs in ((r"On the odd ones", odd), (r"that can be modelled have", usable)):
         found = re.search(
             words + r"[^%]*?median\s.*?([\d.]+) %.*?percentile .*?([\d.]+) %", text, re.S
         )
