@@ -15,23 +15,23 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.checkpoint import checkpoints
+from tools import export
 from tools.pool import Pool, metrics_of
 from tools.stages import StageRun, runs_for
 
 RUN = "--steps 40 --eval-every 20 --checkpoint-every 2"
 EXACT = ("step", "loss", "grad_norm", "lr", "val_loss", "test_loss")
+tensors_of = partial(export.tensors_of, prefix="")  # all of a checkpoint, by name
 
 
 def run_of(stage: str) -> StageRun:
@@ -94,12 +94,6 @@ def run_and_kill(pool: Pool, stage: str, argv: list[str], kill: Kill, folder: Pa
 def numbers(metrics: list[dict]) -> list[dict]:
     """The metrics without times, memory and communication."""
     return [{k: line[k] for k in EXACT if k in line} for line in metrics]
-
-
-def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
-    with tempfile.TemporaryDirectory() as folder:
-        dcp_to_torch_save(checkpoint, f"{folder}/plain.pt")
-        return torch.load(f"{folder}/plain.pt", weights_only=True)
 
 
 def differences(run_dir: Path, undisturbed: Path) -> str:
