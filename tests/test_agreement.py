@@ -29,9 +29,6 @@ def with_another(index: int, **change) -> list[Call]:
 @pytest.mark.parametrize(
     "changed",
     [
-        with_another(0, op="broadcast", peer=0),
-        with_another(0, reduce_op="AVG"),
-        with_another(0, peer=1),  # the root of a broadcast
         with_another(0, group="3"),
         with_another(1, shapes=((4,), (16,))),
         with_another(2, dtypes=("float16",)),
