@@ -170,10 +170,8 @@ def test_chunked_loss_with_a_second_backward_or_a_frozen_input():
     "targets", [[1, -1, 2], [1, 8, 2], [1, -101, 2], [1], [1, 2, 3, 4]], ids=str
 )
 def test_targets_outside_the_vocabulary_or_of_another_number_are_an_error(targets):
-    x, weight = torch.randn(3, 4), torch.randn(8, 4)
-    for loss in (linear_cross_entropy, lambda x, w, t: F.cross_entropy(x @ w.t(), t)):
-        with pytest.raises((IndexError, RuntimeError, ValueError)):
-            loss(x, weight, torch.tensor(targets))
+    with pytest.raises((RuntimeError, ValueError)):
+        linear_cross_entropy(torch.randn(3, 4), torch.randn(8, 4), torch.tensor(targets))
 
 
 def test_a_second_derivative_of_the_chunked_loss_is_an_error():
