@@ -174,11 +174,9 @@ def test_each_command_of_a_job_has_a_folder_of_its_own(monkeypatch, tmp_path, st
     assert found == folders.split()
 
 
-def test_a_restart_of_torchrun_that_would_not_find_its_folder_is_an_error(monkeypatch, capsys):
+def test_a_restart_of_torchrun_that_would_not_find_its_folder_is_an_error(monkeypatch, error_of):
     environment(monkeypatch, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "1"})
-    with pytest.raises(SystemExit):
-        check_id()
-    assert "needs --rdzv-id, --standalone or --run-dir" in capsys.readouterr().err
+    assert "needs --rdzv-id, --standalone or --run-dir" in error_of(check_id)
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(monkeypatch, tmp_path):
