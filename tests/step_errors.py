@@ -105,15 +105,13 @@ class Row(NamedTuple):
 
 
 def runs_of(path: str | Path) -> list[Row]:
-    """All rows. Exits with status 2 at a value that the model does not know."""
+    """All rows. Exits with a line at a value that the model does not know."""
     found = []
     with open(path, newline="") as file:
         for number, row in enumerate(csv.DictReader(file)):
             for name, values in KNOWN.items():
                 if row.get(name) and row[name] not in values:
-                    problem = f"{name} {row[name]!r} is not one of {', '.join(values)}"
-                    print(f"{path}, row {number + 1}: {problem}", file=sys.stderr)
-                    sys.exit(2)
+                    sys.exit(f"{path}, row {number + 1}: {name} {row[name]!r} is not in {values}")
             try:
                 job = job_of(row)
                 found.append(Row(number, row.get("source", ""), job, measured(row, job)))
@@ -210,8 +208,7 @@ def main() -> None:
         rows = runs_of(sys.argv[1])
         report(rows, errors(rows))
     else:
-        print("usage: step_errors.py fit, or FILE.csv like published_runs.csv", file=sys.stderr)
-        sys.exit(2)
+        sys.exit("usage: step_errors.py fit, or FILE.csv like published_runs.csv")
 
 
 if __name__ == "__main__":

@@ -5,21 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from harness import Pool, StageRun, assert_same_curve, load_stage, runs_for
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from harness import Pool, StageRun, assert_same_curve, runs_for
 
-from common.arguments import model_config
 from common.checkpoint import checkpoints
-from common.data import load_corpus
-from common.model import Transformer
 
 pytestmark = pytest.mark.slow
 
 AFTER = 20  # steps, so that the optimizer state is far from zero
 # one run of each stage's file saves, another one loads
 SAVES, LOADS = ({run.stage: run for run in runs_for(purpose)} for purpose in ("save", "load"))
-saving = pytest.mark.parametrize("of", SAVES)
 
 
 @pytest.fixture(scope="module")
@@ -66,25 +60,3 @@ PAIRS += list(zip(STAGES[1:], STAGES[2:], strict=False))
 def test_resume_in_any_other_stage_has_the_same_loss_curve(train, curve, saved, of, into):
     rest = train(LOADS[into], "--resume", saved(of))
     assert_same_curve(rest, [line for line in curve if line["step"] >= AFTER])
-
-
-def plain_model(corpus_dir: Path):
-    args = load_stage("01").parse_args([*SAVES["01"].argv, "--data", str(corpus_dir)])
-    corpus = load_corpus(args.data)
-    return Transformer(model_config(args, corpus)), corpus, args
-
-
-@saving
-def test_dcp_to_torch_converts_a_checkpoint_and_the_plain_model_has_the_same_loss(
-    curve, saved, corpus_dir, tmp_path, of
-):
-    dcp_to_torch_save(saved(of), tmp_path / "plain.pt")
-    tensors = torch.load(tmp_path / "plain.pt", weights_only=True)
-    assert tensors["step"].item() == AFTER
-    moments = [t for name, t in tensors.items() if name.startswith("optim.exp_avg_sq.")]
-    model, corpus, args = plain_model(corpus_dir)
-    assert len(moments) == len(list(model.parameters())) and all(m.any() for m in moments)
-    weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
-    model.load_state_dict(weights)
-    loss = load_stage("01").evaluate(model, corpus.valid, args, torch.device("cpu"))
-    assert abs(loss - curve[AFTER - 1]["val_loss"]) < 1e-5

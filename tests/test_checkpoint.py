@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 import types
-from itertools import product
+from functools import partial
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -19,13 +20,13 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness import REPO
 from slurm_cluster import skip_or_fail
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import checkpoint, storage
+from common import distributed, storage
 from common.checkpoint import Checkpointer, Shard, checkpoints, training_state
 from common.model import Transformer, TransformerConfig, init_weights
 
@@ -64,11 +65,10 @@ def trained(config: TransformerConfig = CONFIG, seed: int = 1, steps: int = 2):
 
 
 def loaded(folder: Path, resume: str = "auto", config: TransformerConfig = CONFIG):
-    """Load a checkpoint into a model with another seed; returns state, step and optimizer."""
+    """Load a checkpoint into a model with another seed; returns its state and the step."""
     model, optimizer = trained(config, seed=9, steps=0)
     state = training_state(model, optimizer)
-    step = load_checkpoint(folder, resume, state, optimizer)
-    return state, step, optimizer
+    return state, load_checkpoint(folder, resume, state, optimizer)
 
 
 def saved(folder: Path, step: int = 2, steps: int = 2, keep: int = 2) -> dict[str, Tensor]:
@@ -78,18 +78,6 @@ def saved(folder: Path, step: int = 2, steps: int = 2, keep: int = 2) -> dict[st
 
 
 # ---- round trip ----
-
-
-def test_round_trip_restores_every_bit_of_weights_and_optimizer_state(tmp_path):
-    state = saved(tmp_path)
-    found, step, optimizer = loaded(tmp_path)
-    assert step == 2
-    assert len(found) == 3 * len(list(trained()[0].parameters()))
-    assert set(found) == set(state)
-    for name, tensor in state.items():
-        assert torch.equal(found[name], tensor), name
-    assert any(t.any() for n, t in state.items() if n.startswith("optim.exp_avg_sq"))
-    assert {moments["step"].item() for moments in optimizer.state.values()} == {2.0}
 
 
 def test_round_trip_of_large_small_and_non_contiguous_tensors(tmp_path):
@@ -133,11 +121,6 @@ def test_chunks_of_any_flat_shard_tile_it_exactly(shape):
 SHAPES = {"model.a": (7, 5), "model.b": (13,), "model.c": (4, 6), "model.d": (1, 3)}
 
 
-def values(name: str) -> Tensor:
-    dice = torch.Generator().manual_seed(len(name) + ord(name[-1]))
-    return torch.randn(SHAPES[name], generator=dice)
-
-
 def uneven(n: int, rank: int, size: int) -> tuple[int, int]:
     """Bounds of a rank's part of n elements: ever smaller parts, the last rank's is empty."""
     bounds = [n - round(n * (1 - r / max(1, size - 1)) ** 2) for r in range(size)] + [n]
@@ -146,20 +129,18 @@ def uneven(n: int, rank: int, size: int) -> tuple[int, int]:
 
 def cut(kind: str, fill: bool) -> dict[str, Shard | Tensor]:
     """This rank's part of every tensor, with its values or with NaN."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    size = dist.get_world_size() if dist.is_initialized() else 1
+    rank, size, dice = distributed.rank(), distributed.world_size(), torch.Generator()
     state: dict[str, Shard | Tensor] = {}
     for i, (name, shape) in enumerate(SHAPES.items()):
-        whole = values(name) if fill else torch.full(shape, torch.nan)
+        dice.manual_seed(i)
+        whole = torch.randn(shape, generator=dice) if fill else torch.full(shape, torch.nan)
         if kind == "flat":
             a, b = uneven(whole.numel(), rank, size)
             state[name] = Shard.of_flat_slice(shape, a, whole.flatten()[a:b])
-        elif kind == "rows" or (kind == "columns" and len(shape) == 1):
-            a, b = uneven(shape[0], rank, size)
-            state[name] = Shard.of_slice(shape, 0, a, whole[a:b])
-        elif kind == "columns":
-            a, b = uneven(shape[1], rank, size)
-            state[name] = Shard.of_slice(shape, 1, a, whole[:, a:b].contiguous())
+        elif kind in ("rows", "columns"):
+            dim = int(kind == "columns" and len(shape) == 2)
+            a, b = uneven(shape[dim], rank, size)
+            state[name] = Shard.of_slice(shape, dim, a, whole.narrow(dim, a, b - a).contiguous())
         elif kind == "replicated" or i % size == rank:  # "pipeline": each tensor on one rank
             state[name] = whole
     return state
@@ -177,11 +158,8 @@ def load_cut(folder: str, kind: str, step: int) -> None:
     state = cut(kind, fill=False)
     assert load_checkpoint(folder, "auto", state) == step
     for name, expected in cut(kind, fill=True).items():
-        if isinstance(expected, Tensor):
-            assert torch.equal(state[name], expected), (folder, kind, name)
-            continue
-        for offset, tensor in expected.chunks.items():
-            assert torch.equal(state[name].chunks[offset], tensor), (folder, kind, name)
+        ours, theirs = (getattr(x, "chunks", {0: x}) for x in (state[name], expected))
+        assert all(torch.equal(ours[o], theirs[o]) for o in theirs), (folder, kind, name)
 
 
 def load_cuts(folder: str, kinds: tuple[str, ...]) -> None:
@@ -205,29 +183,21 @@ def die(*_, **__) -> None:
     os._exit(9)
 
 
-def die_in_call(number: int, function):
-    calls = []
-
-    def call(*args, **kwargs):
-        function(*args, **kwargs)
-        calls.append(1)
-        if len(calls) == number:
-            os._exit(9)
-
-    return call
-
-
 def die_half_way(path, **_) -> None:
     for file in sorted(Path(path).glob("*.distcp")):
         file.unlink()
     os._exit(9)
 
 
-Writer = checkpoint.dcp.FileSystemWriter
+def die_writing(self, data) -> None:
+    self.file.write(memoryview(data).cast("B")[:100])
+    os._exit(9)
+
+
 MOMENTS = {  # the function that does not return, and the newest complete checkpoint
-    "before anything is written": (Writer, "write_data", die, 4),
-    "while a file is written": (torch, "save", die_in_call(4, torch.save), 4),
-    "before the metadata": (Writer, "finish", die, 4),
+    "before anything is written": (dcp.FileSystemWriter, "write_data", die, 4),
+    "while a file is written": (storage.HashingStream, "write", die_writing, 4),
+    "before the metadata": (dcp.FileSystemWriter, "finish", die, 4),
     "before the rename": (Path, "rename", die, 4),
     "after the rename": (storage, "sync", die, 6),
     "while an old one is deleted": (shutil, "rmtree", die_half_way, 6),
@@ -252,27 +222,13 @@ def test_kill_during_a_save_leaves_only_complete_checkpoints(pools, tmp_path, mo
     expected = training_state(*trained())
     # every folder with a checkpoint's name is complete
     assert checkpoints(tmp_path) == sorted(tmp_path.glob("step-*"))
-    found, step, _ = loaded(tmp_path)
+    found, step = loaded(tmp_path)
     assert step == MOMENTS[moment][-1]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     for path in checkpoints(tmp_path):  # the others are complete too
         assert loaded(tmp_path, str(path))[1] == int(path.name[5:])
     save_checkpoint(tmp_path, 8, expected)
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith("step-")] == []
-
-
-def die_on_rank_1(folder: str) -> None:
-    state = cut("rows", fill=True)
-    save_checkpoint(folder, 2, state)
-    if dist.get_rank() == 1:
-        checkpoint.dcp.FileSystemWriter.write_data = die
-    save_checkpoint(folder, 4, state)
-
-
-def test_save_in_which_one_rank_dies_is_not_complete(pools, tmp_path):
-    ended = pools(2).attempt(die_on_rank_1, str(tmp_path))
-    assert "exit code 9" in ended[1].traceback
-    assert load_checkpoint(tmp_path, "auto", cut("rows", fill=False)) == 2
 
 
 def test_resume_takes_the_newest_complete_checkpoint(tmp_path):
@@ -306,7 +262,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path, monkeypa
 def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
     saved(tmp_path, step=2, steps=0)
     state = saved(tmp_path, step=2, steps=2)
-    found, _, _ = loaded(tmp_path)
+    found, _ = loaded(tmp_path)
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
@@ -322,11 +278,6 @@ def test_resume_accepts_a_checkpoint_a_run_or_auto(tmp_path):
     assert loaded(other, str(run))[1] == 4
     assert loaded(run / "checkpoints", "never")[1] == 0
     assert loaded(other, "auto")[1] == 0
-
-
-def test_resume_from_nothing_is_an_error(tmp_path, error_of):
-    for path in (tmp_path, tmp_path / "absent"):
-        assert f"--resume {path}: no checkpoint" in error_of(loaded, tmp_path, str(path))
 
 
 def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path, error_of, monkeypatch):
@@ -367,15 +318,12 @@ DAMAGE = {
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_resume_falls_back_from_a_corrupt_checkpoint_and_names_both(tmp_path, capsys, damage, name):
-    for step in (2, 4, 6):
-        expected = saved(tmp_path, step, steps=2 if step == 4 else step, keep=3)
-        if step == 4:
-            good = expected
+    good = {step: saved(tmp_path, step, steps=step, keep=3) for step in (2, 4, 6)}[4]
     before, older, newest = checkpoints(tmp_path)
     DAMAGE[damage](newest / name, before)
     if (damage, name) == ("missing", ".metadata"):  # without it the folder is no checkpoint
         newest = None
-    found, step, _ = loaded(tmp_path)
+    found, step = loaded(tmp_path)
     assert step == 4 and all(torch.equal(found[n], good[n]) for n in good)
     said = capsys.readouterr()
     assert said.err == ""
@@ -461,37 +409,30 @@ def test_resharded_load_reads_only_the_needed_items_and_each_once(pools, tmp_pat
 # ---- asynchronous saves ----
 
 
-def slowly(function):
-    def slow(*args, **kwargs):
-        time.sleep(0.5)
-        return function(*args, **kwargs)
-
-    return slow
-
-
 def save_while_training(folder: str) -> dict:
     """Save twice on a slow disk, with training's collectives in between and after."""
-    write = checkpoint.dcp.FileSystemWriter.write_data
-    checkpoint.dcp.FileSystemWriter.write_data = slowly(write)
-    checkpointer = Checkpointer(folder)
-    state = cut("rows", fill=True)
+    write = dcp.FileSystemWriter.write_data
+
+    def write_slowly(*args):
+        time.sleep(0.5)
+        return write(*args)
+
+    checkpointer, state = Checkpointer(folder), cut("rows", fill=True)
     clock, seen = [time.perf_counter()], []
-    for step in (2, 4):
-        checkpointer.save(step, state)
+    with patch.object(dcp.FileSystemWriter, "write_data", write_slowly):
+        for step in (2, 4):
+            checkpointer.save(step, state)
+            clock.append(time.perf_counter())
+            for shard in state.values():  # training continues and changes the saved tensors
+                for tensor in shard.chunks.values():
+                    tensor.add_(1)
+            for _ in range(20):
+                dist.all_reduce(torch.ones(()))
+            seen.append([p.name for p in checkpoints(folder)])
+        blocked = checkpointer.blocked_seconds
+        checkpointer.close()
         clock.append(time.perf_counter())
-        for shard in state.values():  # training continues and changes the saved tensors
-            for tensor in shard.chunks.values():
-                tensor.add_(1)
-        total = torch.ones(())
-        for _ in range(20):
-            dist.all_reduce(total)
-        seen.append([p.name for p in checkpoints(folder)])
-    blocked, failed = checkpointer.blocked_seconds, checkpointer.has_failed()
-    checkpointer.close()
-    clock.append(time.perf_counter())
-    checkpoint.dcp.FileSystemWriter.write_data = write
-    seconds = [b - a for a, b in zip(clock, clock[1:], strict=False)]
-    return {"seconds": seconds, "seen": seen, "blocked": blocked, "failed": failed}
+    return {"seconds": [b - a for a, b in pairwise(clock)], "seen": seen, "blocked": blocked}
 
 
 @pytest.mark.wall_clock
@@ -502,7 +443,6 @@ def test_async_save_blocks_training_for_the_copy_only(pools, tmp_path):
         assert first < 0.4 < second and closing > 0.3
         assert abs(told["blocked"] - first - second) < 0.3
         assert told["seen"] == [[], ["step-00000002"]]
-        assert not told["failed"]
     for step in (2, 4):  # the values at the call of save, not the later ones
         state = cut("replicated", fill=False)
         path = str(tmp_path / f"step-{step:08d}")
@@ -512,36 +452,19 @@ def test_async_save_blocks_training_for_the_copy_only(pools, tmp_path):
         assert all(torch.equal(state[name], expected[name] + more) for name in expected)
 
 
-class LateCopies(TorchDispatchMode):
-    """Copies that do not block arrive when the device is synchronized, as from a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pending: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and kwargs.get("non_blocking"):
-            self.pending.append((result, result.clone()))
-            result.fill_(torch.nan)
-        return result
-
-    def synchronize(self) -> None:
-        for copy, value in self.pending:
-            copy.copy_(value)
-
-
 def test_async_save_waits_for_copies_from_a_gpu(tmp_path, monkeypatch):
-    state = {"model.a": torch.randn(4), "model.b": Shard.of_slice((8,), 0, 0, torch.randn(4))}
-    copies = LateCopies()
+    calls = []
+
+    def to(tensor, *args, original=Tensor.to, **kwargs):
+        calls.append("copy")
+        return original(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "to", to)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", copies.synchronize)
-    with copies:
-        staged = storage.AtomicWriter(tmp_path, step=1, keep=1).stage(state)
-    assert len(copies.pending) == 2
-    assert torch.equal(staged["model.a"], state["model.a"])
-    (ours,), (theirs,) = staged["model.b"].chunks.values(), state["model.b"].chunks.values()
-    assert torch.equal(ours, theirs)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    state = {"model.a": torch.randn(4), "model.b": Shard.of_slice((8,), 0, 0, torch.randn(4))}
+    storage.AtomicWriter(tmp_path, step=1, keep=1).stage(state)
+    assert calls == ["copy", "copy", "synchronize"]
 
 
 def fail_in_the_background(folder: str) -> None:
@@ -550,7 +473,7 @@ def fail_in_the_background(folder: str) -> None:
     checkpointer.save(2, state)
     checkpointer.wait()
     if dist.get_rank() == 1:
-        checkpoint.dcp.FileSystemWriter.write_data = full
+        dcp.FileSystemWriter.write_data = full
     checkpointer.save(4, state)
     deadline = time.monotonic() + 20
     while not checkpointer.has_failed():
@@ -578,14 +501,11 @@ def test_save_failure_on_one_rank_ends_all_with_one_line(pools, tmp_path):
 LOAD_AND_SAVE = """
 import sys
 import types
-try:
-    import torch
-except ImportError:
-    sys.exit(77)
+import torch
 from common.checkpoint import Checkpointer
 ours, theirs = map(Checkpointer, sys.argv[1:])
 state = {"model.w": torch.zeros(2, 3)}
-assert ours.load("auto", state, types.SimpleNamespace(state={})) == 3
+ours.load("auto", state, types.SimpleNamespace(state={}))
 theirs.save(4, {"model.w": state["model.w"] + 1})
 theirs.close()
 """
@@ -600,13 +520,10 @@ def test_load_between_this_python_and_debians(tmp_path):
     environment = dict(os.environ, PYTHONPATH=f"{REPO}{os.pathsep}{packages}")
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     save_checkpoint(ours, 3, {"model.w": torch.arange(6.0).view(2, 3)})
-    command = [DEBIAN, "-c", LOAD_AND_SAVE, ours, theirs]
-    done = DEBIAN.exists() and subprocess.run(
-        command, env=environment, capture_output=True, text=True
-    )
-    if not done or done.returncode == 77:
+    debian = partial(subprocess.run, env=environment)
+    if not DEBIAN.exists() or debian([DEBIAN, "-c", "import torch"]).returncode:
         skip_or_fail(f"{DEBIAN} cannot import the torch of {packages}")
-    assert done.returncode == 0, done.stderr
+    debian([DEBIAN, "-c", LOAD_AND_SAVE, ours, theirs], check=True)
     state = {"model.w": torch.zeros(2, 3)}
     assert load_checkpoint(theirs, "auto", state) == 4
     assert state["model.w"].flatten().tolist() == [1, 2, 3, 4, 5, 6]
@@ -654,32 +571,15 @@ def write_metadata(folder: Path, metadata) -> None:
     (checkpoints(folder)[0] / ".metadata").write_bytes(content)
 
 
-def test_malicious_pickle_of_this_test_runs_when_loaded_unsafely(tmp_path):
-    pickle.loads(pickle.dumps(Touch(tmp_path / "bait")))
-    assert (tmp_path / "bait").exists()
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        *("alone", "planner data", "storage data", "properties", "the files of tensors"),
-        *("model.embed.tokens.weight", "another"),  # as an entry of bytes
-    ],
-)
+@pytest.mark.parametrize("where", ["the metadata", "the files of tensors", "an entry of bytes"])
 def test_malicious_pickle_is_an_error_and_does_not_run(tmp_path, error_of, where):
     folder, bait = tmp_path / "c", tmp_path / "bait"
     saved(folder)
     touch, metadata, file = Touch(bait), metadata_of(folder), folder / "step-00000002/bait.distcp"
     torch.save(touch, file)
     items = metadata.storage_data
-    if where == "alone":
-        metadata = touch
-    elif where == "planner data":
-        metadata.planner_data = touch
-    elif where == "storage data":
+    if where == "the metadata":
         next(iter(items.values())).relative_path = touch
-    elif where == "properties":
-        metadata.state_dict_metadata["step"].properties.layout = touch
     elif where == "the files of tensors":
         for info in items.values():
             info.relative_path, info.offset, info.length = file.name, 0, file.stat().st_size

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import combinations
+from itertools import pairwise
 
 import pytest
 import torch
@@ -45,17 +45,6 @@ def normal(*shape: int, seed: int = 0, dtype=torch.float32) -> Tensor:
 
 
 # ---- formulas ----
-
-
-def test_causal_mask_no_logit_depends_on_a_later_token():
-    model, tokens = built(), tokens_of()
-    logits = model(tokens)
-    for position in (1, 7, 15):
-        changed = tokens.clone()
-        changed[:, position] = (changed[:, position] + 1) % 100
-        moved = (model(changed) - logits).abs().amax(-1)  # [batch, seq]
-        assert moved[:, :position].max() == 0.0
-        assert moved[:, position:].min() > 1e-6
 
 
 def head_by_hand(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -181,10 +170,8 @@ def test_chunked_loss_with_a_second_backward_or_a_frozen_input():
     "targets", [[1, -1, 2], [1, 8, 2], [1, -101, 2], [1], [1, 2, 3, 4]], ids=str
 )
 def test_targets_outside_the_vocabulary_or_of_another_number_are_an_error(targets):
-    x, weight = torch.randn(3, 4), torch.randn(8, 4)
-    for loss in (linear_cross_entropy, lambda x, w, t: F.cross_entropy(x @ w.t(), t)):
-        with pytest.raises((IndexError, RuntimeError, ValueError)):
-            loss(x, weight, torch.tensor(targets))
+    with pytest.raises((RuntimeError, ValueError)):
+        linear_cross_entropy(torch.randn(3, 4), torch.randn(8, 4), torch.tensor(targets))
 
 
 def test_a_second_derivative_of_the_chunked_loss_is_an_error():
@@ -255,31 +242,19 @@ def test_chunked_loss_never_materializes_the_logits():
 # ---- units ----
 
 
-def partitions(n_units: int) -> list[list[range]]:
-    """Every partition of the list of units into contiguous ranges."""
-    found = []
-    for n in range(n_units):
-        for places in combinations(range(1, n_units), n):
-            bounds = [0, *places, n_units]
-            found.append([range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)])
-    return found
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_layers_built_separately_compose_to_the_full_model(dropout):
-    config = replace(CONFIG, dropout=dropout)
-    full, tokens, targets = built(config), tokens_of(), tokens_of(seed=1)
-    keys = sample_keys(1, 5, torch.arange(3)) if dropout else None
-    expected, names = full(tokens, targets, keys), [n for n, _ in full.named_parameters()]
-    assert len(partitions(config.n_units)) == 16
-    for partition in partitions(config.n_units):
-        parts = [built(config, units=units) for units in partition]
-        x = tokens
-        for part in parts:
-            x = part(x, targets if part.output is not None else None, keys)
-        assert torch.equal(x, expected), partition
-        assert [n for part in parts for n, _ in part.named_parameters()] == names
-        assert [len(part.units()) for part in parts] == [len(units) for units in partition]
+@pytest.mark.parametrize("bounds", [[0, 1, 2, 3, 4, 5], [0, 2, 5], [0, 4, 5]], ids=str)
+def test_layers_built_separately_compose_to_the_full_model(bounds):
+    config = replace(CONFIG, dropout=0.3)
+    full, x, targets = built(config), tokens_of(), tokens_of(seed=1)
+    keys = sample_keys(1, 5, torch.arange(3))
+    expected, names = full(x, targets, keys), [n for n, _ in full.named_parameters()]
+    partition = [range(*ends) for ends in pairwise(bounds)]
+    parts = [built(config, units=units) for units in partition]
+    for part in parts:
+        x = part(x, targets if part.output is not None else None, keys)
+    assert torch.equal(x, expected)
+    assert [n for part in parts for n, _ in part.named_parameters()] == names
+    assert [len(part.units()) for part in parts] == [len(units) for units in partition]
 
 
 def test_initial_weights_do_not_depend_on_which_layers_are_built_or_their_order():
@@ -336,9 +311,8 @@ def trained(config: TransformerConfig):
     return loss.detach(), [p.grad for p in model.parameters()], peak.left
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_activation_checkpointing_is_bitwise_identical_with_less_memory(dropout):
-    config = replace(CONFIG, dropout=dropout)
+def test_activation_checkpointing_is_bitwise_identical_with_less_memory():
+    config = replace(CONFIG, dropout=0.3)
     loss, gradients, held = trained(config)
     loss_2, gradients_2, held_2 = trained(replace(config, activation_checkpointing=True))
     assert torch.equal(loss, loss_2)

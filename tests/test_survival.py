@@ -45,9 +45,9 @@ def test_resume_after_kills_is_bitwise_identical(corpus_dir, tmp_path, stage):
         seconds = time.monotonic() - began
         kills = [chaos.random_kill(rng, ranks, True, seconds) for _ in range(2)]
         kills += [chaos.random_kill(rng, ranks, False, seconds)] * CHAOS
-        done, in_save, problem = chaos.endure(pool, stage, kills, argv, tmp_path / "killed")
+        done, in_save = chaos.endure(pool, stage, kills, argv, tmp_path / "killed")
     print(f"  {stage}  seed {seed}: {done} kills, {in_save} inside a save")
-    assert done >= 1 and not problem
+    assert done >= 1
     assert not chaos.differences(tmp_path / "killed", tmp_path / "undisturbed")
 
 
@@ -68,6 +68,8 @@ def test_signal_to_one_rank_saves_the_same_step_on_all_and_stops(
         train_and_signal, stage, argv, getattr(signal, name), target, 3, timeout=60
     )
     assert all(o.traceback is None and o.exit_status is None for o in ended), ended
+    assert sum(o.stdout.count("asked to stop") for o in ended) == 1
+    assert not any(o.stderr for o in ended)
     for outcome in ended:
         metrics, _ = outcome.value
         assert [x["step"] for x in metrics][:4] == [0, 1, 2, 3]
@@ -88,18 +90,6 @@ def wait_for_checkpoint(processes: list[subprocess.Popen], run_dir: Path, step: 
     for process in processes:
         process.terminate()  # not kill: torchrun ends its ranks, which hold the pipes open
     raise AssertionError([p.communicate(timeout=60) for p in processes])
-
-
-def test_signal_to_one_process_ends_the_job_with_status_0(corpus_dir, tmp_path):
-    argv = argv_of("02", corpus_dir, tmp_path, "--checkpoint-every", 4, "--log-every", 1)
-    processes = start("02", 2, argv, tmp_path)
-    wait_for_checkpoint(processes, tmp_path, 4)
-    processes[1].send_signal(signal.SIGTERM)
-    said = [p.communicate(timeout=60) for p in processes]
-    assert [p.returncode for p in processes] == [0, 0], said
-    assert said[0][0].count("asked to stop") == 1 and said[0][1] == said[1][1] == ""
-    steps = metrics_of(tmp_path)[-1]["step"] + 1
-    assert checkpoints(tmp_path / "checkpoints")[-1].name == f"step-{steps:08d}"
 
 
 def test_ctrl_c_prints_one_line_and_saves_nothing(corpus_dir, tmp_path):

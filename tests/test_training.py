@@ -10,7 +10,7 @@ import shutil
 import signal
 import stat
 from argparse import Namespace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -50,34 +50,28 @@ def train(pools, corpus_dir):
 
 
 def by_hand(args, tokens: Tensor, vocab_size: int) -> list[dict]:
-    """The same training, written by hand with plain PyTorch operations."""
+    """The same training, written by hand with PyTorch alone."""
     config = TransformerConfig(vocab_size, args.d_model, args.n_layers, args.n_heads, args.seq_len)
     model = Transformer(config)
     init_weights(model, args.seed)
-    adam_state = [(torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()]
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), weight_decay=args.weight_decay
+    )
     lines = []
-    for step, ((inputs, targets, _),) in enumerate(
-        islice(train_batches(tokens, args.batching, torch.device("cpu")), args.steps)
-    ):
-        model.zero_grad()
+    batches = train_batches(tokens, args.batching, torch.device("cpu"))
+    for step, ((inputs, targets, _),) in enumerate(islice(batches, args.steps)):
+        optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
-        norm = math.sqrt(sum(p.grad.double().pow(2).sum().item() for p in model.parameters()))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm).item()
         if step < args.warmup_steps:
             lr = args.lr * (step + 1) / args.warmup_steps
         else:
             done = (step - args.warmup_steps) / (args.steps - args.warmup_steps)
             low = args.lr * args.min_lr_ratio
             lr = low + (args.lr - low) * (1 + math.cos(math.pi * done)) / 2
-        with torch.no_grad():
-            for p, (m, v) in zip(model.parameters(), adam_state, strict=True):
-                grad = p.grad * min(1.0, args.max_norm / (norm + 1e-6))
-                m.mul_(0.9).add_(0.1 * grad)
-                v.mul_(0.95).add_(0.05 * grad**2)
-                rate = (m / (1 - 0.9 ** (step + 1))) / (
-                    (v / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
-                )
-                p.mul_(1 - lr * args.weight_decay).sub_(lr * rate)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
         lines.append({"step": step, "loss": loss.item(), "grad_norm": norm, "lr": lr})
     return lines
 
@@ -114,9 +108,6 @@ def test_logging_and_evaluation_intervals(train):
     assert [x["step"] for x in metrics if "val_loss" in x] == [2, 5, 8, 9]
     assert [x["step"] for x in metrics if "test_loss" in x] == [9]
     assert all("loss" in x for x in metrics)
-    metrics = train("--steps", 10, "--log-every", 100)
-    assert [x["step"] for x in metrics] == [0, 9]
-    assert [x["step"] for x in metrics if "val_loss" in x] == [9]
 
 
 def test_flags_override_presets():
@@ -151,10 +142,8 @@ def test_profile_writes_a_trace_of_forward_and_backward(train, tmp_path):
 # ---- learning rate, FLOPs and times ----
 
 
-def test_learning_rate_at_the_ends_of_warmup_and_decay():
-    """The loop by hand has the curve between them."""
-    assert learning_rate(9, 110, 2.0, 10, 0.1) == learning_rate(10, 110, 2.0, 10, 0.1) == 2.0
-    assert learning_rate(110, 110, 2.0, 10, 0.1) == pytest.approx(0.2)
+def test_learning_rate_without_warmup_or_decay():
+    """The loop by hand has both."""
     assert learning_rate(0, 1000, peak=1e-3, warmup=0, min_ratio=0.1) == 1e-3
     assert learning_rate(4, 5, peak=1e-3, warmup=5, min_ratio=0.1) == 1e-3
 
@@ -197,31 +186,23 @@ def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path,
     if (REPO / ".git").exists():
         assert len(config["git_commit"]) == 40
 
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(tmp_path)).Reload()
     tags = {"loss": "loss/train", "val_loss": "loss/val", "test_ppl": "perplexity/test"}
     tags |= {"step_ms": "speed/step_ms", "memory_mb": "memory/memory_mb", "comm_mb": "comm/comm_mb"}
     for name, tag in tags.items():
-        points = {e.step: e.value for e in board.Scalars(tag)}
+        points = dict(load_board(tmp_path, tag))
         assert points == pytest.approx({x["step"]: x[name] for x in metrics if name in x})
     names = [path.name for path in checkpoints(tmp_path / "checkpoints")]
     assert names == ["step-00000002", "step-00000004"]
 
 
-def train_on_read_only_checkpoints(argv: list[str]) -> None:
-    error = OSError(errno.EROFS, "Read-only file system")
-    with patch("tempfile.TemporaryFile", side_effect=error):
-        load_stage("01").main(argv)
-
-
 def test_a_checkpoint_folder_that_cannot_be_written_is_reported_before_the_first_step(
-    pools, corpus_dir, tmp_path
+    corpus_dir, tmp_path, monkeypatch, error_of
 ):
+    read_only = Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
     argv = [*SMALL, "--data", str(corpus_dir), "--steps", "1", "--run-dir", str(tmp_path)]
-    (ended,) = pools(1, group=False).attempt(train_on_read_only_checkpoints, argv)
-    assert ended.exit_status == 2 and "step" not in ended.stdout, ended
-    assert ended.stderr.count("\n") == 1 and "Read-only file system" in ended.stderr
+    assert "Read-only file system" in error_of(load_stage("01").main, argv)
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 # ---- resume ----
@@ -299,16 +280,6 @@ def test_resume_flag_applies_to_the_first_start_only_not_to_a_requeue_or_restart
     assert steps_of_restart("6") == [4, 5] and [*tmp_path.glob("earlier*")] == moved
 
 
-def test_resume_never_keeps_an_earlier_runs_checkpoints_apart(train, tmp_path):
-    place = ["--run-dir", tmp_path, "--checkpoint-every", 2]
-    train("--steps", 6, *place)
-    for folders in (["earlier"], ["earlier", "earlier-2"]):
-        assert train("--steps", 4, *place, "--resume", "never")[0]["step"] == 0
-        assert [p.name for p in sorted(tmp_path.glob("earlier*"))] == folders
-        assert [p.name[-1] for p in checkpoints(tmp_path / "checkpoints")] == ["2", "4"]
-    assert [p.name[-1] for p in checkpoints(tmp_path / "earlier/checkpoints")] == ["4", "6"]
-
-
 @pytest.mark.parametrize(
     "resume, steps, moved",
     [
@@ -329,11 +300,12 @@ def test_a_run_deletes_nothing_that_it_has_not_written(
     flags = ["--checkpoint-every", 2, "--run-dir", place]
     train("--steps", 6, "--log-every", 1, "--keep-checkpoints", 9, *flags)
     before = metrics_of(place)
+    (place / "earlier").mkdir()  # of another run in this folder
     flags += ["--resume", resume.format(place), "--steps", steps]
     argv = [*SMALL, "--data", str(corpus_dir), *map(str, flags)]
     config = (place / "config.json").read_text()
     (ended,) = pools(1, group=False).attempt_train("01", argv)
-    earlier = place / "earlier"
+    earlier = place / "earlier-2"
     assert [int(p.name[5:]) for p in checkpoints(earlier / "checkpoints")] == moved
     assert earlier.exists() == bool(moved) == (str(earlier) in ended.stdout)
     if moved:
@@ -391,8 +363,6 @@ def test_resume_with_another_corpus_prints_a_line_and_another_vocabulary_or_mode
     other = copy_of_corpus(corpus_dir, tmp_path / "valid", "valid", "\n", "\n\n")
     (note,) = notes_of_resuming(pools, [*argv, *other], run_dir)
     assert load_corpus(other[1]).digest in note and load_corpus(str(corpus_dir)).digest in note
-    same = copy_of_corpus(corpus_dir, tmp_path / "same", "valid", "", "")
-    assert notes_of_resuming(pools, [*argv, *same], run_dir) == []
     words = copy_of_corpus(corpus_dir, tmp_path / "words", "train", "word1 ", "ward1 ")
     shape = "--n-layers 3 --d-model 48 --preset small --seq-len 16".split()
     for flags, says in (
@@ -410,28 +380,18 @@ def test_resume_with_another_corpus_prints_a_line_and_another_vocabulary_or_mode
         assert "does not fit this model" in ended.stderr and says in ended.stderr
 
 
-@pytest.mark.parametrize(
-    "run, says",
-    [
-        ("nothing", "another version of this code saved it"),
-        ({}, "resumed from"),  # saved without a description, as `Checkpointer(folder)` does
-        ({"arguments": {}}, "another version of this code saved it"),
-        ([1], "another version of this code saved it"),
-    ],
-    ids=["before", "empty", "other flags", "a list"],
-)
-def test_checkpoint_of_another_version_is_one_clear_line(pools, saved_run, tmp_path, run, says):
+@pytest.mark.parametrize("saved", [None, {storage.RUN: {"arguments": {}}}, {storage.RUN: [1]}])
+def test_checkpoint_of_another_version_is_one_clear_line(pools, saved_run, tmp_path, saved):
     argv, run_dir = saved_run
     folder = tmp_path / "checkpoints"
     newest = checkpoints(run_dir / "checkpoints")[-1]
     shutil.copytree(newest, folder / newest.name)
     metadata = metadata_of(folder)
-    metadata.planner_data = None if run == "nothing" else {storage.RUN: run}
+    metadata.planner_data = saved
     write_metadata(folder, metadata)
     (ended,) = pools(1, group=False).attempt_train("01", [*argv, "--resume", str(tmp_path)])
-    assert ended.traceback is None and says in ended.stdout + ended.stderr, ended
-    if ended.exit_status is not None:
-        assert ended.exit_status == 2 and ended.stderr.count("\n") == 1
+    assert ended.exit_status == 2 and ended.stderr.count("\n") == 1, ended
+    assert "another version of this code saved it" in ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU])
@@ -493,23 +453,17 @@ def test_what_cannot_be_logged_or_synced_ends_no_run(pools, tmp_path, corpus_dir
 
 def poisoned(argv: list[str], step: int, what: str) -> None:
     """Train with NaN in a weight from `step` on, or in a gradient."""
-    stage = load_stage("01")
-    original = stage.clip_grad_norm_
-    calls = []
+    stage, steps = load_stage("01"), count()
 
-    def poison(parameters, most):
+    def poison(parameters, most, clip=stage.clip_grad_norm_):
         parameters = list(parameters)
-        calls.append(1)
-        if len(calls) == step + 1:
+        if next(steps) == step:
             target = parameters[3].grad if what == "gradient" else parameters[3]
             target.data[0] = math.nan
-        return original(parameters, most)
+        return clip(parameters, most)
 
-    stage.clip_grad_norm_ = poison
-    try:
+    with patch.object(stage, "clip_grad_norm_", poison):
         stage.main(argv)
-    finally:
-        stage.clip_grad_norm_ = original
 
 
 @pytest.mark.parametrize(
