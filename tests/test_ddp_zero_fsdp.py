@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 WORDS, WIDTH = 11, 6
 SMALL = 0.0002  # megabytes per bucket, so that there are several
-SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
+SGD = torch.optim.SGD
 
 
 class Odd(nn.Module):
@@ -123,36 +123,53 @@ def differences(ours: dict[str, Tensor], plain: nn.Module) -> dict[str, float]:
 
 OPTIMIZERS = {
     "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
-    "adamw": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01}),
 }
 
 
+CHANGES = {  # of a wrapped model that stays exact, by DDP
+    "data": lambda model: setattr(model.branch.bias, "data", model.branch.bias.data.clone()),
+    "frozen": lambda model: model.branch.requires_grad_(False),
+    "moved to zeros": lambda model: nn.init.zeros_(model.inner[0].weight),
+}
+
+
 def five_steps(
-    strategy: str, optimizer: str, m: int = 1, same_data: bool = True, branch: str = "sometimes"
+    strategy: str,
+    optimizer: str,
+    m: int = 1,
+    same_data: bool = True,
+    branch: str = "sometimes",
+    change: str = "",
 ) -> dict[str, float]:
-    """How far `strategy` is from the plain model after five steps of m micro-batches.
+    """How far `strategy`, whose ranks start with other weights and buffers, is from rank 0's plain
+    model after five steps of m micro-batches.
 
     same_data: every rank has rank 0's data, so that the average equals each rank's own gradient bit
     for bit; else the plain model averages over the ranks, parameter by parameter. branch: when the
-    optional branch runs: in every second step, on rank 0 only, or in the first micro-batch only.
+    optional branch runs: in every second step, on rank 0 only, in the first micro-batch only, or
+    always. change: of CHANGES, after the second step.
     """
     optimizer_class, defaults = OPTIMIZERS[optimizer]
-    plain = odd()
-    if branch == "rank 0":
-        plain.never = nn.Identity()  # a rank that takes the branch has all gradients in backward
+    plain, model = odd(), odd(seed=dist.get_rank())
+    if branch == "rank 0":  # a rank that takes the branch has all gradients in backward
+        plain.never = model.never = nn.Identity()
     plain_optimizer = optimizer_class(plain.parameters(), **defaults)
-    model = copy.deepcopy(plain)
     trainer = Trainer(strategy, model, optimizer_class, bucket_mb=SMALL, **defaults)
     for step in range(5):
         rank = 0 if same_data else dist.get_rank()
-        takes = step % 2 == 1 if branch == "sometimes" else branch == "rank 0" and rank == 0
+        takes = branch == "always" or (branch == "rank 0" and rank == 0)
+        takes = step % 2 == 1 if branch == "sometimes" else takes
         losses = micro_batches(step, m, takes, rank)
         if branch == "first micro-batch":
             losses[:1] = micro_batches(step, 1, True, rank)
         ours = trainer.step(losses)
         theirs = plain_step(plain, plain_optimizer, losses, not same_data, strategy)
         assert not same_data or torch.equal(ours, theirs), step
+        if change and step == 1:
+            CHANGES[change](plain)
+            CHANGES[change](model)
     return differences(trainer.parameters(), plain)
 
 
@@ -180,30 +197,9 @@ def test_parameter_unused_in_the_last_micro_batch_keeps_its_accumulated_gradient
         assert worst == {}
 
 
-CHANGES = {  # of a wrapped model that stays exact
-    "data": lambda model: setattr(model.branch.bias, "data", model.branch.bias.data.clone()),
-    "frozen": lambda model: model.branch.requires_grad_(False),
-    "moved to zeros": lambda model: nn.init.zeros_(model.inner[0].weight),
-}
-
-
-def steps_after(change: str) -> dict[str, float]:
-    plain, model = odd(), odd()
-    ours = Trainer("ddp", model, AdamW, bucket_mb=SMALL, lr=0.01, weight_decay=0.1)
-    optimizer = AdamW(plain.parameters(), lr=0.01, weight_decay=0.1)
-    for step in range(4):
-        losses = micro_batches(step, 2, True, 0)
-        ours.step(losses)
-        plain_step(plain, optimizer, losses, over_ranks=False)
-        if step == 1:
-            CHANGES[change](plain)
-            CHANGES[change](model)
-    return differences(ours.parameters(), plain)
-
-
 @pytest.mark.parametrize("change", CHANGES)
 def test_ddp_follows_a_change_of_values(pools, change):
-    for worst in pools(2).run(steps_after, change):
+    for worst in pools(2).run(five_steps, "ddp", "adamw", m=2, branch="always", change=change):
         assert worst == {}
 
 
@@ -229,6 +225,7 @@ def test_unsharded_units_are_bitwise_identical_to_the_plain_model(pools, strateg
 
 
 def norm_after_a_skipped_step(strategy: str) -> float:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 1, bias=False))  # on two ranks with one element of padding
     trainer = Trainer(strategy, model)
     for factor in (math.nan, 1.0):
@@ -243,44 +240,22 @@ def test_a_skipped_step_with_a_nan_leaves_nothing_behind(pools, strategy):
     assert pools(2).run(norm_after_a_skipped_step, strategy) == [pytest.approx(3**0.5)] * 2
 
 
-# ---- DistributedDataParallel ----
-
-
-def ranks_start_apart(strategy: str) -> None:
-    model = odd(seed=dist.get_rank())
-    first = odd(seed=0)
-    Trainer(strategy, model, SGD, lr=0.1)
-    for ours, theirs in zip(model.state_dict().values(), first.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("strategy", REPLICATED)
-def test_weights_and_buffers_are_those_of_rank_0(pools, strategy):
-    pools(2).run(ranks_start_apart, strategy)
-
-
-@pytest.mark.quick
-def test_buckets_are_split_by_size_and_dtype_and_the_first_is_small():
-    def params(*mbs: float, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-        itemsize = dtype.itemsize
-        return [nn.Parameter(torch.empty(int(mb * 2**20) // itemsize, dtype=dtype)) for mb in mbs]
-
-    for number in ("02", "03"):
-        split = load_stage(number).split_into_buckets
-
-        def sizes(ps: list[nn.Parameter], cap_mb: float, split=split) -> list[int]:
-            return [len(run) for run in split(ps, cap_mb)]
-
-        assert sizes(params(*[0.5] * 13), 3) == [2, 6, 5]
-        assert sizes(params(2, 0.5, 4, 1), 3) == [1, 1, 1, 1]
-        assert sizes(params(*[0.5] * 4), 0.5) == [1, 1, 1, 1]
-        mixed = [*params(0.1, 0.1), *params(0.1, dtype=torch.bfloat16), *params(0.1)]
-        assert sizes(mixed, 25) == [2, 1, 1]
-        assert sizes([], 25) == []
-
-
-# ---- FullyShardedDataParallel ----
+@pytest.mark.parametrize(
+    ("mbs", "cap_mb", "numbers"),
+    [
+        ([0.5] * 13, 3, [2, 6, 5]),
+        ([2, 0.5, 4, 1], 3, [1, 1, 1, 1]),
+        ([0.5] * 4, 0.5, [1, 1, 1, 1]),
+        ([0.1, 0.1, -0.1, 0.1], 25, [2, 1, 1]),  # negative: in bfloat16
+    ],
+    ids=str,
+)
+def test_buckets_are_split_by_size_and_dtype_and_the_first_is_small(mbs, cap_mb, numbers):
+    dtypes = [torch.bfloat16 if mb < 0 else torch.float32 for mb in mbs]
+    sizes = [int(abs(mb) * 2**20) // dtype.itemsize for mb, dtype in zip(mbs, dtypes, strict=True)]
+    params = [torch.empty(n, dtype=dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+    assert [len(part) for part in load_stage("02").split_into_buckets(params, cap_mb)] == numbers
 
 
 def error_of_the_average() -> float:
