@@ -124,17 +124,15 @@ def test_a_missing_gradient_keeps_the_order_of_the_stages_reductions(pools):
         assert max(d.abs().max() for d in differences) < 1e-6
 
 
-def norms(frozen: bool) -> tuple[float, float]:
-    """With one stage frozen, whose gradients are missing."""
+def norm_with_a_frozen_stage() -> float:
+    """Of a gradient [8, 8] and one [8] of ones on the other rank."""
     stage = load_stage("07")
     mesh = stage.build_mesh(2, 1, 1, timeout=60)
-    layer = nn.Linear(8, 8).requires_grad_(not (frozen and mesh.pp.rank() == 0))
-    if layer.weight.requires_grad:
+    layer = nn.Linear(8, 8).requires_grad_(mesh.pp.rank() > 0)
+    if mesh.pp.rank() > 0:
         layer(torch.ones(1, 8)).sum().backward()
-    return stage.clip_grad_norm_(layer, 1e9, mesh).item(), 3.0 * (1 if frozen else 2**0.5) * 8**0.5
+    return stage.clip_grad_norm_(layer, 1e9, mesh).item()
 
 
 def test_a_frozen_stage_has_no_share_in_the_norm(pools):
-    for frozen in (False, True):
-        for found, expected in pools(2).run(norms, frozen):
-            assert found == pytest.approx(expected)
+    assert pools(2).run(norm_with_a_frozen_stage) == pytest.approx([(8 * 8 + 8) ** 0.5] * 2)

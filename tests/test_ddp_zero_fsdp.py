@@ -14,13 +14,11 @@ from harness import load_stage
 from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
 
-from common.model import Transformer, TransformerConfig, init_weights
-
 pytestmark = pytest.mark.slow
 
 WORDS, WIDTH = 11, 6
 SMALL = 0.0002  # megabytes per bucket, so that there are several
-SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
+SGD = torch.optim.SGD
 
 
 class Odd(nn.Module):
@@ -56,16 +54,16 @@ def odd(seed: int = 0) -> Odd:
     return Odd()
 
 
-def transformer() -> Transformer:
-    sizes = {"vocab_size": 120, "d_model": 32, "n_layers": 2, "n_heads": 2, "seq_len": 8}
-    model = Transformer(TransformerConfig(**sizes))
-    init_weights(model, seed=3)
-    return model
+class Units(nn.Sequential):
+    """Three units with nothing that ZeRO-3 and FSDP forbid, of sizes that do not divide."""
 
+    def __init__(self):
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH))
+        super().__init__(nn.Embedding(WORDS, WIDTH), inner, nn.Linear(WIDTH, WORDS))
 
-def loss_of_transformer(seed: int) -> Callable[[nn.Module], Tensor]:
-    tokens = torch.randint(120, (4, 9), generator=torch.Generator().manual_seed(seed))
-    return lambda model: model(tokens[:, :-1], tokens[:, 1:])
+    def forward(self, tokens: Tensor, takes_branch: bool) -> Tensor:
+        return super().forward(tokens)
 
 
 def micro_batches(step: int, m: int, branch: bool, rank: int) -> list[Callable]:
@@ -123,36 +121,55 @@ def differences(ours: dict[str, Tensor], plain: nn.Module) -> dict[str, float]:
 
 OPTIMIZERS = {
     "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
-    "adamw": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01}),
 }
 
 
+CHANGES = {  # of a wrapped model that stays exact, by DDP
+    "data": lambda model: setattr(model.branch.bias, "data", model.branch.bias.data.clone()),
+    "frozen": lambda model: model.branch.requires_grad_(False),
+    "moved to zeros": lambda model: nn.init.zeros_(model.inner[0].weight),
+}
+
+
 def five_steps(
-    strategy: str, optimizer: str, m: int = 1, same_data: bool = True, branch: str = "sometimes"
+    strategy: str,
+    optimizer: str,
+    m: int = 1,
+    same_data: bool = True,
+    branch: str = "sometimes",
+    change: str = "",
 ) -> dict[str, float]:
-    """How far `strategy` is from the plain model after five steps of m micro-batches.
+    """How far `strategy`, whose ranks start with other weights and buffers if it allows that, is
+    from rank 0's plain model after five steps of m micro-batches.
 
     same_data: every rank has rank 0's data, so that the average equals each rank's own gradient bit
     for bit; else the plain model averages over the ranks, parameter by parameter. branch: when the
-    optional branch runs: in every second step, on rank 0 only, or in the first micro-batch only.
+    optional branch runs: in every second step, on rank 0 only, in the first micro-batch only, or
+    always. change: of CHANGES, after the second step.
     """
     optimizer_class, defaults = OPTIMIZERS[optimizer]
-    plain = odd()
-    if branch == "rank 0":
-        plain.never = nn.Identity()  # a rank that takes the branch has all gradients in backward
+    plain, model = odd(), odd(seed=dist.get_rank())
+    if strategy not in REPLICATED:
+        plain, model = Units(), Units()
+    if branch == "rank 0":  # a rank that takes the branch has all gradients in backward
+        plain.never = model.never = nn.Identity()
     plain_optimizer = optimizer_class(plain.parameters(), **defaults)
-    model = copy.deepcopy(plain)
     trainer = Trainer(strategy, model, optimizer_class, bucket_mb=SMALL, **defaults)
     for step in range(5):
         rank = 0 if same_data else dist.get_rank()
-        takes = step % 2 == 1 if branch == "sometimes" else branch == "rank 0" and rank == 0
+        takes = branch == "always" or (branch == "rank 0" and rank == 0)
+        takes = step % 2 == 1 if branch == "sometimes" else takes
         losses = micro_batches(step, m, takes, rank)
         if branch == "first micro-batch":
             losses[:1] = micro_batches(step, 1, True, rank)
         ours = trainer.step(losses)
         theirs = plain_step(plain, plain_optimizer, losses, not same_data, strategy)
         assert not same_data or torch.equal(ours, theirs), step
+        if change and step == 1:
+            CHANGES[change](plain)
+            CHANGES[change](model)
     return differences(trainer.parameters(), plain)
 
 
@@ -180,55 +197,22 @@ def test_parameter_unused_in_the_last_micro_batch_keeps_its_accumulated_gradient
         assert worst == {}
 
 
-CHANGES = {  # of a wrapped model that stays exact
-    "data": lambda model: setattr(model.branch.bias, "data", model.branch.bias.data.clone()),
-    "frozen": lambda model: model.branch.requires_grad_(False),
-    "moved to zeros": lambda model: nn.init.zeros_(model.inner[0].weight),
-}
-
-
-def steps_after(change: str) -> dict[str, float]:
-    plain, model = odd(), odd()
-    ours = Trainer("ddp", model, AdamW, bucket_mb=SMALL, lr=0.01, weight_decay=0.1)
-    optimizer = AdamW(plain.parameters(), lr=0.01, weight_decay=0.1)
-    for step in range(4):
-        losses = micro_batches(step, 2, True, 0)
-        ours.step(losses)
-        plain_step(plain, optimizer, losses, over_ranks=False)
-        if step == 1:
-            CHANGES[change](plain)
-            CHANGES[change](model)
-    return differences(ours.parameters(), plain)
-
-
 @pytest.mark.parametrize("change", CHANGES)
 def test_ddp_follows_a_change_of_values(pools, change):
-    for worst in pools(2).run(steps_after, change):
+    for worst in pools(2).run(five_steps, "ddp", "adamw", m=2, branch="always", change=change):
         assert worst == {}
-
-
-def transformer_steps(strategy: str, optimizer: str) -> dict[str, float]:
-    """How far `strategy` is from the plain transformer after three steps of two micro-batches."""
-    optimizer_class, defaults = OPTIMIZERS[optimizer]
-    plain, model = transformer(), transformer()
-    plain_optimizer = optimizer_class(plain.parameters(), **defaults)
-    trainer = Trainer(strategy, model, optimizer_class, model.units(), **defaults)
-    for step in range(3):
-        losses = [loss_of_transformer(2 * step + i) for i in range(2)]
-        trainer.step(losses)
-        plain_step(plain, plain_optimizer, losses, over_ranks=False)
-    return differences(trainer.parameters(), plain)
 
 
 @pytest.mark.quick_cases("adamw-zero-3", "adamw-fsdp")
 @pytest.mark.parametrize("strategy", ["zero-3", "fsdp", "fsdp-keep"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_unsharded_units_are_bitwise_identical_to_the_plain_model(pools, strategy, optimizer):
-    for worst in pools(2).run(transformer_steps, strategy, optimizer):
+    for worst in pools(2).run(five_steps, strategy, optimizer, m=2):
         assert worst == {}
 
 
 def norm_after_a_skipped_step(strategy: str) -> float:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 1, bias=False))  # on two ranks with one element of padding
     trainer = Trainer(strategy, model)
     for factor in (math.nan, 1.0):
@@ -243,44 +227,22 @@ def test_a_skipped_step_with_a_nan_leaves_nothing_behind(pools, strategy):
     assert pools(2).run(norm_after_a_skipped_step, strategy) == [pytest.approx(3**0.5)] * 2
 
 
-# ---- DistributedDataParallel ----
-
-
-def ranks_start_apart(strategy: str) -> None:
-    model = odd(seed=dist.get_rank())
-    first = odd(seed=0)
-    Trainer(strategy, model, SGD, lr=0.1)
-    for ours, theirs in zip(model.state_dict().values(), first.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("strategy", REPLICATED)
-def test_weights_and_buffers_are_those_of_rank_0(pools, strategy):
-    pools(2).run(ranks_start_apart, strategy)
-
-
-@pytest.mark.quick
-def test_buckets_are_split_by_size_and_dtype_and_the_first_is_small():
-    def params(*mbs: float, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-        itemsize = dtype.itemsize
-        return [nn.Parameter(torch.empty(int(mb * 2**20) // itemsize, dtype=dtype)) for mb in mbs]
-
-    for number in ("02", "03"):
-        split = load_stage(number).split_into_buckets
-
-        def sizes(ps: list[nn.Parameter], cap_mb: float, split=split) -> list[int]:
-            return [len(run) for run in split(ps, cap_mb)]
-
-        assert sizes(params(*[0.5] * 13), 3) == [2, 6, 5]
-        assert sizes(params(2, 0.5, 4, 1), 3) == [1, 1, 1, 1]
-        assert sizes(params(*[0.5] * 4), 0.5) == [1, 1, 1, 1]
-        mixed = [*params(0.1, 0.1), *params(0.1, dtype=torch.bfloat16), *params(0.1)]
-        assert sizes(mixed, 25) == [2, 1, 1]
-        assert sizes([], 25) == []
-
-
-# ---- FullyShardedDataParallel ----
+@pytest.mark.parametrize(
+    ("mbs", "cap_mb", "numbers"),
+    [
+        ([0.5] * 13, 3, [2, 6, 5]),
+        ([2, 0.5, 4, 1], 3, [1, 1, 1, 1]),
+        ([0.5] * 4, 0.5, [1, 1, 1, 1]),
+        ([0.1, 0.1, -0.1, 0.1], 25, [2, 1, 1]),  # negative: in bfloat16
+    ],
+    ids=str,
+)
+def test_buckets_are_split_by_size_and_dtype_and_the_first_is_small(mbs, cap_mb, numbers):
+    dtypes = [torch.bfloat16 if mb < 0 else torch.float32 for mb in mbs]
+    sizes = [int(abs(mb) * 2**20) // dtype.itemsize for mb, dtype in zip(mbs, dtypes, strict=True)]
+    params = [torch.empty(n, dtype=dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+    assert [len(part) for part in load_stage("02").split_into_buckets(params, cap_mb)] == numbers
 
 
 def error_of_the_average() -> float:
