@@ -23,11 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.arguments import PRESETS
 from common.checkpoint import Checkpointer
+from common.data import load_corpus
 from common.model import Transformer, TransformerConfig, init_weights
-from tools.stages import load_file
 
 stage = load_stage("11")
-figures = load_file(stage_path("11").with_name("figures.py"), "figures")
 
 SIZE = "--d-model 32 --n-layers 2 --n-heads 4 --seq-len 16 --global-batch-size 24 --log-every 1"
 BASE = [*SIZE.split(), "--lr", "1e-2"]
@@ -146,12 +145,18 @@ def test_the_update_equals_muon_on_one_process_bit_for_bit(pools, ranks, dtype):
 # ---- owners ----
 
 
+def matrices_of(d: int, layers: int) -> list[Tensor]:
+    """The matrices of a model, in its order."""
+    shapes = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
+    return [torch.empty(shape, device="meta") for shape in shapes]
+
+
 @pytest.mark.parametrize(
     ("preset", "ranks", "balance", "idle"),
     [("gpt2", 8, 1.02, 0), ("gpt2", 64, 1.71, 16), ("gpt2-xl", 64, 1.10, 0)],
 )
 def test_work_is_balanced_while_there_are_more_matrices_than_ranks(preset, ranks, balance, idle):
-    matrices = figures.matrices_of(*PRESETS[preset][:2])
+    matrices = matrices_of(*PRESETS[preset][:2])
     owners = stage.choose_owners(matrices, ranks)
     assert set(owners) == set(matrices)
     work = [0] * ranks
@@ -415,7 +420,7 @@ README = (stage_path("11").parent / "README.md").read_text()
 def test_the_stated_share_of_flops_is_that_of_the_matmuls(preset, batch):
     config = TransformerConfig(33_278, *PRESETS[preset])
     tokens = batch * config.seq_len
-    muon = sum(map(stage.orthogonalization_flops, figures.matrices_of(*PRESETS[preset][:2])))
+    muon = sum(map(stage.orthogonalization_flops, matrices_of(*PRESETS[preset][:2])))
     share = 100 * muon / (tokens * config.flops_per_token())
     assert re.search(rf"^\| `{preset}`.* \| {tokens:,} \| {share:.1f} %", README, re.M)
 
@@ -424,7 +429,7 @@ def test_the_stated_memory_and_step_of_gpt2_on_eight_ranks():
     config = TransformerConfig(33_278, *PRESETS["gpt2"])
     p, d = config.num_parameters(), config.d_model
     matrices = config.n_layers * 12 * d * d
-    shapes = figures.matrices_of(d, config.n_layers)
+    shapes = matrices_of(d, config.n_layers)
     owners = stage.choose_owners(shapes, 8)
     owned = sum(matrix.numel() for matrix, owner in owners.items() if owner == 0)
     states = 4 * p + 12 * (p - matrices) + 8 * owned
@@ -438,15 +443,26 @@ def test_the_stated_memory_and_step_of_gpt2_on_eight_ranks():
 
 def test_the_expected_ratios_of_the_benchmark_follow_from_flops():
     config = TransformerConfig(2048, n_layers=4)
-    work = sum(map(stage.orthogonalization_flops, figures.matrices_of(config.d_model, 4)))
+    work = sum(map(stage.orthogonalization_flops, matrices_of(config.d_model, 4)))
     c = work / (512 * config.flops_per_token())
     of_2, of_4 = ((1 + c / n) / (1 + c) for n in (2, 4))
     words = f"c is {c:.2f}, so the ratios by FLOPs are {of_2:.2f} on 2 ranks and {of_4:.2f} on 4"
     assert words in README
 
 
+def singular_values() -> dict[int, Tensor]:
+    """Of the first gradient of a matrix, over its norm, after 0 to 5 iterations."""
+    corpus = load_corpus("sample")
+    model = Transformer(TransformerConfig(len(corpus.vocab), *PRESETS["tiny"]))
+    init_weights(model, 1337)
+    tokens = torch.as_tensor(corpus.train[: 16 * 64 + 1], dtype=torch.int64)
+    model(tokens[:-1].view(16, 64), tokens[1:].view(16, 64)).backward()
+    grad = model.get_parameter("layers.0.attn.wqkv.weight").grad
+    return {n: torch.linalg.svdvals(stage.orthogonalize(grad, n).double()) for n in range(6)}
+
+
 def test_five_iterations_bring_singular_values_near_one_and_two_do_not():
-    values = figures.singular_values()
+    values = singular_values()
     assert 0.6 < values[5].min() and values[5].max() < 1.25
     five = polynomial(torch.linspace(1 / 660, 1, 100_001, dtype=torch.float64))
     for ends, words in ((five, "is between"), (polynomial(five), "singular values stay between")):
@@ -454,11 +470,6 @@ def test_five_iterations_bring_singular_values_near_one_and_two_do_not():
     stated = re.search(r"median singular value is ([\d.]+) and the smallest ([\d.]+)", README)
     found = values[2].median(), values[2].min()
     assert [float(x) for x in stated.groups()] == pytest.approx([float(x) for x in found], abs=0.01)
-
-
-def test_the_picture_of_owners_is_up_to_date():
-    drawn = stage_path("11").parent / "owners.svg"
-    assert drawn.read_text() == str(figures.draw_owners()), "README: the command below it"
 
 
 # ---- checkpoints ----
