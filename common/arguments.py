@@ -141,8 +141,7 @@ def check_arguments(
     for name, value in zip(SHAPE, PRESETS[args.preset], strict=True):
         setattr(args, name, getattr(args, name) or value)
     if args.d_model % (2 * args.n_heads):  # rotary positions rotate pairs
-        heads = f"--d-model {args.d_model} is not a multiple of 2 times --n-heads {args.n_heads}"
-        fail(f"{heads}: heads need a width that is even")
+        fail(f"--d-model {args.d_model} / --n-heads {args.n_heads} must be an even number")
     n = args.global_batch_size
     share, rest = divmod(n, data_parallel_size)
     if rest:
