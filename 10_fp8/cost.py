@@ -68,10 +68,9 @@ def show_casts() -> None:
     print("Bytes per element that a cast to e4m3 reads and writes\n")
     for name, dtype in DTYPES.items():
         for recipe in RECIPES:
-            fused, kernels = compiled_cast(recipe, dtype)
+            fused, _ = compiled_cast(recipe, dtype)
             written = bytes_as_written(recipe, dtype)
             print(f"{name:10}{recipe:12}as written {written:3.0f}   compiled {fused:3.0f}")
-            print("".join(f"    {kernel}\n" for kernel in kernels), end="")
 
 
 # ---- memory ----

@@ -61,8 +61,7 @@ class Batching:
 def load_corpus(name: str, download: bool = False) -> Corpus:
     """Load `wikitext2`, `sample`, or a folder with train.txt, valid.txt and test.txt.
 
-    Fails with status 2 if the corpus is not prepared and cannot be. Without `download` nothing
-    touches the network.
+    Fails with status 2 if the corpus is not prepared and cannot be.
     """
     root = os.environ.get("DATA_ROOT") or Path(__file__).resolve().parents[1] / "data"
     prepared = Path(root, _folder_name(name))
