@@ -180,7 +180,6 @@ def _wikitext2_lines() -> dict[str, list[str]]:
     try:
         from datasets import load_dataset
 
-        print0("preparing WikiText-2 ...")
         rows = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
     except Exception as error:
         raise ValueError(f"cannot be fetched, is there internet? {error!r}") from None

@@ -221,8 +221,6 @@ class Run:
     def finish(self) -> list[dict]:
         """Wait for the last save, which no signal ends; returns the lines of this process."""
         self.checkpoints.close()
-        if self.metrics.lines and not self.args.checkpoint_every and not self._stopping:
-            print0("no checkpoint was saved: pass --checkpoint-every to resume or export a run")
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self.metrics.close()
