@@ -34,16 +34,6 @@ from common.model import Transformer, TransformerConfig, init_weights
 # ---- the network ----
 
 
-class Transfer:
-    """An all-reduce in flight, with the `wait` of `torch.distributed.Work`."""
-
-    def __init__(self, future: Future):
-        self.future = future
-
-    def wait(self) -> None:
-        self.future.result()
-
-
 class Network:
     """All-reduces in the order of the calls, one at a time, on a thread of their own."""
 
@@ -51,15 +41,17 @@ class Network:
         self.latency, self.bandwidth = latency_ms / 1e3, mb_per_s * 1e6
         self.calls = 0
         self.link = ThreadPoolExecutor(max_workers=1)
+        self.group = dist.new_group()  # else calls of this thread and of others could change places
 
-    def all_reduce(self, tensor: Tensor, group=None, async_op: bool = False) -> Transfer | None:
+    def all_reduce(self, tensor: Tensor, group=None, async_op: bool = False) -> Future | None:
         self.calls += 1
-        transfer = Transfer(self.link.submit(self.transfer, tensor, group))
+        transfer = self.link.submit(self.transfer, tensor)
+        transfer.wait = transfer.result  # as `torch.distributed.Work` calls it
         return transfer if async_op else transfer.wait()
 
-    def transfer(self, tensor: Tensor, group) -> None:
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        time.sleep(self.latency + tensor.numel() * tensor.element_size() / self.bandwidth)
+    def transfer(self, tensor: Tensor) -> None:
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        time.sleep(self.latency + tensor.nbytes / self.bandwidth)
         work.wait()
 
 
@@ -102,7 +94,7 @@ class Overlapped(NoAverage):
 
     def __init__(self, model: nn.Module, network: Network):
         super().__init__(model, network)
-        self.in_flight: list[Transfer] = []
+        self.in_flight: list[Future] = []
         for param in self.params:
             param.register_post_accumulate_grad_hook(self.launch)
 
@@ -119,12 +111,10 @@ class Overlapped(NoAverage):
 class Bucketed(NoAverage):
     """The class of train.py: one all-reduce per bucket, as soon as the bucket is ready."""
 
-    bucket_cap_mb = 1.0
-
     def __init__(self, model: nn.Module, network: Network):
         super().__init__(model, network)
         train.all_reduce = network.all_reduce
-        self.wrapper = train.DistributedDataParallel(model, bucket_cap_mb=self.bucket_cap_mb)
+        self.wrapper = train.DistributedDataParallel(model, bucket_cap_mb=1.0)
 
     def finish(self) -> None:
         self.wrapper.finish_gradient_synchronization()
@@ -164,29 +154,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--latency-ms", type=float, default=0.0, help="per all-reduce, simulated")
     parser.add_argument("--mb-per-s", type=positive, default=float("inf"), help="simulated")
-    parser.add_argument("--bucket-cap-mb", type=positive, default=1.0, help="of the last rung")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps per rung")
     args = parser.parse_args()
     setup()
-    Bucketed.bucket_cap_mb = args.bucket_cap_mb
     network = Network(args.latency_ms, args.mb_per_s)
     rungs = {name: rung(new_model(), network) for name, rung in RUNGS.items()}
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(512, (16, 64), generator=generator)
     times: dict[str, list[float]] = {name: [] for name in rungs}
     calls = {}
-    for _ in range(args.steps + 2):  # the rungs take turns, so that a busy machine slows them all
+    # two steps to warm up; the rungs take turns, so that a busy machine slows them all
+    for _ in range(2 + 10):
         for name, rung in rungs.items():
             times[name].append(timed_step(rung, tokens))
             calls[name] = network.calls
     for name in rungs:
-        ms = median(times[name][2:])  # two steps to warm up
+        ms = median(times[name][2:])
         print0(f"{name:32} {calls[name]:3} all-reduces {ms:8.1f} ms")
-    check_same_gradients(list(rungs.values())[1:])
-
-
-def check_same_gradients(rungs: list[NoAverage]) -> None:
-    first, *others = ([param.grad for param in rung.params] for rung in rungs)
+    _, first, *others = ([param.grad for param in rung.params] for rung in rungs.values())
     for grads in others:
         torch.testing.assert_close(grads, first, rtol=1e-4, atol=1e-8)
     print0("all four leave the same gradients")

@@ -6,7 +6,6 @@ good. So they are compared up to that token, or with the routing of one replayed
 
     python 09_expert_parallel/routing.py record FOLDER [flags of train.py]     writes all choices
     torchrun ... 09_expert_parallel/routing.py compare FOLDER [flags]   finds the first other one
-    torchrun ... 09_expert_parallel/routing.py replay FOLDER [flags]    takes the recorded choices
 
     with routing("record", folder, train): ...    the same for runs of that module in this process
     with routing("replay", folder, train): ...    a run inside takes the recorded choices, from
@@ -45,7 +44,7 @@ class Routing:
 
     chosen: the experts [seq, k] of a sample in a layer. A sample of training is identified by its
     dropout key, one of evaluation by the previous step and its tokens. first: the first choice
-    that differs from the recorded one, with its step, layer, token and margin.
+    that differs from the recorded one, with its step, layer and margin.
     """
 
     def __init__(self, how: str, folder: str | Path):
@@ -56,7 +55,6 @@ class Routing:
         self.layers: list = []
         self.step = -1
         self.first: dict | None = None
-        self.n_differing = self.n_choices = 0
 
     def open(self, args) -> None:
         """Read what was recorded with the same arguments."""
@@ -91,8 +89,6 @@ class Routing:
         biased = scores + mixture.bias
         differs = (own.sort(-1).values != recorded.sort(-1).values).any(-1)
         margins = (biased.gather(-1, own) - biased.gather(-1, recorded)).sum(-1)[differs]
-        self.n_differing += int(differs.sum())
-        self.n_choices += len(own)
         if self.how == "compare":
             if differs.any() and self.first is None:
                 token = int(differs.nonzero()[0])
@@ -142,14 +138,6 @@ def routing(how: str, folder: str | Path, stage: ModuleType) -> Iterator[Routing
     found.close()
 
 
-def first_of_all_ranks(found: Routing) -> dict | None:
-    """The first choice that differs on any rank; of several in one layer the widest margin."""
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found.first)
-    every = [one for one in every if one is not None]
-    return min(every, key=lambda one: (one["step"], one["layer"], -one["margin"]), default=None)
-
-
 def main(how: str, folder: str, argv: list[str]) -> None:
     import train
 
@@ -157,13 +145,14 @@ def main(how: str, folder: str, argv: list[str]) -> None:
     setup()
     with routing(how, folder, train) as found:
         train.main(argv)
-    if how == "replay":
-        print0(f"replayed, with near ties at {found.n_differing} of {found.n_choices} choices here")
     if how == "compare":
-        first = first_of_all_ranks(found)
-        if first is None:
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, found.first)
+        if not any(every):
             print0("every token has the same experts as in the recorded run")
             return
+        # of several ranks in one layer the widest margin
+        first = min(filter(None, every), key=lambda x: (x["step"], x["layer"], -x["margin"]))
         print0(
             "the first token with other experts: step {step}, layer {layer}, experts {own} and not "
             "{recorded}, whose scores differ by {margin:.1e}".format(**first)

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import train
@@ -70,36 +68,28 @@ def show_casts() -> None:
     print("Bytes per element that a cast to e4m3 reads and writes\n")
     for name, dtype in DTYPES.items():
         for recipe in RECIPES:
-            fused, kernels = compiled_cast(recipe, dtype)
+            fused, _ = compiled_cast(recipe, dtype)
             written = bytes_as_written(recipe, dtype)
             print(f"{name:10}{recipe:12}as written {written:3.0f}   compiled {fused:3.0f}")
-            print("".join(f"    {kernel}\n" for kernel in kernels), end="")
 
 
 # ---- memory ----
 
 
-@contextmanager
-def saved_tensors() -> Iterator[dict[int, Tensor]]:
-    """The tensors that autograd saves, one per storage."""
-    saved: dict[int, Tensor] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        saved[x.untyped_storage().data_ptr()] = x
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        yield saved
-
-
 def saved_by_a_layer(recipe: str | None, autocast: bool, compiled: bool = False) -> list[Tensor]:
-    """The tensors that one layer saves for backward, without its parameters."""
+    """The tensors that one layer saves for backward, without its parameters: one per storage."""
     config, inputs, _ = first_step()
     layer = Transformer(config, indices=[1])
     init_weights(layer, 1337)
     if recipe is not None:
         train.float8(layer, recipe)
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        saved[x.untyped_storage().data_ptr()] = x
+        return x
+
     x = torch.randn(*inputs.shape, config.d_model, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         layer(x)  # fills the cached table of rotary positions
@@ -107,8 +97,8 @@ def saved_by_a_layer(recipe: str | None, autocast: bool, compiled: bool = False)
             for unit in layer.units():
                 unit.compile()
             layer(x)
-    with saved_tensors() as saved, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        layer(x)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            layer(x)
     return [t for key, t in saved.items() if key not in own]
 
 
@@ -142,12 +132,10 @@ MATMULS = {  # dtypes of the operands, use_fast_accum
 def matmul_error(recipe: str, name: str, out: torch.dtype, device: str) -> float:
     """Relative error of `scaled_matmul` against float64, for the same rounded operands."""
     torch.manual_seed(0)
-    *dtypes, fast = MATMULS[name]
+    dtype_a, dtype_b, fast = MATMULS[name]
     a, b = torch.randn(1024, 512), torch.randn(768, 512)
-    a8, b8 = (
-        to_float8(x.to(device), dtype, RECIPES[recipe])
-        for x, dtype in zip((a, b), dtypes, strict=True)
-    )
+    a8 = to_float8(a.to(device), dtype_a, RECIPES[recipe])
+    b8 = to_float8(b.to(device), dtype_b, RECIPES[recipe])
     exact = a8.dequantize(torch.float64) @ b8.dequantize(torch.float64).t()
     got = scaled_matmul(a8, b8, out, use_fast_accum=fast)
     return ((got.double() - exact).norm() / exact.norm()).item()

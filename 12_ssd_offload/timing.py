@@ -112,22 +112,20 @@ CONTENDERS = {
 }
 
 
-def measure(pair: tuple[str, str], folder: Path, args: argparse.Namespace) -> str:
+def measure(pair: tuple[str, str], folder: Path, n_layers: int) -> str:
     """A row of the table."""
-    config = TransformerConfig(256, args.d_model, args.n_layers, seq_len=64)
-    tokens = torch.randint(256, (1 if "disk" in pair else args.sequences, 64))
+    config = TransformerConfig(256, d_model=256, n_layers=n_layers, seq_len=64)
+    tokens = torch.randint(256, (1 if "disk" in pair else 8, 64))
     steps = []
     for name in pair:
         arm = CONTENDERS[name](folder / name, config)
-        step = (
-            partial(disk_step, arm[1].files)
-            if name == "disk"
-            else partial(train_step, tokens, *arm)
-        )
+        step = partial(train_step, tokens, *arm)
+        if name == "disk":
+            step = partial(disk_step, arm[1].files)
         step()  # to warm up
         steps.append(step)
     times: list[tuple[float, float]] = []
-    deadline = time.monotonic() + args.seconds
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline or len(times) < 6:
         taken = {}
         for step in steps[:: 1 - 2 * (len(times) % 2)]:  # each is the first one in turn
@@ -146,17 +144,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", help="the pair with this contender")
-    parser.add_argument("--d-model", type=int, default=256)
     parser.add_argument("--n-layers", type=int, default=12)
-    parser.add_argument("--sequences", type=int, default=8, help="per step, of 64 tokens")
-    parser.add_argument("--seconds", type=float, default=60, help="per pair")
     args = parser.parse_args()
     setup()
     print("| pair | ratio (95 % interval) | seconds per step | pairs |\n| --- | --- | --- | --- |")
     for pair in PAIRS:
         if args.only in pair or (args.only is None and "mapped" not in pair):
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-                print(measure(pair, Path(folder), args), flush=True)
+                print(measure(pair, Path(folder), args.n_layers), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ distributed.py   the process group: launchers, start, end, errors
 collectives.py   PyTorch's collectives, with a ledger that counts their bytes
 arguments.py     the flags that every stage has, and their checks
 run.py           a run: its folder, its steps, when it saves and when it stops
-files.py         files that are complete or absent, on disks and file systems that fail
 folder.py        its folder: the name, the lock, and what is moved aside of another run
+files.py         files that are complete or absent, on disks and file systems that fail
 metrics.py       what a logged line holds, how it prints, where it is written
 checkpoint.py    sharded checkpoints in the format of torch.distributed.checkpoint
 storage.py       how checkpoints are stored: checksums, and loading that runs no code

@@ -141,8 +141,7 @@ def check_arguments(
     for name, value in zip(SHAPE, PRESETS[args.preset], strict=True):
         setattr(args, name, getattr(args, name) or value)
     if args.d_model % (2 * args.n_heads):  # rotary positions rotate pairs
-        heads = f"--d-model {args.d_model} is not a multiple of 2 times --n-heads {args.n_heads}"
-        fail(f"{heads}: heads need a width that is even")
+        fail(f"--d-model {args.d_model} / --n-heads {args.n_heads} must be an even number")
     n = args.global_batch_size
     share, rest = divmod(n, data_parallel_size)
     if rest:
@@ -240,14 +239,10 @@ def check_ranks(args: Arguments, corpus: Corpus) -> None:
         return
     every: list = [None] * dist.get_world_size()
     dist.all_gather_object(every, shared)
-    differences = []
-    for name, value in every[0].items():
-        others = [rank for rank, each in enumerate(every) if each.get(name) != value]
-        if others:
-            ranks = f"rank {others[0]}" + f" and {len(others) - 1} more" * (len(others) > 1)
-            theirs = every[others[0]].get(name)
-            differences.append(f"{name} is {value} on rank 0 and {theirs} on {ranks}")
-    fail(f"the ranks differ: {'; '.join(differences)}: start all with the same command")
+    rank, other = next((r, each) for r, each in enumerate(every) if each != every[0])
+    names = [name for name in {**every[0], **other} if every[0].get(name) != other.get(name)]
+    what = [f"{n} is {every[0].get(n)} on rank 0 and {other.get(n)} on rank {rank}" for n in names]
+    fail(f"the ranks differ: {'; '.join(what)}: start all with the same command")
 
 
 def check_memory(args: Arguments, config: TransformerConfig) -> None:

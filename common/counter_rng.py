@@ -74,21 +74,17 @@ class CounterDropout(nn.Module):
         """x: [batch, seq, features]; keys: int32 [batch], or None to drop nothing."""
         if not self.training or self.p == 0.0 or keys is None:
             return x
-        return x * self.keep(x, keys) / (1.0 - self.p)
-
-    def keep(self, x: Tensor, keys: Tensor) -> Tensor:
-        """True for the elements of x to keep: bool [batch, seq, features]."""
         seq, features = x.shape[-2:]
         # site and position in one counter: room for a million positions at each of 4096 sites
         place = position_ids(self.positions or (range(seq),), x.device).to(torch.int32)
         place += self.site << 20
-        return keep_mask(keys, place, features, self.p)
+        return x * keep_mask(keys, place, features, self.p) / (1.0 - self.p)
 
 
 # opaque to torch.compile: PyTorch 2.13 miscompiles a full layer's integers for AVX-512
 @torch.library.custom_op("counter_rng::keep_mask", mutates_args=())
 def keep_mask(keys: Tensor, place: Tensor, features: int, p: float) -> Tensor:
-    """True with probability 1 - p. keys: int32 [batch], place: int32 [seq]."""
+    """[batch, seq, features], True with probability 1 - p. keys: int32 [batch], place: [seq]."""
     feature = torch.arange(features, dtype=torch.int32, device=keys.device)
     key = fold_in(keys[:, None], place)  # [batch, seq]
     return (fold_in(key[..., None], feature) & 0x7FFFFFFF) >= round(p * 2**31)

@@ -61,8 +61,7 @@ class Batching:
 def load_corpus(name: str, download: bool = False) -> Corpus:
     """Load `wikitext2`, `sample`, or a folder with train.txt, valid.txt and test.txt.
 
-    Fails with status 2 if the corpus is not prepared and cannot be. Without `download` nothing
-    touches the network.
+    Fails with status 2 if the corpus is not prepared and cannot be.
     """
     root = os.environ.get("DATA_ROOT") or Path(__file__).resolve().parents[1] / "data"
     prepared = Path(root, _folder_name(name))
@@ -181,7 +180,6 @@ def _wikitext2_lines() -> dict[str, list[str]]:
     try:
         from datasets import load_dataset
 
-        print0("preparing WikiText-2 ...")
         rows = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
     except Exception as error:
         raise ValueError(f"cannot be fetched, is there internet? {error!r}") from None

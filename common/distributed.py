@@ -47,10 +47,9 @@ GRACE = 2.0  # seconds that a failing rank waits before it exits: launchers then
 
 @dataclass(frozen=True)
 class World:
-    """This process: global rank, rank on its node, number of processes, device."""
+    """This process: its rank, the number of processes, its device."""
 
     rank: int
-    local_rank: int
     size: int
     device: torch.device
 
@@ -158,7 +157,7 @@ def setup(timeout: float = 600.0) -> World:
         dist.init_process_group(
             backend, rank=launch.rank, world_size=launch.size, timeout=limit, **where
         )
-    return World(dist.get_rank(), launch.local_rank, dist.get_world_size(), device)
+    return World(dist.get_rank(), dist.get_world_size(), device)
 
 
 def _check_store() -> None:

@@ -101,9 +101,8 @@ class RunFolder:
         facts = {name for name in ("job", "run", "process") if before[name] == ours[name] != ""}
         facts |= {name for name in ("requeues", "restarts") if before[name] < ours[name]}
         # when a node joins, torchrun restarts all ranks and does not count it
-        return any(
-            each <= facts for each in ({"process"}, {"job", "requeues"}, {"run", "restarts"})
-        )
+        proofs = {"process"}, {"job", "requeues"}, {"run", "restarts"}
+        return any(proof <= facts for proof in proofs)
 
     def _note(self) -> None:
         self._lock.truncate(0)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from common.collectives import ledger
 from common.distributed import print0, rank, warn, world_size
@@ -188,8 +187,7 @@ class Metrics:
             for name, value in line.items():
                 if name != "step" and self._board:
                     self._board.add_scalar(COLUMNS[name][0], value, line["step"])
-        with tqdm.external_write_mode():  # clears the progress bar meanwhile
-            print0(readable(line))
+        print0(readable(line))
 
     def close(self) -> None:
         for file in filter(None, (self._file, self._board)):

@@ -5,7 +5,6 @@
 `embed` maps tokens to hidden states, each of `layers` is a pre-norm block of causal attention and
 MLP, `output` is the final norm, the head and the loss. FSDP unshards one unit after another, a
 pipeline stage is a contiguous range of units, and tensor parallelism replaces modules of a unit.
-This file is the same for all of them.
 
 Vaswani et al., "Attention is all you need", 2017; pre-norm with RMSNorm (Zhang and Sennrich,
 2019), rotary positions (Su et al., 2021), no biases, an untied head.

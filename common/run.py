@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from common.arguments import Arguments
 from common.checkpoint import Checkpointer, checkpoints
@@ -128,7 +127,7 @@ class Run:
     def steps(self, first: int) -> Iterator[int]:
         """Yield the steps from `first` to `--steps`, until the ranks agree to stop.
 
-        Shows a progress bar on a terminal. `--profile` traces the 4th to 6th of these steps.
+        `--profile` traces the 4th to 6th of these steps.
         """
         if first >= self.args.steps:
             print0(f"nothing left to do: {first} steps are done, --steps is {self.args.steps}")
@@ -139,15 +138,10 @@ class Run:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 self._handlers[number] = signal.signal(number, self._ask_to_stop)
         self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, _interrupt)
-        hidden = rank() != 0 or not sys.stderr.isatty()
-        with (
-            tqdm(total=self.args.steps, initial=first, unit="step", disable=hidden) as bar,
-            self._profiler() if self.args.profile else contextlib.nullcontext() as profiler,
-        ):
+        with self._profiler() if self.args.profile else contextlib.nullcontext() as profiler:
             for step in range(first, self.args.steps):
                 self.metrics.start_step()
                 yield step
-                bar.update()
                 if profiler:
                     profiler.step()
                 if self._stopping:
@@ -227,8 +221,6 @@ class Run:
     def finish(self) -> list[dict]:
         """Wait for the last save, which no signal ends; returns the lines of this process."""
         self.checkpoints.close()
-        if self.metrics.lines and not self.args.checkpoint_every and not self._stopping:
-            print0("no checkpoint was saved: pass --checkpoint-every to resume or export a run")
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self.metrics.close()

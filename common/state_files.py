@@ -96,12 +96,8 @@ class StateFolder:
 
     def _restore(self, is_resumed: bool, saved: int) -> bool:
         """Agree with all ranks on the step to go on from, or delete files that count no more."""
-        found = {
-            "step": -1,
-            "boot": self.boot,
-            "content": self.content,
-            "settings": None,
-        }  # if none
+        # without a record
+        found = {"step": -1, "boot": self.boot, "content": self.content, "settings": None}
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             record = json.loads((self.path / "step.json").read_text())
             found = {name: record[name] for name in RECORD}

@@ -291,8 +291,7 @@ def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
         what = f"it was trained with {was}, and this run has {now} {presets}"
         raise IncompatibleCheckpointError(what)
     if saved["vocabulary"] != run["vocabulary"]:
-        what = "it has another vocabulary: pass the --data it was trained on"
-        raise IncompatibleCheckpointError(what)
+        raise IncompatibleCheckpointError("another vocabulary: pass the --data it was trained on")
     differ = [name for name in REPORTED if old[name] != new[name]]
     notes = [f"{flag[name]} is now {new[name]}, was {old[name]!r}" for name in differ]
     if saved["corpus"] != run["corpus"]:

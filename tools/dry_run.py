@@ -251,7 +251,7 @@ def dry_run(
 
     Raises SystemExit where the stage fails. There must be no process group yet.
     """
-    world = World(rank, rank, ranks, torch.device("cpu"))
+    world = World(rank, ranks, torch.device("cpu"))
     patches = {"setup": lambda timeout: world, "train_batches": empty_batches, **PATCHES}
     stage = fake_stage(number, ranks, rank, argv, vocabulary, exchange_nothing, **patches)
     with stage as module, PeakMemory(only_touched=True) as memory:

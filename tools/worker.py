@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 import common.distributed
 from tools.pool import Outcome
@@ -34,7 +33,6 @@ def work(rank: int, size: int, port: int | None, connection, environment, folder
     stacks = open(Path(folder) / f"stacks-{rank}.txt", "w")
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     torch.set_num_threads(1)
-    tqdm.set_lock(threading.RLock())  # tqdm's own lock would leak a semaphore when we are killed
     common.distributed.GRACE = 0.0  # no launcher terminates the other ranks here
     # on a GPU a rank starts a process that loads its data, which a daemon must not
     multiprocessing.current_process()._config["daemon"] = False
