@@ -195,6 +195,8 @@ def loss_step(shape: Shape, loss_of: Callable[[Tensor, Tensor, Tensor], Tensor])
 
 # ---- 02: DistributedDataParallel ----
 
+torchs_ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True)
+
 
 def our_ddp(shape: Shape) -> Step:
     model = load_stage("02").DistributedDataParallel(transformer(shape))
@@ -202,7 +204,7 @@ def our_ddp(shape: Shape) -> Step:
 
 
 def torch_ddp(shape: Shape) -> Step:
-    return plain_step(DistributedDataParallel(transformer(shape), gradient_as_bucket_view=True))
+    return plain_step(torchs_ddp(transformer(shape)))
 
 
 # ---- 03: ZeroRedundancyOptimizer ----
@@ -215,7 +217,7 @@ def our_zero(shape: Shape, zero_stage: int) -> Step:
 
 
 def torch_zero(shape: Shape) -> Step:
-    model = DistributedDataParallel(transformer(shape), gradient_as_bucket_view=True)
+    model = torchs_ddp(transformer(shape))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
     return plain_step(model, optimizer)
 
@@ -425,11 +427,8 @@ def torch_mesh(shape: Shape) -> Step:
     }
     parallelize_module(part, mesh["tp"], plan)
     _pre_dp_module_transform(part)
-    replica = DistributedDataParallel(
-        part, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True
-    )
-    group = mesh["pp"].get_group()
-    own = pipelining.PipelineStage(replica, rank, 2, device(), group=group)
+    replica = torchs_ddp(part, process_group=mesh["dp"].get_group())
+    own = pipelining.PipelineStage(replica, rank, 2, device(), group=mesh["pp"].get_group())
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -454,10 +453,8 @@ class TorchRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        inputs = {"query": q, "key": k, "value": v}
-        group = dist.group.WORLD
         out, logsumexp, *_ = _templated_ring_attention(
-            group, 2, FLASH, **inputs, is_causal=True, dropout_p=0.0
+            dist.group.WORLD, 2, FLASH, query=q, key=k, value=v, is_causal=True, dropout_p=0.0
         )
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
@@ -466,17 +463,10 @@ class TorchRing(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         q, k, v, out, logsumexp = ctx.saved_tensors
         inputs = {"query": q, "key": k, "value": v, "out": out, "logsumexp": logsumexp}
-        grads = _templated_ring_attention_backward(
-            dist.group.WORLD,
-            2,
-            FLASH_BACKWARD,
-            grad,
-            "grad_out",
-            **inputs,
-            is_causal=True,
-            dropout_p=0.0,
-        )
-        return grads[:3]
+        inputs |= {"grad_out": grad, "grad_out_name": "grad_out"}
+        inputs |= {"is_causal": True, "dropout_p": 0.0}
+        group = dist.group.WORLD
+        return _templated_ring_attention_backward(group, 2, FLASH_BACKWARD, **inputs)[:3]
 
 
 def ring_step(shape: Shape, attend: Callable | None = None) -> Step:
@@ -519,9 +509,7 @@ def our_experts(shape: Shape) -> Step:
 def replicated_experts(shape: Shape) -> Step:
     alone, _ = dist.new_subgroups(1)
     model = experts(shape, alone)
-    parallel = DistributedDataParallel(
-        model, gradient_as_bucket_view=True, forward_sync_buffers=False
-    )
+    parallel = torchs_ddp(model, forward_sync_buffers=False)
     return plain_step(parallel, finish=lambda: load_stage("09").balance_load(model, 0.08))
 
 
@@ -580,7 +568,7 @@ def our_muon(shape: Shape) -> Step:
 def torch_muon(shape: Shape) -> Step:
     model = transformer(shape)
     matrices, others = matrices_and_others(model)
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    replica = torchs_ddp(model)
     # nesterov=False would change the momentum of bfloat16 parameters in place before PyTorch 2.15
     muon = torch.optim.Muon(matrices, lr=ADAMW["lr"], adjust_lr_fn="match_rms_adamw")
     return muon_step(replica, muon, others)
