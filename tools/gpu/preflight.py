@@ -413,18 +413,19 @@ def one_rank(launch: Launch, args: argparse.Namespace) -> int:
 
 
 def start_here(n: int) -> int:
-    """Run this script once per GPU of this machine; the highest exit status."""
+    """Run this module once per GPU of this machine; the highest exit status."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(n))
+    command = [sys.executable, "-m", "tools.gpu.preflight", *sys.argv[1:]]
     processes = []
     try:
         for rank in range(n):
             environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            processes.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
+            processes.append(subprocess.Popen(command, env=environment))
         return max(process.wait() for process in processes)
     finally:
         for process in processes:
