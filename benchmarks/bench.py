@@ -19,12 +19,13 @@ import datetime
 import gc
 import os
 import platform
-import statistics
+import re
 import sys
 import time
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from benchmarks.rows import GPU_SHAPES, ROWS, SHAPES, Row, Shape, Step, device
 from common.run import keep_freed_memory
-from tools.memory import PeakMemory, live_bytes
+from tools.memory import PeakMemory
 from tools.pool import Pool
 
 SLOWER = 1.02  # a ratio above this, with 95 % confidence, fails the run
@@ -90,13 +91,12 @@ def peak_mb(row: Row, build, shape: Shape) -> float:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         run_steps(row, build, shape)
-        peak = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated() - before
     else:
-        before = live_bytes()
         with PeakMemory() as memory:
             run_steps(row, build, shape)
-        peak = memory.bytes
-    return largest([(peak - before) / 1e6])[0]
+        peak = memory.above
+    return largest([peak / 1e6])[0]
 
 
 def run_steps(row: Row, build, shape: Shape) -> None:
@@ -172,26 +172,18 @@ HEAD = (
 def line_of(r: Result) -> str:
     low, high = interval(r.ratios)
     loss = "(other model)" if r.loss_difference is None else f"{r.loss_difference:.1e}"
-    cells = [
-        r.row,
-        r.shape,
-        str(r.ranks),
-        f"**{statistics.median(r.ratios):.3f}**",
-        f"{low:.3f} ... {high:.3f}",
-        str(len(r.ratios)),
-        f"{statistics.median(r.ours_ms):.1f}",
-        f"{statistics.median(r.theirs_ms):.1f}",
-        f"{r.ours_mb:.1f}",
-        f"{r.theirs_mb:.1f}",
-        loss,
-    ]
-    return f"| {' | '.join(cells)} |"
+    ratio, ours, theirs = map(median, (r.ratios, r.ours_ms, r.theirs_ms))
+    return (
+        f"| {r.row} | {r.shape} | {r.ranks} | **{ratio:.3f}** | {low:.3f} ... {high:.3f} "
+        f"| {len(r.ratios)} | {ours:.1f} | {theirs:.1f} | {r.ours_mb:.1f} | {r.theirs_mb:.1f} "
+        f"| {loss} |"
+    )
 
 
 def slower_rows(results: list[Result]) -> list[str]:
     """The rows in which ours is slower, with 95 % confidence."""
     return [
-        f"{r.row} ({r.shape}, {r.ranks} ranks): {statistics.median(r.ratios):.3f}"
+        f"{r.row} ({r.shape}, {r.ranks} ranks): {median(r.ratios):.3f}"
         for r in results
         if r.loss_difference is not None and interval(r.ratios)[0] > SLOWER
     ]
@@ -199,29 +191,12 @@ def slower_rows(results: list[Result]) -> list[str]:
 
 def machine() -> str:
     """The machine and the versions that the figures were measured with."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x
-        ]
-        cpu = names[0] if names else cpu
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
+    name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())  # not on ARM
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
-        f"{len(os.sched_getaffinity(0))} cores ({cpu}){gpu}, "
-        f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"{datetime.date.today().isoformat()}"
+        f"{len(os.sched_getaffinity(0))} cores ({name[1] if name else platform.machine()}), {gpu}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, {datetime.date.today()}"
     )
-
-
-def shapes_used(names: set[str]) -> list[str]:
-    shapes = GPU_SHAPES if torch.cuda.is_available() else SHAPES
-    return [
-        f"- {n}: width {s.d_model}, {s.n_layers} layers, {s.n_heads} heads, vocabulary "
-        f"{s.vocab_size}, {s.batch} samples of {s.seq_len} tokens (01 to 04: per rank), float32"
-        for n, s in shapes.items()
-        if n in names
-    ]
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -229,7 +204,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
     parser.add_argument("--ranks", nargs="+", type=int, help="default: a core or GPU for each")
     parser.add_argument("--minutes", type=float, default=9, help="for all rows together")
     parser.add_argument("--pairs", type=int, default=MOST, help="timed steps of each contender")
@@ -253,8 +227,7 @@ def run_rows(args: argparse.Namespace, deadline: float) -> tuple[list[Result], l
             (size, name, shape)
             for name in args.rows
             for size in ranks_of(ROWS[name], args.ranks)
-            for shape in args.shapes
-            if shape in ROWS[name].shapes
+            for shape in ROWS[name].shapes
         ),
         key=lambda job: job[0],
     )
@@ -288,7 +261,6 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     print(machine())
     results, late = run_rows(args, time.monotonic() + 60 * args.minutes)
-    measured = {r.row for r in results}
     for row in slower_rows(results):
         print(f"slower than {ROWS[row.split()[0]].against}: {row}")
     if late:
@@ -296,11 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     if few := [name for name in args.rows if not ranks_of(ROWS[name], args.ranks)]:
         print(f"not measured, for lack of cores (--ranks): {', '.join(few)}")
     if args.out:
-        lines = [machine(), "", HEAD, *map(line_of, results), ""]
-        lines += [
-            f"- {name}: against {ROWS[name].against}" for name in args.rows if name in measured
-        ]
-        Path(args.out).write_text("\n".join([*lines, *shapes_used({r.shape for r in results}), ""]))
+        Path(args.out).write_text("\n".join([machine(), "", HEAD, *map(line_of, results), ""]))
     return 1 if slower_rows(results) else 0
 
 

@@ -7,7 +7,7 @@ same weights and see the same batches. To add a row: two such functions and a li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
@@ -21,7 +21,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel._attention import (
     _templated_ring_attention,
     _templated_ring_attention_backward,
@@ -85,18 +85,21 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def transformer(shape: Shape) -> Transformer:
-    model = Transformer(shape.config)
+def transformer(shape: Shape, units: Sequence[int] | None = None) -> Transformer:
+    model = Transformer(shape.config, indices=units)
     init_weights(model, seed=1)
     return model.to(device())
 
 
-def plain_step(model: nn.Module, optimizer, finish: Callable[[], None] | None = None) -> Step:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **ADAMW)
+
+
+def step_of(optimizer, forward_and_backward: Step, finish: Callable[[], None] | None = None):
     """Forward, backward, `finish` if there is one, optimizer step, no gradients left."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = model(tokens, targets)
-        loss.backward()
+        loss = forward_and_backward(tokens, targets)
         if finish is not None:
             finish()
         optimizer.step()
@@ -104,6 +107,17 @@ def plain_step(model: nn.Module, optimizer, finish: Callable[[], None] | None = 
         return loss.detach()
 
     return step
+
+
+def plain_step(model: nn.Module, optimizer=None, finish: Callable[[], None] | None = None) -> Step:
+    """The step of a model whose forward returns the loss. optimizer: by default AdamW."""
+
+    def forward_and_backward(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        return loss
+
+    return step_of(optimizer or adamw(model), forward_and_backward, finish)
 
 
 # ---- 01: the model against a plain one ----
@@ -151,13 +165,15 @@ class PlainTransformer(nn.Module):
 
 
 def our_model(shape: Shape) -> Step:
-    model = transformer(shape)
-    return plain_step(model, torch.optim.AdamW(model.parameters(), **ADAMW))
+    return plain_step(transformer(shape))
 
 
 def plain_model(shape: Shape) -> Step:
-    model = PlainTransformer(shape).to(device())
-    return plain_step(model, torch.optim.AdamW(model.parameters(), **ADAMW))
+    return plain_step(PlainTransformer(shape).to(device()))
+
+
+def loss_of_full_logits(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(x @ weight.t(), targets)
 
 
 def loss_step(shape: Shape, loss_of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
@@ -177,101 +193,72 @@ def loss_step(shape: Shape, loss_of: Callable[[Tensor, Tensor, Tensor], Tensor])
     return step
 
 
-def chunked_loss(shape: Shape) -> Step:
-    return loss_step(shape, linear_cross_entropy)
-
-
-def loss_of_full_logits(shape: Shape) -> Step:
-    return loss_step(shape, lambda x, weight, targets: F.cross_entropy(x @ weight.t(), targets))
-
-
 # ---- 02: DistributedDataParallel ----
+
+torchs_ddp = partial(DistributedDataParallel, gradient_as_bucket_view=True)
 
 
 def our_ddp(shape: Shape) -> Step:
     model = load_stage("02").DistributedDataParallel(transformer(shape))
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    return plain_step(model, optimizer, model.finish_gradient_synchronization)
+    return plain_step(model, finish=model.finish_gradient_synchronization)
 
 
 def torch_ddp(shape: Shape) -> Step:
-    model = DistributedDataParallel(transformer(shape), gradient_as_bucket_view=True)
-    return plain_step(model, torch.optim.AdamW(model.parameters(), **ADAMW))
+    return plain_step(torchs_ddp(transformer(shape)))
 
 
 # ---- 03: ZeroRedundancyOptimizer ----
 
 
-def our_zero(zero_stage: int) -> Callable[[Shape], Step]:
-    def build(shape: Shape) -> Step:
-        model = transformer(shape)
-        optimizer = load_stage("03").ZeroRedundancyOptimizer(
-            model, torch.optim.AdamW, zero_stage=zero_stage, **ADAMW
-        )
-        return plain_step(model, optimizer, optimizer.finish_gradient_synchronization)
-
-    return build
+def our_zero(shape: Shape, zero_stage: int) -> Step:
+    model, zero = transformer(shape), load_stage("03").ZeroRedundancyOptimizer
+    optimizer = zero(model, torch.optim.AdamW, zero_stage=zero_stage, **ADAMW)
+    return plain_step(model, optimizer, optimizer.finish_gradient_synchronization)
 
 
 def torch_zero(shape: Shape) -> Step:
-    model = DistributedDataParallel(transformer(shape), gradient_as_bucket_view=True)
-    return plain_step(
-        model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
-    )
+    model = torchs_ddp(transformer(shape))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
+    return plain_step(model, optimizer)
 
 
 # ---- 04: fully_shard ----
 
 
-def our_fsdp(
-    reshard_after_forward: bool, param_dtype: torch.dtype | None = None
-) -> Callable[[Shape], Step]:
-    def build(shape: Shape) -> Step:
-        module = transformer(shape)
-        model = load_stage("04").FullyShardedDataParallel(
-            module,
-            module.units(),
-            param_dtype=param_dtype,
-            reduce_dtype=torch.float32,
-            reshard_after_forward=reshard_after_forward,
-        )
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        return plain_step(model, optimizer, model.finish_gradient_synchronization)
-
-    return build
+def our_fsdp(shape: Shape, reshard: bool = True, dtype: torch.dtype | None = None) -> Step:
+    module = transformer(shape)
+    model = load_stage("04").FullyShardedDataParallel(
+        module,
+        module.units(),
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        reshard_after_forward=reshard,
+    )
+    return plain_step(model, finish=model.finish_gradient_synchronization)
 
 
-def torch_fsdp(
-    reshard_after_forward: bool, param_dtype: torch.dtype | None = None
-) -> Callable[[Shape], Step]:
-    def build(shape: Shape) -> Step:
-        model = transformer(shape)
-        settings = {
-            "mesh": init_device_mesh(device().type, (dist.get_world_size(),)),
-            "mp_policy": MixedPrecisionPolicy(param_dtype, torch.float32),
-            "reshard_after_forward": reshard_after_forward,
-        }
-        for unit in model.units():
-            fully_shard(unit, **settings)
-        fully_shard(model, **settings)
-        return plain_step(model, torch.optim.AdamW(model.parameters(), **ADAMW))
-
-    return build
+def torch_fsdp(shape: Shape, reshard: bool = True, dtype: torch.dtype | None = None) -> Step:
+    model = transformer(shape)
+    settings = {
+        "mesh": init_device_mesh(device().type, (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(dtype, torch.float32),
+        "reshard_after_forward": reshard,
+    }
+    for module in (*model.units(), model):
+        fully_shard(module, **settings)
+    return plain_step(model)
 
 
 # ---- 05: parallelize_module ----
 
 
-def our_tensor_parallel(sequence_parallel: bool) -> Callable[[Shape], Step]:
-    def build(shape: Shape) -> Step:
-        stage, group = load_stage("05"), dist.group.WORLD
-        model = stage.tensor_parallel(transformer(shape), group, sequence_parallel)
-        finish = None
-        if sequence_parallel:
-            finish = partial(stage.all_reduce_replicated_gradients, model, group)
-        return plain_step(model, torch.optim.AdamW(model.parameters(), **ADAMW), finish)
-
-    return build
+def our_tensor_parallel(shape: Shape, sequence_parallel: bool) -> Step:
+    stage, group = load_stage("05"), dist.group.WORLD
+    model = stage.tensor_parallel(transformer(shape), group, sequence_parallel)
+    finish = None
+    if sequence_parallel:
+        finish = partial(stage.all_reduce_replicated_gradients, model, group)
+    return plain_step(model, finish=finish)
 
 
 def with_torchs_linears(model: nn.Module) -> nn.Module:
@@ -309,28 +296,23 @@ def parallel_plan(sequence_parallel: bool) -> dict:
     return plan
 
 
-def torch_tensor_parallel(sequence_parallel: bool) -> Callable[[Shape], Step]:
-    def build(shape: Shape) -> Step:
-        mesh = init_device_mesh(device().type, (dist.get_world_size(),))
-        model = with_torchs_linears(transformer(shape))
-        model = parallelize_module(model, mesh, parallel_plan(sequence_parallel))
-        # fused AdamW takes no group that mixes DTensors with the plain weights of the norms
-        kinds: dict[type, list[nn.Parameter]] = {}
-        for p in model.parameters():
-            kinds.setdefault(type(p.data), []).append(p)
-        optimizer = torch.optim.AdamW([{"params": ps} for ps in kinds.values()], **ADAMW)
+def torch_tensor_parallel(shape: Shape, sequence_parallel: bool) -> Step:
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    model = with_torchs_linears(transformer(shape))
+    model = parallelize_module(model, mesh, parallel_plan(sequence_parallel))
+    # fused AdamW takes no group that mixes DTensors with the plain weights of the norms
+    kinds: dict[type, list[nn.Parameter]] = {}
+    for p in model.parameters():
+        kinds.setdefault(type(p.data), []).append(p)
+    optimizer = torch.optim.AdamW([{"params": ps} for ps in kinds.values()], **ADAMW)
 
-        def step(tokens: Tensor, targets: Tensor) -> Tensor:
-            with loss_parallel():
-                loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            return loss.detach().full_tensor()
+    def forward_and_backward(tokens: Tensor, targets: Tensor) -> Tensor:
+        with loss_parallel():
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+        return loss.full_tensor()
 
-        return step
-
-    return build
+    return step_of(optimizer, forward_and_backward)
 
 
 # ---- 06: torch.distributed.pipelining ----
@@ -344,43 +326,33 @@ def stages_of(shape: Shape, virtual_stages: int) -> tuple[dict[int, range], Tran
     n_stages = p * virtual_stages
     own_stages = range(dist.get_rank(), n_stages, p)
     units = {stage: units_of(stage, n_stages, shape.n_layers) for stage in own_stages}
-    model = Transformer(shape.config, indices=[unit for part in units.values() for unit in part])
-    init_weights(model, seed=1)
-    return units, model.to(device())
+    return units, transformer(shape, [unit for part in units.values() for unit in part])
 
 
-def on_all_ranks(losses: Tensor) -> Tensor:
-    """The mean of the last rank's losses; zeros elsewhere."""
-    loss = losses.mean()
+def on_all_ranks(losses: Sequence[Tensor]) -> Tensor:
+    """The mean of the last rank's losses, which the others do not have."""
+    loss = sum(losses, torch.zeros((), device=device())) / MICRO_BATCHES
     dist.all_reduce(loss)
     return loss
 
 
-def our_pipeline(schedule: str, virtual_stages: int = 1) -> Callable[[Shape], Step]:
-    def build(shape: Shape) -> Step:
-        stage = load_stage("06")
-        units, model = stages_of(shape, virtual_stages)
-        groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
-        splits = schedule == "zero-bubble"
-        stage_class = stage.ZeroBubbleStage if splits else stage.PipelineStage
-        parts = {number: stage.parts_of(model, units[number]) for number in units}
-        stages = {number: stage_class(*part, False) for number, part in parts.items()}
-        actions = stage.SCHEDULES[schedule]
-        if virtual_stages > 1:
-            actions = partial(actions, v=virtual_stages)
-        pipeline = stage.Pipeline(stages, actions, *groups, shape.config.d_model)
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+def run_ours(pipeline, tokens: Tensor, targets: Tensor) -> Tensor:
+    pairs = zip(tokens.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True)
+    return on_all_ranks(pipeline.run([(x, y, None) for x, y in pairs]))
 
-        def step(tokens: Tensor, targets: Tensor) -> Tensor:
-            pairs = zip(tokens.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True)
-            losses = pipeline.run([(x, y, None) for x, y in pairs])
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            return on_all_ranks(losses)
 
-        return step
-
-    return build
+def our_pipeline(shape: Shape, schedule: str, virtual_stages: int) -> Step:
+    stage = load_stage("06")
+    units, model = stages_of(shape, virtual_stages)
+    groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
+    stage_class = stage.ZeroBubbleStage if schedule == "zero-bubble" else stage.PipelineStage
+    parts = {number: stage.parts_of(model, units[number]) for number in units}
+    stages = {number: stage_class(*part, False) for number, part in parts.items()}
+    actions = stage.SCHEDULES[schedule]
+    if virtual_stages > 1:
+        actions = partial(actions, v=virtual_stages)
+    pipeline = stage.Pipeline(stages, actions, *groups, shape.config.d_model)
+    return step_of(adamw(model), partial(run_ours, pipeline))
 
 
 class Part(nn.Module):
@@ -405,42 +377,26 @@ class Part(nn.Module):
         return self.output(x) if self.logits else self.output.norm(x)
 
 
-def torch_pipeline(schedule: type, virtual_stages: int = 1) -> Callable[[Shape], Step]:
-    def build(shape: Shape) -> Step:
-        p, rank = dist.get_world_size(), dist.get_rank()
-        units, model = stages_of(shape, virtual_stages)
-        stages = [
-            pipelining.PipelineStage(Part(model, part), stage, p * virtual_stages, device())
-            for stage, part in units.items()
-        ]
+def run_torchs(schedule, is_first: bool, tokens: Tensor, targets: Tensor) -> Tensor:
+    losses: list[Tensor] = []  # of the last rank
+    schedule.step(*[tokens] * is_first, target=targets, losses=losses)
+    return on_all_ranks([x.full_tensor() if isinstance(x, DTensor) else x for x in losses])
 
-        def loss_of(x: Tensor, targets: Tensor) -> Tensor:
-            weight = model.output.head.weight
-            return linear_cross_entropy(x.flatten(0, -2), weight, targets.flatten())
 
-        own = (
-            stages[0]
-            if issubclass(schedule, pipelining.schedules.PipelineScheduleSingle)
-            else (stages)
-        )
-        runner = schedule(own, MICRO_BATCHES, loss_fn=loss_of)
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+def torch_pipeline(shape: Shape, schedule: type, virtual_stages: int) -> Step:
+    p, rank = dist.get_world_size(), dist.get_rank()
+    units, model = stages_of(shape, virtual_stages)
+    stages = [
+        pipelining.PipelineStage(Part(model, part), stage, p * virtual_stages, device())
+        for stage, part in units.items()
+    ]
 
-        def step(tokens: Tensor, targets: Tensor) -> Tensor:
-            losses: list[Tensor] = []
-            inputs = (tokens,) if rank == 0 else ()
-            if rank == p - 1:
-                runner.step(*inputs, target=targets, losses=losses)
-            else:
-                runner.step(*inputs)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            last = rank == p - 1
-            return on_all_ranks(torch.stack(losses) if last else torch.zeros(1, device=device()))
+    def loss_of(x: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(x.flatten(0, -2), model.output.head.weight, targets.flatten())
 
-        return step
-
-    return build
+    is_single = issubclass(schedule, pipelining.schedules.PipelineScheduleSingle)
+    runner = schedule(stages[0] if is_single else stages, MICRO_BATCHES, loss_fn=loss_of)
+    return step_of(adamw(model), partial(run_torchs, runner, rank == 0))
 
 
 # ---- 07: three of PyTorch's own, combined ----
@@ -451,61 +407,39 @@ def our_mesh(shape: Shape) -> Step:
     stage = load_stage("07")
     mesh = stage.build_mesh(2, 2, 2, timeout=600)
     units = stage.units_of(mesh.pp.rank(), 2, shape.n_layers)
-    model = Transformer(shape.config, indices=units)
-    init_weights(model, seed=1)
-    stage.tensor_parallel(model.to(device()), mesh.tp)
+    model = transformer(shape, units)
+    stage.tensor_parallel(model, mesh.tp)
     stages = {mesh.pp.rank(): stage.PipelineStage(*stage.parts_of(model, units), False)}
     pipeline = stage.MeshPipeline(stages, stage.one_f_one_b, mesh, shape.config.d_model)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        pairs = zip(tokens.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True)
-        losses = pipeline.run([(x, y, None) for x, y in pairs])
-        pipeline.finish_gradient_synchronization()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return on_all_ranks(losses) / 4
-
-    return step
+    step = step_of(
+        adamw(model), partial(run_ours, pipeline), pipeline.finish_gradient_synchronization
+    )
+    return lambda *batch: step(*batch) / 4  # dp and tp have it four times
 
 
 def torch_mesh(shape: Shape) -> Step:
     mesh = init_device_mesh(device().type, (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     rank = mesh["pp"].get_local_rank()
     units = load_stage("06").units_of(rank, 2, shape.n_layers)
-    model = Transformer(shape.config, indices=units)
-    init_weights(model, seed=1)
-    part = Part(with_torchs_linears(model.to(device())), units, logits=True)
+    part = Part(with_torchs_linears(transformer(shape, units)), units, logits=True)
     plan = {
         k: v for k, v in parallel_plan(False).items() if rank == int("output" in k) or "layers" in k
     }
     parallelize_module(part, mesh["tp"], plan)
     _pre_dp_module_transform(part)
-    replica = DistributedDataParallel(
-        part, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True
-    )
-    group = mesh["pp"].get_group()
-    own = pipelining.PipelineStage(replica, rank, 2, device(), group=group)
+    replica = torchs_ddp(part, process_group=mesh["dp"].get_group())
+    own = pipelining.PipelineStage(replica, rank, 2, device(), group=mesh["pp"].get_group())
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     runner = pipelining.Schedule1F1B(own, MICRO_BATCHES, loss_fn=loss_of)
-    optimizer = torch.optim.AdamW(part.parameters(), **ADAMW)
 
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        losses: list[Tensor] = []
+    def forward_and_backward(tokens: Tensor, targets: Tensor) -> Tensor:
         with loss_parallel():
-            if rank == 1:
-                runner.step(target=targets, losses=losses)
-            else:
-                runner.step(tokens)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        full = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in losses]
-        return on_all_ranks(torch.stack(full) if full else torch.zeros(1, device=device())) / 4
+            return run_torchs(runner, rank == 0, tokens, targets) / 4
 
-    return step
+    return step_of(adamw(part), forward_and_backward)
 
 
 # ---- 08: the ring of PyTorch's context parallelism, over its flash operator for CPUs ----
@@ -519,10 +453,8 @@ class TorchRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        inputs = {"query": q, "key": k, "value": v}
-        group = dist.group.WORLD
         out, logsumexp, *_ = _templated_ring_attention(
-            group, 2, FLASH, **inputs, is_causal=True, dropout_p=0.0
+            dist.group.WORLD, 2, FLASH, query=q, key=k, value=v, is_causal=True, dropout_p=0.0
         )
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
@@ -531,36 +463,20 @@ class TorchRing(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         q, k, v, out, logsumexp = ctx.saved_tensors
         inputs = {"query": q, "key": k, "value": v, "out": out, "logsumexp": logsumexp}
-        grads = _templated_ring_attention_backward(
-            dist.group.WORLD,
-            2,
-            FLASH_BACKWARD,
-            grad,
-            "grad_out",
-            **inputs,
-            is_causal=True,
-            dropout_p=0.0,
-        )
-        return grads[:3]
+        inputs |= {"grad_out": grad, "grad_out_name": "grad_out"}
+        inputs |= {"is_causal": True, "dropout_p": 0.0}
+        group = dist.group.WORLD
+        return _templated_ring_attention_backward(group, 2, FLASH_BACKWARD, **inputs)[:3]
 
 
-def our_ring(shape: Shape) -> Step:
-    return ring_step(shape, None)
-
-
-def torch_ring(shape: Shape) -> Step:
-    return ring_step(shape, TorchRing.apply)
-
-
-def ring_step(shape: Shape, attend: Callable | None) -> Step:
+def ring_step(shape: Shape, attend: Callable | None = None) -> Step:
     """Stage 08, with `attend` in place of its own attention if it is given."""
     stage, model = load_stage("08"), transformer(shape)
     chunks = stage.context_parallel(model, dist.group.WORLD)
     for layer in model.layers.values() if attend else ():
         layer.attn.attend = attend
     replica = stage.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    step = plain_step(replica, optimizer, replica.finish_gradient_synchronization)
+    step = plain_step(replica, finish=replica.finish_gradient_synchronization)
     return lambda *batch: step(*(stage.local_tokens(x, chunks, shape.seq_len) for x in batch))
 
 
@@ -587,32 +503,30 @@ def our_experts(shape: Shape) -> Step:
         experts_alone.finish_gradient_synchronization()
         stage.balance_load(model, 0.08)
 
-    return plain_step(parallel, torch.optim.AdamW(parallel.parameters(), **ADAMW), finish)
+    return plain_step(parallel, finish=finish)
 
 
 def replicated_experts(shape: Shape) -> Step:
     alone, _ = dist.new_subgroups(1)
     model = experts(shape, alone)
-    parallel = DistributedDataParallel(
-        model, gradient_as_bucket_view=True, forward_sync_buffers=False
-    )
-    optimizer = torch.optim.AdamW(parallel.parameters(), **ADAMW)
-    return plain_step(parallel, optimizer, lambda: load_stage("09").balance_load(model, 0.08))
+    parallel = torchs_ddp(model, forward_sync_buffers=False)
+    return plain_step(parallel, finish=lambda: load_stage("09").balance_load(model, 0.08))
 
 
-class TorchAllToAll:
-    """PyTorch's all-to-all in place of `AllToAll`."""
-
-    @staticmethod
-    def apply(rows: Tensor, send: list[int], receive: list[int], group) -> Tensor:
-        return all_to_all_single_autograd(rows.contiguous(), receive, send, group)
+def torch_all_to_all(
+    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, factor: float
+) -> Tensor:
+    """In place of `AllToAll.apply`."""
+    rows = all_to_all_single_autograd(rows.contiguous(), receive, send, group)
+    rows.register_hook(lambda grad: grad * factor)
+    return rows
 
 
 def experts_over_torch_all_to_all(shape: Shape) -> Step:
     step = our_experts(shape)
 
     def with_torch(tokens: Tensor, targets: Tensor) -> Tensor:
-        with patch.object(load_stage("09"), "AllToAll", TorchAllToAll):
+        with patch.object(load_stage("09").AllToAll, "apply", torch_all_to_all):
             return step(tokens, targets)
 
     return with_torch
@@ -622,8 +536,7 @@ def experts_over_torch_all_to_all(shape: Shape) -> Step:
 
 
 def our_float8(shape: Shape) -> Step:
-    model = load_stage("10").float8(transformer(shape), "rowwise")
-    return plain_step(model, torch.optim.AdamW(model.parameters(), **ADAMW))
+    return plain_step(load_stage("10").float8(transformer(shape), "rowwise"))
 
 
 # ---- 11: Muon on every rank, under DDP ----
@@ -635,15 +548,13 @@ def matrices_and_others(model: Transformer) -> tuple[list, list]:
 
 
 def muon_step(model: nn.Module, muon, others: list, finish: Callable | None = None) -> Step:
-    adamw = torch.optim.AdamW(others, **ADAMW)
-
     def muon_then_zero_grad() -> None:
         if finish is not None:
             finish()
         muon.step()
         muon.zero_grad(set_to_none=True)
 
-    return plain_step(model, adamw, muon_then_zero_grad)
+    return plain_step(model, torch.optim.AdamW(others, **ADAMW), muon_then_zero_grad)
 
 
 def our_muon(shape: Shape) -> Step:
@@ -657,7 +568,7 @@ def our_muon(shape: Shape) -> Step:
 def torch_muon(shape: Shape) -> Step:
     model = transformer(shape)
     matrices, others = matrices_and_others(model)
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    replica = torchs_ddp(model)
     # nesterov=False would change the momentum of bfloat16 parameters in place before PyTorch 2.15
     muon = torch.optim.Muon(matrices, lr=ADAMW["lr"], adjust_lr_fn="match_rms_adamw")
     return muon_step(replica, muon, others)
@@ -680,14 +591,15 @@ class Row:
 
 
 def tensor_parallel_row(sequence_parallel: bool, against: str) -> Row:
-    ours, theirs = our_tensor_parallel(sequence_parallel), torch_tensor_parallel(sequence_parallel)
+    contenders = our_tensor_parallel, torch_tensor_parallel
+    ours, theirs = (partial(each, sequence_parallel=sequence_parallel) for each in contenders)
     return Row(ours, theirs, against, share_of=lambda rank: 0)
 
 
 def pipeline_row(schedule: str, v: int, theirs: type, their_v: int) -> Row:
     return Row(
-        our_pipeline(schedule, v),
-        torch_pipeline(theirs, their_v),
+        partial(our_pipeline, schedule=schedule, virtual_stages=v),
+        partial(torch_pipeline, schedule=theirs, virtual_stages=their_v),
         f"pipelining.{theirs.__name__}, {their_v} stage{'s' * (their_v > 1)} per rank",
         shapes=("deep", "deep-large-vocabulary"),
         share_of=lambda rank: 0,
@@ -699,22 +611,28 @@ ROWS = {
         our_model, plain_model, "plain GPT, full logits, AdamW fused", (1,), same_loss=False
     ),
     "01-loss": Row(
-        chunked_loss,
-        loss_of_full_logits,
+        partial(loss_step, loss_of=linear_cross_entropy),
+        partial(loss_step, loss_of=loss_of_full_logits),
         "x @ W.t(), F.cross_entropy",
         (1,),
         shapes=("large-vocabulary",),
     ),
     "02-ddp": Row(our_ddp, torch_ddp, "DistributedDataParallel(gradient_as_bucket_view=True)"),
-    "03-zero-1": Row(our_zero(1), torch_zero, "ZeroRedundancyOptimizer under DDP"),
-    "03-zero-2": Row(our_zero(2), torch_zero, "ZeroRedundancyOptimizer under DDP"),
-    "04-fsdp": Row(our_fsdp(True), torch_fsdp(True), "fully_shard on each unit and the root"),
+    "03-zero-1": Row(
+        partial(our_zero, zero_stage=1), torch_zero, "ZeroRedundancyOptimizer under DDP"
+    ),
+    "03-zero-2": Row(
+        partial(our_zero, zero_stage=2), torch_zero, "ZeroRedundancyOptimizer under DDP"
+    ),
+    "04-fsdp": Row(our_fsdp, torch_fsdp, "fully_shard on each unit and the root"),
     "04-fsdp-no-reshard": Row(
-        our_fsdp(False), torch_fsdp(False), "fully_shard(reshard_after_forward=False)"
+        partial(our_fsdp, reshard=False),
+        partial(torch_fsdp, reshard=False),
+        "fully_shard(reshard_after_forward=False)",
     ),
     "04-fsdp-bf16": Row(
-        our_fsdp(True, torch.bfloat16),
-        torch_fsdp(True, torch.bfloat16),
+        partial(our_fsdp, dtype=torch.bfloat16),
+        partial(torch_fsdp, dtype=torch.bfloat16),
         "fully_shard, parameters in bf16, reduced in float32",
     ),
     "05-tensor": tensor_parallel_row(False, "parallelize_module, loss_parallel"),
@@ -732,8 +650,8 @@ ROWS = {
         share_of=lambda rank: rank // 2 % 2,
     ),
     "08-ring": Row(
-        our_ring,
-        torch_ring,
+        ring_step,
+        partial(ring_step, attend=TorchRing.apply),
         "_templated_ring_attention over PyTorch's flash operator",
         shapes=("long",),
         share_of=lambda rank: 0,

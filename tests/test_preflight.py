@@ -28,8 +28,8 @@ def records(nodes: int, gpus: int, link: float = 50e9) -> list[dict]:
         node, gpu = divmod(rank, gpus)
         more = 1 + rank / 10000
         figures = {"matmul float32": 50e12, "matmul bfloat16": 650e12, "memory": 2.6e12}
-        figures |= {"latency in a node": 20e-6, "all-reduce in a node 262144 KiB": 350e9}
-        figures |= {"all-reduce over all nodes 262144 KiB": 300e9}
+        figures |= {"latency in a node": 20e-6, "all-reduce in a node": 350e9}
+        figures |= {"all-reduce over all nodes": 300e9}
         neighbours = {x for pairs in rounds(nodes) for pair in pairs if node in pair for x in pair}
         made.append(
             {

@@ -77,7 +77,7 @@ def test_without_stage_01_no_other_row_runs_on_a_cpu(capsys):
 
 
 def test_float8_matmuls_are_judged_by_their_error():
-    text, is_bad = Quickstart(0).script(Row("", "", 0, quickstart.MATMULS), 100)
+    text, is_bad = Quickstart(0).run(Row("", "", 0, quickstart.MATMULS), 100)
     assert not is_bad, text
     first = next(line for line in text.splitlines() if "float32 " in line)
     assert first.startswith("dX, e5m2 x e4m3, rowwise")

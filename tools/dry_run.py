@@ -65,8 +65,11 @@ class Report:
         return self.peak - self.states
 
 
-def states_of(optimizers: list[torch.optim.Optimizer], device: str = "cpu") -> Report:
-    """The storages on `device` of parameters, gradients and optimizer state, each counted once."""
+def report_of(
+    optimizers: list[torch.optim.Optimizer], sent_before: Counter, device: str = "cpu"
+) -> Report:
+    """The model state on `device` and what the ledger has counted, after these have stepped. A
+    storage of parameters, gradients or optimizer state counts once."""
     state = {p: tensors for optimizer in optimizers for p, tensors in optimizer.state.items()}
     params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     kinds = {
@@ -81,15 +84,8 @@ def states_of(optimizers: list[torch.optim.Optimizer], device: str = "cpu") -> R
         storages = {storage._cdata: storage for storage in held}
         sizes[kind] = sum(s.nbytes() for key, s in storages.items() if key not in seen)
         seen |= storages.keys()
-    return Report(**sizes)
-
-
-def report_of(optimizers: list, sent_before: Counter, device: str = "cpu") -> Report:
-    """The model state on `device` and what the ledger has counted, after these have stepped."""
-    report = states_of(optimizers, device)
-    report.sent_before = sent_before
-    report.sent = Ledger(*map(Counter, (ledger.calls, ledger.payload, ledger.ring, ledger.control)))
-    return report
+    sent = Ledger(*map(Counter, (ledger.calls, ledger.payload, ledger.ring, ledger.control)))
+    return Report(**sizes, sent=sent, sent_before=sent_before)
 
 
 class OneStep:
@@ -335,14 +331,13 @@ def main(argv: list[str] | None = None) -> None:
     args, own = parser.parse_known_args(argv)
     if not 0 <= args.rank < args.ranks:
         fail(f"--rank {args.rank} is not one of the {args.ranks} ranks: 0 to {args.ranks - 1}")
-    first = 0 if args.device == "cuda" else 1  # stage 01 has nothing to send
-    if args.stage not in stages()[first:] and args.stage != "all":
-        known = ", ".join(stages()[first:])
-        fail(f"there is no stage {args.stage!r} for a dry run; there are {known}, or all")
+    known = stages() if args.device == "cuda" else stages()[1:]  # stage 01 has nothing to send
     if args.stage == "all":
         every_stage()
-    else:
+    elif args.stage in known:
         show(args.stage, args.ranks, args.rank, own, args.vocabulary, args.device)
+    else:
+        fail(f"no dry run of {args.stage!r}, but of {', '.join(known)}, or all")
 
 
 if __name__ == "__main__":

@@ -78,10 +78,8 @@ def read(run: Path) -> State:
     micro_batches = flags["global_batch_size"] // flags["dp"] // flags["micro_batch_size"]
     degrees = [flags.get(axis) or 1 for axis in ("dp", "tp", "pp", "cp", "ep", "shard_degree")]
     parts = {config["world_size"], micro_batches, *degrees} - {1}
-    state, found = (
-        State({}, {}, {}, [*map(json.loads, lines[:2])], parts),
-        tensors_of(checkpoint, ""),
-    )
+    state = State({}, {}, {}, [*map(json.loads, lines[:2])], parts)
+    found = tensors_of(checkpoint, "")
     for name, tensor in found.items():
         prefix = next((prefix for prefix in FACTORS if name.startswith(prefix)), "")
         if prefix:
@@ -141,21 +139,10 @@ def likely_cause(found: list[Difference], names: list[str], parts: set[int]) -> 
             return f"x 1/{n}: divided twice, or one of {n} equal parts is not added"
     if all("norm" in each.name for each in found):
         return "only norms: with the sequence sharded, a rank has partial sums of their gradients"
-    if all(is_one_part(each, parts) for each in found):
-        return "one rank's part of each: what this rank holds or adds is wrong"
     first = names.index(found[0].name)
     if first > 0 and [each.name for each in found] == names[first:]:
         return f"the gradient of the hidden states is wrong from {names[first]} on backwards"
     return ""
-
-
-def is_one_part(difference: Difference, parts: set[int]) -> bool:
-    """Whether only one of n equal parts along some dimension differs."""
-    for (first, end), size in zip(difference.where, difference.shape, strict=True):
-        for part in (size // n for n in parts if size >= n):
-            if first // part == (end - 1) // part:
-                return True
-    return False
 
 
 def table(found: list[Difference], among: Tensors, what: str) -> list[str]:

@@ -76,8 +76,6 @@ class Pool:
         backend: str = "gloo",
         environment: dict[str, str] | None = None,
     ):
-        if not group and world_size != 1:
-            raise ValueError("without a process group there is one process")
         self.size, self.group, self.timeout, self.backend = world_size, group, timeout, backend
         self.environment = environment or {}
         self._processes: list = []
@@ -139,9 +137,8 @@ class Pool:
             if left <= 0:
                 stacks = self._stacks([r for r, o in enumerate(outcomes) if o is None])
                 for rank, text in stacks.items():
-                    outcomes[rank] = Outcome(
-                        traceback=f"did not finish in time; its stack was\n{text}"
-                    )
+                    said = f"did not finish in time; its stack was\n{text}"
+                    outcomes[rank] = Outcome(traceback=said)
         if any(o.traceback for o in outcomes) or len({o.exit_status for o in outcomes}) > 1:
             self.close()  # the state of the process group is unknown
         return outcomes
@@ -170,10 +167,8 @@ class Pool:
             environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
             environment |= self.environment
             if self.group:  # as torchrun would set it
-                environment |= {
-                    **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    **{"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)},
-                }
+                environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+                environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.size))
             where = theirs, environment, self._folder.name
             process = context.Process(
                 target=work, args=(rank, self.size, port, *where, self.backend), daemon=True

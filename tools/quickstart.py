@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -57,12 +58,12 @@ class Row(NamedTuple):
 def tolerance_of(stage: str, flags: str, on_gpu: bool) -> float:
     """The largest difference of a loss that is no failure."""
     file = stage_file(stage)
-    tolerances = [GPU_TOLERANCE if on_gpu else file.tolerance.get("loss", CPU_TOLERANCE)]
-    if on_gpu and file.tolerance:  # it changes what is computed
-        runs = file.for_("bf16") if "bfloat16" in flags else []
-        found = [file.tolerance, *(dict(run.tolerance) for run in runs)]
-        tolerances += [each.get("loss", 0.0) for each in found]
-    return max(tolerances)
+    if not on_gpu:
+        return file.tolerance.get("loss", CPU_TOLERANCE)
+    found = [{"loss": GPU_TOLERANCE}, file.tolerance]
+    if file.tolerance and "bfloat16" in flags:  # it changes what is computed
+        found += [dict(run.tolerance) for run in file.for_("bf16")]
+    return max(each.get("loss", 0.0) for each in found)
 
 
 def resumes(row: Row) -> bool:
@@ -127,7 +128,8 @@ class Quickstart:
     def run(self, row: Row, seconds: float) -> tuple[str, bool]:
         """A row of the table, or the output of a script, and whether that is a failure."""
         if not row.stage:
-            return self.script(row, seconds)
+            status, text = self.command(row.flags.split(), seconds)
+            return f"status {status}\n{text}", status != 0
         number = stage_file(row.stage).reference
         if (row.stage, row.flags, row.ranks) == (number, row.reference, 1) and not resumes(row):
             lines = expected = self.train(row, seconds)
@@ -180,13 +182,8 @@ class Quickstart:
                 environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         key = row.ranks, has_group, *environment
         if key not in self.pools:
-            pool = Pool(row.ranks, has_group, backend=backend, environment=environment)
-            self.pools[key] = pool
+            self.pools[key] = Pool(row.ranks, has_group, backend=backend, environment=environment)
         return self.pools[key]
-
-    def script(self, row: Row, seconds: float) -> tuple[str, bool]:
-        status, text = self.command(row.flags.split(), seconds)
-        return f"status {status}\n{text}", status != 0
 
     def command(self, words: list[str], seconds: float) -> tuple[int | str, str]:
         """Exit status and output of a script of this repository."""
@@ -284,13 +281,10 @@ def main(argv: list[str] | None = None) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    heading, quickstart = machine(gpus, cores), Quickstart(gpus)
+    heading, budget = machine(gpus, cores), args.budget if gpus else float("inf")
     print(f"{heading}\n")
-    try:
-        budget = args.budget if gpus else float("inf")
+    with closing(Quickstart(gpus)) as quickstart:
         bad = run_rows(rows_for(gpus, cores), quickstart, budget, heading, gpus)
-    finally:
-        quickstart.close()
     print(f"\nthe report: {REPORT}" if gpus else NOTES)
     if bad:
         print(f"\n{bad} of the rows above failed or differ from their reference", file=sys.stderr)

@@ -215,13 +215,11 @@ def _read(number: str, repo: Path) -> tuple[dict, list[StageRun], list[str]]:
     path = stage_paths(repo)[number].with_name("stage.toml")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}, [], ["there is none: copy 02_ddp/stage.toml and change it (tools/stages.py)"]
     except tomllib.TOMLDecodeError as error:
         return {}, [], [f"it is no TOML: {error}"]
-    found = [f"remove {name!r}, which means nothing" for name in values.keys() - FIELDS]
-    for name in [name for name in values if name not in FIELDS]:
-        del values[name]
+    found = []
+    for name in values.keys() - FIELDS:
+        found.append(f"remove {name} = {values.pop(name)!r}, which means nothing")
     for name in ("compare", "reference"):
         if name in values and (values[name] not in stages(repo) or values[name] > number):
             found.append(f"{name} = {values.pop(name)!r} is not one of the stages up to this one")
@@ -233,8 +231,6 @@ def _read(number: str, repo: Path) -> tuple[dict, list[StageRun], list[str]]:
             runs += _runs(number, entry, values["flags"])
         except (AttributeError, TypeError, ValueError) as error:
             found.append(f"the run {entry} is wrong: {error!r}; see tools/stages.py")
-    unknown = {*" ".join(values.get("exempt", {})).split()} - {*BASE, "bench"}
-    found += [f"exempt from {name!r}, which is no purpose" for name in sorted(unknown)]
     return values, runs, found
 
 

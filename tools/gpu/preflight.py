@@ -35,13 +35,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from common.arguments import Parser, positive_int
 from common.collectives import all_gather_single, all_reduce, reduce_scatter_single
-from common.distributed import Launch, fail, group_along, launch_environment
+from common.distributed import Launch, group_along, launch_environment
 from tools.gpu.verdict import judge, report
 
 
 class Sizes(NamedTuple):
-    """What is measured: n x n matmuls, bytes of a buffer in memory, bytes of messages."""
+    """What is measured: n x n matmuls, bytes of a buffer in memory, bytes of messages: collectives
+    have the largest, and a slow link a smaller one."""
 
     matmul: int
     buffer: int
@@ -257,17 +259,16 @@ def measure_collectives(group: dist.ProcessGroup, device: torch.device, sizes: S
         return repeated(once, longest(once, word, group))
 
     figures = {f"latency {where}": seconds_of(all_reduce, word)}
-    for size in sizes.messages:
-        full = torch.zeros(size // 4 // n * n, device=device)
-        shard = torch.empty(len(full) // n, device=device)
-        for name, passes, collective, tensors in (
-            ("all-reduce", 2, all_reduce, [full]),
-            ("all-gather", 1, all_gather_single, [full, shard]),
-            ("reduce-scatter", 1, reduce_scatter_single, [shard, full]),
-        ):
-            sent = passes * (n - 1) / n * full.nbytes
-            typical, worst = seconds_of(collective, *tensors)
-            figures[f"{name} {where} {size // 1024} KiB"] = sent / typical, sent / worst
+    full = torch.zeros(sizes.messages[-1] // 4 // n * n, device=device)
+    shard = torch.empty(len(full) // n, device=device)
+    for name, passes, collective, tensors in (
+        ("all-reduce", 2, all_reduce, [full]),
+        ("all-gather", 1, all_gather_single, [full, shard]),
+        ("reduce-scatter", 1, reduce_scatter_single, [shard, full]),
+    ):
+        sent = passes * (n - 1) / n * full.nbytes
+        typical, worst = seconds_of(collective, *tensors)
+        figures[f"{name} {where}"] = sent / typical, sent / worst
     return figures
 
 
@@ -373,13 +374,13 @@ def measure(ranks: Ranks, args: argparse.Namespace) -> dict:
 
 def summary(records: list[dict]) -> dict[str, float]:
     """The lowest figures of any rank, which `make plan` counts on: FLOP/s and bytes/s."""
-    starts = {"matmul_float32": "matmul float32", "matmul_bfloat16": "matmul bfloat16"}
-    starts |= {"memory": "memory", "inside_node": "all-reduce in a node"}
-    lowest = {}
-    for key, start in starts.items():
-        names = [name for name in records[0]["figures"] if name.startswith(start)]
-        if names:  # of several sizes the largest, which is the last
-            lowest[key] = min(r["figures"][names[-1]][0] for r in records)
+    names = {"matmul_float32": "matmul float32", "matmul_bfloat16": "matmul bfloat16"}
+    names |= {"memory": "memory", "inside_node": "all-reduce in a node"}
+    lowest = {
+        key: min(r["figures"][name][0] for r in records)
+        for key, name in names.items()
+        if name in records[0]["figures"]
+    }
     links = [x["rate"][0] for r in records for x in r["links"]]
     return lowest | ({"across_nodes": min(links)} if links else {})
 
@@ -412,18 +413,19 @@ def one_rank(launch: Launch, args: argparse.Namespace) -> int:
 
 
 def start_here(n: int) -> int:
-    """Run this script once per GPU of this machine; the highest exit status."""
+    """Run this module once per GPU of this machine; the highest exit status."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(n))
+    command = [sys.executable, "-m", "tools.gpu.preflight", *sys.argv[1:]]
     processes = []
     try:
         for rank in range(n):
             environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            processes.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
+            processes.append(subprocess.Popen(command, env=environment))
         return max(process.wait() for process in processes)
     finally:
         for process in processes:
@@ -431,9 +433,9 @@ def start_here(n: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--nproc", type=int, help="processes on this machine: default one per GPU, or 2")
+    add("--nproc", type=positive_int, help="processes on this machine: default one per GPU, or 2")
     add("--tolerance", type=float, default=0.1, help="how far below its peers is too far")
     add("--join-seconds", type=float, default=60, help="a node that is later is missing")
     add("--limit", type=float, default=110, help="seconds until it ends, whatever hangs")
@@ -442,10 +444,7 @@ def main() -> int:
     launch = launch_environment()
     if launch.address is not None:
         return one_rank(launch, args)
-    n = args.nproc if args.nproc is not None else torch.cuda.device_count() or 2
-    if n < 1:
-        fail(f"--nproc {n}: at least one process")
-    return start_here(n)
+    return start_here(args.nproc or torch.cuda.device_count() or 2)
 
 
 if __name__ == "__main__":

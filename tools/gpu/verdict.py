@@ -32,7 +32,7 @@ def device_name(record: dict) -> str:
 
 def is_common(name: str) -> bool:
     """Whether the ranks of a node have this figure in common."""
-    return name.endswith("KiB") or name.startswith("latency")
+    return name.endswith(("in a node", "over all nodes"))
 
 
 def one_per_node(records: list[dict]) -> list[dict]:
@@ -114,9 +114,7 @@ def slow_links(records: list[dict], tolerance: float) -> list[str]:
 def report(records: list[dict], findings: list[str]) -> str:
     """A row per node: the median of its slowest GPU and, in brackets, the worst repeat."""
     nodes, names = one_per_node(records), list(records[0]["figures"])
-    in_node = [name for name in names if name.endswith("KiB") and "in a node" in name][-3:]
-    columns = [n for n in names if not is_common(n)] + in_node
-    columns += [n for n in names if n == "latency in a node"]
+    columns = [name for name in names if not name.endswith("over all nodes")]
     head = ["node", "GPUs", "clocks", "free", *columns, "links in"]
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     for node in nodes:
@@ -130,7 +128,7 @@ def report(records: list[dict], findings: list[str]) -> str:
         rates = [x["rate"][0] for r in ranks for x in r["links"]]
         cells.append(show("link", min(rates)) if rates else "-")
         lines.append(f"| {' | '.join(cells)} |")
-    everywhere = [name for name in names if "over all nodes" in name]
+    everywhere = [name for name in names if name not in columns]
     lines += [f"{name}: {show(name, records[0]['figures'][name][0])}" for name in everywhere]
     lines += [f"  ! {line}" for line in findings] or ["nothing is missing, nothing is far off"]
     return "\n".join(lines)

@@ -36,11 +36,9 @@ class Span(NamedTuple):
     end: float
 
 
-def simulate(stage, schedule, p: int, m: int, message: float = 0.0) -> list[list[Span]]:
+def simulate(stage, schedule, p: int, m: int) -> list[list[Span]]:
     """Simulate the ranks: each action starts as soon as its rank is free and its message is there.
-
-    message: the time that a message takes. Raises RuntimeError if the ranks deadlock.
-    """
+    Raises RuntimeError if the ranks deadlock."""
     rows = [schedule(rank, p, m) for rank in range(p)]
     n_stages = 1 + max(action.stage for row in rows for action in row)
     spans: list[list[Span]] = [[] for _ in range(p)]
@@ -53,15 +51,14 @@ def simulate(stage, schedule, p: int, m: int, message: float = 0.0) -> list[list
             while len(spans[rank]) < len(row):
                 action = row[len(spans[rank])]
                 source, destination = stage.source_and_destination(action, n_stages)
-                waits = source is not None
-                if waits and action not in arrived:
+                if source is not None and action not in arrived:
                     break
                 free = spans[rank][-1].end if spans[rank] else 0.0
-                start = max(free, arrived[action] if waits else 0.0)
+                start = max(free, arrived.get(action, 0.0))
                 end = start + costs[action.kind] * p / n_stages  # a v-th with v stages per rank
                 spans[rank].append(Span(action.kind, action.micro, action.stage // p, start, end))
                 if destination is not None:
-                    arrived[action._replace(stage=destination)] = end + message
+                    arrived[action._replace(stage=destination)] = end
                 progress = True
     for rank, row in enumerate(rows):
         if len(spans[rank]) < len(row):
@@ -76,14 +73,15 @@ def bubble_fraction(spans: list[list[Span]]) -> float:
     return 1.0 - sum(s.end - s.start for s in everything) / (len(spans) * length)
 
 
-def measured(folder: Path) -> list[list[list[Span]]]:
-    """The traced steps of a run, each a list of spans per rank, in ms since the step began."""
+def measured(folder: Path) -> list[list[Span]]:
+    """The traced step of median length: a list of spans per rank, in ms since the step began."""
     paths = folder.glob("profile/rank*.pt.trace.json")
     paths = sorted(paths, key=lambda path: int(path.name[4:].split(".")[0]))
     if not paths:
         raise SystemExit(f"timeline.py: no traces in {folder}/profile: run with --profile")
     steps = zip(*(steps_of(json.loads(path.read_text())) for path in paths), strict=True)
-    return [from_zero([as_drawn(row) for row in step]) for step in steps]
+    steps = sorted((from_zero([as_drawn(row) for row in step]) for step in steps), key=duration)
+    return steps[len(steps) // 2]
 
 
 def as_drawn(row: list[Span]) -> list[Span]:
@@ -122,10 +120,8 @@ def from_zero(rows: list[list[Span]]) -> list[list[Span]]:
     return [[s._replace(start=s.start - zero, end=s.end - zero) for s in row] for row in kept]
 
 
-def median_step(steps: list[list[list[Span]]]) -> list[list[Span]]:
-    lengths = [max(row[-1].end for row in step) for step in steps]
-    middle = sorted(lengths)[len(lengths) // 2]
-    return steps[lengths.index(middle)]
+def duration(rows: list[list[Span]]) -> float:
+    return max(row[-1].end for row in rows)
 
 
 # ---- drawing ----
@@ -140,7 +136,7 @@ class Panel(NamedTuple):
 
     @property
     def length(self) -> float:
-        return max(row[-1].end for row in self.spans)
+        return duration(self.spans)
 
 
 def drawn(panel: Panel, longest: float, columns: int, coloured: bool) -> str:
@@ -187,7 +183,7 @@ def traced(folder: Path) -> Panel:
     arguments = json.loads((folder / "config.json").read_text())["arguments"]
     m = arguments["global_batch_size"] // arguments["dp"] // arguments["micro_batch_size"]
     title = f"{arguments['schedule']}, {m} micro-batches, measured"
-    return Panel(title, median_step(measured(folder)), "ms")
+    return Panel(title, measured(folder), "ms")
 
 
 def main() -> None:

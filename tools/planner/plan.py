@@ -35,7 +35,7 @@ class Layout:
     stage: str
     flags: str
     job: Job
-    memory: float = 0.0
+    memory: float
 
 
 # ---- what a stage can run ----
@@ -203,7 +203,7 @@ def plan(model: Job, fixed: Namespace) -> tuple[list[tuple[float, Layout]], Coun
         for size in sizes:
             for full in (True,) if fixed.activation_checkpointing else (False, True):
                 sized = replace(job, micro_batch=size, recompute="full" if full else "none")
-                memory = peak_memory(stage, sized, rows=2048)
+                memory = peak_memory(stage, sized)
                 if memory > USABLE * model.gpu.memory:
                     dropped["too little memory"] += 1
                     continue

@@ -153,17 +153,15 @@ class Step:
 # ---- the domain: what the model claims to predict ----
 
 
-def caveats(job: Job, seconds: float | None = None) -> list[str]:
+def caveats(job: Job, seconds: float) -> list[str]:
     """Why a job lies outside of the domain; nothing if it lies inside. seconds: as predicted."""
+    width = job.d_model / job.heads
     found = {
         "d_model under 2,048: small kernels": job.d_model < 2048,
         "sequences above 8,192": job.seq > 8192,
         "d_model / tp is not a multiple of 64: slow matmuls": job.d_model % (64 * job.tp) != 0,
-        "the heads' width is not a multiple of 8: slow attention": job.d_model % (8 * job.heads)
-        != 0,
-        "latency-bound": seconds is not None
-        and job.ranks >= TOO_SHORT[0]
-        and seconds < TOO_SHORT[1],
+        "the heads' width is not a multiple of 8: slow attention": width % 8 != 0,
+        "latency-bound": job.ranks >= TOO_SHORT[0] and seconds < TOO_SHORT[1],
     }
     return [reason for reason, holds in found.items() if holds]
 
