@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -34,7 +32,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 from common.model import Linear, Transformer, TransformerConfig, init_weights, linear_cross_entropy
@@ -399,49 +396,6 @@ def torch_pipeline(shape: Shape, schedule: type, virtual_stages: int) -> Step:
     return step_of(adamw(model), partial(run_torchs, runner, rank == 0))
 
 
-# ---- 07: three of PyTorch's own, combined ----
-
-
-def our_mesh(shape: Shape) -> Step:
-    """pp, dp and tp of two each."""
-    stage = load_stage("07")
-    mesh = stage.build_mesh(2, 2, 2, timeout=600)
-    units = stage.units_of(mesh.pp.rank(), 2, shape.n_layers)
-    model = transformer(shape, units)
-    stage.tensor_parallel(model, mesh.tp)
-    stages = {mesh.pp.rank(): stage.PipelineStage(*stage.parts_of(model, units), False)}
-    pipeline = stage.MeshPipeline(stages, stage.one_f_one_b, mesh, shape.config.d_model)
-    step = step_of(
-        adamw(model), partial(run_ours, pipeline), pipeline.finish_gradient_synchronization
-    )
-    return lambda *batch: step(*batch) / 4  # dp and tp have it four times
-
-
-def torch_mesh(shape: Shape) -> Step:
-    mesh = init_device_mesh(device().type, (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    rank = mesh["pp"].get_local_rank()
-    units = load_stage("06").units_of(rank, 2, shape.n_layers)
-    part = Part(with_torchs_linears(transformer(shape, units)), units, logits=True)
-    plan = {
-        k: v for k, v in parallel_plan(False).items() if rank == int("output" in k) or "layers" in k
-    }
-    parallelize_module(part, mesh["tp"], plan)
-    _pre_dp_module_transform(part)
-    replica = torchs_ddp(part, process_group=mesh["dp"].get_group())
-    own = pipelining.PipelineStage(replica, rank, 2, device(), group=mesh["pp"].get_group())
-
-    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    runner = pipelining.Schedule1F1B(own, MICRO_BATCHES, loss_fn=loss_of)
-
-    def forward_and_backward(tokens: Tensor, targets: Tensor) -> Tensor:
-        with loss_parallel():
-            return run_torchs(runner, rank == 0, tokens, targets) / 4
-
-    return step_of(adamw(part), forward_and_backward)
-
-
 # ---- 08: the ring of PyTorch's context parallelism, over its flash operator for CPUs ----
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -480,7 +434,7 @@ def ring_step(shape: Shape, attend: Callable | None = None) -> Step:
     return lambda *batch: step(*(stage.local_tokens(x, chunks, shape.seq_len) for x in batch))
 
 
-# ---- 09: experts on every rank, and PyTorch's differentiable all-to-all ----
+# ---- 09: experts on every rank ----
 
 
 def experts(shape: Shape, group: dist.ProcessGroup) -> Transformer:
@@ -511,25 +465,6 @@ def replicated_experts(shape: Shape) -> Step:
     model = experts(shape, alone)
     parallel = torchs_ddp(model, forward_sync_buffers=False)
     return plain_step(parallel, finish=lambda: load_stage("09").balance_load(model, 0.08))
-
-
-def torch_all_to_all(
-    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, factor: float
-) -> Tensor:
-    """In place of `AllToAll.apply`."""
-    rows = all_to_all_single_autograd(rows.contiguous(), receive, send, group)
-    rows.register_hook(lambda grad: grad * factor)
-    return rows
-
-
-def experts_over_torch_all_to_all(shape: Shape) -> Step:
-    step = our_experts(shape)
-
-    def with_torch(tokens: Tensor, targets: Tensor) -> Tensor:
-        with patch.object(load_stage("09").AllToAll, "apply", torch_all_to_all):
-            return step(tokens, targets)
-
-    return with_torch
 
 
 # ---- 10: float8 ----
@@ -641,14 +576,6 @@ ROWS = {
     "06-1f1b": pipeline_row("1f1b", 1, pipelining.Schedule1F1B, 1),
     "06-interleaved": pipeline_row("interleaved", 2, pipelining.ScheduleInterleaved1F1B, 2),
     "06-zero-bubble": pipeline_row("zero-bubble", 1, pipelining.ScheduleInterleavedZeroBubble, 2),
-    "07-mesh": Row(
-        our_mesh,
-        torch_mesh,
-        "parallelize_module + DistributedDataParallel + Schedule1F1B, 2 x 2 x 2",
-        (8,),
-        shapes=("deep",),
-        share_of=lambda rank: rank // 2 % 2,
-    ),
     "08-ring": Row(
         ring_step,
         partial(ring_step, attend=TorchRing.apply),
@@ -660,12 +587,6 @@ ROWS = {
         our_experts,
         replicated_experts,
         "all experts on every rank, under DistributedDataParallel",
-        shapes=("small",),
-    ),
-    "09-all-to-all": Row(
-        our_experts,
-        experts_over_torch_all_to_all,
-        "the same over _functional_collectives.all_to_all_single_autograd",
         shapes=("small",),
     ),
     "10-float8": Row(

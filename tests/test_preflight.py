@@ -172,6 +172,14 @@ def test_process_that_is_slowed_down_is_named(tmp_path):
 
 
 @pytest.mark.slow
+def test_preflight_starts_a_process_per_gpu_of_this_machine(tmp_path):
+    command = [sys.executable, "-m", "tools.gpu.preflight", "--nproc", "1", "--out"]
+    done = subprocess.run([*command, tmp_path / "out.json"], cwd=REPO, capture_output=True)
+    assert done.returncode == 0, done
+    assert json.loads((tmp_path / "out.json").read_text())["summary"]["memory"] > 0
+
+
+@pytest.mark.slow
 def test_process_that_never_joins_is_named(tmp_path):
     statuses, output, _ = start(["", ""], tmp_path, "--join-seconds", "10")
     assert statuses == [1, 1], output
