@@ -34,6 +34,13 @@ from common.model import Transformer, TransformerConfig, init_weights
 # ---- the network ----
 
 
+class Transfer:
+    """An all-reduce in flight, with the `wait` of `torch.distributed.Work`."""
+
+    def __init__(self, future: Future):
+        self.wait = future.result
+
+
 class Network:
     """All-reduces in the order of the calls, one at a time, on a thread of their own."""
 
@@ -43,10 +50,9 @@ class Network:
         self.link = ThreadPoolExecutor(max_workers=1)
         self.group = dist.new_group()  # else calls of this thread and of others could change places
 
-    def all_reduce(self, tensor: Tensor, group=None, async_op: bool = False) -> Future | None:
+    def all_reduce(self, tensor: Tensor, group=None, async_op: bool = False) -> Transfer | None:
         self.calls += 1
-        transfer = self.link.submit(self.transfer, tensor)
-        transfer.wait = transfer.result  # as `torch.distributed.Work` calls it
+        transfer = Transfer(self.link.submit(self.transfer, tensor))
         return transfer if async_op else transfer.wait()
 
     def transfer(self, tensor: Tensor) -> None:
@@ -94,7 +100,7 @@ class Overlapped(NoAverage):
 
     def __init__(self, model: nn.Module, network: Network):
         super().__init__(model, network)
-        self.in_flight: list[Future] = []
+        self.in_flight: list[Transfer] = []
         for param in self.params:
             param.register_post_accumulate_grad_hook(self.launch)
 

@@ -455,7 +455,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     for step in run.steps(first_step):
         lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
         set_learning_rate(muon, lr)
-        set_learning_rate(optimizer, lr * args.adamw_lr / args.lr)
+        set_learning_rate(optimizer, lr * (args.adamw_lr / args.lr))
         micro_batches = next(batches)
         loss = torch.zeros((), device=device)
         for i, (inputs, targets, keys) in enumerate(micro_batches):

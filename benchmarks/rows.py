@@ -19,7 +19,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel._attention import (
     _templated_ring_attention,
     _templated_ring_attention_backward,
@@ -356,9 +356,8 @@ class Part(nn.Module):
     """A stage for PyTorch's schedules. The last one leaves the head to the loss, so that both
     contenders have the chunked loss."""
 
-    def __init__(self, model: Transformer, units: range, logits: bool = False):
+    def __init__(self, model: Transformer, units: range):
         super().__init__()
-        self.logits = logits
         self.embed = model.embed if 0 in units else None
         names = (str(unit - 1) for unit in units)
         self.layers = nn.ModuleList(model.layers[name] for name in names if name in model.layers)
@@ -369,15 +368,13 @@ class Part(nn.Module):
             x = self.embed(x)
         for layer in self.layers:
             x = layer(x)
-        if self.output is None:
-            return x
-        return self.output(x) if self.logits else self.output.norm(x)
+        return x if self.output is None else self.output.norm(x)
 
 
 def run_torchs(schedule, is_first: bool, tokens: Tensor, targets: Tensor) -> Tensor:
     losses: list[Tensor] = []  # of the last rank
     schedule.step(*[tokens] * is_first, target=targets, losses=losses)
-    return on_all_ranks([x.full_tensor() if isinstance(x, DTensor) else x for x in losses])
+    return on_all_ranks(losses)
 
 
 def torch_pipeline(shape: Shape, schedule: type, virtual_stages: int) -> Step:

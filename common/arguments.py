@@ -242,7 +242,8 @@ def check_ranks(args: Arguments, corpus: Corpus) -> None:
     rank, other = next((r, each) for r, each in enumerate(every) if each != every[0])
     names = [name for name in {**every[0], **other} if every[0].get(name) != other.get(name)]
     what = [f"{n} is {every[0].get(n)} on rank 0 and {other.get(n)} on rank {rank}" for n in names]
-    fail(f"the ranks differ: {'; '.join(what)}: start all with the same command")
+    count = f"{sum(each != every[0] for each in every)} of {len(every)} ranks"
+    fail(f"{count} differ from rank 0: {'; '.join(what)}: start all with the same command")
 
 
 def check_memory(args: Arguments, config: TransformerConfig) -> None:

@@ -292,7 +292,8 @@ def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
         raise IncompatibleCheckpointError(what)
     if saved["vocabulary"] != run["vocabulary"]:
         raise IncompatibleCheckpointError("another vocabulary: pass the --data it was trained on")
-    differ = [name for name in REPORTED if old.get(name) != new.get(name)]  # a stage's own, too
+    known = old.keys() & new.keys()  # some are a stage's own
+    differ = [name for name in REPORTED if name in known and old[name] != new[name]]
     notes = [f"{flag[name]} is now {new[name]}, was {old[name]!r}" for name in differ]
     if saved["corpus"] != run["corpus"]:
         notes.append(f"the corpus is now {run['corpus']}, was {saved['corpus']!r} (hashes)")

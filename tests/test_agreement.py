@@ -22,6 +22,9 @@ def test_groups_are_independent_only_the_order_within_one_of_them_matters():
     [
         [REDUCE, GATHER._replace(shapes=((4,), (16,))), RECV],
         [REDUCE._replace(group="3"), GATHER, RECV],
+        [REDUCE._replace(op="broadcast"), GATHER, RECV],
+        [REDUCE._replace(reduce_op="AVG"), GATHER, RECV],
+        [REDUCE._replace(peer=1), GATHER, RECV],  # the root of a broadcast
         [REDUCE, GATHER, RECV._replace(dtypes=("float16",))],
         [REDUCE, GATHER, RECV._replace(peer=1)],
         [GATHER, REDUCE, RECV],  # another order

@@ -140,7 +140,7 @@ def of_linear(change: Callable[[nn.Linear], object]) -> Callable[[Chain], object
     return lambda model: change(model.units[1].linear)
 
 
-def keep_in_a_closure(linear: nn.Linear) -> None:
+def keep_in_a_partial(linear: nn.Linear) -> None:
     linear.forward = partial(nn.functional.linear, weight=linear.weight)
 
 
@@ -161,7 +161,7 @@ MODELS = {  # how the model is changed, strategies, message
     ),
     "mixed dtypes": (of_linear(nn.Module.double), UNITS, "dtype"),
     "meta device": (lambda model: model.to("meta"), UNITS, "meta"),
-    "kept in a closure": (of_linear(keep_in_a_closure), UNITS, "has been sharded"),
+    "kept in a partial": (of_linear(keep_in_a_partial), UNITS, "has been sharded"),
     "buffer on the meta device": (
         lambda m: m.register_buffer("b", torch.empty(1, device="meta")),
         UNITS,
@@ -221,7 +221,7 @@ def finish_in_no_sync(trainer: Trainer) -> None:
 WORDS = {  # parts of a training loop
     "backward": backward,
     "double_backward": lambda t: loss_of(t).backward(create_graph=True),
-    "add_layer": lambda t: t.plain.units.append(nn.Linear(6, 6)),
+    "add_layer": lambda t: t.model.add_module("more", nn.Linear(6, 6)),
     "replace_layer": lambda t: setattr(t.plain.units[1], "linear", nn.Linear(6, 6)),
     "finish": lambda t: t.sync.finish_gradient_synchronization(),
     "finish_in_no_sync": finish_in_no_sync,
@@ -229,7 +229,6 @@ WORDS = {  # parts of a training loop
     "replace_grads": lambda t: [setattr(p.grad, "data", 2 * p.grad) for p in t.plain.parameters()],
     "step": lambda t: t.optimizer.step(),
     "zero_grad": lambda t: t.optimizer.zero_grad(set_to_none=True),
-    "zeros": lambda t: t.optimizer.zero_grad(set_to_none=False),
     "model.zero_grad": lambda t: t.plain.zero_grad(),
     "grad_of_shards": lambda t: torch.autograd.grad(loss_of(t), [*t.model.parameters()]),
     "clip": lambda t: nn.utils.clip_grad_norm_(t.plain.parameters(), 0.1),
@@ -385,7 +384,7 @@ LOOPS = {  # what the loop does, and the message by strategies
         {STAGES_1_2: "shard", UNITS: "not used all"},
     ),
     "frozen afterwards": (frozen_afterwards, {STAGES_1_2: "freeze, move or cast"}),
-    "added": (wrapping(new_chain, lambda m: m.add_module("more", Unit())), {DDP: "add"}),
+    "added": (lambda t: t.model.add_module("more", Unit()) or train(t), {DDP: "add"}),
     "load_state_dict(assign=True)": (wrapping(new_chain, assign), {DDP: "replace"}),
     "unfrozen": (
         wrapping(lambda t: new_chain(t).requires_grad_(False), nn.Module.requires_grad_),

@@ -277,7 +277,7 @@ def linear(n_in: int = 32, n_out: int = 16) -> nn.Linear:
 
 LOST = {  # what is done to a layer that cannot be replaced, and what is said
     "a bias": (lambda layer: nn.Linear(32, 16), "bias"),
-    "a convolution": (lambda layer: nn.Conv1d(32, 16, 1, bias=False), "Conv1d"),
+    "an embedding": (lambda layer: nn.Embedding(32, 16), "Embedding"),
     "a parametrization": (nn.utils.parametrizations.spectral_norm, "original"),
     "an older one": (nn.utils.spectral_norm, "weight_orig"),
     "a subclass of the same name": (
@@ -418,8 +418,8 @@ def test_compiled_layers_keep_no_rounded_weight(monkeypatch):
 
 def test_what_an_outlier_costs_is_what_the_readme_says():
     k = errors.SIZES.index(100)
-    int8 = [errors.outlier_errors("int8", sharing, "feature")[k] for sharing in ("row", "tensor")]
-    e4m3 = errors.outlier_errors("e4m3", "row", "feature")[: k + 2]
+    int8 = [errors.outlier_errors("int8", sharing)[k] for sharing in ("row", "tensor")]
+    e4m3 = errors.outlier_errors("e4m3", "row")[: k + 2]
     lost = [f"{100 * x:.0f} %" for x in int8]
     assert f"int8 loses {lost[0]} rowwise and {lost[1]} tensorwise" in README
     assert {f"{x:.1%}" for x in e4m3} == {"2.7%"} and "stays 2.7 %" in README

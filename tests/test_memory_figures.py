@@ -249,14 +249,16 @@ def peak_of_a_step(strategy: str, bucket_mb: float) -> float:
     gc.collect()
     others = live_bytes()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    model = Transformer(TransformerConfig(vocab_size=2304))  # of the sample, padded
-    init_weights(model, 0)
-    trainer = Trainer(strategy, model, units=model.units(), bucket_mb=bucket_mb)
-    tokens = torch.zeros(2, 64, dtype=torch.int64)
-    trainer.step([lambda model: model(tokens, tokens)])  # creates the optimizer state
-    with PeakMemory() as peak:
-        trainer.step([lambda model: model(tokens, tokens)])
-    dist.destroy_process_group()
+    try:
+        model = Transformer(TransformerConfig(vocab_size=2304))  # of the sample, padded
+        init_weights(model, 0)
+        trainer = Trainer(strategy, model, units=model.units(), bucket_mb=bucket_mb)
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+        trainer.step([lambda model: model(tokens, tokens)])  # creates the optimizer state
+        with PeakMemory() as peak:
+            trainer.step([lambda model: model(tokens, tokens)])
+    finally:
+        dist.destroy_process_group()
     return (peak.bytes - others) / 1e6
 
 

@@ -482,6 +482,9 @@ def test_adamw_has_a_learning_rate_of_its_own(pools, corpus_dir, tmp_path):
     before, after = (tensors_of(tmp_path / f"checkpoints/step-0000000{i}") for i in (1, 2))
     moved = {n for n in before if "model." in n and not torch.equal(before[n], after[n])}
     assert moved == {n.replace("optim.momentum", "model") for n in before if "momentum" in n}
+    argv = [*argv, "--resume", "auto", "--steps", "3", "--adamw-lr", "0.5"]
+    (ended,) = pools(1).attempt_train("11", argv)
+    assert "--adamw-lr is now 0.5, was 1e-60" in ended.stdout
 
 
 @pytest.mark.slow

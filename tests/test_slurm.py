@@ -293,10 +293,11 @@ def test_requeue_on_signal_and_after_a_lost_node_resumes_and_is_bitwise_identica
     assert "asked to stop: saving after step" in job.log
     job.until("step 80", lambda: reached(79))
     lost = job.nodes()[1]  # the batch script runs on the other node
+    before = job.log.count("resumed from")
     lose(lost)
     info = job.ends()
     assert lost not in job.nodes() and info["Restarts"] >= "3"
-    assert job.log.count("resumed from") >= 2
+    assert job.log.count("resumed from") > before >= 1
     undisturbed = [*flags.split(), "--run-dir", str(tmp_path)]
     pools(2).train("02", undisturbed)
     assert not differences(job.run_folder, tmp_path)

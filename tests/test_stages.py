@@ -134,5 +134,5 @@ def test_the_tests_of_a_copied_stage_pass(copy):
     """Those of its text and its costs: its code is that of 02, which other tests train."""
     names = "diffs", "laws", "readmes", "stages", "costs"
     files = [f"tests/test_{name}.py" for name in names]
-    chosen = f"{NEW} and not pictures and not copied"
+    chosen = f"{NEW} and not copied"
     in_copy(copy, "-m", "pytest", *files, "-m", "quick or not slow", "-k", chosen)

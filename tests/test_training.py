@@ -309,6 +309,7 @@ def test_a_run_deletes_nothing_that_it_has_not_written(
     assert [int(p.name[5:]) for p in checkpoints(earlier / "checkpoints")] == moved
     assert earlier.exists() == bool(moved) == (str(earlier) in ended.stdout)
     if moved:
+        assert all(int(p.name[5:]) <= steps for p in checkpoints(place / "checkpoints"))
         assert metrics_of(earlier) == before and (earlier / "config.json").read_text() == config
         assert load_board(earlier, "loss/train") == [
             (x["step"], pytest.approx(x["loss"])) for x in before
@@ -392,6 +393,7 @@ def test_checkpoint_of_another_version_is_one_clear_line(pools, saved_run, tmp_p
     (ended,) = pools(1, group=False).attempt_train("01", [*argv, "--resume", str(tmp_path)])
     assert ended.exit_status == 2 and ended.stderr.count("\n") == 1, ended
     assert "another version of this code saved it" in ended.stderr
+    assert storage.compare_runs(None, {"arguments": {}}) == []  # of Checkpointer(folder)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU])
