@@ -122,7 +122,7 @@ WORKERS ?= auto
 pytest = $(BIN)/python -m pytest tests -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(READY) ## the tests to run after every change, in at most three minutes on two cores
 	$(pytest) -m "quick or not slow" $(ARGS)
-test-all: $(READY) #### all tests: every topology, launcher and signal, and jobs on Slurm
+test-all: $(READY) ### all tests: every topology, launcher and signal, and jobs on Slurm
 	$(pytest) $(ARGS)
 chaos: $(READY) ### kill -9 runs of every stage at any time: they must end with the same bits
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -93,7 +93,7 @@ def base_parser(description: str | None) -> Parser:
     """A parser with the flags that every stage has. Defaults are printed by --help."""
     p = Parser(
         description=(description or "").strip().split("\n")[0],  # None under python -OO
-        epilog="SIGTERM, SIGUSR1, SIGHUP: finish the step, save, exit. Ctrl-C: exit at once.",
+        epilog="SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU: save and exit. Ctrl-C: exit at once.",
         formatter_class=_Help,
         allow_abbrev=False,
     )

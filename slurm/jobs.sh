@@ -8,7 +8,7 @@
 #     slurm/jobs.sh logs 04_fsdp
 #     slurm/jobs.sh cancel
 #
-# NODES GPUS PARTITION ACCOUNT TIME override the header of train.sbatch.
+# NODES GPUS CPUS MEM PARTITION ACCOUNT TIME override the header of train.sbatch.
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
 # what finds a job and its log again must be as in train.sbatch
@@ -102,11 +102,7 @@ submit() {
     flags=()
     if [[ ${NODES-} && $stage != 01_* ]]; then flags+=(--nodes="$NODES"); fi # 01 is one process
     if [[ ${GPUS-} && ($stage != 01_* || $GPUS == 0) ]]; then flags+=(--gpus-per-node="$GPUS"); fi
-    if [[ ${PARTITION-} ]]; then flags+=(--partition="$PARTITION"); fi
-    if [[ ${ACCOUNT-} ]]; then flags+=(--account="$ACCOUNT"); fi
-    if [[ ${TIME-} ]]; then flags+=(--time="$TIME"); fi
-    if [[ ${CPUS-} ]]; then flags+=(--cpus-per-task="$CPUS"); fi
-    if [[ ${MEM-} ]]; then flags+=(--mem="$MEM"); fi
+    add_resources
     # without --kill-on-invalid-dep a job whose predecessor failed would stay pending forever
     if [[ $before ]]; then flags+=(--dependency="afterok:$before" --kill-on-invalid-dep=yes); fi
     flags+=("$stage/train.sbatch" "$@")
@@ -117,14 +113,21 @@ submit() {
   done
 }
 
+add_resources() { # to its caller's flags
+  if [[ ${PARTITION-} ]]; then flags+=(--partition="$PARTITION"); fi
+  if [[ ${ACCOUNT-} ]]; then flags+=(--account="$ACCOUNT"); fi
+  if [[ ${TIME-} ]]; then flags+=(--time="$TIME"); fi
+  if [[ ${CPUS-} ]]; then flags+=(--cpus-per-task="$CPUS"); fi
+  if [[ ${MEM-} ]]; then flags+=(--mem="$MEM"); fi
+}
+
 # Measure nodes and links before a long job: all GPUs of each node, unless GPUS= says otherwise.
 preflight() {
   local flags most='' gpus='' job
   read -r most gpus < <(size_of_partition) || true
   flags=(--gpus-per-node="${GPUS:-${gpus:-0}}")
   if [[ ${NODES-} ]]; then flags+=(--nodes="$NODES"); fi
-  if [[ ${PARTITION-} ]]; then flags+=(--partition="$PARTITION"); fi
-  if [[ ${ACCOUNT-} ]]; then flags+=(--account="$ACCOUNT"); fi
+  add_resources
   flags+=(slurm/preflight.sbatch "$@")
   echo "sbatch ${flags[*]}"
   job=$(sbatch --parsable "${flags[@]}")

@@ -78,7 +78,7 @@ if ((status > 128)); then wait "$step" && status=0 || status=$?; fi
 
 # Slurm takes minutes to notice a lost node (SlurmdTimeout), but the processes on the other nodes may
 # fail within a second. A lost node shows earlier: a step starts on this node, but not on all nodes.
-step_starts_on() { timeout 60 srun --overlap --nodes="$1" --ntasks="$1" true; }
+step_starts_on() { timeout $((60 + SLURM_JOB_NUM_NODES)) srun --overlap --nodes="$1" --ntasks="$1" true; }
 node_is_lost() { step_starts_on 1 && ! step_starts_on "$SLURM_JOB_NUM_NODES"; }
 
 # Whether this start of the job and the previous one both hit the time limit before their first

@@ -25,8 +25,8 @@ NOT_OURS = {*"gpu-check.md train.txt valid.txt test.txt table.md all.pt".split()
 OTHERS_FLAGS = set(
     "--standalone --nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id"
     " --rdzv-endpoint --ntasks-per-node --allow-run-as-root --oversubscribe --sync-tensorboard"
-    " --nodes --gpus-per-node --array --requeue --signal --help --logdir --format --no-reload"
-    " --no-index".split()
+    " --nodes --gpus-per-node --exclude --array --requeue --signal --help --logdir --format"
+    " --no-reload --no-index".split()
 )
 
 
