@@ -404,11 +404,8 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
-    parser.add_argument("--adamw-lr", type=positive, help="AdamW's peak rate (default: --lr)")
     parser.set_defaults(lr=1e-2)  # the best of the tiny preset
-    args = parser.parse_args(argv)
-    args.adamw_lr = args.adamw_lr or args.lr
-    return check_arguments(args, data_parallel_size=world_size())
+    return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
 
 @torch.no_grad()
@@ -454,8 +451,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     for step in run.steps(first_step):
         lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
+        set_learning_rate(optimizer, lr)
         set_learning_rate(muon, lr)
-        set_learning_rate(optimizer, lr * (args.adamw_lr / args.lr))
         micro_batches = next(batches)
         loss = torch.zeros((), device=device)
         for i, (inputs, targets, keys) in enumerate(micro_batches):

@@ -272,7 +272,7 @@ class Reader(dcp.FileSystemReader):
 SHAPE = ("d_model", "n_layers", "n_heads")  # of the weights
 # arguments that may differ from those of the run that saved, but not silently
 REPORTED = ("seed", "seq_len", "global_batch_size", "lr", "warmup_steps", "min_lr_ratio", "steps")
-REPORTED += ("weight_decay", "grad_clip", "dropout", "adamw_lr")
+REPORTED += ("weight_decay", "grad_clip", "dropout")
 
 
 def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
@@ -292,8 +292,7 @@ def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
         raise IncompatibleCheckpointError(what)
     if saved["vocabulary"] != run["vocabulary"]:
         raise IncompatibleCheckpointError("another vocabulary: pass the --data it was trained on")
-    known = old.keys() & new.keys()  # some are a stage's own
-    differ = [name for name in REPORTED if name in known and old[name] != new[name]]
+    differ = [name for name in REPORTED if old[name] != new[name]]
     notes = [f"{flag[name]} is now {new[name]}, was {old[name]!r}" for name in differ]
     if saved["corpus"] != run["corpus"]:
         notes.append(f"the corpus is now {run['corpus']}, was {saved['corpus']!r} (hashes)")

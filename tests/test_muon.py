@@ -476,18 +476,6 @@ def test_five_iterations_bring_singular_values_near_one_and_two_do_not():
 
 
 @pytest.mark.slow
-def test_adamw_has_a_learning_rate_of_its_own(pools, corpus_dir, tmp_path):
-    argv = [*BASE, "--data", str(corpus_dir), "--adamw-lr", "1e-60", "--run-dir", str(tmp_path)]
-    pools(1).train("11", [*argv, "--steps", "2", "--checkpoint-every", "1"])
-    before, after = (tensors_of(tmp_path / f"checkpoints/step-0000000{i}") for i in (1, 2))
-    moved = {n for n in before if "model." in n and not torch.equal(before[n], after[n])}
-    assert moved == {n.replace("optim.momentum", "model") for n in before if "momentum" in n}
-    argv = [*argv, "--resume", "auto", "--steps", "3", "--adamw-lr", "0.5"]
-    (ended,) = pools(1).attempt_train("11", argv)
-    assert "--adamw-lr is now 0.5, was 1e-60" in ended.stdout
-
-
-@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_has_the_same_bits_on_any_number(pools, corpus_dir, tmp_path):
     argv = [*BASE, "--data", str(corpus_dir), "--checkpoint-every", "5", "--steps"]
     whole = pools(2).train("11", [*argv, "10", "--run-dir", str(tmp_path / "2")])[0]
