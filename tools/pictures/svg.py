@@ -49,11 +49,6 @@ class Picture:
         end = f"><title>{escape(hint)}</title></rect>" if hint else "/>"
         self.shapes.append(shape + end)
 
-    def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str, dash: str = "") -> None:
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-        self.shapes.append(f'<line class="{stroke}-line" {ends}{dashes}/>')
-
     def text(
         self, x: float, y: float, text: str, size=12, fill="ink", anchor="start", weight="normal"
     ) -> None:
@@ -67,13 +62,12 @@ class Picture:
         if w >= 6.4 * len(label) + 4:
             self.text(x + w / 2, y + h / 2 + 4, label, size=11, anchor="middle")
 
-    def legend(self, x: float, y: float, entries: dict[str, str]) -> float:
-        """Colored squares with their meaning; returns where the next entry would begin."""
+    def legend(self, x: float, y: float, entries: dict[str, str]) -> None:
+        """Colored squares with their meaning."""
         for fill, meaning in entries.items():
             self.rect(x, y - 10, 12, 12, fill)
             self.text(x + 17, y, meaning)
             x += 34 + 6.6 * len(meaning)
-        return x
 
     def axis(self, left: float, y: float, scale: float, length: float, unit: str) -> None:
         """Ticks below a time line. length: in `unit`; scale: pixels per unit."""
@@ -81,7 +75,7 @@ class Picture:
         tick = next(step for step in steps if length / step <= 12)
         for i in range(int(length / tick) + 1):
             x = left + i * tick * scale
-            self.line(x, y - 2, x, y + 3, "faint")
+            self.rect(x - 0.5, y - 2, 1, 5, "faint")
             text = f"{i * tick:g} {unit}" if i else "0"
             self.text(x, y + 15, text, size=11, fill="faint", anchor="middle")
 
@@ -99,6 +93,4 @@ class Picture:
 
 
 def _rules(theme: dict[str, str]) -> str:
-    fills = [f".{name}{{fill:{color}}}" for name, color in theme.items()]
-    lines = [f".{name}-line{{stroke:{theme[name]}}}" for name in ("ink", "faint")]
-    return "".join([*fills, *lines])
+    return "".join(f".{name}{{fill:{color}}}" for name, color in theme.items())
