@@ -264,11 +264,11 @@ def test_job_that_hits_its_time_limit_twice_before_its_first_step_is_not_requeue
 
 
 def test_a_job_that_cannot_be_requeued_says_so_and_an_arrays_task_requeues_itself(tmp_path):
-    variables = {"REQUEUE_STATUS": "1", "JOB": "5_2", "COMMENT": "mine, submitted x"}
+    variables = {"REQUEUE_STATUS": "1", "JOB": "5_2", "COMMENT": "a note, submitted x"}
     done = launch(tmp_path, 3600, 200, signal_it=True, **variables | {"STATUS": "138"})
     assert "scontrol requeue 5_2" in done.stdout and done.returncode == 1, done
     assert "could not be requeued" in done.stderr and "--run-dir" in done.stderr
-    assert "JobId=5_2 Comment=mine, submitted x, no-step-in-life-0" in done.stdout
+    assert "JobId=5_2 Comment=a note, submitted x, no-step-in-life-0" in done.stdout
 
 
 ERRORS_OF_ENV = {  # the job's variables: what env.sh says, and returns to the shell with status 2

@@ -306,7 +306,7 @@ def test_requeue_on_signal_and_after_a_lost_node_resumes_and_is_bitwise_identica
 @pytest.mark.wall_clock
 def test_a_task_of_an_array_requeues_itself_alone_and_has_a_folder_of_its_own(cluster, corpus_dir):
     argv = f"{SMALL} --data {corpus_dir} --steps 2000 --log-every 1 --checkpoint-every 50"
-    command = ["sbatch", "--parsable", "--array=0-1", "--comment=of mine", "--gpus-per-node=0"]
+    command = ["sbatch", "--parsable", "--array=0-1", "--comment=a note", "--gpus-per-node=0"]
     array = cluster.call(*command, "01_single_gpu/train.sbatch", *argv.split()).strip()
     tasks = [Job(cluster, f"{array}_{task}", cluster.folder / "absent") for task in range(2)]
     for job in tasks:
@@ -320,7 +320,7 @@ def test_a_task_of_an_array_requeues_itself_alone_and_has_a_folder_of_its_own(cl
     last.until("requeue", lambda: last.info()["Restarts"] == "1")
     for job in tasks:
         comment = "squeue", "--noheader", f"--jobs={job.number}", "--format=%k"
-        assert "of mine, submitted 20" in cluster.call(*comment)
+        assert "a note, submitted 20" in cluster.call(*comment)
     last.until("resume", lambda: "resumed from" in last.log)
     assert other.info()["Restarts"] == "0"
     folders = [path.name for path in (cluster.folder / "runs/01_single_gpu").glob(f"{array}_*")]

@@ -223,7 +223,7 @@ def test_resume_is_bitwise_identical(train, tmp_path):
 
 
 def test_resume_logs_the_metrics_of_an_uninterrupted_run(train, tmp_path):
-    """It drops those after the checkpoint, lines that are no metrics, and one that is cut short."""
+    """It drops those after the checkpoint, lines that are no metrics, and an incomplete one."""
     flags = "--steps 9 --log-every 2 --checkpoint-every 5 --run-dir".split() + [tmp_path]
     whole = train(*flags)
     newest = checkpoints(tmp_path / "checkpoints")[-1]
