@@ -17,7 +17,7 @@ folder = $(or $(filter $*_%,$(folders)),$(error Stage $* does not exist; the sta
 
 .DEFAULT_GOAL := help
 .SECONDEXPANSION: # for the prerequisite $$(folder)/train.py, which is checked before the environment
-.PHONY: $(shell sed -n 's/^\([a-z0-9 -]*\):.*\#\#.*/\1/p' Makefile)
+.PHONY: FORCE $(shell sed -n 's/^\([a-z0-9 -]*\):.*\#\#.*/\1/p' Makefile)
 
 help help-all: ### this list
 	@awk -F ': .*##+ ' '/^[^#\t].*: $(if $(filter %-all,$@),.*##,(.*[^#])?##) / { sub("%", "NN", $$1); \
@@ -45,7 +45,7 @@ override export SCRIPT := $(value SCRIPT)
 setup: $(READY) ## create a virtual environment in .venv and install requirements.txt
 	@echo "$(VENV) is ready: $$($(BIN)/python --version), PyTorch" \
 		"$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')"
-$(READY): requirements.txt
+$(READY): requirements.txt $(if $(TORCH),FORCE) # another version replaces the installed one
 	@sh tools/setup.sh "$(PYTHON)" "$(VENV)" $(TORCH)
 data: $(READY) ## download and prepare WikiText-2, once, where there is internet access
 	$(BIN)/python -m common.data

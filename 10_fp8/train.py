@@ -100,9 +100,6 @@ class Float8Linear(nn.Module):
         self.weight = plain.weight
         self.scaling = RECIPES[recipe]
 
-    def extra_repr(self) -> str:
-        return f"{list(self.weight.shape)}, {self.scaling.name}"
-
     def forward(self, x: Tensor) -> Tensor:  # [..., tokens, in] -> [..., tokens, out]
         kind = x.device.type
         if torch.is_autocast_enabled(kind):  # which casts for the operators that it knows
@@ -110,11 +107,14 @@ class Float8Linear(nn.Module):
         if not {x.dtype, self.weight.dtype} <= {torch.float32, torch.bfloat16}:
             raise TypeError(f"float8 takes float32 or bfloat16, not {x.dtype}, {self.weight.dtype}")
         rows = x.flatten(0, -2)
-        if self.scaling == ScalingType.TensorWise and (len(rows) % 16 or not len(rows)):
+        n_tokens = len(rows)
+        if self.scaling == ScalingType.TensorWise and (n_tokens % 16 or not n_tokens):
             # dW sums over the tokens; rows of zeros change no scale and no gradient
-            rows = F.pad(rows, (0, 0, 0, 16 - len(rows) % 16))
+            rows = F.pad(rows, (0, 0, 0, 16 - n_tokens % 16))
         y = Float8Matmuls.apply(rows, self.weight, self.scaling)
-        return y[: x.shape[:-1].numel()].unflatten(0, x.shape[:-1])
+        if len(y) > n_tokens:  # without padding this would copy the gradient, to no end
+            y = y[:n_tokens]
+        return y.unflatten(0, x.shape[:-1])
 
 
 class Float8Matmuls(torch.autograd.Function):
@@ -130,13 +130,14 @@ class Float8Matmuls(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # [tokens, out]
-        if torch.is_grad_enabled():  # once_differentiable lets it pass if grad is a constant
+        if torch.is_grad_enabled():  # once_differentiable would miss a grad that is a constant
             raise RuntimeError("create_graph=True: Float8Linear has no second derivative")
         numbers, scale, weight = ctx.saved_tensors
-        x8, is_rowwise = Float8(numbers, scale, ctx.scaling), ctx.scaling == ScalingType.RowWise
+        x8 = Float8(numbers, scale, ctx.scaling)
+        is_rowwise = ctx.scaling == ScalingType.RowWise
         needs_grad_x, needs_grad_weight, _ = ctx.needs_input_grad
         grad_x = grad_weight = None
-        if needs_grad_x or not is_rowwise:
+        if needs_grad_x or not is_rowwise:  # rowwise, dW takes the unrounded dY
             grad8 = to_float8(grad, E5M2, ctx.scaling)
         if needs_grad_x:
             # dX sums over `out`: W needs one scale per column. Tensorwise this repeats forward's
@@ -177,7 +178,7 @@ def to_float8(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
     amax = vector_norm(x, torch.inf, dims, keepdim=True).float()
     # a float32 is 1.f * 2^e: a sign, e + 127 in 8 bits, f in 23. The largest float8 numbers are
     # 1.75 * 2^8 and 1.75 * 2^15, so the sum carries into e if 1.f exceeds 1.75. An amax of 0 would
-    # have no scale: with a bound above 2^-111, scale and inverse are normal numbers
+    # have no scale: it counts as 1e-24, about 2^-80. From 2^-111 on, scale and inverse are normal
     bits = amax.clamp(min=1e-24).view(torch.int32) + 0x1FFFFF
     exponent = (bits >> 23) - (8 if dtype == E4M3 else 15)  # of the scale, plus 127
     # a cast to e4m3 would turn an infinity into 448: here all that share its scale become NaN

@@ -7,8 +7,8 @@ the layers has one owner, which gets the averaged gradient and broadcasts the up
 the LM head and the norms keep AdamW.
 
     memory          4 P + 12 A + 8 O bytes per rank: P all parameters, A those of AdamW, O those of
-                    the matrices that the rank owns. In backward also 4 per other matrix element,
-                    in the step the updates: 2 or 4 per element of all matrices
+                    the matrices that the rank owns. In backward also 4 per element of matrices that
+                    it does not own, in the step the updates: 2 or 4 per element of all matrices
     communication   per step, for any number of micro-batches: all-reduces of A gradients, reduces
                     of the others and broadcasts of their updates, which are bfloat16 if --dtype is
 
@@ -58,6 +58,40 @@ from common.run import Run
 # ------------------------------------------------------------------------------------------------
 # The technique: reduce each matrix's gradient to its owner, which broadcasts the update
 # ------------------------------------------------------------------------------------------------
+
+
+class OwnedMatrix:
+    """In place of a bucket, a matrix with one owner: the rank that gets its average gradient.
+
+    The gradient needs no buffer: backward's own is reduced, and only the owner keeps it.
+    waiting_for: as in `Bucket`. is_pending: whether it has a gradient that is not reduced yet.
+    """
+
+    def __init__(self, param: nn.Parameter, owner: int, group: ProcessGroup | None):
+        self.param, self.owner, self.group = param, owner, group  # owner: a rank of the group
+        self.params, self.n_ranks = [param], dist.get_world_size(group)
+        self.owned_here = dist.get_rank(group) == owner
+        self.waiting_for, self.is_pending = {param}, False
+        self.reduction: Work | None = None  # the reduce in flight
+
+    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+        """As `Bucket.collect`, without a buffer."""
+        self.is_pending = True
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        elif divide_by > 1:  # not in place: backward may go on with the same memory
+            param.grad = param.grad / divide_by
+
+    def start_reduction(self) -> None:
+        if self.waiting_for:  # unused in the last backward; earlier ones may have added
+            self.collect(self.param, divide_by=self.n_ranks)
+        self.reduction = reduce(self.param.grad, self.owner, self.group, async_op=True)
+
+    def finish_reduction(self) -> None:
+        self.reduction.wait()
+        self.reduction, self.waiting_for, self.is_pending = None, {self.param}, False
+        if not self.owned_here:  # it may hold the sum of some ranks' gradients: any use is an error
+            self.param.grad = NoGradient(self.param)
 
 
 class Muon(torch.optim.Optimizer):
@@ -314,39 +348,6 @@ class Bucket:
     def finish_reduction(self) -> None:
         self.reduction.wait()
         self.reduction, self.waiting_for = None, set(self.params)
-
-
-class OwnedMatrix:
-    """In place of a bucket, a matrix with one owner: the rank that gets its average gradient.
-
-    The gradient needs no buffer: backward's own is reduced, and only the owner keeps it.
-    """
-
-    def __init__(self, param: nn.Parameter, owner: int, group: ProcessGroup | None):
-        self.param, self.owner, self.group = param, owner, group  # owner: a rank of the group
-        self.params, self.n_ranks = [param], dist.get_world_size(group)
-        self.owned_here = dist.get_rank(group) == owner
-        self.waiting_for, self.is_pending = {param}, False  # whether it has a local gradient
-        self.reduction: Work | None = None  # the reduce in flight
-
-    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
-        """As `Bucket.collect`, without a buffer."""
-        self.is_pending = True
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-        elif divide_by > 1:  # not in place: backward may go on with the same memory
-            param.grad = param.grad / divide_by
-
-    def start_reduction(self) -> None:
-        if self.waiting_for:  # unused in the last backward; earlier ones may have added
-            self.collect(self.param, divide_by=self.n_ranks)
-        self.reduction = reduce(self.param.grad, self.owner, self.group, async_op=True)
-
-    def finish_reduction(self) -> None:
-        self.reduction.wait()
-        self.reduction, self.waiting_for, self.is_pending = None, {self.param}, False
-        if not self.owned_here:  # it may hold the sum of some ranks' gradients: any use is an error
-            self.param.grad = NoGradient(self.param)
 
 
 def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:

@@ -112,7 +112,7 @@ def base_parser(description: str | None) -> Parser:
     add("--lr", type=positive, default=1e-3, help="peak learning rate")
     add("--warmup-steps", type=natural, default=20, help="steps of linear warm-up")
     add("--min-lr-ratio", type=_number(float, 0, 1), default=0.1, help="final rate / peak rate")
-    add("--weight-decay", type=amount, default=0.1, help="AdamW's")
+    add("--weight-decay", type=amount, default=0.1, help="of the optimizer")
     add("--grad-clip", type=amount, default=1.0, help="largest global norm; 0: never clip")
     add("--dropout", type=_number(float, 0, 0.99), default=0.0, help="of embeddings and residuals")
     dtypes = ("float32", "bfloat16")

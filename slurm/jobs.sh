@@ -31,7 +31,7 @@ seconds_of() {
 # needs time to start.
 check_time() { # STAGE
   local warning seconds
-  warning=$(sed -n 's/^#SBATCH --signal=.*@//p' "$1/train.sbatch")
+  warning=${SBATCH_SIGNAL:-$(header "$1" signal)} warning=${warning##*@}
   seconds=$(seconds_of "${TIME-}")
   if [[ $seconds ]] && ((seconds > 0 && seconds < warning + 120)); then # 0: no limit
     echo "TIME=$TIME is too short: $warning seconds before its end a job saves and is requeued;" \

@@ -11,7 +11,7 @@ set -euo pipefail
 launcher=$1
 shift
 
-warning=${SIGNAL_SECONDS:-180} # as in --signal of train.sbatch
+warning=${SBATCH_SIGNAL:-@180} warning=${warning##*@} # seconds; 180 as in train.sbatch
 
 JOB=${JOB:-$SLURM_JOB_ID} # env.sh's
 job_field() { scontrol --oneliner show job "$JOB" | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }

@@ -439,8 +439,8 @@ def test_the_gradient_error_tells_a_broken_recipe_from_a_working_one():
     broken_loss, broken = errors.gradient_errors("tensorwise, scales of 1")
     assert abs(broken_loss - loss) < 0.01  # the loss does not show it
     assert max(broken.values()) > 0.5
-    words = f"off by {100 * worst:.0f} % in all did no harm. That says nothing of "
-    assert words + f"{100 * broken['all']:.0f} %" in README
+    words = f"{100 * worst:.0f} % of the gradients in the [first step](#scales-of-1), did no harm. "
+    assert words + f"Scales of 1, with {100 * broken['all']:.0f} %" in README
 
 
 # ---- runs ----

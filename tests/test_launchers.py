@@ -143,6 +143,12 @@ def test_time_shorter_than_the_warning_is_an_error_at_submission(tmp_path, time)
     assert f"TIME={time} is too short" in said and "TIME=5 (minutes)" in said
 
 
+def test_an_earlier_warning_needs_a_longer_time(tmp_path):
+    words = "submit-04", "TIME=6", "SBATCH_SIGNAL=B:USR1@300"
+    said = said_in_one_line(make(tmp_path, *words, **SLURM))
+    assert "TIME=6 is too short: 300 seconds" in said and "TIME=7 (minutes)" in said
+
+
 @pytest.mark.parametrize("time", ["5", "0", "08:00", "1:00:00", "1-0", "UNLIMITED"])
 def test_time_that_is_long_enough_is_submitted(tmp_path, time):
     done = make(tmp_path, "submit-04", f"TIME={time}", **SLURM)
@@ -316,7 +322,7 @@ def test_edits_at_the_same_time_have_scripts_of_their_own(tmp_path):
 
 
 def test_sbatch_files_differ_in_names_and_numbers_alone_and_have_the_warning_of_launch_sh():
-    assert "${SIGNAL_SECONDS:-180}" in (REPO / "slurm/launch.sh").read_text()
+    assert "${SBATCH_SIGNAL:-@180}" in (REPO / "slurm/launch.sh").read_text()
     others = set()
     for stage in stages():
         folder = stage_path(stage).parent.name
