@@ -25,6 +25,7 @@ Run it:
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -445,9 +446,10 @@ def state_folder(args, run: Run) -> StateFolder:
     """This rank's files: what they hold belongs to one run, model and number of ranks."""
     settings = run.checkpoints.run  # the arguments, and what identifies the corpus
     content = {name: settings["arguments"][name] for name in SHAPE}
-    content |= {"vocabulary": settings["vocabulary"], "run": str(run.folder.resolve())}
+    content["vocabulary"] = settings["vocabulary"]
+    path = Path(args.offload_dir or run.folder / "state").resolve()
+    content["run"] = os.path.relpath(run.folder.resolve(), path)  # it may be moved with the files
     saved = max((int(path.name[5:]) for path in checkpoints(run.checkpoints.path)), default=0)
-    path = args.offload_dir or run.folder / "state"
     is_resumed = run.is_restart or run.resume == "auto"
     files = StateFolder(path, content, is_resumed, saved, settings)
     if files.is_restored:
@@ -538,10 +540,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, corpus.test, args, device, world))
         run.write()
-        files.commit()
         if run.agree_to_save(step):
             run.checkpoints.save(step + 1, training_state(model), args.keep_checkpoints)
             run.checkpoints.wait()  # it reads the files, and the next step but one overwrites them
+        files.commit()  # last: if this step is cut short, a resumed run does it and its save again
     files.close()
     return run.finish()
 
