@@ -242,9 +242,7 @@ class ZeroRedundancyOptimizer:
 
     def all_gather_parameters(self) -> None:
         """Send the updated shards to all ranks. ZeRO-3 gathers in the next forward instead."""
-        # older graphs are now stale; a fused optimizer does not say so itself
-        tensors = [*self.bucket_of, *(bucket.shard for bucket in self.buckets)]
-        torch.autograd.graph.increment_version(tensors)
+        torch.autograd.graph.increment_version([*self.bucket_of])  # older graphs are now stale
         if self.zero_stage == 3:
             return
         for param, value in self.unmoved:  # without a gradient: undo decay and momentum

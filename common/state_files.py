@@ -47,6 +47,13 @@ def one_line(path: Path, consequence: str = "", status: int = 2) -> Iterator[Non
         fail(f"--offload-dir: {path}: {error.strerror}{consequence}", status)
 
 
+def return_freed_memory() -> None:
+    """Make glibc return large buffers to the system when they are freed: else what it keeps of them
+    in fragments grows with the number of units. `Run` asks for the opposite, before this."""
+    with contextlib.suppress(OSError, AttributeError):  # without glibc
+        ctypes.CDLL("libc.so.6").mallopt(-3, 2**17)  # M_MMAP_THRESHOLD of malloc.h, bytes
+
+
 class StateFolder:
     """The files of this rank. Every rank makes one, and opens the same units in the same order.
 
@@ -89,10 +96,7 @@ class StateFolder:
         kind = subprocess.run(["stat", "-fc", "%T", self.path], capture_output=True, text=True)
         if kind.stdout.strip() in ("tmpfs", "ramfs"):
             warn(f"--offload-dir: {self.path} is in memory, and saves none")
-        with contextlib.suppress(OSError, AttributeError):  # without glibc
-            # large buffers go back to the system when freed: else what glibc keeps of them in
-            # fragments grows with the number of units. `Run` asks for the opposite, before this
-            ctypes.CDLL("libc.so.6").mallopt(-3, 2**17)  # M_MMAP_THRESHOLD of malloc.h, bytes
+        return_freed_memory()
 
     def _restore(self, is_resumed: bool, saved: int) -> bool:
         """Agree with all ranks on the step to go on from, or delete files that count no more."""

@@ -6,7 +6,16 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+def count_changes(optimizer: torch.optim.Optimizer, *_) -> None:
+    """After a step: the stages compare versions, and `fused=True` does not count its changes."""
+    increment_version([p for group in optimizer.param_groups for p in group["params"]])
+
+
+register_optimizer_step_post_hook(count_changes)  # of every optimizer
 
 
 def units_with_values(
@@ -107,7 +116,7 @@ def is_lookup(unit: nn.Module) -> bool:
 
 
 def cast_inputs(args: tuple, kwargs: dict, dtype: torch.dtype | None) -> tuple[tuple, dict]:
-    """The arguments with floating-point tensors in `dtype`, as autocast would cast them."""
+    """The arguments with floating-point tensors in `dtype`."""
 
     def cast(x):
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.collectives import agree_on_overflow
 
-SGD = torch.optim.SGD
+SGD = partial(torch.optim.SGD, fused=True)  # which counts no versions, as our AdamW
 DDP, STAGES_1_2, FSDP = ("ddp",), ("zero-1", "zero-2"), ("fsdp", "fsdp-keep")
 UNITS = ("zero-3", *FSDP)
 ALL = (*STAGES_1_2, *UNITS)
