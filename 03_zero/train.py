@@ -174,7 +174,7 @@ class ZeroRedundancyOptimizer:
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
         collectives are matched by the order of the calls. Each launch finishes the previous
-        reduction, so that at most two buckets have full gradients (ZeRO-2).
+        reduction, so that, as a rule, two buckets have full gradients (ZeRO-2).
         """
         while self.launched < len(self.buckets) and not self.buckets[self.launched].waiting_for:
             previous, self.in_flight = self.in_flight, self.buckets[self.launched]

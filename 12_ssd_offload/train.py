@@ -543,7 +543,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.agree_to_save(step):
             run.checkpoints.save(step + 1, training_state(model), args.keep_checkpoints)
             run.checkpoints.wait()  # it reads the files, and the next step but one overwrites them
-        files.commit()  # last: if this step is cut short, a resumed run does it and its save again
+        files.commit()  # last: after a kill in the save, the step and the save are done again
     files.close()
     return run.finish()
 

@@ -11,7 +11,12 @@ set -euo pipefail
 launcher=$1
 shift
 
-warning=${SBATCH_SIGNAL:-@180} warning=${warning##*@} # seconds; 180 as in train.sbatch
+signal=${SBATCH_SIGNAL:-B:USR1@180} # as in train.sbatch
+if [[ ! $signal =~ ^B:USR1@[1-9][0-9]*$ ]]; then
+  echo "SBATCH_SIGNAL=$signal: pass B:USR1@SECONDS, which asks this script to save and requeue" >&2
+  exit 2
+fi
+warning=${signal#*@} # seconds
 
 JOB=${JOB:-$SLURM_JOB_ID} # env.sh's
 job_field() { scontrol --oneliner show job "$JOB" | sed -n "s/.* $1=\([^ ]*\).*/\1/p"; }

@@ -149,6 +149,14 @@ def test_an_earlier_warning_needs_a_longer_time(tmp_path):
     assert "TIME=6 is too short: 300 seconds" in said and "TIME=7 (minutes)" in said
 
 
+@pytest.mark.parametrize("signal", ["USR1@300", "B:USR1", "R:USR1@300"])
+def test_a_warning_that_the_batch_script_would_not_get_is_an_error(signal):
+    environment = {**os.environ, "SBATCH_SIGNAL": signal}
+    command = ["slurm/launch.sh", "python", "train.py"]
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and f"SBATCH_SIGNAL={signal}: pass B:USR1@SECONDS" in done.stderr
+
+
 @pytest.mark.parametrize("time", ["5", "0", "08:00", "1:00:00", "1-0", "UNLIMITED"])
 def test_time_that_is_long_enough_is_submitted(tmp_path, time):
     done = make(tmp_path, "submit-04", f"TIME={time}", **SLURM)
@@ -322,7 +330,7 @@ def test_edits_at_the_same_time_have_scripts_of_their_own(tmp_path):
 
 
 def test_sbatch_files_differ_in_names_and_numbers_alone_and_have_the_warning_of_launch_sh():
-    assert "${SBATCH_SIGNAL:-@180}" in (REPO / "slurm/launch.sh").read_text()
+    assert "${SBATCH_SIGNAL:-B:USR1@180}" in (REPO / "slurm/launch.sh").read_text()
     others = set()
     for stage in stages():
         folder = stage_path(stage).parent.name

@@ -446,7 +446,7 @@ def test_the_expected_ratios_of_the_benchmark_follow_from_flops():
     work = sum(map(stage.orthogonalization_flops, matrices_of(config.d_model, 4)))
     c = work / (512 * config.flops_per_token())
     of_2, of_4 = ((1 + c / n) / (1 + c) for n in (2, 4))
-    words = f"c is {c:.2f}, so the ratios by FLOPs are {of_2:.2f} on 2 ranks and {of_4:.2f} on 4"
+    words = f"N s is {c:.2f}, so the ratios by FLOPs are {of_2:.2f} on 2 ranks and {of_4:.2f} on 4"
     assert words in README
 
 
