@@ -370,10 +370,10 @@ def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: 
 
 def clip_grad_norm_(model: DistributedDataParallel, max_norm: float) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
-    matrices = {matrix.param: matrix.owned_here for matrix in model.matrices}
-    params = [p for p in model.parameters() if p.grad is not None and matrices.get(p, True)]
-    owned = global_norm(p.grad for p in params if p in matrices).square()
-    replicated = global_norm(p.grad for p in params if p not in matrices).square()
+    owned_here = {matrix.param: matrix.owned_here for matrix in model.matrices}
+    params = [p for p in model.parameters() if p.grad is not None and owned_here.get(p, True)]
+    owned = global_norm(p.grad for p in params if p in owned_here).square()
+    replicated = global_norm(p.grad for p in params if p not in owned_here).square()
     # squares of owned gradients add up over the ranks; replicated gradients count once. On a rank
     # that owns nothing `owned` is a float32 on the CPU: the sum has the others' device and dtype
     p = next(model.parameters())
@@ -438,8 +438,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if args.compile:
         for unit in model.units():
             unit.compile()
-    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p not in set(matrices)]
+    matrices = {p for p in model.layers.parameters() if p.dim() == 2}
+    others = [p for p in model.parameters() if p not in matrices]
     model = DistributedDataParallel(model, matrices, bucket_cap_mb=args.bucket_cap_mb)
     dtype = getattr(torch, args.dtype)
     muon = Muon(model.matrices, args.lr, args.weight_decay, dtype=dtype, compiles=args.compile)
