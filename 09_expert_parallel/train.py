@@ -142,8 +142,9 @@ class MixtureOfExperts(nn.Module):
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts, and the weights of their results: the softmax over the logits of
         these experts, or the score if k = 1. Returns weights and indices, [T, k] each."""
-        with torch.autocast(tokens.device.type, enabled=False):  # bf16 scores would often be equal
-            logits = self.router(tokens)  # [T, E]
+        dtype = torch.promote_types(tokens.dtype, torch.float32)  # bf16 scores would often be equal
+        with torch.autocast(tokens.device.type, enabled=False):
+            logits = tokens.to(dtype) @ self.router.weight.to(dtype).t()  # [T, E]
         scores = logits.softmax(dim=-1)
         chosen = self.choose(scores.detach())
         if self.top_k == 1:  # the softmax over one logit is 1, and the router's gradient zero
@@ -248,15 +249,16 @@ def balance_load(model: nn.Module, rate: float, group: ProcessGroup | None = Non
     return (load.amax(dim=1) * load.shape[1] / total[:, 0]).mean()
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
-    experts = {p for mixture in mixtures_of(model) for p in mixture.experts.parameters()}
+    mixtures = mixtures_of(model)
+    experts = {p for mixture in mixtures for p in mixture.experts.parameters()}
     params = [p for p in model.parameters() if p.grad is not None]
     sharded = [p.grad for p in params if p in experts]
     replicated = [p.grad for p in params if p not in experts]
-    # squares of sharded gradients add up over the ranks; replicated gradients count once
+    # squares of sharded gradients add up over the experts' ranks; replicated ones count once
     squares = global_norm(sharded).square().to(next(model.parameters()).device)
-    squares = all_reduce_control(squares, group=group)
+    squares = all_reduce_control(squares, group=mixtures[0].group)
     total_norm = (squares + global_norm(replicated).square().to(squares)).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
@@ -349,7 +351,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model.finish_gradient_synchronization()
         experts.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = clip_grad_norm_(model, args.max_norm, ep)
+        grad_norm = clip_grad_norm_(model, args.max_norm)
         optimizer.step()
         load = balance_load(model, args.balance_rate)
         run.log(step, loss, grad_norm, lr, load=load)
