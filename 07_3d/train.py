@@ -895,8 +895,9 @@ class PipelineStage:
         """x: activations, in the first stage tokens. Returns activations, in the last stage a loss.
         m: the number of micro-batches. Gradients are those of the mean of their losses."""
         trains = torch.is_grad_enabled()
-        x.requires_grad_(trains and x.is_floating_point())  # tokens have no gradient
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
+        x = x.detach().requires_grad_(trains and x.is_floating_point())  # tokens have no gradient
+        kind, dtype, on = x.device.type, torch.bfloat16, self.autocast
+        with torch.autocast(kind, dtype, on, cache_enabled=False):  # else an outer one keeps casts
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
             detached = y.detach().requires_grad_(trains)  # a leaf: the loss's backward ends here
             result = detached if self.output is None else self.output(detached, targets)

@@ -14,6 +14,7 @@ a ring: Patarasuk and Yuan, 2009).
 | isend                     | the tensor          | payload             |
 """
 
+import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -24,6 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.linalg import vector_norm
+
+# else NCCL allocates at the first use of each algorithm, which can wait for a receive in flight
+os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
 Group = ProcessGroup | None  # None: all ranks
 

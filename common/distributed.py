@@ -136,8 +136,6 @@ def setup(timeout: float = 600.0) -> World:
 
     timeout: seconds after which a collective that hangs is an error.
     """
-    # else NCCL allocates at the first use of each algorithm, which can wait for a receive in flight
-    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     launch, limit = launch_environment(), timedelta(seconds=timeout)
     device, backend = _device_and_backend(launch)
     if not dist.is_initialized():

@@ -1,6 +1,7 @@
 """Files that are complete or absent, on disks that fill up and file systems that cannot do all."""
 
 import contextlib
+import errno
 import itertools
 import os
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ def sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
+        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
         warn(f"{path} may be lost at a power failure: {error}")
     finally:
         os.close(handle)

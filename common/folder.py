@@ -71,15 +71,14 @@ class RunFolder:
     def _take(self, folder: Path, is_given: bool) -> bool:
         """Lock the folder, if it is this run's to use. is_given: no other one would do."""
         is_new = not folder.is_symlink() and make(folder)
-        self._lock = open(folder / "launch.json", "a+")
+        self._lock = open(os.open(folder / "launch.json", os.O_RDWR | os.O_CREAT, 0o666), "r+")
         is_locked = False
         try:  # ends with this process, and its children do not inherit it
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # others: a file system without locks
             is_locked = error.errno in (errno.EACCES, errno.EAGAIN)
-        self._lock.seek(0)
         try:
-            before = json.loads(self._lock.read())
+            before = json.loads(self._lock.readline())
             restarted = self._is_restart_of(before, is_given)
         except (ValueError, KeyError, TypeError):
             before, restarted = {}, False
@@ -105,9 +104,11 @@ class RunFolder:
         return any(proof <= facts for proof in proofs)
 
     def _note(self) -> None:
-        self._lock.truncate(0)
+        """Over what is there: a node may be lost at any moment, and a requeued job must find it."""
+        self._lock.seek(0)
         self._lock.write(json.dumps(self.ids) + "\n")
-        self._lock.flush()
+        self._lock.truncate()  # what is left of a longer line
+        os.fsync(self._lock.fileno())
 
     def begin(self, first: int, is_own: bool) -> Path | None:
         """Move aside what this run has not written and would replace; return where it is now.

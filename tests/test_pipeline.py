@@ -137,6 +137,23 @@ def small_pipeline(case: str) -> tuple[list, list, tuple[float, float], list]:
     return losses, [value.item() * rank for value in expected], (norm, plain_norm), pairs
 
 
+def test_an_outer_autocast_keeps_no_weights_of_an_earlier_step():
+    class Half(nn.Linear):
+        def forward(self, x, keys=None):
+            return super().forward(x).float()
+
+    part = Half(8, 8)
+    stage_ = load_stage("06").PipelineStage(part, nn.MSELoss(), autocast=True)
+    batch = torch.ones(2, 8), torch.zeros(2, 8), None, 1
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            first = stage_.forward(0, *batch)
+            part.weight.mul_(2)
+        assert stage_.forward(0, *batch) > 1.5 * first
+        stage_.backward(0, None)
+    assert part.weight.grad is not None
+
+
 @pytest.mark.parametrize("case", MISUSES)
 def test_what_does_not_fit_is_an_error(pools, case):
     ended = pools(2).attempt(small_pipeline, case)

@@ -27,6 +27,7 @@ from common import storage
 from common.arguments import PRESETS
 from common.checkpoint import checkpoints
 from common.data import load_corpus, train_batches
+from common.files import sync
 from common.metrics import peak_flops
 from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import learning_rate
@@ -448,6 +449,12 @@ def test_what_cannot_be_logged_or_synced_ends_no_run(pools, tmp_path, corpus_dir
     assert len(checkpoints(tmp_path / "checkpoints")) == 2
     if what != "builtins.print":  # which prints the warnings, too
         assert "(the run continues)" in ended.stderr and ended.stderr.count("\n") <= 3
+
+
+def test_an_io_error_of_a_sync_is_not_a_warning(tmp_path):
+    with patch("os.fsync", side_effect=OSError(errno.EIO, "Input/output error")):
+        with pytest.raises(OSError, match="Input/output"):
+            sync(tmp_path)
 
 
 # ---- NaN ----
