@@ -414,9 +414,7 @@ def test_a_matrix_that_has_no_gradient_stays_as_it_is(pools):
 README = (stage_path("11").parent / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("preset", "batch"), [("tiny", 16), ("small", 24), ("gpt2", 24), ("gpt2-xl", 24)]
-)
+@pytest.mark.parametrize(("preset", "batch"), [("tiny", 16), ("gpt2", 24), ("gpt2-xl", 24)])
 def test_the_stated_share_of_flops_is_that_of_the_matmuls(preset, batch):
     config = TransformerConfig(33_278, *PRESETS[preset])
     tokens = batch * config.seq_len
