@@ -112,7 +112,7 @@ STATED = {  # stage: patterns of its README with groups for figures, and what ea
         r"hidden if \| T > (\d+) \| T > ([\d,]+)": [F / INSIDE * AROUND, F / ONE_CARD * AROUND],
         r"all-gather \| \+ ([\d.]+) ms \| \+ ([\d.]+) ms": [SEND / 2 / INSIDE, SEND / 2 / ONE_CARD],
         r"^\| AdamW on .*? \| − ([\d.]+) ms": [AROUND * ADAMW],
-        r"3,072 tokens compute for (\d+) ms": [compute(3072)],
+        r"3,072 tokens per GPU, computes for (\d+) ms": [compute(3072)],
     },
     "04": {
         r"400 TFLOP/s, takes ([\d.]+) ms": [LAYER_FORWARD],
@@ -201,11 +201,11 @@ STATED = {  # stage: patterns of its README with groups for figures, and what ea
                 CASTS * b / 4096,
                 CASTS * (w - 6) / 8192,
             ]
-            for how, b, w in (("as written", 9, 17), ("compiled", 5, 9))
+            for how, b, w in (("not compiled", 9, 17), ("compiled", 5, 9))
         },
         # the four layers have 7 d inputs and 12 d^2 weights
         r"together are at ([\d.]+) for d = 768, compiled, and below 1 from d = ([\d,]+) "
-        r"\(as written, ([\d,]+)\)": [
+        r"\(not compiled, ([\d,]+)\)": [
             CASTS * (5 * 7 / 12 / 768 + 3 / 8192),
             *(
                 round(CASTS * b * 7 / 12 / (1 - CASTS * w / 8192), digits)
