@@ -897,7 +897,8 @@ class PipelineStage:
         trains = torch.is_grad_enabled()
         x = x.detach().requires_grad_(trains and x.is_floating_point())  # tokens have no gradient
         kind, dtype, on = x.device.type, torch.bfloat16, self.autocast
-        with torch.autocast(kind, dtype, on, cache_enabled=False):  # else an outer one keeps casts
+        # within an outer autocast, PyTorch would keep cast weights until that one ends: over steps
+        with torch.autocast(kind, dtype, on, cache_enabled=False):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
             detached = y.detach().requires_grad_(trains)  # a leaf: the loss's backward ends here
             result = detached if self.output is None else self.output(detached, targets)

@@ -130,7 +130,7 @@ class Float8Matmuls(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # [tokens, out]
-        if torch.is_grad_enabled():  # once_differentiable would miss a grad that is a constant
+        if torch.is_grad_enabled():  # once_differentiable raises only if grad itself has a graph
             raise RuntimeError("create_graph=True: Float8Linear has no second derivative")
         numbers, scale, weight = ctx.saved_tensors
         x8 = Float8(numbers, scale, ctx.scaling)

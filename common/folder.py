@@ -104,7 +104,7 @@ class RunFolder:
         return any(proof <= facts for proof in proofs)
 
     def _note(self) -> None:
-        """Over what is there: a node may be lost at any moment, and a requeued job must find it."""
+        """Overwrite in place: if the node is lost meanwhile, the file must not be left empty."""
         self._lock.seek(0)
         self._lock.write(json.dumps(self.ids) + "\n")
         self._lock.truncate()  # what is left of a longer line

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def count_changes(optimizer: torch.optim.Optimizer, *_) -> None:
-    """After a step: the stages compare versions, and `fused=True` does not count its changes."""
+    """Count an optimizer's step as a change of its parameters, which `fused=True` does not do."""
     params = (p for group in optimizer.param_groups for p in group["params"])
     increment_version([p for p in params if p.grad is not None])
 

@@ -324,6 +324,7 @@ def of_mixture(case: str) -> object:
         mixture = model[0].train(case != "evaluation")
         if case == "bfloat16":
             model.bfloat16()
+            assert mixture.route(torch.ones(2, 8).bfloat16())[0].dtype == torch.float32
             for _ in range(400):
                 mixture.load = torch.tensor([0, 2, 1, 1])
                 stage.balance_load(model, rate=0.0004)

@@ -144,14 +144,14 @@ def test_an_outer_autocast_keeps_no_weights_of_an_earlier_step():
 
     part = Half(8, 8)
     stage_ = load_stage("06").PipelineStage(part, nn.MSELoss(), autocast=True)
-    batch = torch.ones(2, 8), torch.zeros(2, 8), None, 1
+    batch = x, *_ = torch.ones(2, 8), torch.zeros(2, 8), None, 1
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
             first = stage_.forward(0, *batch)
             part.weight.mul_(2)
         assert stage_.forward(0, *batch) > 1.5 * first
         stage_.backward(0, None)
-    assert part.weight.grad is not None
+    assert part.weight.grad is not None and not x.requires_grad  # the caller's own
 
 
 @pytest.mark.parametrize("case", MISUSES)
