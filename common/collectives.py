@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.linalg import vector_norm
 
@@ -192,6 +192,37 @@ def all_reduce_control(tensor: Tensor, group: Group = None, op=ReduceOp.SUM) -> 
     ledger.control[("all_reduce", group_name(group))] += 1
     dist.all_reduce(tensor, op=op, group=group)
     return tensor
+
+
+def average_gradients(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], group: Group = None
+) -> None:
+    """Make every gradient the average over the ranks of `group`: after a step's last backward.
+
+    named_parameters: in the same order on all ranks; those that do not train are left out. The
+    gradients become views of flat buffers of one dtype and at most 25 MB, one all-reduce each.
+    RuntimeError, before any collective, if a gradient is missing, sparse or part of a graph.
+    """
+    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+    wrong = [n for n, p in trained if p.grad is None or p.grad.is_sparse or p.grad.requires_grad]
+    if wrong:
+        raise RuntimeError(f"no gradient, a sparse one, or one with a graph: {', '.join(wrong)}")
+    buffers: list[list[nn.Parameter]] = []
+    room = 0  # bytes left in the last buffer
+    for _, param in trained:
+        if not buffers or param.nbytes > room or param.dtype != buffers[-1][0].dtype:
+            buffers.append([])
+            room = 25 * 2**20
+        buffers[-1].append(param)
+        room -= param.nbytes
+    works = []
+    for params in buffers:
+        flat = torch.cat([p.grad.flatten() for p in params]).div_(dist.get_world_size(group))
+        for param, grad in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            param.grad = grad.view_as(param)
+        works.append(all_reduce(flat, group=group, async_op=True))
+    for work in works:
+        work.wait()
 
 
 def check_same(what: str, values: list, device: torch.device, group: Group = None) -> None:
