@@ -43,7 +43,7 @@ from common.collectives import (
     global_norm,
     reduce,
 )
-from common.units import NoGradient
+from common.guards import NoGradient
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive, seconds
