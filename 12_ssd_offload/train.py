@@ -500,7 +500,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     settings = adamw_settings(args.lr, args.weight_decay)
     optimizer = SpeculativeAdamW(files, speculates=not args.no_speculation, **settings)
     model = sharded_from_meta(model, optimizer, args, world)
-    guard(model, optimizer)
+    guard(model)
     if not files.is_restored:
         files.step = run.checkpoints.load(run.resume, training_state(model), optimizer)
         files.commit()
