@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,7 @@ def check_backward(shard: nn.Parameter, version: int, _: object) -> None:
 def checked_pack(shard: nn.Parameter, pack: Callable, tensor: Tensor) -> tuple:
     """Save a version too: of the tensor that `pack` keeps, or, if it keeps none, of the shard."""
     saved = pack(tensor)
-    source = shard if saved[0] is None else saved[0]
+    source = shard if isinstance(saved, Place) else saved
     return source, source._version, saved
 
 
@@ -118,6 +119,22 @@ def checked_unpack(unpack: Callable, packed: tuple) -> Tensor:
     if source._version != version:
         raise RuntimeError("changed in place, or by the optimizer's last step")
     return unpack(saved)
+
+
+class Place(NamedTuple):
+    """Where a view lies in its unit's flat buffer."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def place_in(full: Tensor, tensor: Tensor) -> Place | None:
+    """The place of `tensor` in the flat buffer `full`, or None if it is no plain view of it."""
+    is_plain = tensor.layout == torch.strided and tensor.dtype == full.dtype and not tensor.is_neg()
+    if is_plain and tensor.untyped_storage() is full.untyped_storage():
+        return Place(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return None
 
 
 class ShardedParameter(nn.Parameter):
