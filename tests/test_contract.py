@@ -162,14 +162,12 @@ def keep_in_a_partial(linear: nn.Linear) -> None:
     linear.forward = partial(nn.functional.linear, weight=linear.weight)
 
 
-def finish_in_no_sync(trainer: Trainer) -> None:
-    with trainer.sync.no_sync():
-        trainer.sync.finish_gradient_synchronization()
+def bias_of(trainer: Trainer) -> Tensor:
+    return trainer.plain.units[1].linear.bias
 
 
 WORDS = {  # parts of a training loop
     "train": train,
-    "forward": lambda t: loss_of(t),
     "backward": lambda t: loss_of(t).backward(),
     "unit_alone": lambda t: t.plain.units[1](batch()).sum().backward(),
     "double_backward": lambda t: loss_of(t).backward(create_graph=True),
@@ -178,10 +176,12 @@ WORDS = {  # parts of a training loop
     "freeze": lambda t: t.plain.units[1].requires_grad_(False),
     "unfreeze": lambda t: t.plain.requires_grad_(),
     "finish": lambda t: t.sync.finish_gradient_synchronization(),
-    "finish_in_no_sync": finish_in_no_sync,
     "assign": lambda t: t.plain.load_state_dict(copy.deepcopy(t.plain.state_dict()), assign=True),
     "scale_grads": lambda t: [setattr(p, "grad", 2 * p.grad) for p in t.plain.parameters()],
     "replace_grads": lambda t: [setattr(p.grad, "data", 2 * p.grad) for p in t.plain.parameters()],
+    "zero_bias": lambda t: nn.init.zeros_(bias_of(t)),
+    "clone_bias": lambda t: setattr(bias_of(t), "data", bias_of(t).data.clone()),
+    "shorten_bias": lambda t: setattr(bias_of(t), "data", bias_of(t).data[:1].clone()),
     "step": lambda t: t.optimizer.step(),
     "zero_grad": lambda t: t.optimizer.zero_grad(set_to_none=True),
     "model.zero_grad": lambda t: t.plain.zero_grad(),
@@ -224,34 +224,16 @@ def kept_tensor_alone(trainer: Trainer) -> None:
     trainer.sync.finish_gradient_synchronization()
 
 
-def changed_in_place(trainer: Trainer) -> None:
-    train(trainer, 1)
-    nn.init.zeros_(trainer.plain.units[1].linear.bias)
-    train(trainer)
-
-
 def changed_in_an_evaluation(trainer: Trainer) -> None:
     trainer.plain.units[1].how = "changes a parameter"
     with torch.no_grad():
         trainer.model(batch())
 
 
-def moved_data(trainer: Trainer) -> None:
-    bias = trainer.plain.units[1].linear.bias
-    bias.data = bias.data.clone()
-    train(trainer)
-
-
-def resized(trainer: Trainer) -> None:
-    bias = trainer.plain.units[1].other.bias
-    bias.data = bias.data[:1].clone()
-    train(trainer)
-
-
-def of_rank(_: str) -> None:
+def of_rank(strategy: str) -> None:
     """Such as experts that are sharded over the ranks."""
     model = nn.Sequential(OrderedDict({f"expert {dist.get_rank()}": nn.Linear(6, 6)}))
-    Trainer("ddp", model)
+    Trainer(strategy, model)
 
 
 def starting_apart(strategy: str) -> None:
@@ -398,7 +380,7 @@ MISUSES = {  # what is done, and the message by strategies
     "step before finish": (loop("backward step"), {(*DDP, *FSDP): "incomplete"}),
     "step without a backward": (loop("finish step"), {REPLICAS: "left out"}),
     "every backward under no_sync": (
-        loop("backward+ finish_in_no_sync"),
+        loop("backward+ finish+"),
         {("ddp", "zero-1"): "no_sync() left out"},
     ),
     "PyTorch's clip_grad_norm_": (
@@ -432,9 +414,12 @@ MISUSES = {  # what is done, and the message by strategies
         loop("unfreeze train", partial(chain, frozen=True)),
         {REPLICAS: "unfreeze"},
     ),
-    "resized": (loop(resized), {REPLICAS: "resize"}),
-    "another tensor as data": (loop(moved_data), {STAGES_1_2: "move or cast"}),
-    "a parameter changed in place": (loop(changed_in_place), {SHARDED: "no attribute 'bias'"}),
+    "resized": (loop("shorten_bias train"), {REPLICAS: "resize"}),
+    "another tensor as data": (loop("clone_bias train"), {STAGES_1_2: "move or cast"}),
+    "a parameter changed in place": (
+        loop("train zero_bias train"),
+        {SHARDED: "no attribute 'bias'"},
+    ),
     "to": (of_model("to", torch.float64), {SHARDED: "shards only"}),
     "state_dict": (of_model("state_dict"), {SHARDED: "shards only"}),
     "load_state_dict": (of_model("load_state_dict", {}), {SHARDED: "shards only"}),
