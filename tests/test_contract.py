@@ -11,6 +11,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -24,11 +27,14 @@ from torch.utils.checkpoint import checkpoint
 
 from common.collectives import agree_on_overflow
 from common.guards import guard
+from common.state_files import StateFolder
+from tools.stages import load_stage
 
 SGD = partial(torch.optim.SGD, fused=True)  # which counts no versions, as our AdamW
 DDP, STAGES_1_2, FSDP = ("ddp",), ("zero-1", "zero-2"), ("fsdp", "fsdp-keep")
 REPLICAS, UNITS = (*DDP, *STAGES_1_2), ("zero-3", *FSDP)
-ALL = (*REPLICAS, *UNITS)
+ALL, SSD = (*REPLICAS, *UNITS), ("ssd",)
+SHARDED = (*UNITS, *SSD)
 
 
 class Unit(nn.Module):
@@ -98,6 +104,8 @@ def chain(how: str = "", unit: str = "", frozen: bool = False) -> Chain:
 
 def trainer_of(strategy: str, model: Chain, **options) -> Trainer:
     """strategy: "fsdp/2" has replicas of groups of two ranks."""
+    if strategy == "ssd":
+        return trainer_of_12(model)
     strategy, _, shards = strategy.partition("/")
     groups = {}
     if shards:
@@ -106,6 +114,18 @@ def trainer_of(strategy: str, model: Chain, **options) -> Trainer:
     # small buckets, so that ZeRO's stages 1 and 2 have several
     units, mb = list(model.units), 0.0002
     return Trainer(strategy, model, SGD, units, bucket_mb=mb, groups=groups, lr=0.1, **options)
+
+
+def trainer_of_12(model: Chain) -> SimpleNamespace:
+    """For misuses: as `Trainer`, with `zero_grad` for the last part of a step, the commit."""
+    stage, folder = load_stage("12"), TemporaryDirectory()
+    files = StateFolder(Path(folder.name), {"run": "misuse"}, is_resumed=False, saved=0)
+    optimizer = stage.SpeculativeAdamW(files, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    sync = stage.FullyShardedDataParallel(model, list(model.units), optimizer)
+    guard(sync)
+    optimizer.zero_grad = lambda **_: files.commit()
+    parts = {"model": sync, "sync": sync, "plain": model, "optimizer": optimizer}
+    return SimpleNamespace(**parts, strategy="ssd", folder=folder)
 
 
 def batch(seed: int = 0) -> Tensor:
@@ -142,14 +162,12 @@ def keep_in_a_partial(linear: nn.Linear) -> None:
     linear.forward = partial(nn.functional.linear, weight=linear.weight)
 
 
-def finish_in_no_sync(trainer: Trainer) -> None:
-    with trainer.sync.no_sync():
-        trainer.sync.finish_gradient_synchronization()
+def bias_of(trainer: Trainer) -> Tensor:
+    return trainer.plain.units[1].linear.bias
 
 
 WORDS = {  # parts of a training loop
     "train": train,
-    "forward": lambda t: loss_of(t),
     "backward": lambda t: loss_of(t).backward(),
     "unit_alone": lambda t: t.plain.units[1](batch()).sum().backward(),
     "double_backward": lambda t: loss_of(t).backward(create_graph=True),
@@ -158,10 +176,12 @@ WORDS = {  # parts of a training loop
     "freeze": lambda t: t.plain.units[1].requires_grad_(False),
     "unfreeze": lambda t: t.plain.requires_grad_(),
     "finish": lambda t: t.sync.finish_gradient_synchronization(),
-    "finish_in_no_sync": finish_in_no_sync,
     "assign": lambda t: t.plain.load_state_dict(copy.deepcopy(t.plain.state_dict()), assign=True),
     "scale_grads": lambda t: [setattr(p, "grad", 2 * p.grad) for p in t.plain.parameters()],
     "replace_grads": lambda t: [setattr(p.grad, "data", 2 * p.grad) for p in t.plain.parameters()],
+    "zero_bias": lambda t: nn.init.zeros_(bias_of(t)),
+    "clone_bias": lambda t: setattr(bias_of(t), "data", bias_of(t).data.clone()),
+    "shorten_bias": lambda t: setattr(bias_of(t), "data", bias_of(t).data[:1].clone()),
     "step": lambda t: t.optimizer.step(),
     "zero_grad": lambda t: t.optimizer.zero_grad(set_to_none=True),
     "model.zero_grad": lambda t: t.plain.zero_grad(),
@@ -204,34 +224,16 @@ def kept_tensor_alone(trainer: Trainer) -> None:
     trainer.sync.finish_gradient_synchronization()
 
 
-def changed_in_place(trainer: Trainer) -> None:
-    train(trainer, 1)
-    nn.init.zeros_(trainer.plain.units[1].linear.bias)
-    train(trainer)
-
-
 def changed_in_an_evaluation(trainer: Trainer) -> None:
     trainer.plain.units[1].how = "changes a parameter"
     with torch.no_grad():
         trainer.model(batch())
 
 
-def moved_data(trainer: Trainer) -> None:
-    bias = trainer.plain.units[1].linear.bias
-    bias.data = bias.data.clone()
-    train(trainer)
-
-
-def resized(trainer: Trainer) -> None:
-    bias = trainer.plain.units[1].other.bias
-    bias.data = bias.data[:1].clone()
-    train(trainer)
-
-
-def of_rank(_: str) -> None:
+def of_rank(strategy: str) -> None:
     """Such as experts that are sharded over the ranks."""
     model = nn.Sequential(OrderedDict({f"expert {dist.get_rank()}": nn.Linear(6, 6)}))
-    Trainer("ddp", model)
+    Trainer(strategy, model)
 
 
 def starting_apart(strategy: str) -> None:
@@ -300,34 +302,34 @@ STRIDED = torch.randn(6, 12)[:, ::2]
 ONE_STEP = "belongs after the optimizer's step"
 MISUSES = {  # what is done, and the message by strategies
     # of the model, before it is wrapped
-    "tied": (changed(lambda model: tie(model.units[1])), {UNITS: "tied"}),
-    "tied as data": (changed(lambda model: tie_data(model.units[1])), {UNITS: "tied"}),
+    "tied": (changed(lambda model: tie(model.units[1])), {SHARDED: "tied"}),
+    "tied as data": (changed(lambda model: tie_data(model.units[1])), {SHARDED: "tied"}),
     "outside of all units": (
         changed(lambda model: model.register_parameter("a", nn.Parameter(torch.ones(1)))),
-        {UNITS: "in no unit"},
+        {SHARDED: "in no unit"},
     ),
-    "frozen": (of_linear(lambda linear: linear.bias.requires_grad_(False)), {UNITS: "frozen"}),
+    "frozen": (of_linear(lambda linear: linear.bias.requires_grad_(False)), {SHARDED: "frozen"}),
     "a parameter with a hook": (
         of_linear(lambda linear: linear.bias.register_hook(torch.zeros_like)),
-        {UNITS: "hooks"},
+        {SHARDED: "hooks"},
     ),
-    "mixed dtypes": (of_linear(nn.Module.double), {UNITS: "dtype"}),
-    "meta device": (changed(lambda model: model.to("meta")), {UNITS: "meta"}),
-    "kept in a partial": (of_linear(keep_in_a_partial), {UNITS: "has been sharded"}),
+    "mixed dtypes": (of_linear(nn.Module.double), {SHARDED: "dtype"}),
+    "meta device": (changed(lambda model: model.to("meta")), {SHARDED: "meta"}),
+    "kept in a partial": (of_linear(keep_in_a_partial), {SHARDED: "has been sharded"}),
     "buffer on the meta device": (
         changed(lambda model: model.register_buffer("b", torch.empty(1, device="meta"))),
-        {UNITS: "without values"},
+        {SHARDED: "without values"},
     ),
     "unit without parameters": (
         changed(lambda model: model.units.append(nn.Tanh())),
-        {UNITS: "no param"},
+        {SHARDED: "no param"},
     ),
     "parameter with strides": (
         of_linear(lambda linear: setattr(linear.weight, "data", STRIDED)),
         {DDP: "contiguous"},
     ),
     "two wrappers share a unit": (wrapped_twice, {DDP: "another wrapper"}),
-    "two guards": (loop("guard"), {ALL: "already has"}),
+    "two guards": (loop("guard"), {(*ALL, *SSD): "already has"}),
     "other initial values on a rank": (starting_apart, {FSDP: "differ between ranks"}),
     "other dtypes on a rank": (other_dtypes, {("fsdp",): "differ between ranks"}),
     "other sizes on other ranks": (
@@ -340,7 +342,7 @@ MISUSES = {  # what is done, and the message by strategies
     "an unused parameter": (
         like("", "unused parameter"),
         {
-            UNITS: "not used all",
+            SHARDED: "not used all",
             REPLICAS: "left out ['units.1.other.weight', 'units.1.other.bias']",
         },
     ),
@@ -348,14 +350,11 @@ MISUSES = {  # what is done, and the message by strategies
     "the last unit skipped": (like("last skipped"), {REPLICAS: "left out"}),
     "a unit alone": (loop("unit_alone finish"), {REPLICAS: "left out"}),
     "a backward that misses units": (like("detached"), {REPLICAS: "left out"}),
-    "a saved tensor changed": (like("in place", "saves its output"), {UNITS: "changed in place"}),
-    "a part of a unit recomputed": (like("", "a part recomputed"), {UNITS: "no attribute"}),
-    "changed in place": (like("", "changes a parameter"), {UNITS: "modified inplace"}),
-    "two nested backwards": (
-        like("two nested backwards"),
-        {REPLICAS: "use_reentrant=False"},
-    ),
-    "create_graph": (loop("double_backward"), {ALL: "create_graph=True"}),
+    "a saved tensor changed": (like("in place", "saves its output"), {SHARDED: "changed in place"}),
+    "a part of a unit recomputed": (like("", "a part recomputed"), {SHARDED: "no attribute"}),
+    "changed in place": (like("", "changes a parameter"), {SHARDED: "modified inplace"}),
+    "two nested backwards": (like("two nested backwards"), {REPLICAS: "use_reentrant=False"}),
+    "create_graph": (loop("double_backward"), {(*ALL, *SSD): "create_graph=True"}),
     "sparse gradients": (sparse_gradients, {REPLICAS: "sparse"}),
     "autograd.grad of the shards": (loop("grad_of_shards"), {FSDP: "autograd.grad"}),
     "second backward": (loop("backward backward"), {("ddp", "zero-1"): "no_sync"}),
@@ -366,30 +365,27 @@ MISUSES = {  # what is done, and the message by strategies
     ),
     "an old graph": (
         loop(old_graph),
-        {REPLICAS: "modified by an inplace operation", UNITS: "optimizer's last step"},
+        {REPLICAS: "modified by an inplace operation", SHARDED: "optimizer's last step"},
     ),
     "the gradient of an input by an old graph": (
         loop(gradient_of_an_input_by_an_old_graph),
-        {REPLICAS: "modified by an inplace operation", UNITS: "optimizer's last step"},
+        {REPLICAS: "modified by an inplace operation", SHARDED: "optimizer's last step"},
     ),
     "a loss of a kept tensor alone": (
         loop(kept_tensor_alone),
-        {UNITS: "not used all", REPLICAS: "left out"},
+        {SHARDED: "not used all", REPLICAS: "left out"},
     ),
-    "a parameter changed in an evaluation": (
-        loop(changed_in_an_evaluation),
-        {UNITS: "in place"},
-    ),
+    "a parameter changed in an evaluation": (loop(changed_in_an_evaluation), {SHARDED: "in place"}),
     # of the order of a step
     "step before finish": (loop("backward step"), {(*DDP, *FSDP): "incomplete"}),
     "step without a backward": (loop("finish step"), {REPLICAS: "left out"}),
     "every backward under no_sync": (
-        loop("backward+ finish_in_no_sync"),
+        loop("backward+ finish+"),
         {("ddp", "zero-1"): "no_sync() left out"},
     ),
     "PyTorch's clip_grad_norm_": (
         loop("backward finish clip"),
-        {STAGES_1_2: "sharded", UNITS: "shards only"},
+        {STAGES_1_2: "sharded", SHARDED: "shards only"},
     ),
     "no zero_grad": (
         loop("backward finish step backward"),
@@ -400,20 +396,17 @@ MISUSES = {  # what is done, and the message by strategies
         {STAGES_1_2: ONE_STEP},
     ),
     "zero_grad between micro-batches": (loop("backward+ zero_grad backward"), {FSDP: ONE_STEP}),
-    "zero_grad before finish": (
-        loop("backward zero_grad finish"),
-        {(*DDP, *FSDP): ONE_STEP},
-    ),
+    "zero_grad before finish": (loop("backward zero_grad finish"), {(*DDP, *FSDP): ONE_STEP}),
     "gradients replaced before finish": (loop("backward scale_grads finish"), {DDP: "as it was"}),
     "gradients with other data": (
         loop("backward finish replace_grads step zero_grad backward"),
         {DDP: "p.grad.data was replaced"},
     ),
     # of the model, after it was wrapped
-    "a new layer": (loop("add_layer backward finish"), {REPLICAS: "wrapped", UNITS: "shard"}),
+    "a new layer": (loop("add_layer backward finish"), {REPLICAS: "wrapped", SHARDED: "shard"}),
     "a replaced layer": (
         loop("replace_layer backward finish"),
-        {REPLICAS: "wrapped", UNITS: "not used all"},
+        {REPLICAS: "wrapped", SHARDED: "not used all"},
     ),
     "all parameters assigned": (loop("assign backward finish"), {REPLICAS: "before they are"}),
     "frozen afterwards": (loop("train freeze train"), {REPLICAS: "freeze"}),
@@ -421,16 +414,16 @@ MISUSES = {  # what is done, and the message by strategies
         loop("unfreeze train", partial(chain, frozen=True)),
         {REPLICAS: "unfreeze"},
     ),
-    "resized": (loop(resized), {REPLICAS: "resize"}),
-    "another tensor as data": (loop(moved_data), {STAGES_1_2: "move or cast"}),
-    "a parameter changed in place": (loop(changed_in_place), {UNITS: "no attribute 'bias'"}),
-    "to": (of_model("to", torch.float64), {UNITS: "shards only"}),
-    "state_dict": (of_model("state_dict"), {UNITS: "shards only"}),
-    "load_state_dict": (of_model("load_state_dict", {}), {UNITS: "shards only"}),
-    "a copy": (
-        loop(lambda trainer: copy.deepcopy(trainer.sync)),
-        {ALL: "copy"},
+    "resized": (loop("shorten_bias train"), {REPLICAS: "resize"}),
+    "another tensor as data": (loop("clone_bias train"), {STAGES_1_2: "move or cast"}),
+    "a parameter changed in place": (
+        loop("train zero_bias train"),
+        {SHARDED: "no attribute 'bias'"},
     ),
+    "to": (of_model("to", torch.float64), {SHARDED: "shards only"}),
+    "state_dict": (of_model("state_dict"), {SHARDED: "shards only"}),
+    "load_state_dict": (of_model("load_state_dict", {}), {SHARDED: "shards only"}),
+    "a copy": (loop(lambda trainer: copy.deepcopy(trainer.sync)), {(*ALL, *SSD): "copy"}),
 }
 
 
