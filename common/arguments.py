@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from common.collectives import all_reduce_control
 from common.data import Batching, Corpus
-from common.distributed import fail, launch_environment
+from common.distributed import fail, launch_environment, prepare_streams
 from common.model import TransformerConfig
 
 SHAPE = ("d_model", "n_layers", "n_heads", "seq_len")  # what a preset sets
@@ -91,6 +91,7 @@ seconds = _number(float, 1, 10**6)
 
 def base_parser(description: str | None) -> Parser:
     """A parser with the flags that every stage has. Defaults are printed by --help."""
+    prepare_streams()
     p = Parser(
         description=(description or "").strip().split("\n")[0],  # None under python -OO
         epilog="SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU: save and exit. Ctrl-C: exit at once.",

@@ -35,9 +35,6 @@ from common.distributed import fail, print0, rank
 from common.files import exists, move_aside
 from common.storage import checkpoints
 
-# a run without a process group is meant to save in one process
-warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-
 
 class Shard:
     """What one rank owns of a tensor: chunks of it, by their offsets, as views of its memory.
@@ -169,6 +166,8 @@ class Checkpointer:
         self.group = None
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+        else:  # DCP warns that it saves and loads in a single process
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         self._ranks = {"process_group": self.group, "no_dist": self.group is None}
         self.is_own = False  # whether `load` has loaded a checkpoint of this folder
         self.blocked_seconds = 0.0  # time for which saves have blocked training

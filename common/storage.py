@@ -93,10 +93,6 @@ class HashingStream:
 RUN = " run"  # key of the run's arguments and hashes in the metadata
 SEAL = b"\nxxh3_64 "  # between the pickle of the metadata and its checksum
 
-# Python 3.11.2 pickles an enum's member as getattr(cls, name), later versions as cls(value), which
-# every version can read.
-copyreg.pickle(_MEM_FORMAT_ENCODING, lambda member: (type(member), (member.value,)))
-
 
 class AtomicWriter(dcp.FileSystemWriter):
     """PyTorch's writer, plus checksums and an atomic commit.
@@ -110,6 +106,9 @@ class AtomicWriter(dcp.FileSystemWriter):
         self.folder, self.final, self.keep = folder, folder / f"step-{step:08d}", keep
         self.run = run
         self.transforms = HashingStream()
+        # Python 3.11.2 pickles an enum's member as getattr(cls, name), later versions as
+        # cls(value), which every version can read.
+        copyreg.pickle(_MEM_FORMAT_ENCODING, lambda member: (type(member), (member.value,)))
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """Copy to host memory, so that training may change the tensors during the save."""
