@@ -55,11 +55,6 @@ def check_cases(
         raise pytest.UsageError(f"{test} has no cases {absent}")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # a warning that common/ silences itself; pytest replaces the filters
-    config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled:UserWarning")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _folders(tmp_path_factory):
     """Prepare corpora and write runs in folders of this session."""

@@ -139,8 +139,8 @@ for file in files:
         importlib.import_module(f"common.{file.stem}")
         for what, value in state().items():
             if value != before[what]:
-                print(f"importing common/{file.name} changes {what}")
-        sys.exit()
+                print(f"importing common/{file.name} changes {what}", flush=True)
+        os._exit(0)  # faster
     os.wait()
 """
 
