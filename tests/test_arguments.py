@@ -13,8 +13,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import count_collectives, load_stage, stage_file, stages
-from jobs import end_as_a_launcher_would, start
+from harness import load_stage, stage_file, stages
+from late_backend import recorded_calls
+from processes import end_as_a_launcher_would, start
 
 from common import arguments
 from common.model import TransformerConfig
@@ -110,17 +111,17 @@ def test_ranks_that_differ_are_an_error_that_names_what_differs(
 
 
 def main(stage: str, argv: list[str], early: bool) -> None:
-    with count_collectives() as counted:
+    with recorded_calls() as calls:
         try:
             load_stage(stage).main(argv)
         finally:
-            assert not early or not counted.records, "it communicates before the error"
+            assert not early or not calls, "it communicates before the error"
 
 
 @pytest.mark.parametrize("stage, row", CASES, ids=[f"{s}-{r.ranks}-{r.argv}" for s, r in CASES])
 def test_wrong_arguments_are_a_one_line_error_with_status_2(pools, places, tmp_path, stage, row):
     run_dir = tmp_path / "run"
-    pool = pools(row.ranks, group=stage != "01")
+    pool = pools(row.ranks, group=stage != "01", backend="late")
     ended = pool.attempt(main, stage, argv_of(row, places, run_dir), row.early)
     assert [o.exit_status for o in ended] == [2] * row.ranks, ended[0].traceback or ended[0]
     said = "".join(o.stderr for o in ended)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from harness import REPO, stage_path, stages
-from jobs import executable
+from processes import executable
 
 import common
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from harness import REPO
-from jobs import free_port
+from processes import free_port
 
 from tools.gpu.preflight import rounds
 from tools.gpu.verdict import judge, report

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from chaos import numbers, tensors_of
 from harness import REPO, assert_same_curve, load_stage, metrics_of, stage_path
-from jobs import train_and_signal
+from processes import train_and_signal
 from test_checkpoint import metadata_of, write_metadata
 from torch import Tensor
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from tools.stages import load_file, load_stage, stage_file, stage_path
 
-# what the fork server imports, once for all processes
+# what the fork server imports, once for all processes; a user of pools may add to it
 PRELOAD = ["torch._dynamo", "torch.utils.tensorboard", "common.checkpoint", "common.run"]
 PRELOAD += ["tools.worker"]
 
@@ -63,9 +63,9 @@ class Outcome:
 class Pool:
     """`world_size` processes in one process group, which run one job after another.
 
-    group=False: one process without a process group, as stage 01 runs. backend: "gloo", "late"
-    (`late_backend.py`), or one for each device, as in "cpu:late,meta:gloo". environment: variables
-    of the processes, in addition to this process's own.
+    group=False: one process without a process group, as stage 01 runs. backend: "gloo", one that a
+    module in `PRELOAD` registers, or one for each device, as in "cpu:late,meta:gloo". environment:
+    variables of the processes, in addition to this process's own.
     """
 
     def __init__(
