@@ -321,6 +321,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     model = Transformer(config)
     expert_parallel(model, ep)
     init_weights(model, args.seed)
+    for name, layer in model.layers.items():
+        if "0" in layer.mlp.experts:  # one expert per layer is stage 01's MLP
+            init_weights(layer.mlp.experts["0"], args.seed, f"layers.{name}.mlp.")
     model.to(device)
     with without_experts(model) as experts:  # DDP would make every rank's experts rank 0's
         model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)

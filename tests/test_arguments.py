@@ -190,7 +190,7 @@ def test_memory_of_a_gpu_counts_unless_the_state_is_offloaded(monkeypatch, capsy
     gpu = SimpleNamespace(total_memory=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     args = arguments.check_arguments(arguments.base_parser("x").parse_args([]))
-    args.cpu_offload = offload
+    args.state_on = "host" if offload else "device"
     with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
         arguments.check_memory(args, SMALL)
     assert ("have 0.0 GB" in capsys.readouterr().err) == (not fits)
