@@ -39,7 +39,8 @@ $(error EDIT= is for run-NN: it does not change what $(filter-out run-%,$(MAKECM
 endif
 endif
 # passed in the environment and unexpanded, because a path may contain any character
-override export SCRIPT := $(value SCRIPT)
+override SCRIPT := $(value SCRIPT)
+export SCRIPT
 
 # ---- set-up ----
 setup: $(READY) ## create a virtual environment in .venv and install requirements.txt
@@ -77,8 +78,6 @@ submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
 	@slurm/jobs.sh submit $(folder) $(ARGS)
 submit-all: ## submit all stages, each to start when the previous one has succeeded
 	@slurm/jobs.sh submit "$(folders)" $(ARGS)
-submit-preflight: ### measure NODES= with GPUS= each before a long job, and the links between them
-	@slurm/jobs.sh preflight $(ARGS)
 status: ## the jobs from here: pending, running, recently ended, and why
 	@slurm/jobs.sh status
 logs-%: ## follow the log of stage NN's newest job to its end
@@ -89,9 +88,6 @@ cluster: ### start a Slurm cluster of NODES= nodes on this machine, to try thing
 	@slurm/cluster.sh up
 cluster-down: ### stop it
 	@slurm/cluster.sh down
-# ---- GPUs ----
-preflight: $(READY) ### measure the GPUs of this machine and what connects them
-	@$(BIN)/python -m tools.gpu.preflight $(ARGS)
 # ---- look ----
 tensorboard: $(READY) ## show the metrics of all runs in a browser
 	$(BIN)/python -m tensorboard.main --logdir runs
