@@ -49,7 +49,7 @@ class Scripted:
     def __init__(self, *results):
         self.results = iter(results)
 
-    def run(self, row: Row, seconds: float) -> tuple[str, bool]:
+    def run(self, row: Row, deadline: float) -> tuple[str, bool]:
         result = next(self.results)
         if isinstance(result, Exception):
             raise result
@@ -114,13 +114,14 @@ def test_without_stage_01_no_other_row_runs_on_a_cpu(capsys):
 def test_a_row_on_a_gpu_has_speed_mfu_and_peak_memory_and_12_is_compared_with_04(monkeypatch):
     runs = []
 
-    def train(self, row, seconds):
+    def train(self, row, deadline):
         runs.append((row.stage, row.flags.partition("--steps ")[2]))
         line = {"loss": 5.0 + 0.1 * (row.stage == "12"), "tokens_per_s": 98765.4, "step_ms": 248.8}
-        return [line | {"comm_mb": 0.0, "model_state_mb": 1.0, "memory_mb": 4321.0, "mfu": 0.412}]
+        line |= {"comm_mb": 0.0, "model_state_mb": 1.0, "memory_mb": 4321.0, "mfu": 0.412}
+        return self.known.setdefault((row.stage, row.flags), [line])
 
     monkeypatch.setattr(Quickstart, "train", train)
-    text, is_bad = Quickstart(1).run(rows_for(1, 2)[-1], 100)
+    text, is_bad = Quickstart(1).run(rows_for(1, 2)[-1], after(100))
     assert runs == [("04", "10 --cpu-offload"), ("12", "10")] and not is_bad
     assert text.split()[1:5] == ["5.100000", "1.0e-01", "98,765", "248.8"]
     assert text.endswith("peak 4321 MB, MFU 41.2%")
@@ -225,6 +226,6 @@ def test_every_kind_of_row_runs_and_a_loss_that_is_off_fails(monkeypatch, tmp_pa
     try:
         assert run_rows(rows, tried, float("inf"), "", 0) == 0, capsys.readouterr().out
         assert capsys.readouterr().out.count(" s\n") == len(rows)
-        assert tried.run(rows[1]._replace(tolerance=-1.0), 100)[1]
+        assert tried.run(rows[1]._replace(tolerance=-1.0), after(100))[1]
     finally:
         tried.close()

@@ -4,9 +4,7 @@
 tensorboard and xxhash. The rows come from the stages' files. They differ in technique alone, so
 their losses must agree: a difference of more than 1e-5 from stage 01 at any step is a failure. A
 stage that changes what is computed is compared with its own run in one process, within the
-tolerance of its file. Stage 01 saves a checkpoint halfway, from which the last row resumes. All
-rows run in processes that have imported PyTorch once, but for the first one of several ranks, which
-torchrun starts. What this machine or this PyTorch cannot do is skipped.
+tolerance of its file. What this machine or this PyTorch cannot do is skipped.
 
 On a machine with GPUs the rows run on them, in float32 and in bfloat16, where a loss may be 1e-3
 off. Then come speed and peak memory of a larger model, until --budget is used up. The report,
@@ -31,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from tools.pool import Pool, comparably, fork_server, metrics_of, missing, train
+from tools.pool import Pool, WorkerExit, comparably, fork_server, metrics_of, missing, train
 from tools.stages import BASE, REPO, runs_for, stage_file, stage_path, stages
 
 FOLDER, REPORT = REPO / "runs" / "quickstart", Path("gpu-check.md")
@@ -66,10 +64,6 @@ def tolerance_of(stage: str, flags: str, on_gpu: bool) -> float:
     if file.tolerance and "bfloat16" in flags:  # it changes what is computed
         found += [dict(run.tolerance) for run in file.for_("bf16")]
     return max(each.get("loss", 0.0) for each in found)
-
-
-def resumes(row: Row) -> bool:
-    return "--resume" in row.more
 
 
 def stage_rows(several: int, dtype: str, on_gpu: bool) -> list[Row]:
@@ -125,29 +119,25 @@ class Quickstart:
         self.pools: dict[tuple, Pool] = {}
         self.known: dict[tuple[str, str], list[dict]] = {}  # of runs in one process
 
-    def run(self, row: Row, seconds: float) -> tuple[str, bool]:
+    def run(self, row: Row, deadline: float) -> tuple[str, bool]:
         """A row of the table, and whether it is a failure."""
-        number = row.against or stage_file(row.stage).reference
-        if (row.stage, row.flags, row.ranks) == (number, row.reference, 1) and not resumes(row):
-            lines = expected = self.train(row, seconds)
-        else:
-            alone = Row("", number, 1, row.reference, row.reference)
-            expected = self.known.get((number, row.reference)) or self.train(alone, seconds)
-            lines = self.train(row, seconds)
-        both = list(zip(lines, expected[-len(lines) :], strict=True))
-        off = max(abs(a["loss"] - b["loss"]) for a, b in both)
+        reference = row.against or stage_file(row.stage).reference, row.reference
+        if reference not in self.known and (row.stage, row.flags, row.ranks) != (*reference, 1):
+            self.train(Row("", reference[0], 1, row.reference, row.reference), deadline)
+        lines = self.train(row, deadline)
+        expected = self.known[reference][-len(lines) :]
+        off = max(abs(a["loss"] - b["loss"]) for a, b in zip(lines, expected, strict=True))
         names = ("tokens_per_s", "step_ms", "comm_mb", "mfu")
         late = lines[len(lines) // 4 :]
         speed, step, sent, mfu = (median(x.get(n, 0.0) for x in late) for n in names)
         text = f"{row.ranks:>6}{lines[-1]['loss']:>12.6f}{off:>9.1e}{speed:>11,.0f}{step:>9.1f}"
         text += f"{lines[-1]['model_state_mb']:>15.2f}{sent:>14.2f}"
         if self.gpus:
-            text += f"  peak {lines[-1]['memory_mb']:.0f} MB"
-            text += f", MFU {mfu:.1%}" * (mfu > 0)
+            text += f"  peak {lines[-1]['memory_mb']:.0f} MB" + f", MFU {mfu:.1%}" * (mfu > 0)
             text += ", ranks share GPUs" if row.ranks > self.gpus else ""
         return text, not off <= row.tolerance
 
-    def train(self, row: Row, seconds: float) -> list[dict]:
+    def train(self, row: Row, deadline: float) -> list[dict]:
         """Train, and return the metrics of rank 0. Where runs are only comparable if one replays
         what the other records, they do."""
         dtype = "bfloat16" if "bfloat16" in row.flags else "float32"
@@ -155,15 +145,16 @@ class Quickstart:
         if folder.exists():
             folder = FOLDER / f"{folder.name}-{len([*FOLDER.iterdir()])}"
         argv = [*row.flags.split(), *row.more.split(), "--run-dir", str(folder)]
-        argv += [] if resumes(row) else ["--resume", "never"]
+        argv += [] if "--resume" in row.more else ["--resume", "never"]
         if row.by_torchrun:
-            self.by_torchrun(row, argv, seconds)
+            self.by_torchrun(row, argv, deadline - time.monotonic())
             return metrics_of(folder)
         kept = FOLDER / re.sub(r"\W+", "-", f"replay {row.stage} {row.reference}")
         how = "record" if row.ranks == 1 else "replay"
         job = train, how, str(kept), row.stage, argv
-        lines = self.pool(row).run(comparably, *job, timeout=seconds)[0]
-        if row.ranks == 1 and not resumes(row):
+        pool = self.pool(row)
+        lines = pool.run(comparably, *job, timeout=deadline - time.monotonic())[0]
+        if row.ranks == 1 and "--resume" not in row.more:
             self.known[row.stage, row.flags] = lines
         return lines
 
@@ -183,8 +174,7 @@ class Quickstart:
         words = f"-m torch.distributed.run --standalone --nproc-per-node={row.ranks}".split()
         words = [sys.executable, *words, str(stage_path(row.stage)), *argv]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(words, cwd=REPO, env=env, start_new_session=True, **pipes)
+        process = subprocess.Popen(words, cwd=REPO, start_new_session=True, **pipes)
         try:
             text, _ = process.communicate(timeout=seconds)
         finally:
@@ -208,18 +198,17 @@ def run_rows(rows: list[Row], quickstart, end: float, heading: str, gpus: int) -
             break
         print(f"{row.name:34}", end="", flush=True)
         try:
-            text, is_bad = quickstart.run(row, min(end - begin, ROW_SECONDS if gpus else 600))
+            limit = begin + (ROW_SECONDS if gpus else 600)
+            text, is_bad = quickstart.run(row, min(end, limit))
         except Exception as error:
             if time.monotonic() >= end:
                 print("  no time left")
                 break
-            why = cannot(error)
-            text = f"  skipped: {why}" if why else f"  {type(error).__name__}: {error}"
-            is_bad = not why
+            text, is_bad = judged(error)
         bad += is_bad
-        result = f"{text}  {time.monotonic() - begin:5.1f} s{'  FAILED' * is_bad}"
-        print(result, flush=True)
-        done.append(f"{row.name:34}{result}")
+        text += f"  {time.monotonic() - begin:5.1f} s{'  FAILED' * is_bad}"
+        print(text, flush=True)
+        done.append(f"{row.name:34}{text}")
         if gpus:
             write(heading, done, bad, rows[i + 1 :], gpus)
         elif is_bad and i == 0:
@@ -227,25 +216,25 @@ def run_rows(rows: list[Row], quickstart, end: float, heading: str, gpus: int) -
     return bad
 
 
-def cannot(error: Exception) -> str:
-    """Why this machine or this PyTorch cannot run a stage, as the stage says it; else empty."""
-    said = "".join(getattr(error, "stderr", [])).strip()
-    return said.partition(": ")[2] if " has no " in said else ""
+def judged(error: Exception) -> tuple[str, bool]:
+    """What to print, and whether it is a failure; what this machine or PyTorch lacks is none."""
+    said = "".join(error.stderr).strip() if isinstance(error, WorkerExit) else ""
+    if " has no " in said:
+        return f"  skipped: {said.partition(': ')[2]}", False
+    return f"  {type(error).__name__}: {error}", True
 
 
 def write(heading: str, done: list[str], bad: int, remaining: list[Row], gpus: int) -> None:
     """The report so far."""
     lines = ["# What ran on GPUs", "", heading, ""]
     skipped = sum("  skipped: " in text for text in done)
-    counts = f"{len(done)} rows, {bad} failures, {skipped} skipped"
-    lines.append(f"{counts}, {len(remaining)} not run (no time left).")
+    counts = f"{len(done)} rows, {bad} failures, {skipped} skipped, {len(remaining)} not run"
+    lines.append(f"{counts} (no time left).")
     if gpus == 1:
         lines.append("With one GPU, NCCL runs with one rank: between ranks it stays unproven.")
     lines += ["", "```", COLUMNS, *done, "```"]
     lines += ["", "Not run:", "", *(f"- {row.name}" for row in remaining)] * bool(remaining)
-    aside = REPORT.with_suffix(".writing")
-    aside.write_text("\n".join(lines) + "\n")
-    aside.replace(REPORT)
+    REPORT.write_text("\n".join(lines) + "\n")
 
 
 def machine(gpus: int, cores: int) -> str:
