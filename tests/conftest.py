@@ -26,7 +26,7 @@ for name in list(os.environ):
 
 
 # the files that take minutes, longest first: with several workers the short ones fill the gaps
-LONG = "slurm parity survival dry_run quickstart late_backend costs gradients launchers preflight"
+LONG = "slurm parity survival dry_run quickstart late_backend costs gradients launchers"
 LONG += " lessons stages"
 
 

@@ -183,14 +183,19 @@ def test_model_that_cannot_fit_in_memory_is_an_error(pools, places, tmp_path, st
     assert [o.exit_status for o in ended] == [2, 2] and "--micro-batch-size" in ended[0].stderr
 
 
-@pytest.mark.parametrize("offload, fits", [(False, False), (True, True)])
-def test_memory_of_a_gpu_counts_unless_the_state_is_offloaded(monkeypatch, capsys, offload, fits):
+@pytest.mark.parametrize(
+    "state_on, host, fits",
+    [("device", 10**9, False), ("host", 10**9, True), ("host", 100, False), ("disk", 100, True)],
+)
+def test_memory_of_where_the_model_state_is_counts(monkeypatch, capsys, state_on, host, fits):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     gpu = SimpleNamespace(total_memory=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": host}
+    monkeypatch.setattr(arguments.os, "sysconf", pages.get)
     args = arguments.check_arguments(arguments.base_parser("x").parse_args([]))
-    args.state_on = "host" if offload else "device"
+    args.state_on = state_on
     with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
         arguments.check_memory(args, SMALL)
     assert ("have 0.0 GB" in capsys.readouterr().err) == (not fits)

@@ -66,6 +66,8 @@ def work(rank: int, size: int, port: int | None, connection, environment, folder
         if port is not None and outcome.traceback is None:
             tidy_up()
         gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # for the processes that share this GPU
         try:
             answer = pickle.dumps(outcome)
         except Exception:
