@@ -166,8 +166,7 @@ class Checkpointer:
         self.group = None
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
-        else:  # DCP warns that it saves and loads in a single process
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP's, in one process
         self._ranks = {"process_group": self.group, "no_dist": self.group is None}
         self.is_own = False  # whether `load` has loaded a checkpoint of this folder
         self.blocked_seconds = 0.0  # time for which saves have blocked training

@@ -128,13 +128,20 @@ def world_size() -> int:
 def prepare_streams() -> None:
     """Make stdout and stderr safe to print to, also if closed, full, or of few characters."""
     # the next file that is opened would take the place of a closed stream (2>&-)
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+    while os.open(os.devnull, os.O_RDWR) < 3:
         pass
-    os.close(descriptor)
     sys.stdout, sys.stderr = (x or open(os.devnull, "w") for x in (sys.stdout, sys.stderr))
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have characters it cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
-    atexit.register(_flush)
+
+    @atexit.register
+    def flush() -> None:
+        """At the exit Python flushes stdout, and would turn an error there into status 120."""
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if stream is sys.stdout else 2)
 
 
 def setup(timeout: float = 600.0) -> World:
@@ -280,15 +287,6 @@ def warn(message: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(f"{Path(sys.argv[0]).name}: {message} (the run continues)", file=sys.stderr)
         sys.stderr.flush()
-
-
-def _flush() -> None:
-    """At the exit Python flushes stdout, and would turn an error there into status 120."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if stream is sys.stdout else 2)
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
