@@ -66,11 +66,11 @@ def reduce_gradients(
     missing = [name for name, p in named if p in owners and p.grad is None]
     if missing:
         raise RuntimeError(f"no gradient: {', '.join(missing)}")
-    average_gradients([(name, p) for name, p in named if p not in owners], group)
-    rank, n_ranks, works = dist.get_rank(group), dist.get_world_size(group), []
-    for param, owner in owners.items():
+    rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
+    for param in owners:
         param.grad = param.grad / n_ranks  # not in place: gradients may share memory
-        works.append(reduce(param.grad, owner, group, async_op=True))
+    average_gradients([(name, p) for name, p in named if p not in owners], group)
+    works = [reduce(p.grad, owner, group, async_op=True) for p, owner in owners.items()]
     for (param, owner), work in zip(owners.items(), works, strict=True):
         work.wait()
         if owner != rank:  # it may hold the sum of some ranks' gradients: any use is an error
