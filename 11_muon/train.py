@@ -80,9 +80,9 @@ def reduce_gradients(
 class Muon(torch.optim.Optimizer):
     """Update each matrix by its orthogonalized momentum, which its owner computes and broadcasts.
 
-    owners: the matrices, each with a rank of `group`, by `choose_owners`. dtype: of the matmuls in
-    `orthogonalize` and of what is sent. compiles: whether torch.compile compiles it, once per
-    shape. The momentum is on the owner alone, and exists from the start on.
+    owners: by `choose_owners`, each matrix's rank in `group`. dtype: of the matmuls and of what is
+    sent. compiles: whether torch.compile compiles `orthogonalize`, once per shape. The momentum is
+    on the owner alone, and exists from the start on.
     """
 
     def __init__(

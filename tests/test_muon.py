@@ -180,16 +180,18 @@ def step_by_step(argv: list[str], path: Path, records: bool) -> tuple[list[dict]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [*cases("parity"), *cases("accumulation")])
+@pytest.mark.parametrize(
+    "run", [c for c in [*cases("parity"), *cases("accumulation")] if c.values[0].stage == "11"]
+)
 def test_each_step_is_the_references_from_its_state(pools, corpus_dir, tmp_path, run):
     data = ["--data", str(corpus_dir), "--resume", "never", "--run-dir"]
     path, argv = tmp_path / "states", [*run.reference_argv, *data, str(tmp_path / "reference")]
     ((expected, _),) = pools(1).run(step_by_step, argv, path, True)
     argv = [*run.argv, *data, str(tmp_path / "run")]
     for metrics, off in pools(run.ranks).run(step_by_step, argv, path, False):
-        assert_same_curve(metrics, expected)
         wrong = [each for each in off if not each[0] <= 1e-3]
         assert not wrong, f"the first of {len(wrong)}: {wrong[0]}"
+        assert_same_curve(metrics, expected)
 
 
 # ---- owners ----
