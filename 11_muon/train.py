@@ -58,9 +58,9 @@ def reduce_gradients(
     owners: dict[nn.Parameter, int],
     group: ProcessGroup | None = None,
 ) -> None:
-    """Average each matrix's gradient on its owner, and all other gradients on every rank.
+    """After a step's last backward, average each matrix's gradient on its owner, others everywhere.
 
-    After a step's last backward. RuntimeError, before any collective, if a gradient is missing.
+    RuntimeError, before any collective, if a gradient is missing.
     """
     named = list(named_parameters)
     missing = [name for name, p in named if p in owners and p.grad is None]
@@ -70,9 +70,9 @@ def reduce_gradients(
     for param in owners:
         param.grad = param.grad / n_ranks  # not in place: gradients may share memory
     average_gradients([(name, p) for name, p in named if p not in owners], group)
-    works = [reduce(p.grad, owner, group, async_op=True) for p, owner in owners.items()]
-    for (param, owner), work in zip(owners.items(), works, strict=True):
-        work.wait()
+    reductions = [reduce(p.grad, owner, group, async_op=True) for p, owner in owners.items()]
+    for (param, owner), reduction in zip(owners.items(), reductions, strict=True):
+        reduction.wait()
         if owner != rank:  # it may hold the sum of some ranks' gradients: any use is an error
             param.grad = NoGradient(param)
 
@@ -117,8 +117,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, *, meanwhile: Callable[[], object] | None = None) -> None:
-        """Compute the updates of the matrices owned here, and broadcast each one while the next is
-        computed. Then apply those of all matrices.
+        """Broadcast each owned update while the next one is computed. Then apply all updates.
 
         meanwhile: called while the last broadcasts are in flight, such as another optimizer's step.
         """

@@ -462,6 +462,10 @@ def test_the_stated_memory_and_step_of_gpt2_on_eight_ranks():
     states = 4 * p + 12 * (p - matrices) + 8 * owned
     assert f"needs {states / 1e9:.2f} GB of model state on each of 8 ranks" in README
     assert f"against {16 * p / 1e9:.2f} GB in stage 02" in README
+    for bandwidth in (400, 50):  # GB/s; 7/8 of the bytes leave a rank
+        exposed = [nbytes * matrices * 7 / 8 / bandwidth / 1e6 for nbytes in (2, 4)]
+        assert re.search(rf"they take .*{exposed[0]:.1f} ms at {bandwidth} GB/s", README)
+        assert re.search(rf"would hide .*{exposed[1]:.1f}(?= or| ms more)", README)
     work = sum(map(stage.orthogonalization_flops, shapes))
     c = 8 * work / (24 * config.seq_len * config.flops_per_token())
     ratio = (1 + c / 8) / (1 + c)
