@@ -148,8 +148,9 @@ def test_the_update_equals_muon_on_one_process_bit_for_bit(pools, ranks, dtype):
 def step_by_step(argv: list[str], path: Path, records: bool) -> tuple[list[dict], list[tuple]]:
     """Train. Record the state before each step, or start each step from what was recorded.
 
-    Returns the metrics, and by how much each step's change of each tensor is off: the norm of the
-    difference, relative to the norm of the reference's change.
+    Returns the metrics, and by how much each step's change of each matrix, momentum and moment is
+    off: the norm of the difference, relative to the norm of the reference's change. (AdamW's first
+    update of a weight may have either sign where its gradient is almost zero.)
     """
     state, off = {}, []
     states = [] if records else torch.load(path)
@@ -161,15 +162,19 @@ def step_by_step(argv: list[str], path: Path, records: bool) -> tuple[list[dict]
 
     def steps_from_the_reference(run: stage.Run, first: int) -> Iterator[int]:
         for step in steps(run, first):
-            for name, tensor in state.items():
-                if not records:
-                    tensor.copy_(states[step][name])
             if records:
                 states.append({name: tensor.clone() for name, tensor in state.items()})
+            else:
+                for name, tensor in state.items():
+                    tensor.copy_(states[step][name])
             yield step
-            for name, tensor in state.items() if not records and step + 1 < len(states) else ():
-                before, after = states[step][name], states[step + 1][name]
-                off.append((float((tensor - after).norm() / (after - before).norm()), name, step))
+            if records or step + 1 == len(states):
+                continue
+            for name, tensor in state.items():
+                if f"optim.exp_avg.{name.removeprefix('model.')}" not in state:
+                    before, after = states[step][name], states[step + 1][name]
+                    change = (after - before).norm()
+                    off.append((float((tensor - after).norm() / change), name, step))
 
     with patch.object(stage, "training_state", seen):
         with patch.object(stage.Run, "steps", steps_from_the_reference):
