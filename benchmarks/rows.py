@@ -479,10 +479,9 @@ def matrices_and_others(model: Transformer) -> tuple[list, list]:
     return matrices, [p for p in model.parameters() if p not in set(matrices)]
 
 
-def muon_step(model: nn.Module, muon, others: list, finish: Callable | None = None) -> Step:
+def muon_step(model: nn.Module, muon, others: list, reduce: Callable = lambda: None) -> Step:
     def muon_then_zero_grad() -> None:
-        if finish is not None:
-            finish()
+        reduce()
         muon.step()
         muon.zero_grad(set_to_none=True)
 
@@ -492,9 +491,10 @@ def muon_step(model: nn.Module, muon, others: list, finish: Callable | None = No
 def our_muon(shape: Shape) -> Step:
     stage, model = load_stage("11"), transformer(shape)
     matrices, others = matrices_and_others(model)
-    replica = stage.DistributedDataParallel(model, matrices)
-    muon = stage.Muon(replica.matrices, lr=ADAMW["lr"])
-    return muon_step(replica, muon, others, replica.finish_gradient_synchronization)
+    owners = stage.choose_owners(matrices, dist.get_world_size())
+    muon = stage.Muon(owners, lr=ADAMW["lr"])
+    named = list(model.named_parameters())
+    return muon_step(model, muon, others, lambda: stage.reduce_gradients(named, owners))
 
 
 def torch_muon(shape: Shape) -> Step:

@@ -190,7 +190,6 @@ def muon(x: Costs) -> None:
     owners = load_stage("11").choose_owners(matrices, x.n)
     owned = sum(p.numel() for p in matrices if owners[p] == x.rank)
     every = 12 * d * d * x.L
-    x.start_equal("world", x.n, 4 * x.P)
     x.hold(4 * x.P, 4 * (x.P - every + owned), 8 * (x.P - every) + 4 * owned)
     x.send("all_reduce", "world", x.n, 4 * (x.P - every))
     x.send("reduce", "world", x.n, 4 * every)

@@ -12,6 +12,7 @@ says what the tools and the tests need to know of it. Nothing outside of the fol
                                     its own number where it changes what is computed
     tolerance = { loss = 1e-5, norm = 1e-4, steps = 50 }    of float32 runs against the reference,
                                     absolute and relative, and the steps that are compared
+    gradient_tolerance = 1e-4       of the gradients of one step, relative: by default the norm's
     replay = "some_module"          a file of its folder: a reference run inside of its function of
                                     that name, `how` = "record", and the others inside of it with
                                     "replay" are comparable
@@ -122,6 +123,7 @@ class StageFile:
     flags: tuple[str, ...] = ()
     reference: str = "01"
     tolerance: dict[str, float] = field(default_factory=dict)
+    gradient_tolerance: float = 0.0
     replay: str = ""
     ranks_differ: str = ""
     renamed: dict[str, list[str]] = field(default_factory=dict)
