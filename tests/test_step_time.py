@@ -194,6 +194,7 @@ STATED = {  # stage: patterns of its README with groups for figures, and what ea
         }
     },
     "10": {
+        r"that takes ([\d.]+) ms per step": [SEND / INSIDE],
         r"cost / saving = (\d+) ": [CASTS],
         **{
             (rf"^\| {how} \(b = {b}, w = {w} − 6\) \|" + r" ([\d.]+) \|" * 3): [

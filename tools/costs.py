@@ -53,10 +53,14 @@ class Costs:
             self.sent[op, group] += nbytes * around
 
 
-def ddp(x: Costs) -> None:
+def averaged(x: Costs) -> None:
     x.hold(4 * x.P, 4 * x.P, 8 * x.P)
-    x.start_equal("world", x.n, 4 * x.P)
     x.send("all_reduce", "world", x.n, 4 * x.P)
+
+
+def ddp(x: Costs) -> None:
+    averaged(x)
+    x.start_equal("world", x.n, 4 * x.P)
 
 
 def gathered(x: Costs, reshards: bool, itemsize: int = 4) -> float:
@@ -199,6 +203,7 @@ def muon(x: Costs) -> None:
 
 # a stage that is not here costs what the stage costs that it is compared with
 COSTS: dict[str, Callable[[Costs], None]] = {
+    "01": averaged,  # over one rank
     "02": ddp,
     "03": zero,
     "04": fsdp,
