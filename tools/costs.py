@@ -177,8 +177,6 @@ def expert_parallel(x: Costs) -> None:
     sharded = x.L * args.n_experts * expert / ep
     dense = x.P - x.L * (8 * x.d * x.d - router)
     x.hold(4 * (dense + sharded), 4 * (dense + sharded), 8 * (dense + sharded))
-    x.start_equal("world", x.n, 4 * dense + 4 * x.L * args.n_experts)  # and the biases
-    x.start_equal("replicas", x.n // ep, 4 * sharded)
     x.send("all_reduce", "world", x.n, 4 * dense + 8 * x.L * args.n_experts)  # and the loads
     x.send("all_reduce", "replicas", x.n // ep, 4 * sharded)
     again = args.activation_checkpointing
