@@ -348,7 +348,8 @@ def our_pipeline(shape: Shape, schedule: str, virtual_stages: int) -> Step:
     actions = stage.SCHEDULES[schedule]
     if virtual_stages > 1:
         actions = partial(actions, v=virtual_stages)
-    pipeline = stage.Pipeline(stages, actions, *groups, shape.config.d_model)
+    message_shape = lambda tokens: (*tokens.shape, shape.config.d_model)  # noqa: E731
+    pipeline = stage.Pipeline(stages, actions, *groups, message_shape)
     return step_of(adamw(model), partial(run_ours, pipeline))
 
 

@@ -154,7 +154,6 @@ def mesh(x: Costs) -> None:
     part = pipeline(x, pp, x.rank // (dp * tp), 4 * x.A / shards)
     own = tensor_parallel(x, "tp", tp, *part)
     x.hold(4 * own, 4 * own, 8 * own)
-    x.start_equal("dp", dp, 4 * own)
     x.send("all_reduce", "dp", dp, 4 * own)
 
 
