@@ -348,7 +348,8 @@ def our_pipeline(shape: Shape, schedule: str, virtual_stages: int) -> Step:
     actions = stage.SCHEDULES[schedule]
     if virtual_stages > 1:
         actions = partial(actions, v=virtual_stages)
-    pipeline = stage.Pipeline(stages, actions, *groups, shape.config.d_model)
+    message_shape = lambda tokens: (*tokens.shape, shape.config.d_model)  # noqa: E731
+    pipeline = stage.Pipeline(stages, actions, *groups, message_shape)
     return step_of(adamw(model), partial(run_ours, pipeline))
 
 
@@ -445,16 +446,14 @@ def our_experts(shape: Shape) -> Step:
     stage, everyone = load_stage("09"), dist.group.WORLD
     model = experts(shape, everyone)
     replicas, _ = dist.new_subgroups(1)
-    with stage.without_experts(model) as experts_alone:
-        parallel = stage.DistributedDataParallel(model)
-    experts_alone = stage.DistributedDataParallel(experts_alone, replicas)
+    replicated, sharded = stage.replicated_and_sharded(model)
 
     def finish() -> None:
-        parallel.finish_gradient_synchronization()
-        experts_alone.finish_gradient_synchronization()
+        stage.average_gradients(replicated)
+        stage.average_gradients(sharded, replicas)
         stage.balance_load(model, 0.08)
 
-    return plain_step(parallel, finish=finish)
+    return plain_step(model, finish=finish)
 
 
 def replicated_experts(shape: Shape) -> Step:
