@@ -4,15 +4,15 @@ Each rank has the full model and a part of every sequence. Norms, MLPs and the l
 token on its own; only attention mixes positions. There the keys and values of all ranks travel
 around a ring: a rank attends to one block while the next arrives. An online softmax merges them.
 
-New since stage 02: `context_parallel` replaces the attention of every layer, each rank gets its
-chunks of the inputs and targets, and a mesh (dp, cp) has several such groups. The gradients are
-averaged over all ranks by 02's classes, at the end of this file. `--context-parallel-kind ulysses`
-exchanges sequence shards for heads instead.
+New since stage 01: `context_parallel` replaces the attention of every layer, each rank gets its
+chunks of the inputs and targets, and a mesh (dp, cp) has several such groups. At the end of a step
+the gradients are averaged over all ranks. `--context-parallel-kind ulysses` exchanges sequence
+shards for heads instead.
 
     P parameters, N = cp ranks; A = micro-batch x seq x d_model elements
 
     memory per rank             16 P bytes as in 02, and 1 / N of the activations
-    communication per step      02's all-reduces of P elements, over all ranks
+    communication per step      an all-reduce of P elements, over all ranks, as in 02
     and per layer and micro-    ring: forward 2 (N-1)/N A (keys, values), backward 4 (N-1)/N A (the
     batch, elements sent        same, and their gradients in float32); Ulysses: 4 (N-1)/N^2 A each
     --activation-checkpointing  repeats that of the forward
@@ -30,7 +30,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -44,15 +43,14 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup, Work
 
 from common.collectives import (
-    all_reduce,
     all_reduce_control,
     all_to_all_single,
-    broadcast,
+    average_gradients,
     check_same,
     irecv,
     isend,
@@ -60,14 +58,7 @@ from common.collectives import (
 from common.counter_rng import Positions
 
 # isort: split
-from common.arguments import (
-    base_parser,
-    check_arguments,
-    model_config,
-    positive,
-    positive_int,
-    seconds,
-)
+from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
 from common.checkpoint import training_state
 from common.counter_rng import CounterDropout
 from common.data import eval_batches, load_corpus, train_batches
@@ -99,7 +90,7 @@ def context_parallel(model: Transformer, group: ProcessGroup, kind: str = "ring"
         if isinstance(module, Attention):
             module.attend = attend
         if isinstance(module, Attention | CounterDropout):
-            module.positions = chunks  # not a buffer: DDP would broadcast rank 0's
+            module.positions = chunks
     return chunks
 
 
@@ -389,7 +380,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--cp", type=positive_int, help="ranks per sequence (default: all)")
     kind = "how attention crosses the ranks of a sequence"
     parser.add_argument("--context-parallel-kind", choices=KINDS, default="ring", help=kind)
-    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = parser.parse_args(argv)
     cp = args.cp = args.cp or world_size()
@@ -437,11 +427,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
     init_weights(model, args.seed)
     model.to(device)
     chunks = context_parallel(model, group, args.context_parallel_kind)
-    model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
-    state = training_state(model.module, optimizer)
+    state = training_state(model, optimizer)
     first_step = run.checkpoints.load(run.resume, state, optimizer)
     dp_rank = world.rank // args.cp
     batches = train_batches(corpus.train, args.batching, device, first_step, dp_rank, args.dp)
@@ -451,15 +440,13 @@ def main(argv: list[str] | None = None) -> list[dict]:
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
         loss = torch.zeros((), device=device)
-        for i, (inputs, targets, keys) in enumerate(micro_batches):
-            is_last = i == len(micro_batches) - 1
+        for inputs, targets, keys in micro_batches:
             inputs, targets = (local_tokens(x, chunks, args.seq_len) for x in (inputs, targets))
             with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
                 micro_loss = model(inputs, targets, keys) / len(micro_batches)
-            with nullcontext() if is_last else model.no_sync():
-                micro_loss.backward()
+            micro_loss.backward()
             loss += micro_loss.detach()
-        model.finish_gradient_synchronization()
+        average_gradients(model.named_parameters())
         loss = all_reduce_control(loss) / world.size
         grad_norm = clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
@@ -475,171 +462,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     dist.destroy_process_group(group)
     return run.finish()
-
-
-# ------------------------------------------------------------------------------------------------
-# Repeated to the letter from 02: gradients in buckets, all-reduced while backward runs
-# ------------------------------------------------------------------------------------------------
-
-
-class DistributedDataParallel(nn.Module):
-    """Keep the replicas of a module identical: same initial weights, same averaged gradients.
-
-    module: complete, with the same contiguous parameters on every rank. process_group: the ranks
-    whose gradients are averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, 1 in
-    the first, which thus starts early. A step ends with `finish_gradient_synchronization`.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: ProcessGroup | None = None,
-        bucket_cap_mb: float = 25,
-    ):
-        super().__init__()
-        self.module, self.group = module, process_group
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
-        check_same("parameters or buffers", kinds, tensors[0][1].device, process_group)
-        for _, tensor in tensors:
-            broadcast(tensor.detach(), group=process_group, group_src=0)
-        params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
-        if any(hasattr(p, "is_averaged") for p in params):
-            raise ValueError("another wrapper averages a parameter of this module: use only one")
-        self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.launched = 0  # how many buckets' reductions have started
-        self.synchronizes = True
-        for param in params:
-            param.is_averaged = True  # by some wrapper
-            param.register_post_accumulate_grad_hook(self.mark_ready)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients and start no all-reduce: for all micro-batches but the last."""
-        self.synchronizes = False
-        try:
-            yield
-        finally:
-            self.synchronizes = True
-
-    def mark_ready(self, param: nn.Parameter) -> None:
-        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
-        bucket = self.bucket_of[param]
-        if param not in bucket.waiting_for:
-            fix = "use finish_gradient_synchronization() or no_sync()"
-            raise RuntimeError(f"backward twice, or after a backward that failed: {fix}")
-        if param.grad.is_sparse or param.grad.requires_grad:
-            raise RuntimeError("sparse=True, or backward with create_graph=True: not supported")
-        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
-        if not self.synchronizes:
-            return
-        bucket.waiting_for.remove(param)
-        self.launch_ready_buckets()
-
-    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
-        """Start to reduce the next buckets that are ready; after backward, all that remain.
-
-        Buckets are launched strictly in order: ranks may finish gradients in different orders, but
-        collectives are matched by the order of the calls.
-        """
-        while self.launched < len(self.buckets):
-            bucket = self.buckets[self.launched]
-            if bucket.waiting_for and not backward_has_ended:
-                return
-            bucket.start_reduction()
-            self.launched += 1
-
-    def finish_gradient_synchronization(self) -> None:
-        """Reduce what remains, and wait until every gradient is the average over the ranks.
-
-        A gradient that only some ranks have is zero on the others. One that none has stays None, so
-        that no optimizer decays or moves its parameter.
-        """
-        others = (p for p in self.parameters() if p not in self.bucket_of)
-        if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
-            raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
-        missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
-        device = next(self.parameters()).device
-        is_used = torch.ones(len(self.bucket_of), dtype=torch.uint8, device=device)
-        for i in missing.values():
-            is_used[i] = 0
-        self.launch_ready_buckets(backward_has_ended=True)
-        all_reduce_control(is_used, self.group, ReduceOp.MAX)  # while the last buckets travel
-        for bucket in self.buckets:
-            bucket.finish_reduction()
-        self.launched = 0
-        for param, i in missing.items():
-            if not is_used[i]:
-                param.grad = None
-
-
-class Bucket:
-    """Parameters whose gradients lie side by side in one flat buffer: one all-reduce sends all.
-
-    grads: [numel of all parameters]; grad_views: each parameter's gradient, a view into `grads`.
-    waiting_for: the parameters whose gradients the step's last backward has not produced yet.
-    """
-
-    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
-        self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
-        self.grads = params[0].new_zeros(sum(p.numel() for p in params))
-        self.grad_views = self.views_into(self.grads)
-        self.waiting_for = set(params)
-        self.reduction: Work | None = None  # the collective in flight
-
-    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
-        sizes = [p.numel() for p in self.params]
-        chunks = flat[: sum(sizes)].split(sizes)
-        return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
-
-    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
-        """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
-
-        After `zero_grad` backward allocates a new gradient outside the buffer; later micro-batches
-        add to the view. A missing gradient is zero. Dividing before the sum makes it the average.
-        """
-        view = self.grad_views[param]
-        if view.untyped_storage() is not self.grads.untyped_storage():
-            raise RuntimeError(
-                "p.grad.data was replaced, or the model moved while it had gradients"
-            )
-        if param.grad is None:
-            view.zero_()
-        elif param.grad is not view or divide_by > 1:
-            grad = param.grad.expand_as(view)  # an error if the parameter was resized
-            torch.div(grad, divide_by, out=view)  # copies and divides, or divides in place
-        param.grad = view
-
-    def start_reduction(self) -> None:
-        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
-            self.collect(param, divide_by=self.n_ranks)
-        self.reduction = all_reduce(self.grads, group=self.group, async_op=True)
-
-    def finish_reduction(self) -> None:
-        self.reduction.wait()
-        self.reduction, self.waiting_for = None, set(self.params)
-
-
-def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
-    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
-
-    The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
-    """
-    lists: list[list[nn.Parameter]] = []
-    room = 0.0  # MB left in the last list
-    for param in params:
-        mb = param.numel() * param.element_size() / 2**20
-        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
-        if not alike or mb > room:
-            room = cap_mb if lists else min(first_cap_mb, cap_mb)
-            lists.append([])
-        lists[-1].append(param)
-        room -= mb
-    return lists
 
 
 if __name__ == "__main__":
