@@ -427,8 +427,7 @@ def ring_step(shape: Shape, attend: Callable | None = None) -> Step:
     chunks = stage.context_parallel(model, dist.group.WORLD)
     for layer in model.layers.values() if attend else ():
         layer.attn.attend = attend
-    replica = stage.DistributedDataParallel(model)
-    step = plain_step(replica, finish=replica.finish_gradient_synchronization)
+    step = plain_step(model, finish=lambda: stage.average_gradients(model.named_parameters()))
     return lambda *batch: step(*(stage.local_tokens(x, chunks, shape.seq_len) for x in batch))
 
 

@@ -265,7 +265,7 @@ RINGS = [  # ranks, cp, flags
 @pytest.mark.parametrize(("ranks", "cp", "own"), RINGS, ids=str)
 def test_every_ring_of_08_completes_without_deadlock(records_of, ranks, cp, own):
     argv = f"--cp {cp} --seq-len {4 * cp} --global-batch-size {4 * ranks // cp}".split()
-    argv += [*"--n-layers 2 --micro-batch-size 2 --bucket-cap-mb 0.01".split(), *own]
+    argv += [*"--n-layers 2 --micro-batch-size 2".split(), *own]
     records = records_of("08", ranks, argv)
     assert_ranks_agree(records)
     assert_completes(records)
