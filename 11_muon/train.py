@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import all_reduce_control, average_gradients, broadcast, global_norm, reduce
-from common.units import NoGradient
+from common.guards import NoGradient
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, seconds

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.guards import guard
 from tools.stages import load_stage
 
 STRATEGIES = {  # stage, and arguments of its class
@@ -45,6 +46,7 @@ class Trainer:
         bucket_mb: float = 25,
         gathered: torch.dtype | None = None,
         groups: dict[str, dist.ProcessGroup] | None = None,
+        guarded: bool = True,
         **defaults,
     ):
         number, options = STRATEGIES[strategy]
@@ -73,6 +75,8 @@ class Trainer:
                 **(groups or {}),
             )
             self.optimizer = optimizer_class(self.model.parameters(), **defaults)
+        if guarded:
+            guard(self.model, self.optimizer)
 
     def backward(self, losses: list[Callable[[nn.Module], Tensor]]) -> Tensor:
         """Run forward and backward of every micro-batch, synchronize; returns the mean loss."""

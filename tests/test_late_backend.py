@@ -120,14 +120,14 @@ def test_mistakes_that_gloo_forgives_are_errors(pools, kind, said):
 
 
 class OutOfOrder(nn.Module):
-    """Runs its last layer first, and one layer never. ZeRO's stages 2 and 3 and FSDP forbid it."""
+    """Runs its last layer first. ZeRO's stages 2 and 3 and FSDP have a single layer instead."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = (nn.Linear(16, 16, bias=False) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.a(self.c(x).relu())
+        return self.a(self.b(self.c(x)).relu())
 
 
 def train_late_bucket(strategy: str) -> dict[str, Tensor]:
