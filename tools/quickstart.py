@@ -31,7 +31,7 @@ from statistics import median
 from typing import NamedTuple
 
 from tools.pool import Pool, comparably, fork_server, metrics_of, train
-from tools.stages import BASE, REPO, runs_for, stage_file, stage_path, stages
+from tools.stages import BASE, REPO, lacks_on_cpu, runs_for, stage_file, stage_path, stages
 
 FOLDER, REPORT = REPO / "runs" / "quickstart", Path("gpu-check.md")
 HALF = int(re.search(r"--steps (\d+)", BASE["quickstart"])[1]) // 2
@@ -127,6 +127,8 @@ class Quickstart:
 
     def run(self, row: Row, seconds: float) -> tuple[str, bool]:
         """A row of the table, or the output of a script, and whether that is a failure."""
+        if not self.gpus and row.stage and (lacks := lacks_on_cpu(row.stage)):
+            return f"  skipped: {lacks}", False
         if not row.stage:
             status, text = self.command(row.flags.split(), seconds)
             return f"status {status}\n{text}", status != 0
