@@ -46,7 +46,7 @@ setup: $(READY) ## create a virtual environment in .venv and install requirement
 	@echo "$(VENV) is ready: $$($(BIN)/python --version), PyTorch" \
 		"$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')"
 $(READY): requirements.txt $(if $(TORCH),$(if $(filter setup,$(MAKECMDGOALS)),FORCE))
-	@sh tools/setup.sh "$(PYTHON)" "$(VENV)" $(TORCH)
+	@sh tools/setup.sh "$(PYTHON)" "$(VENV)" "$(TORCH)"
 data: $(READY) ## download and prepare WikiText-2, once, where there is internet access
 	$(BIN)/python -m common.data
 # ---- run ----
