@@ -228,7 +228,7 @@ def check_float8(args, device: torch.device) -> None:
         name = torch.cuda.get_device_name(device)
         fail(f"{name} has no float8 matmuls: they need compute capability 8.9 (Ada, Hopper, later)")
     if device.type == "cpu" and torch.__version__ < "2.12":
-        fail(f"float8 matmuls on a CPU need PyTorch 2.12 or newer, and this is {torch.__version__}")
+        fail(f"PyTorch {torch.__version__} has no float8 matmuls on a CPU: install 2.12 or newer")
 
 
 def parse_args(argv: list[str] | None = None):
