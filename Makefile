@@ -53,7 +53,7 @@ packages:
 	@$(python) -c 'import sys; from tools.pool import missing; sys.exit(missing() or 0)'
 else
 $(READY): requirements.txt $(if $(TORCH),$(if $(filter setup,$(MAKECMDGOALS)),FORCE))
-	@sh tools/setup.sh "$(PYTHON)" "$(VENV)" $(TORCH)
+	@sh tools/setup.sh "$(PYTHON)" "$(VENV)" "$(TORCH)"
 endif
 data: $(READY) ## download and prepare WikiText-2, once, where there is internet access
 	$(python) -m common.data

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup, Work
 
 from common.collectives import all_reduce, all_reduce_control, broadcast, check_same
 
@@ -40,6 +40,7 @@ from common.arguments import base_parser, check_arguments, model_config, positiv
 from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
+from common.guards import guard
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
@@ -65,21 +66,18 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: float = 25,
     ):
         super().__init__()
-        self.module, self.group = module, process_group
+        self.module = module
         tensors = [*module.named_parameters(), *module.named_buffers()]
         kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
         check_same("parameters or buffers", kinds, tensors[0][1].device, process_group)
         for _, tensor in tensors:
             broadcast(tensor.detach(), group=process_group, group_src=0)
         params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
-        if any(hasattr(p, "is_averaged") for p in params):
-            raise ValueError("another wrapper averages a parameter of this module: use only one")
         self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
         for param in params:
-            param.is_averaged = True  # by some wrapper
             param.register_post_accumulate_grad_hook(self.mark_ready)
 
     def forward(self, *args, **kwargs):
@@ -95,54 +93,28 @@ class DistributedDataParallel(nn.Module):
             self.synchronizes = True
 
     def mark_ready(self, param: nn.Parameter) -> None:
-        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
-        bucket = self.bucket_of[param]
-        if param not in bucket.waiting_for:
-            fix = "use finish_gradient_synchronization() or no_sync()"
-            raise RuntimeError(f"backward twice, or after a backward that failed: {fix}")
-        if param.grad.is_sparse or param.grad.requires_grad:
-            raise RuntimeError("sparse=True, or backward with create_graph=True: not supported")
-        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
-        if not self.synchronizes:
-            return
-        bucket.waiting_for.remove(param)
-        self.launch_ready_buckets()
-
-    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
-        """Start to reduce the next buckets that are ready; after backward, all that remain.
+        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`.
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
         collectives are matched by the order of the calls.
         """
-        while self.launched < len(self.buckets):
-            bucket = self.buckets[self.launched]
-            if bucket.waiting_for and not backward_has_ended:
-                return
-            bucket.start_reduction()
+        bucket = self.bucket_of[param]
+        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
+        if self.synchronizes:
+            bucket.waiting_for.remove(param)
+        while self.launched < len(self.buckets) and not self.buckets[self.launched].waiting_for:
+            self.buckets[self.launched].start_reduction()
             self.launched += 1
 
     def finish_gradient_synchronization(self) -> None:
-        """Reduce what remains, and wait until every gradient is the average over the ranks.
-
-        A gradient that only some ranks have is zero on the others. One that none has stays None, so
-        that no optimizer decays or moves its parameter.
-        """
-        others = (p for p in self.parameters() if p not in self.bucket_of)
-        if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
-            raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
-        missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
-        device = next(self.parameters()).device
-        is_used = torch.ones(len(self.bucket_of), dtype=torch.uint8, device=device)
-        for i in missing.values():
-            is_used[i] = 0
-        self.launch_ready_buckets(backward_has_ended=True)
-        all_reduce_control(is_used, self.group, ReduceOp.MAX)  # while the last buckets travel
+        """After a step's last backward, which reaches every parameter: wait for the averages."""
+        missing = {p for bucket in self.buckets for p in bucket.waiting_for}
+        if missing:
+            names = [name for name, p in self.module.named_parameters() if p in missing]
+            raise RuntimeError(f"the last backward outside of no_sync() left out {names}")
         for bucket in self.buckets:
             bucket.finish_reduction()
         self.launched = 0
-        for param, i in missing.items():
-            if not is_used[i]:
-                param.grad = None
 
 
 class Bucket:
@@ -168,23 +140,14 @@ class Bucket:
         """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
 
         After `zero_grad` backward allocates a new gradient outside the buffer; later micro-batches
-        add to the view. A missing gradient is zero. Dividing before the sum makes it the average.
+        add to the view. Dividing before the sum makes it the average.
         """
         view = self.grad_views[param]
-        if view.untyped_storage() is not self.grads.untyped_storage():
-            raise RuntimeError(
-                "p.grad.data was replaced, or the model moved while it had gradients"
-            )
-        if param.grad is None:
-            view.zero_()
-        elif param.grad is not view or divide_by > 1:
-            grad = param.grad.expand_as(view)  # an error if the parameter was resized
-            torch.div(grad, divide_by, out=view)  # copies and divides, or divides in place
+        if param.grad is not view or divide_by > 1:
+            torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
         param.grad = view
 
     def start_reduction(self) -> None:
-        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
-            self.collect(param, divide_by=self.n_ranks)
         self.reduction = all_reduce(self.grads, group=self.group, async_op=True)
 
     def finish_reduction(self) -> None:
@@ -254,6 +217,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             unit.compile()
     model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
+    guard(model, optimizer)
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model.module, optimizer)

@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup, Work
 
 from common.collectives import (
     agree_on_overflow,
@@ -52,20 +52,14 @@ from common.collectives import (
     global_norm,
     reduce_scatter_single,
 )
-from common.units import (
-    NoGradient,
-    check_no_parameters,
-    forbid_parameters,
-    lend_parameters,
-    take_parameters,
-    units_with_values,
-)
+from common.units import lend_parameters, take_parameters, units_with_values
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive, seconds
 from common.checkpoint import State, state_of_flat_shard
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
+from common.guards import guard
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
@@ -81,10 +75,9 @@ class ZeroRedundancyOptimizer:
 
     The contract. A step is `finish_gradient_synchronization()`, `clip_grad_norm_()`, `step()`,
     `zero_grad()`; each of the last three calls the first. ZeRO-1: all micro-batches of a step but
-    the last are under `no_sync()`. ZeRO-2: each micro-batch but the last gives every parameter a
-    gradient. ZeRO-3: each parameter is in exactly one unit, trains, has the
-    common dtype, and is used in every forward of its unit and nowhere else. All ranks run the same
-    units in the same order.
+    the last are under `no_sync()`. The last one, in ZeRO-2 each, gives every parameter a gradient.
+    ZeRO-3: each parameter is in exactly one unit, trains, has the common dtype, and is used in
+    every forward of its unit and nowhere else. All ranks run the same units in the same order.
 
     module: the same on every rank. optimizer_class: for instance torch.optim.AdamW; defaults: its
     keyword arguments. zero_stage: 1 shards the optimizer state, 2 the gradients as well, 3 the
@@ -114,17 +107,13 @@ class ZeroRedundancyOptimizer:
             broadcast(tensor.detach(), group=process_group, group_src=0)
         self.launched = 0  # how many buckets' reductions have started
         self.in_flight: Bucket | None = None  # whose reduction was started last
-        self.complete = True  # whether all reductions have started since the last gradient came
-        self.used: set[nn.Parameter] = set()  # parameters (or ZeRO-3's shards) with a gradient
-        self.unmoved: list[tuple[Tensor, Tensor]] = []  # those that no rank has used, their values
+        self.finished = False  # whether the shards have this step's gradients
         self.synchronizes = True
         self.buckets: list[Bucket | FlatParameter] = []  # ZeRO-3: one per unit
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         if zero_stage == 3:
             for name, unit in units_with_values(module, units):
                 self.buckets.append(FlatParameter(name, unit, process_group))
-                self.buckets[-1].shard.register_post_accumulate_grad_hook(self.used.add)
-            forbid_parameters(module)
         else:
             params = [p for p in module.parameters() if p.requires_grad][::-1]  # last layer first
             bucket_class = ShardedGradientBucket if zero_stage == 2 else Bucket
@@ -153,21 +142,19 @@ class ZeroRedundancyOptimizer:
 
     def mark_ready(self, param: nn.Parameter) -> None:
         """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
         bucket = self.bucket_of[param]
-        if param not in bucket.waiting_for:
-            raise RuntimeError(
-                "a gradient came twice: the last backward left out a parameter, or a checkpoint() "
-                "needs use_reentrant=False"
-            )
         bucket.collect(param)
-        self.used.add(param)
-        self.complete = False
         if not self.synchronizes:
             return
+        if self.launched == len(self.buckets):  # ZeRO-2: the next micro-batch
+            self.expect_gradients()
         bucket.waiting_for.remove(param)
         self.launch_ready_buckets()
+
+    def expect_gradients(self) -> None:
+        self.launched = 0
+        for bucket in self.buckets:
+            bucket.waiting_for = set(bucket.params)
 
     def launch_ready_buckets(self) -> None:
         """Start to reduce the next buckets that are ready.
@@ -182,45 +169,24 @@ class ZeroRedundancyOptimizer:
             if previous is not None and self.zero_stage == 2:
                 previous.finish_reduction()  # after the launch: the network is busy meanwhile
             self.launched += 1
-        if self.launched == len(self.buckets):  # every gradient has arrived: backward has ended
-            self.launched, self.complete = 0, True
-            for bucket in self.buckets:
-                bucket.waiting_for = set(bucket.params)
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward: give each shard its average gradient, unless it has it."""
-        if self.zero_stage == 3:
-            check_no_parameters(self.module)
-        elif {p for p in self.module.parameters() if p.requires_grad} != set(self.bucket_of):
-            raise RuntimeError("add, freeze, move or cast parameters before they are sharded")
-        if not self.used:  # called before, or no backward since the last step
+        if self.finished:
             return
-        if not self.synchronizes:
-            raise RuntimeError("within no_sync(): nothing is reduced there")
         if self.zero_stage < 3:  # else autograd has computed and accumulated it
-            self.reduce_missing_gradients()
+            missing = {p for bucket in self.buckets for p in bucket.waiting_for}
+            if missing:
+                names = [name for name, p in self.module.named_parameters() if p in missing]
+                raise RuntimeError(f"the last backward outside of no_sync() left out {names}")
             for bucket in self.buckets:
                 bucket.finish_reduction()
                 bucket.finish_step()
-        self.used.clear()
+            self.expect_gradients()
+        self.finished = True
         grads = (bucket.shard.grad for bucket in self.buckets)
         agree_on_overflow((grad for grad in grads if grad is not None), self.group)
-
-    def reduce_missing_gradients(self) -> None:
-        """Reduce zeros for what the last backward on this rank has not used, but others have."""
-        missing = {p: i for i, p in enumerate(self.bucket_of) if p not in self.used}
-        if not self.complete:  # the last backward left parameters out, or was under no_sync()
-            for param in [p for bucket in self.buckets for p in bucket.waiting_for]:
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                self.mark_ready(param)
-        device = next(self.module.parameters()).device
-        is_used = torch.ones(len(self.bucket_of), dtype=torch.uint8, device=device)
-        for i in missing.values():
-            is_used[i] = 0
-        # after the reductions: a rank that misses no gradient has started them all in backward
-        all_reduce_control(is_used, self.group, ReduceOp.MAX)
-        self.unmoved = [(p, p.detach().clone()) for p, i in missing.items() if not is_used[i]]
 
     # ---- all of ZeRO: clip, step, gather ----
 
@@ -242,18 +208,16 @@ class ZeroRedundancyOptimizer:
 
     def all_gather_parameters(self) -> None:
         """Send the updated shards to all ranks. ZeRO-3 gathers in the next forward instead."""
-        torch.autograd.graph.increment_version([*self.bucket_of])  # older graphs are now stale
         if self.zero_stage == 3:
             return
-        for param, value in self.unmoved:  # without a gradient: undo decay and momentum
-            param.data.copy_(value)
-        self.unmoved.clear()
         for gather in [bucket.start_all_gather() for bucket in self.buckets]:
             gather.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None, whatever `set_to_none` is, also if the step was skipped."""
-        self.finish_gradient_synchronization()
+        if self.launched:
+            self.finish_gradient_synchronization()
+        self.finished = False
         self.optimizer.zero_grad()
         for param in self.bucket_of:
             param.grad = None
@@ -283,7 +247,6 @@ class Bucket:
         self.grads: Tensor | None = None
         self.average: Tensor | None = None
         self.reduction: Work | None = None  # the collective in flight
-        self.incomplete = NoGradient(self.shard)  # `shard.grad` from start_reduction to finish_step
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
         sizes = [p.numel() for p in self.params]
@@ -292,7 +255,6 @@ class Bucket:
 
     def collect(self, param: nn.Parameter) -> None:
         """Move the gradient of `param` into the buffer, where later micro-batches add to it."""
-        self.check_gradient()
         if self.grads is None or param.grad is not self.grad_views[param]:
             self.copy_gradient(param)
         param.grad = self.grad_views[param]
@@ -303,22 +265,11 @@ class Bucket:
             self.grad_views = self.views_into(self.grads)
         self.grad_views[param].copy_(param.grad)
 
-    def check_gradient(self) -> None:
-        """RuntimeError unless `shard.grad` is what was left there: None, or from a reduction on the
-        placeholder. A second backward outside of no_sync(), or somebody else, has changed it."""
-        expected = None if self.average is None else self.incomplete
-        if self.shard.grad is not expected:
-            raise RuntimeError(
-                "all micro-batches but the last of a step belong in no_sync(), and "
-                "zero_grad(set_to_none=True) belongs after the optimizer's step, nowhere else"
-            )
-
     def start_reduction(self) -> None:
         """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `grads`."""
         self.grads[len(self.grads) - self.padding :].zero_()  # else garbage enters the norm
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
-        self.shard.grad = self.incomplete
 
     def finish_reduction(self) -> None:
         if self.reduction is None:
@@ -327,16 +278,13 @@ class Bucket:
         self.reduction, self.average = None, self.grads[self.owned].div_(self.n_ranks)
 
     def finish_step(self) -> None:
-        """Make the average `shard.grad`. `param.grad` has the average in this rank's shard only."""
-        self.check_gradient()
+        """Make the average `shard.grad`. In `param.grad` only this rank's part has been reduced."""
         self.shard.grad, self.average = self.average, None
         for param in self.params:
-            param.grad = NoGradient(param)
+            param.grad = None
 
     def start_all_gather(self) -> Work:
         """Start to replace the old parameters: all-gather the updated shards into `full`."""
-        if any(param.data_ptr() != view.data_ptr() for param, view in self.full_views.items()):
-            raise RuntimeError("freeze, move or cast parameters before they are sharded")
         return all_gather_single(self.full, self.shard.detach(), group=self.group, async_op=True)
 
 
@@ -346,7 +294,6 @@ class ShardedGradientBucket(Bucket):
     def collect(self, param: nn.Parameter) -> None:
         """Move the gradient of `param` into the buffer."""
         self.finish_reduction()  # of the previous micro-batch, if it is still in flight
-        self.check_gradient()
         self.copy_gradient(param)
         param.grad = None
 
@@ -385,25 +332,23 @@ class FlatParameter:
         self.full = None  # a backward to inputs alone leaves it, and a step may have followed
         params = Gather.apply(self.shard, self)
         try:
-            with lend_parameters(self.owners, params, self.pack, self.unpack):
+            with lend_parameters(self.shard, self.owners, params, self.pack, self.unpack):
                 return self.forward(*args, **kwargs)
         finally:
             self.full = None  # frees it: `pack` has kept no reference for backward
 
     def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: (tensor, its version), or, of a view of `full`, its
-        place: (None, version of the shard, shape, stride, offset)."""
+        """What autograd keeps for backward: (tensor,) or, of a view of `full`, its place: (None,
+        shape, stride, offset)."""
         # sparse, complex and negated views are not given by a place alone
         other = tensor.layout != torch.strided or tensor.dtype != self.full.dtype or tensor.is_neg()
         if other or tensor.untyped_storage() is not self.full.untyped_storage():
-            return tensor.detach(), tensor._version  # an output itself would keep its graph
-        return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
+            return (tensor.detach(),)  # an output itself would keep its graph
+        return None, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, saved: tuple) -> Tensor:
         """What backward reads: the tensor that `pack` has saved, or the view, gathered again."""
-        tensor, version, *place = saved
-        if (self.shard if place else tensor)._version != version:
-            raise RuntimeError("changed in place, or by the optimizer's last step")
+        tensor, *place = saved
         return self.unshard().as_strided(*place) if place else tensor
 
     @torch.inference_mode(False)  # else `full` would not count its versions
@@ -420,7 +365,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, shard: Tensor, bucket: FlatParameter) -> tuple[Tensor, ...]:
-        ctx.bucket, ctx.version = bucket, shard._version
+        ctx.bucket = bucket
         ctx.set_materialize_grads(False)
         *chunks, _ = bucket.unshard().split(bucket.sizes)  # the all-gather
         return tuple(c.view(s) for c, s in zip(chunks, bucket.shapes.values(), strict=True))
@@ -429,10 +374,6 @@ class Gather(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor, None]:
         """Autograd calls it when it has all gradients of the unit."""
         bucket = ctx.bucket
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-        if bucket.shard._version != ctx.version:
-            raise RuntimeError("backward through a graph from before the optimizer's last step")
         if any(grad is None for grad in grads):
             raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
         bucket.full = None  # backward is done with the parameters
@@ -521,6 +462,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         units=model.units(),
         **adamw_settings(args.lr, args.weight_decay),
     )
+    guard(model, optimizer)
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model, optimizer)

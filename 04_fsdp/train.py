@@ -51,10 +51,7 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.units import (
-    NoGradient,
     cast_inputs,
-    check_no_parameters,
-    forbid_parameters,
     is_lookup,
     lend_parameters,
     take_parameters,
@@ -66,6 +63,7 @@ from common.arguments import base_parser, check_arguments, model_config, positiv
 from common.checkpoint import State, state_of_flat_shard
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, fail, group_along, setup, world_size
+from common.guards import guard
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
@@ -130,7 +128,6 @@ class FullyShardedDataParallel(nn.Module):
             self.buckets.append(bucket)
         self.next_in_forward = {a: b for a, b in pairwise(self.buckets)}
         self.next_in_backward = {b: a for a, b in pairwise(self.buckets)}
-        forbid_parameters(self)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -151,7 +148,7 @@ class FullyShardedDataParallel(nn.Module):
         self.enter(bucket, in_backward=recomputes)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         params = Gather.apply(bucket.shard, bucket)
-        with lend_parameters(bucket.owners, params, bucket.pack, bucket.unpack):
+        with lend_parameters(bucket.shard, bucket.owners, params, bucket.pack, bucket.unpack):
             output = forward(*args, **kwargs)
         if not recomputes and (self.reshard_after_forward or not torch.is_grad_enabled()):
             bucket.reshard()
@@ -189,7 +186,6 @@ class FullyShardedDataParallel(nn.Module):
             bucket.start_all_reduce()  # if every backward was under no_sync()
         averaged = [bucket for bucket in self.buckets if bucket.finish_step()]
         if averaged:  # else it was called before
-            check_no_parameters(self, [bucket.shard for bucket in self.buckets])
             agree_on_overflow((bucket.shard.grad for bucket in averaged), self.group)
 
     @torch.no_grad()
@@ -241,22 +237,19 @@ class FlatParameter:
         self.reduction: tuple[Work, Tensor, bool] | None = None
         self.average: Tensor | None = None
         self.all_reduces: list[tuple[Work, Tensor]] = []  # those in flight over the replicas
-        self.incomplete = NoGradient(self.shard)  # `shard.grad` from start_reduction to finish_step
 
     def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: (tensor, its version), or, of a view of `full`, its
-        place: (None, version of the shard, shape, stride, offset)."""
+        """What autograd keeps for backward: (tensor,) or, of a view of `full`, its place: (None,
+        shape, stride, offset)."""
         # sparse, complex and negated views are not given by a place alone
         other = tensor.layout != torch.strided or tensor.dtype != self.full.dtype or tensor.is_neg()
         if other or tensor.untyped_storage() is not self.full.untyped_storage():
-            return tensor.detach(), tensor._version  # an output itself would keep its graph
-        return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
+            return (tensor.detach(),)  # an output itself would keep its graph
+        return None, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, saved: tuple) -> Tensor:
         """What backward reads: the tensor that `pack` has saved, or the view, gathered again."""
-        tensor, version, *place = saved
-        if (self.shard if place else tensor)._version != version:
-            raise RuntimeError("changed in place, or by the optimizer's last step")
+        tensor, *place = saved
         if place:
             self.fsdp.enter(self, in_backward=True)
         return self.full.as_strided(*place) if place else tensor
@@ -281,24 +274,14 @@ class FlatParameter:
         self.wait()
         self.full = None  # frees it: `pack` has kept no reference for backward
 
-    def check_gradient(self) -> None:
-        """RuntimeError unless `shard.grad` is what was left there: the placeholder while an average
-        is pending, else None."""
-        pending = self.average is not None or self.all_reduces
-        if self.shard.grad is not (self.incomplete if pending else None):
-            fix = "zero_grad(set_to_none=True) belongs after the optimizer's step, nowhere else"
-            raise RuntimeError(f"{fix}; after a backward that failed, restart the run")
-
     def start_reduction(self, grads: tuple[Tensor, ...], is_last: bool) -> None:
         """Start the reduce-scatter of `grads`, joined in one buffer: the sum replaces this rank's
         part of it."""
-        self.check_gradient()
         padding = grads[0].new_zeros(self.sizes[-1])
         flat = torch.cat([*(grad.flatten() for grad in grads), padding])
         flat = flat.to(self.fsdp.reduce_dtype or flat.dtype)
         work = reduce_scatter_single(flat[self.owned], flat, group=self.group, async_op=True)
         self.reduction = work, flat, is_last
-        self.shard.grad = self.incomplete
 
     def finish_reduction(self) -> None:
         """If a reduction is in flight, add its average to the earlier ones and free its buffer."""
@@ -327,7 +310,6 @@ class FlatParameter:
             self.average = average if self.average is None else self.average.add_(average)
         if self.average is None:
             return False
-        self.check_gradient()
         self.shard.grad, self.average, self.all_reduces = self.average, None, []
         return True
 
@@ -337,7 +319,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, shard: Tensor, bucket: FlatParameter) -> tuple[Tensor, ...]:
-        ctx.bucket, ctx.version = bucket, shard._version
+        ctx.bucket = bucket
         ctx.set_materialize_grads(False)
         *chunks, _ = bucket.full.split(bucket.sizes)  # the all-gather has ended
         return tuple(c.view(s) for c, s in zip(chunks, bucket.shapes.values(), strict=True))
@@ -346,14 +328,8 @@ class Gather(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
         bucket = ctx.bucket
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-        if bucket.shard._version != ctx.version:
-            raise RuntimeError("backward through a graph from before the optimizer's last step")
         if any(grad is None for grad in grads):
             raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
-        # private; raises within autograd.grad(), which would get no gradient from here
-        torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         bucket.fsdp.leave(bucket, grads)
         return None, None  # the average follows when the reduction has finished
 
@@ -434,6 +410,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model = Transformer(config)
     model = sharded_from_meta(model, args, world)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
+    guard(model, optimizer)
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model, optimizer)

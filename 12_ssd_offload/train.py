@@ -57,8 +57,6 @@ from common.distributed import fail
 from common.state_files import GRADIENT, SLOT, StateFile, StateFolder
 from common.units import (
     cast_inputs,
-    check_no_parameters,
-    forbid_parameters,
     is_lookup,
     lend_parameters,
     take_parameters,
@@ -70,6 +68,7 @@ from common.arguments import base_parser, check_arguments, model_config, seconds
 from common.checkpoint import State, state_of_flat_shard
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, print0, setup, world_size
+from common.guards import guard
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
@@ -121,7 +120,6 @@ class FullyShardedDataParallel(nn.Module):
             bucket = FlatParameter(name, unit, self)
             unit.forward = partial(self.run, bucket, unit.forward)
             self.buckets.append(bucket)
-        forbid_parameters(self)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -142,7 +140,7 @@ class FullyShardedDataParallel(nn.Module):
         self.enter(bucket, in_backward=recomputes)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         params = Gather.apply(bucket.shard, bucket)
-        with lend_parameters(bucket.owners, params, bucket.pack, bucket.unpack):
+        with lend_parameters(bucket.shard, bucket.owners, params, bucket.pack, bucket.unpack):
             output = forward(*args, **kwargs)
         if not recomputes:
             bucket.reshard()
@@ -181,7 +179,6 @@ class FullyShardedDataParallel(nn.Module):
         for bucket in self.buckets:
             bucket.reshard()  # if it was prefetched and not used
             bucket.finish_reduction()
-        check_no_parameters(self.module)
         self.optimizer.files.wait()
         missing = [b.name for b in self.buckets if self.optimizer.norms.get(b.file) is None]
         if missing:
@@ -237,19 +234,17 @@ class FlatParameter:
         self.reduction: tuple[Work, Tensor, bool] | None = None
 
     def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: (tensor, its version), or, of a view of `full`, its
-        place: (None, version of the shard, shape, stride, offset)."""
+        """What autograd keeps for backward: (tensor,) or, of a view of `full`, its place: (None,
+        shape, stride, offset)."""
         # sparse, complex and negated views are not given by a place alone
         other = tensor.layout != torch.strided or tensor.dtype != self.full.dtype or tensor.is_neg()
         if other or tensor.untyped_storage() is not self.full.untyped_storage():
-            return tensor.detach(), tensor._version  # an output itself would keep its graph
-        return None, self.shard._version, tensor.shape, tensor.stride(), tensor.storage_offset()
+            return (tensor.detach(),)  # an output itself would keep its graph
+        return None, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(self, saved: tuple) -> Tensor:
         """What backward reads: the tensor that `pack` has saved, or the view, gathered again."""
-        tensor, version, *place = saved
-        if (self.shard if place else tensor)._version != version:
-            raise RuntimeError("changed in place, or by the optimizer's last step")
+        tensor, *place = saved
         if place:
             self.fsdp.enter(self, in_backward=True)
         return self.full.as_strided(*place) if place else tensor
@@ -312,7 +307,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, shard: Tensor, bucket: FlatParameter) -> tuple[Tensor, ...]:
-        ctx.bucket, ctx.version = bucket, shard._version
+        ctx.bucket = bucket
         ctx.set_materialize_grads(False)
         *chunks, _ = bucket.full.split(bucket.sizes)  # the all-gather has ended
         return tuple(c.view(s) for c, s in zip(chunks, bucket.shapes.values(), strict=True))
@@ -321,14 +316,8 @@ class Gather(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
         bucket = ctx.bucket
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-        if bucket.shard._version != ctx.version:
-            raise RuntimeError("backward through a graph from before the optimizer's last step")
         if any(grad is None for grad in grads):
             raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
-        # private; raises within autograd.grad(), which would get no gradient from here
-        torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         bucket.fsdp.leave(bucket, grads)
         return None, None  # the average follows when the reduction has finished
 
@@ -512,6 +501,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     settings = adamw_settings(args.lr, args.weight_decay)
     optimizer = SpeculativeAdamW(files, speculates=not args.no_speculation, **settings)
     model = sharded_from_meta(model, optimizer, args, world)
+    guard(model)
     if not files.is_restored:
         files.step = run.checkpoints.load(run.resume, training_state(model), optimizer)
         files.commit()

@@ -244,7 +244,7 @@ class Checkpointer:
                     left = f"older ones: {', '.join(others)}" if others else "no older one is left"
                     fail(f"--resume {resume}: {path} is corrupt: {error}; {left}")
                 print0(f"{path} is corrupt: {error}; going back to {found[number + 1].name}")
-        self.is_own = self.path.exists() and self.path.samefile(path.parent)
+        self.is_own = exists(self.path) and self.path.samefile(path.parent)
         if rank() == 0 and self.is_own:
             for bad in found[:number]:  # they do not count as checkpoints to keep
                 move_aside(bad, f"corrupt-{bad.name}")

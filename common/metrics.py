@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from common.collectives import ledger
 from common.distributed import print0, rank, warn, world_size
-from common.files import replacing
+from common.files import exists, replacing
 
 # fmt: off
 PEAK_FLOPS = {  # dense bf16, in FLOP/s, by a part of the device's name; the longer name first
@@ -125,7 +125,7 @@ class Metrics:
         """Open the files; drop the lines of a run that got past step `first` before it stopped."""
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
-        lines = self._path.read_bytes().splitlines() if self._path.exists() else []
+        lines = self._path.read_bytes().splitlines() if exists(self._path) else []
         with replacing(self._path) as file:
             file.write_bytes(b"".join(x + b"\n" for x in lines if step_of(x) < first))
         self._file = open(self._path, "a")

@@ -162,7 +162,7 @@ class AtomicWriter(dcp.FileSystemWriter):
             file.write(SEAL + b"%d" % checksum)
             file.flush()
             os.fsync(file.fileno())
-        if self.final.exists():  # incomplete, or of a run that this one does not continue
+        if exists(self.final):  # incomplete, or of a run that this one does not continue
             move_aside(self.final, f"replaced-{self.final.name}")
         self.path.rename(self.final)
         sync(self.folder)  # so that the rename survives a power failure

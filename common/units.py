@@ -1,22 +1,13 @@
 """What stages 03, 04 and 12 do with a model's units and their parameters, and what they check."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version, saved_tensors_hooks
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-
-def count_changes(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Count an optimizer's step as a change of its parameters, which `fused=True` does not do."""
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    increment_version([p for p in params if p.grad is not None])
-
-
-register_optimizer_step_post_hook(count_changes)  # of every optimizer
+from torch.autograd.graph import saved_tensors_hooks
 
 
 def units_with_values(
@@ -75,14 +66,23 @@ def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tenso
 
 @contextmanager
 def lend_parameters(
-    owners: list[tuple[nn.Module, str]], params: Sequence[Tensor], pack: Callable, unpack: Callable
+    shard: nn.Parameter,
+    owners: list[tuple[nn.Module, str]],
+    params: Sequence[Tensor],
+    pack: Callable,
+    unpack: Callable,
 ) -> Iterator[None]:
     """Give a unit's modules their parameters as attributes, while the unit computes.
 
     `pack` says what autograd saves for backward and `unpack` what backward reads, except within
-    checkpoint(), which decides this itself. RuntimeError if the unit changes a parameter in place.
+    checkpoint(), which decides this itself. RuntimeError if the unit changes a parameter in place,
+    or a tensor is changed that backward reads; in backward if `shard` has changed since, and with
+    create_graph=True.
     """
     version = params[0]._version  # all are views of one buffer: they share its version
+    if params[0].requires_grad:
+        params[0].grad_fn.register_prehook(partial(check_backward, shard, shard._version))
+    pack, unpack = partial(checked_pack, shard, pack), partial(checked_unpack, unpack)
     for (owner, name), param in zip(owners, params, strict=True):
         setattr(owner, name, param)
     # whether a checkpoint() decides here what is saved; private, as nothing public tells it
@@ -96,6 +96,28 @@ def lend_parameters(
         for owner, name in owners:
             setattr(owner, name, None)  # an LSTM has a list of its weights, which follows this
             delattr(owner, name)
+
+
+def check_backward(shard: nn.Parameter, version: int, _: object) -> None:
+    """Called before the backward of the function that has made a unit's parameters of `shard`."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph=True: the reduced gradients have no graph")
+    if shard._version != version:
+        raise RuntimeError("backward through a graph from before the optimizer's last step")
+
+
+def checked_pack(shard: nn.Parameter, pack: Callable, tensor: Tensor) -> tuple:
+    """Save a version too: of the tensor that `pack` keeps, or, if it keeps none, of the shard."""
+    saved = pack(tensor)
+    source = shard if saved[0] is None else saved[0]
+    return source, source._version, saved
+
+
+def checked_unpack(unpack: Callable, packed: tuple) -> Tensor:
+    source, version, saved = packed
+    if source._version != version:
+        raise RuntimeError("changed in place, or by the optimizer's last step")
+    return unpack(saved)
 
 
 class ShardedParameter(nn.Parameter):
@@ -123,41 +145,3 @@ def cast_inputs(args: tuple, kwargs: dict, dtype: torch.dtype | None) -> tuple[t
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}
-
-
-class NoGradient(Tensor):
-    """In place of a gradient that is incomplete or sharded: without memory, any use is an error."""
-
-    def __new__(cls, param: Tensor):
-        like = {"dtype": param.dtype, "device": param.device, "storage_size": 0}
-        return Tensor._make_wrapper_subclass(cls, param.shape, **like)
-
-    __repr__ = object.__repr__
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        fix = "call finish_gradient_synchronization(), and clip by the class that shards"
-        raise RuntimeError(f"this gradient is incomplete or sharded ({function}): {fix}")
-
-
-def forbid_parameters(module: nn.Module) -> None:
-    """Make listing, saving, loading, copying, casting and moving parameters an error."""
-
-    def fail(*_, **__):
-        fix = "load, freeze, copy, cast or move the model first; optimize, clip and save the shards"
-        raise RuntimeError(f"a rank has shards only: {fix}")
-
-    for each in module.modules():
-        each.register_state_dict_pre_hook(fail)
-        each.register_load_state_dict_pre_hook(fail)
-        each._apply = each.__deepcopy__ = fail
-        if not list(each.named_parameters(recurse=False)):  # a wrapper lists its shards
-            each.named_parameters = fail  # `parameters()` calls it
-
-
-def check_no_parameters(module: nn.Module, shards: Collection[nn.Parameter] = ()) -> None:
-    """RuntimeError if a module has a parameter after `take_parameters`: nobody would average it."""
-    known = {None, *shards}
-    for name, each in module.named_modules():
-        if not known.issuperset(each._parameters.values()):
-            raise RuntimeError(f"{name}: a parameter was added or replaced after sharding")

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.collectives import all_gather_single
+from common.guards import guard
 from tools.stages import load_stage
 
 STRATEGIES = {  # stage, and arguments of its class
@@ -45,6 +47,7 @@ class Trainer:
         bucket_mb: float = 25,
         gathered: torch.dtype | None = None,
         groups: dict[str, dist.ProcessGroup] | None = None,
+        guarded: bool = True,
         **defaults,
     ):
         number, options = STRATEGIES[strategy]
@@ -73,6 +76,8 @@ class Trainer:
                 **(groups or {}),
             )
             self.optimizer = optimizer_class(self.model.parameters(), **defaults)
+        if guarded:
+            guard(self.model, self.optimizer)
 
     def backward(self, losses: list[Callable[[nn.Module], Tensor]]) -> Tensor:
         """Run forward and backward of every micro-batch, synchronize; returns the mean loss."""
@@ -98,7 +103,7 @@ class Trainer:
         state = {}
         for bucket in self.sync.buckets:
             full = torch.empty(sum(bucket.sizes), dtype=bucket.shard.dtype)
-            dist.all_gather_single(full, bucket.shard.detach(), group=bucket.group)
+            all_gather_single(full, bucket.shard.detach(), group=bucket.group)
             *flats, _ = full.split(bucket.sizes)
             for (name, shape), flat in zip(bucket.shapes.items(), flats, strict=True):
                 state[name] = flat.view(shape)

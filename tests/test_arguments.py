@@ -87,7 +87,7 @@ def main_with(argv: list[str], of_rank_1: dict) -> None:
         ({"--seed": "1", "--dtype": "bfloat16"}, ["--seed is 1337", "'bfloat16' on rank 1"]),
         ({"--d-model": "64"}, ["--d-model is"]),  # before any message of the model's shapes
         ({"--data": "{other}"}, ["the hash of --data is"]),
-        ({"--data": "{absent}"}, ["rank 1 on", "no train.txt there"]),
+        ({"--data": "{absent}"}, ["rank 1 on", "absent/train.txt"]),
         ({"CODE": __file__}, ["the hash of the code is"]),
         ({"--data": "{copy}"}, []),  # each node may have its own copy
     ],

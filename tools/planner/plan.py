@@ -67,7 +67,7 @@ def layouts(model: Job) -> Iterator[tuple[str, str, Job]]:
             for sp in ("", " --sequence-parallel") if tp > 1 else ("",):
                 name = f" --schedule {schedule}" if pp > 1 else ""
                 job = replace(dp, pp=pp, tp=tp, schedule=schedule, virtual=schedules[schedule])
-                job = replace(job, sequence_parallel=bool(sp))
+                job = replace(job, sequence_parallel=bool(sp), overlaps_reduction=False)
                 yield "07", f"--pp {pp} --tp {tp}{name}{sp}", job
 
 

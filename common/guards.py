@@ -1,0 +1,198 @@
+"""Errors for training loops that break the contract of a wrapper of stage 02, 03, 04 or 12.
+
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard(model, optimizer)
+
+A wrapper trains the same without a guard, but then a mistake in the loop is silent, or an error
+that does not say what to do. The guard watches through hooks, and changes no gradient.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from weakref import WeakMethod, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, increment_version
+
+TWICE = (
+    "a gradient came twice: every backward of a step but the last belongs in no_sync(), and "
+    "finish_gradient_synchronization() after the last; after a backward that failed, restart the "
+    "run; a checkpoint() needs use_reentrant=False"
+)
+NOT_AS_LEFT = (
+    "a gradient is not as it was left: zero_grad(set_to_none=True) belongs after the optimizer's "
+    "step, nowhere else; after a backward that failed, restart the run"
+)
+BEFORE = "add, replace, freeze, unfreeze, resize, move or cast parameters before they are wrapped"
+
+
+def guard(model: nn.Module, *optimizers) -> None:
+    """Watch the one of these that has `finish_gradient_synchronization`. Call it once, at the end
+    of the construction. The hooks keep nothing alive."""
+    (sync,) = (x for x in (model, *optimizers) if hasattr(x, "finish_gradient_synchronization"))
+    if hasattr(sync, "guard"):
+        raise ValueError("it already has a guard")
+    sync.guard = Guard(sync)
+    sync.finish_gradient_synchronization = weak(sync.guard.finish)
+    for optimizer in (getattr(each, "optimizer", each) for each in optimizers):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(weak(sync.guard.before_step))
+            optimizer.register_step_post_hook(weak(sync.guard.after_step))
+
+
+def weak(method: Callable) -> Callable:
+    """Call the method while its object exists, without keeping it alive."""
+    method = WeakMethod(method)
+    return lambda *args: bound(*args) if (bound := method()) else None
+
+
+class Guard:
+    """What has happened since the last `finish_gradient_synchronization`.
+
+    shards: what the optimizer updates in place of parameters. places: parameters that stay in the
+    module and train, and what must not change of them. came: those whose gradient has come in the
+    last backward of the step (ZeRO-2: in the last one so far). left: parameters and shards that
+    have a gradient, and what their `.grad` must be until the next finish.
+    """
+
+    def __init__(self, sync):
+        self.sync = ref(sync)
+        self.root = ref(sync if isinstance(sync, nn.Module) else sync.module)
+        self.reduces_every_backward = getattr(sync, "zero_stage", 1) == 2
+        self.shards = {bucket.shard for bucket in sync.buckets if hasattr(bucket, "shard")}
+        self.places = {p: self.place(p) for p in sync.module.parameters() if p.requires_grad}
+        self.came: set[Tensor] = set()
+        self.left: dict[Tensor, Tensor | None] = {}
+        self.grad_places: dict[Tensor, int] = {}
+        for param in self.places:
+            if getattr(param, "guard", lambda: None)() is not None:
+                raise ValueError("another wrapper averages a parameter of this module: use one")
+            param.guard = ref(self)
+            first = param.register_post_accumulate_grad_hook(weak(self.before_it_is_taken))
+            hooks = first.hooks_dict_ref()
+            hooks.update({i: hooks.pop(i) for i in [*hooks] if i != first.id})
+            param.register_post_accumulate_grad_hook(weak(self.after_it_was_taken))
+        if not self.places:
+            for shard in self.shards:
+                shard.register_hook(partial(weak(self.after_a_unit), ref(shard)))
+            forbid_parameters(self.root())
+
+    def __deepcopy__(self, _):
+        raise RuntimeError("a copy would not be synchronized: copy the module that is wrapped")
+
+    # ---- in backward ----
+
+    def before_it_is_taken(self, param: nn.Parameter) -> None:
+        """Called when autograd has accumulated a gradient, before the wrapper's own hook."""
+        if torch.is_grad_enabled() or param.grad.is_sparse:
+            raise RuntimeError("create_graph=True and sparse=True are not supported")
+        if self.place(param) != self.places[param]:
+            raise RuntimeError(BEFORE)
+        if self.reduces_every_backward and len(self.came) == len(self.places):
+            self.came.clear()
+        if param in self.came:
+            raise RuntimeError(TWICE)
+        if self.sync().synchronizes:
+            if not self.came:
+                for shard in self.shards:
+                    self.forbid_gradient(shard)
+            self.came.add(param)
+
+    def after_it_was_taken(self, param: nn.Parameter) -> None:
+        """Called after the wrapper's own hook."""
+        self.left[param] = param.grad
+        if not self.shards:  # DDP, whose buckets always stay
+            place = param.grad.data_ptr()
+            if self.grad_places.setdefault(param, place) != place:
+                raise RuntimeError("p.grad.data was replaced, or the model moved with gradients")
+
+    def after_a_unit(self, shard: ref, grad: Tensor | None) -> None:
+        """Called when a unit's backward has ended. grad: None if it is still being reduced."""
+        if grad is None:
+            # private; raises within autograd.grad(), which would get no gradient from here
+            torch._C._will_engine_execute_node(get_gradient_edge(shard()).node)
+            self.forbid_gradient(shard())
+
+    def forbid_gradient(self, shard: Tensor) -> None:
+        """Make any use of `shard.grad` an error until the gradients are complete."""
+        if shard.grad is not self.left.get(shard):
+            raise RuntimeError(NOT_AS_LEFT)
+        if shard not in self.left:
+            self.left[shard] = shard.grad = NoGradient(shard)
+
+    # ---- after backward ----
+
+    def finish(self) -> None:
+        """In place of the wrapper's `finish_gradient_synchronization`, which it calls."""
+        self.check_parameters()
+        if any(tensor.grad is not grad for tensor, grad in self.left.items()):
+            raise RuntimeError(NOT_AS_LEFT)
+        for shard in self.shards & self.left.keys():
+            shard.grad = None
+        sync = self.sync()
+        type(sync).finish_gradient_synchronization(sync)
+        if self.shards and self.left:  # the optimizer does not use the parameters' own gradients
+            for param in self.places:
+                param.grad = NoGradient(param)
+        self.left.clear()
+        self.came.clear()
+
+    def check_parameters(self) -> None:
+        if not self.places:
+            return check_no_parameters(self.root(), self.shards)
+        trained = {p for p in self.root().parameters() if p.requires_grad}
+        if trained != self.places.keys() or any(self.place(p) != self.places[p] for p in trained):
+            raise RuntimeError(BEFORE)
+
+    def place(self, param: nn.Parameter) -> tuple:
+        return param.shape, param.data_ptr() if self.shards else None  # DDP's values may move
+
+    def before_step(self, *_) -> None:
+        if self.left:
+            raise RuntimeError("incomplete: step() before finish_gradient_synchronization()")
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        """Count the step as a change, which `fused=True` does not do: older graphs are stale."""
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        increment_version([p for p in params if p.grad is not None])
+        if self.shards:
+            increment_version([*self.places])
+
+
+class NoGradient(Tensor):
+    """In place of a gradient that is incomplete or sharded: without memory, any use is an error."""
+
+    def __new__(cls, param: Tensor):
+        like = {"dtype": param.dtype, "device": param.device, "storage_size": 0}
+        return Tensor._make_wrapper_subclass(cls, param.shape, **like)
+
+    __repr__ = object.__repr__
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        fix = "call finish_gradient_synchronization(), and clip by the class that shards"
+        raise RuntimeError(f"this gradient is incomplete or sharded ({function}): {fix}")
+
+
+def forbid_parameters(module: nn.Module) -> None:
+    """Make listing, saving, loading, copying, casting and moving parameters an error."""
+
+    def fail(*_, **__):
+        fix = "load, freeze, copy, cast or move the model first; optimize, clip and save the shards"
+        raise RuntimeError(f"a rank has shards only: {fix}")
+
+    for each in module.modules():
+        each.register_state_dict_pre_hook(fail)
+        each.register_load_state_dict_pre_hook(fail)
+        each._apply = each.__deepcopy__ = fail
+        if not list(each.named_parameters(recurse=False)):  # a wrapper lists its shards
+            each.named_parameters = fail  # `parameters()` calls it
+
+
+def check_no_parameters(module: nn.Module, shards: set[Tensor]) -> None:
+    """RuntimeError if a module has a parameter of its own: nobody would average it."""
+    for name, each in module.named_modules():
+        if not {None, *shards}.issuperset(each._parameters.values()):
+            raise RuntimeError(f"{name}: a parameter was added or replaced after sharding")
