@@ -17,5 +17,6 @@ metrics.py       what a logged line holds, how it prints, where it is written
 checkpoint.py    sharded checkpoints in the format of torch.distributed.checkpoint
 storage.py       how checkpoints are stored: checksums, and loading that runs no code
 state_files.py   for stage 12: a rank's files, and how they survive a kill
+guards.py        what breaks the contract of a wrapper is an error, seen from outside
 units.py         for ZeRO and FSDP: what they check of a model's units
 """

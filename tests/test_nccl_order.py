@@ -111,7 +111,7 @@ class Recorded(stage.Pipeline):
     def __init__(self, schedule: Callable, p: int, v: int, rank: int):
         self.schedule, self.to_lower, self.to_higher = schedule, "to_lower", "to_higher"
         self.p, self.rank, self.n_stages = p, rank, p * v
-        self.device, self.d_model = torch.device("cpu"), 1
+        self.device, self.message_shape = torch.device("cpu"), lambda tokens: (*tokens.shape, 1)
         kinds = "FBW" if schedule is stage.zero_bubble else "FB"
         self.stages = {s: SimpleNamespace(kinds=kinds) for s in range(rank, p * v, p)}
         self.receives, self.sends = {}, deque()

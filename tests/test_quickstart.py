@@ -35,11 +35,12 @@ def test_rows_cover_every_stage_and_every_dtype_for_any_number_of_gpus():
         assert not gpus or names[0].endswith("float32") and names[-6:] == GPT2_ROWS
 
 
-def test_a_loss_on_gpus_may_be_off_by_a_thousandth_but_in_float8():
+def test_a_loss_on_gpus_may_be_off_by_a_thousandth_but_in_float8_and_under_muon():
     every = [(n, dtype) for n in stages() for dtype in ("float32", "bfloat16")]
     found = {key: tolerance_of(*key, on_gpu=True) for key in every}
     looser = {key: value for key, value in found.items() if value != 1e-3}
-    assert looser == {("10", "float32"): 5e-3, ("10", "bfloat16"): 0.05}
+    of_11 = {("11", "float32"): 2e-3, ("11", "bfloat16"): 0.01}
+    assert looser == {("10", "float32"): 5e-3, ("10", "bfloat16"): 0.05} | of_11
     assert tolerance_of("02", "float32", on_gpu=False) == 1e-5
 
 
