@@ -31,6 +31,10 @@ os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
 Group = ProcessGroup | None  # None: all ranks
 
+# PyTorch 2.13 renamed them
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass
 class Ledger:
@@ -87,7 +91,7 @@ def all_reduce(tensor: Tensor, op=ReduceOp.SUM, group: Group = None, **kwargs) -
 
 def all_gather_single(output: Tensor, input: Tensor, group: Group = None, **kwargs) -> Work | None:
     ledger.record("all_gather_single", output.nbytes, _ring(group), group)
-    return dist.all_gather_single(output, input, group=group, **kwargs)
+    return _all_gather_single(output, input, group=group, **kwargs)
 
 
 def reduce_scatter_single(
@@ -103,7 +107,7 @@ def reduce_scatter_single(
         by_rank = slices.view(dist.get_world_size(group), *output.shape)
         summed = _WorkWithEnd(work, lambda: torch.sum(by_rank, 0, out=output))
         return summed if async_op else summed.wait()
-    return dist.reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
+    return _reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
 
 
 @dataclass

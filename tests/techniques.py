@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.collectives import all_gather_single
 from common.guards import guard
 from tools.stages import load_stage
 
@@ -104,7 +105,7 @@ class Trainer:
         state = {}
         for bucket in getattr(self.sync, "units", None) or self.sync.buckets:
             full = torch.empty(sum(bucket.sizes), dtype=bucket.shard.dtype)
-            dist.all_gather_single(full, bucket.shard.detach(), group=bucket.group)
+            all_gather_single(full, bucket.shard.detach(), group=bucket.group)
             *flats, _ = full.split(bucket.sizes)
             for (name, shape), flat in zip(bucket.shapes.items(), flats, strict=True):
                 state[name] = flat.view(shape)

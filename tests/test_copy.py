@@ -17,7 +17,7 @@ from textwrap import indent
 
 import pytest
 import torch
-from jobs import start
+from processes import start
 from torch import nn
 
 from tools.stages import REPO, stage_file, stage_path, stages
