@@ -12,7 +12,8 @@ killed at any moment loses only one step.
 
     memory per rank   four full units and 22 shards of a unit, whatever their number
     files per rank    28 P / N bytes: two slots of 12, and the gradient
-    read per step     (4 m (2 P - E - L - O) + 12 P + 4 (m - 1) P) / N bytes; if redone 16 P / N more
+    read per step     (4 m (2 P - E - L - O) + 12 P + 4 (m - 1) P) / N bytes; if redone
+                      16 P / N more
     written per step  (4 m P + 12 P) / N bytes; if redone 12 P / N more
     communication     as in stage 04
 
