@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import load_stage
 from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
 
