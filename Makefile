@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-BIN := $(VENV)/bin
-READY := $(VENV)/.installed
+python := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+READY := $(if $(VENV),$(VENV)/.installed,packages)
 
 OMP_NUM_THREADS ?= 1
 # CUDA ignores what follows an entry that is no GPU (-1, NoDevFiles)
@@ -32,6 +32,7 @@ help help-all: ### this list
 # DEVICE=cuda dry-run-NN on fake GPU tensors: memory as on a GPU, and where the host waits for it
 # TORCH=keep  setup uses the PyTorch that PYTHON= imports; TORCH=2.14.1 installs this version
 # PYTHON=...  the python3 that creates the virtual environment
+# VENV=       (empty) run-NN with PYTHON= itself, of a cluster's module or image, without setup
 
 ifneq ($(EDIT),)
 ifneq ($(filter-out run-%,$(MAKECMDGOALS)),)
@@ -39,25 +40,32 @@ $(error EDIT= is for run-NN: it does not change what $(filter-out run-%,$(MAKECM
 endif
 endif
 # passed in the environment and unexpanded, because a path may contain any character
-override export SCRIPT := $(value SCRIPT)
+override SCRIPT := $(value SCRIPT)
+export SCRIPT
 
 # ---- set-up ----
 setup: $(READY) ## create a virtual environment in .venv and install requirements.txt
-	@echo "$(VENV) is ready: $$($(BIN)/python --version), PyTorch" \
-		"$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')"
+	@echo "$(or $(VENV),$(PYTHON)) is ready: $$($(python) --version), PyTorch" \
+		"$$($(python) -c 'from importlib.metadata import version; print(version("torch"))')"
+ifeq ($(VENV),)
+.PHONY: packages
+packages:
+	@$(python) -c 'import sys; from tools.pool import missing; sys.exit(missing() or 0)'
+else
 $(READY): requirements.txt $(if $(TORCH),$(if $(filter setup,$(MAKECMDGOALS)),FORCE))
-	@sh tools/setup.sh "$(PYTHON)" "$(VENV)" $(TORCH)
+	@sh tools/setup.sh "$(PYTHON)" "$(VENV)" "$(TORCH)"
+endif
 data: $(READY) ## download and prepare WikiText-2, once, where there is internet access
-	$(BIN)/python -m common.data
+	$(python) -m common.data
 # ---- run ----
 quickstart: $(READY) ## train every stage for 50 steps and compare the losses; on GPUs, write gpu-check.md
-	@$(BIN)/python -m tools.quickstart $(ARGS)
+	@$(python) -m tools.quickstart $(ARGS)
 
 # --standalone would name the run by a UUID. A time sorts, and stays the same when torchrun restarts
 # the ranks; the process id of make distinguishes runs that start in the same second.
 store = $(if $(filter-out 0,$(PET_MAX_RESTARTS)),TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
-launch = $(if $(filter 01,$*),$(BIN)/python,OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(store) \
-	$(BIN)/python -m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 \
+launch = $(if $(filter 01,$*),$(python),OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(store) \
+	$(python) -m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 \
 	--rdzv-id $(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID) --nproc-per-node $(or $(filter-out 0 -%,$(NPROC)),$(error NPROC=$(NPROC): pass 1 or more)))
 
 run-%: $$(folder)/train.py $(READY) ## train stage NN here
@@ -77,8 +85,6 @@ submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
 	@slurm/jobs.sh submit $(folder) $(ARGS)
 submit-all: ## submit all stages, each to start when the previous one has succeeded
 	@slurm/jobs.sh submit "$(folders)" $(ARGS)
-submit-preflight: ### measure NODES= with GPUS= each before a long job, and the links between them
-	@slurm/jobs.sh preflight $(ARGS)
 status: ## the jobs from here: pending, running, recently ended, and why
 	@slurm/jobs.sh status
 logs-%: ## follow the log of stage NN's newest job to its end
@@ -89,54 +95,51 @@ cluster: ### start a Slurm cluster of NODES= nodes on this machine, to try thing
 	@slurm/cluster.sh up
 cluster-down: ### stop it
 	@slurm/cluster.sh down
-# ---- GPUs ----
-preflight: $(READY) ### measure the GPUs of this machine and what connects them
-	@$(BIN)/python -m tools.gpu.preflight $(ARGS)
 # ---- look ----
 tensorboard: $(READY) ## show the metrics of all runs in a browser
-	$(BIN)/python -m tensorboard.main --logdir runs
+	$(python) -m tensorboard.main --logdir runs
 export: $(READY) ## write the weights of a run or checkpoint (ARGS=; default: the last) to one file
-	@$(BIN)/python -m tools.export $(ARGS)
+	@$(python) -m tools.export $(ARGS)
 # ---- read ----
 diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition by definition
-	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tools.diff $* $(if $(FROM),--from $(FROM))
+	@$(or $(wildcard $(python)),$(PYTHON)) -m tools.diff $* $(if $(FROM),--from $(FROM))
 lessons: $(READY) ## lessons/: each stage's README, code and comparisons as web pages, from disk
-	@$(BIN)/python -m tools.lessons
+	@$(python) -m tools.lessons
 schedule-06: $(READY) ### draw time lines of pipelines: ARGS="--schedule zero-bubble --pp 4 --micro 8"
-	@$(BIN)/python -m tools.pictures.timeline $(ARGS)
+	@$(python) -m tools.pictures.timeline $(ARGS)
 dry-run-%: $$(folder)/train.py $(READY) ## what a rank would hold and send in stage NN: ARGS="--ranks 512 ..."
-	@$(BIN)/python -m tools.dry_run $* $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+	@$(python) -m tools.dry_run $* $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 dry-run-all: $(READY) ### every stage on 8 to 4096 ranks, in one table
-	@$(BIN)/python -m tools.dry_run all
+	@$(python) -m tools.dry_run all
 plan: $(READY) ## the fastest layouts of a model on your GPUs: see RUNNING.md
-	@$(BIN)/python -m tools.planner.plan $(ARGS)
+	@$(python) -m tools.planner.plan $(ARGS)
 # ---- write ----
 exercise-%: $$(folder)/train.py $(READY) ## write stage NN yourself: its script with blanks, in exercises/
-	@$(BIN)/python -m tools.exercise $* $(ARGS)
+	@$(python) -m tools.exercise $* $(ARGS)
 check-%: $$(folder)/train.py $(READY) ## check that exercise, or SCRIPT= a changed copy of the stage's script
-	@OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python tests/check_script.py $* $${SCRIPT:+"$$SCRIPT"}
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(python) tests/check_script.py $* $${SCRIPT:+"$$SCRIPT"}
 first-difference: $(READY) ### where two runs begin to differ: ARGS="RUN REFERENCE"
-	@$(BIN)/python -m tools.first_difference $(or $(ARGS),--help)
+	@$(python) -m tools.first_difference $(or $(ARGS),--help)
 # ---- check ----
 WORKERS ?= auto
-pytest = $(BIN)/python -m pytest tests -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+pytest = $(python) -m pytest tests -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(READY) ## the tests to run after every change, in at most three minutes on two cores
 	$(pytest) -m "quick or not slow" $(ARGS)
 test-all: $(READY) ### all tests: every topology, launcher and signal, and jobs on Slurm
 	$(pytest) $(ARGS)
 chaos: $(READY) ### kill -9 runs of every stage at any time: they must end with the same bits
-	$(BIN)/python -m tests.chaos $(ARGS)
-	CHAOS=1 $(BIN)/python -m pytest tests/test_survival.py -k lost_node
+	$(python) -m tests.chaos $(ARGS)
+	CHAOS=1 $(python) -m pytest tests/test_survival.py -k lost_node
 mutants: $(READY) ### break the code on purpose: the tests must fail
-	$(BIN)/python tests/mutants.py $(ARGS)
+	$(python) tests/mutants.py $(ARGS)
 lint: $(READY) ### ruff, and shellcheck where it is installed
-	$(BIN)/python -m ruff check
-	$(BIN)/python -m ruff format --check
+	$(python) -m ruff check
+	$(python) -m ruff format --check
 	@! command -v shellcheck >/dev/null || shellcheck */*.sh */*.sbatch .ci/run
 experiments: $(READY) ### run the experiments of the READMEs and check the figures they state; ONLY=02
-	@$(BIN)/python -m tools.experiments $(ONLY)
+	@$(python) -m tools.experiments $(ONLY)
 bench: $(READY) ### compare speed and memory with PyTorch's own classes, in ten minutes
-	$(BIN)/python -m benchmarks.bench $(ARGS)
+	$(python) -m benchmarks.bench $(ARGS)
 clean: ### remove caches; .venv, data and runs stay
 	rm -rf .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -407,6 +407,7 @@ def parse_args(argv: list[str] | None = None):
     if world_size() % args.shard_degree:
         fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
     args.param_dtype = args.param_dtype or args.dtype
+    args.state_on = "host" if args.cpu_offload else "device"
     args.autocast = False  # units are unsharded in --param-dtype, and their inputs cast to it
     return args
 

@@ -77,7 +77,7 @@ class Pipeline:
     stages: this rank's, by number; stage s is on rank s % p. to_lower, to_higher: two groups of the
     same ranks, for messages to a lower and to a higher rank. NCCL runs the operations between two
     ranks of a group in order: in a single group, a send could wait behind a receive that depends on
-    it. d_model: the features of the activations between stages.
+    it. message_shape: maps a micro-batch's tokens to the shape of the activations between stages.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Pipeline:
         schedule: Schedule,
         to_lower: ProcessGroup,
         to_higher: ProcessGroup,
-        d_model: int,
+        message_shape: Callable[[Tensor], tuple[int, ...]],
     ):
         self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
         self.p, self.rank = to_lower.size(), to_lower.rank()
@@ -94,7 +94,7 @@ class Pipeline:
         parameter = next(next(iter(stages.values())).part.parameters(), None)
         if parameter is None or (self.p == 1 and len(stages) > 1):
             raise ValueError(f"rank {self.rank} needs layers, and one rank alone takes one stage")
-        self.device, self.d_model = parameter.device, d_model
+        self.device, self.message_shape = parameter.device, message_shape
         self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
         self.open_channels()
@@ -154,9 +154,6 @@ class Pipeline:
         tokens, targets, keys = micro_batches[action.micro]
         x = tokens if received is None else received
         return stage.forward(action.micro, x, targets, keys, len(micro_batches))
-
-    def message_shape(self, tokens: Tensor) -> tuple[int, int, int]:
-        return tokens.shape[0], tokens.shape[1], self.d_model
 
     def start_receive(self, action: Action, shape: tuple[int, ...]) -> None:
         """Post the receive of the message that an action needs, if it needs one."""
@@ -492,7 +489,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     stage_class = ZeroBubbleStage if args.schedule == "zero-bubble" else PipelineStage
     parts = {stage: parts_of(model, units[stage]) for stage in units}
     stages = {stage: stage_class(*part, args.autocast) for stage, part in parts.items()}
-    pipeline = Pipeline(stages, schedule, *groups, config.d_model)
+    pipeline = Pipeline(stages, schedule, *groups, lambda tokens: (*tokens.shape, config.d_model))
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)

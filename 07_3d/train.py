@@ -9,10 +9,10 @@ differ in one coordinate alone form a process group, in which that axis communic
 `tp` is innermost so that its ranks share a node: its collectives block several times per layer.
 `pp` is outermost: it communicates least.
 
-New since 06, and first in this file: the mesh; `MeshPipeline`, a `Pipeline` whose stages are
-sharded over `tp` and reduce their gradients over `dp` while it drains; a global norm that counts
+New since 06, and first in this file: the mesh; messages along `pp` that are sharded over `tp`;
+gradients that are averaged over `dp` after the pipeline has drained; a global norm that counts
 every parameter once; and the training loop. The micro-batches are the gradient accumulation. Below
-the loop the definitions of 02, 05 and 06 are repeated, apart from the base class `Pipeline`.
+the loop the definitions of 05 and 06 are repeated.
 
     memory per rank           16 P / (pp tp) bytes (norms are replicated in tp); activations: as
                               in 06, for 1 / dp of the batch, sharded as in 05
@@ -32,9 +32,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from math import ceil
@@ -61,8 +60,7 @@ from common.collectives import (
     all_gather_single,
     all_reduce,
     all_reduce_control,
-    broadcast,
-    check_same,
+    average_gradients,
     global_norm,
     irecv,
     isend,
@@ -83,7 +81,7 @@ from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: a mesh of ranks, and the pipeline of 06 on it, with the classes of 05 and 02
+# The technique: a mesh of ranks, for the pipeline of 06 and the sharded layers of 05
 # ------------------------------------------------------------------------------------------------
 
 
@@ -100,206 +98,29 @@ class Mesh(NamedTuple):
         return self.to_lower  # of the same ranks as `to_higher`
 
 
-def build_mesh(pp: int, dp: int, tp: int, timeout: float) -> Mesh:
+def build_mesh(pp: int, dp: int, tp: int, timeout: float, device: torch.device) -> Mesh:
     """This rank's groups on the mesh: rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
     shape = (pp, dp, tp)
     if pp * dp * tp != dist.get_world_size():
         raise ValueError(f"a mesh of {shape} ranks on {dist.get_world_size()}")
-    return Mesh(
+    mesh = Mesh(
         to_lower=group_along(shape, 0, "to_lower", timeout),
         to_higher=group_along(shape, 0, "to_higher", timeout),
         dp=group_along(shape, 1, "dp", timeout),
         tp=group_along(shape, 2, "tp", timeout),
     )
+    # A group's first collective connects its ranks. In NCCL that allocates device memory, which can
+    # wait for a receive in flight, and its sender may be waiting for this rank: a deadlock. So
+    # connect dp and tp before the pipeline posts its first receive.
+    for group in (mesh.dp, mesh.tp):
+        all_reduce_control(torch.zeros(1, device=device), group=group)
+    return mesh
 
 
-# ---- from 06: the base class ----
-
-
-class Pipeline:
-    """Run a schedule: forward and backward of all micro-batches through all stages.
-
-    stages: this rank's, by number; stage s is on rank s % p. to_lower, to_higher: two groups of the
-    same ranks, for messages to a lower and to a higher rank. NCCL runs the operations between two
-    ranks of a group in order: in a single group, a send could wait behind a receive that depends on
-    it. d_model: the features of the activations between stages.
-    """
-
-    def __init__(
-        self,
-        stages: dict[int, PipelineStage],
-        schedule: Schedule,
-        to_lower: ProcessGroup,
-        to_higher: ProcessGroup,
-        d_model: int,
-    ):
-        self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
-        self.p, self.rank = to_lower.size(), to_lower.rank()
-        self.stages, self.n_stages = stages, self.p * len(stages)
-        parameter = next(next(iter(stages.values())).part.parameters(), None)
-        if parameter is None or (self.p == 1 and len(stages) > 1):
-            raise ValueError(f"rank {self.rank} needs layers, and one rank alone takes one stage")
-        self.device, self.d_model = parameter.device, d_model
-        self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
-        self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
-        self.open_channels()
-
-    def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
-        """Forward and backward of micro-batches (tokens, targets, dropout keys); under `no_grad`
-        forward only. Returns their losses, [m]: zeros except on the last rank."""
-        losses = torch.zeros(len(micro_batches), device=self.device)
-        shapes = [self.message_shape(tokens) for tokens, _, _ in micro_batches]
-        self.compare(torch.is_grad_enabled(), *shapes)
-        actions = self.actions_for(len(micro_batches))
-        # post each receive one action early: data arrives meanwhile (two early could deadlock)
-        self.start_receive(actions[0], shapes[actions[0].micro])
-        for action, upcoming in pairwise([*actions, None]):
-            if upcoming is not None:
-                self.start_receive(upcoming, shapes[upcoming.micro])
-            received = self.finish_receive(action) if action in self.receives else None
-            name = f"{action.kind} {action.micro} {action.stage}"
-            # a stage's forward decides whether it casts; no backward does
-            with annotate(name), torch.autocast(self.device.type, enabled=False):
-                result = self.run_action(action, received, micro_batches)
-            _, destination = source_and_destination(action, self.n_stages)
-            if destination is not None:
-                self.start_send(result, destination, shapes[action.micro])
-            elif action.kind == "F":
-                losses[action.micro] = result  # of the last stage
-        while self.sends:
-            self.finish_oldest_send()
-        return losses
-
-    def compare(self, *facts) -> None:
-        """Raise if the ranks disagree: messages would not fit the buffers that receive them."""
-        digest = torch.full((), hash(facts) % 2**32, device=self.device)
-        extremes = torch.stack([digest, -digest])
-        all_reduce_control(extremes, self.to_lower, ReduceOp.MAX)
-        # the public way to raise, `if`, would wait for the GPU
-        torch._assert_async(extremes.sum() == 0, "ranks differ in no_grad or micro-batch shapes")
-
-    def actions_for(self, m: int) -> list[Action]:
-        """This rank's actions with m micro-batches; under `no_grad` its forwards, with any m."""
-        trains = torch.is_grad_enabled()
-        micros = range(m if trains else ceil(m / self.p) * self.p)
-        actions = self.schedule(self.rank, self.p, len(micros))
-        needed = [(k, i, s) for s in self.stages for k in self.stages[s].kinds for i in micros]
-        if sorted(actions) != sorted(needed):
-            raise ValueError("the schedule does not fit the numbers or the class of these stages")
-        return [a for a in actions if trains or (a.kind == "F" and a.micro < m)]
-
-    def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
-        """Run an action. received: an F's activations or a B's gradient; None in an F of the first
-        stage, which starts from tokens, and in a B of the last one, which starts from the loss."""
-        stage = self.stages[action.stage]
-        if action.kind == "W":
-            return stage.weight_gradients()
-        if action.kind == "B":
-            return stage.backward(action.micro, received)
-        tokens, targets, keys = micro_batches[action.micro]
-        x = tokens if received is None else received
-        return stage.forward(action.micro, x, targets, keys, len(micro_batches))
-
-    def message_shape(self, tokens: Tensor) -> tuple[int, int, int]:
-        return tokens.shape[0], tokens.shape[1], self.d_model
-
-    def start_receive(self, action: Action, shape: tuple[int, ...]) -> None:
-        """Post the receive of the message that an action needs, if it needs one."""
-        source, _ = source_and_destination(action, self.n_stages)
-        if source is None:
-            return
-        src = source % self.p
-        buffer = torch.empty(shape, device=self.device, dtype=torch.float32)
-        work = irecv(buffer, group=self.group_for(src, self.rank), group_src=src)
-        self.receives[action] = work, buffer
-
-    def finish_receive(self, action: Action) -> Tensor:
-        work, buffer = self.receives.pop(action)
-        work.wait()
-        return buffer
-
-    def start_send(self, tensor: Tensor, destination: int, shape: tuple[int, ...]) -> None:
-        """Send without waiting. Beyond p sends in flight, wait for the oldest and free it."""
-        if (tensor.shape, tensor.dtype) != (shape, torch.float32):
-            found = f"{list(tensor.shape)} in {tensor.dtype}"
-            raise ValueError(f"a message is {list(shape)} in float32, not {found}")
-        dst = destination % self.p
-        work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
-        self.sends.append((work, tensor))
-        if len(self.sends) > self.p:
-            self.finish_oldest_send()
-
-    def finish_oldest_send(self) -> None:
-        send, tensor = self.sends.popleft()  # `tensor` must stay alive until it is sent
-        send.wait()
-
-    def open_channels(self) -> None:
-        """Send one number between all neighbours, in an order common to all ranks: NCCL's first
-        operation between two ranks connects them, and blocks until both have issued it."""
-        # the last rank and the first one are neighbours with interleaving only
-        forward = {((stage - 1) % self.p, stage % self.p) for stage in range(1, self.n_stages)}
-        for src, dst in sorted(forward | {(dst, src) for src, dst in forward}):
-            number, group = torch.zeros(1, device=self.device), self.group_for(src, dst)
-            if self.rank == src:
-                isend(number, group=group, group_dst=dst).wait()
-            if self.rank == dst:
-                irecv(number, group=group, group_src=src).wait()
-
-    def group_for(self, src: int, dst: int) -> ProcessGroup:
-        return self.to_higher if dst > src else self.to_lower
-
-
-# ---- the pipeline on a mesh ----
-
-
-class MeshPipeline(Pipeline):
-    """A pipeline whose stages are sharded over `tp` and average their gradients over `dp`.
-
-    A `DistributedDataParallel` has all of them, for its hooks alone: they run wherever autograd
-    accumulates a gradient. All micro-batches but the last only accumulate. With the last one, a
-    bucket's all-reduce starts as soon as it is ready: while the pipeline drains, and for the LM
-    head already in its forward. sequence_shards: how many ranks each send a part of a sequence.
-    """
-
-    def __init__(
-        self,
-        stages: dict[int, PipelineStage],
-        schedule: Schedule,
-        mesh: Mesh,
-        d_model: int,
-        sequence_shards: int = 1,
-    ):
-        super().__init__(stages, schedule, mesh.to_lower, mesh.to_higher, d_model)
-        self.sequence_shards = sequence_shards
-        # A group's first collective connects its ranks. In NCCL that allocates device memory, which
-        # can wait for a receive in flight, and its sender may be waiting for this rank: a deadlock.
-        # So connect dp and tp before the first receive is posted.
-        for group in (mesh.dp, mesh.tp):
-            all_reduce_control(torch.zeros(1, device=self.device), group=group)
-        self.replica: DistributedDataParallel | None = None  # none without dp
-        if mesh.dp.size() > 1:
-            # one for all stages: all ranks then reduce its buckets in one order
-            stages_up = [stages[number] for number in sorted(stages)]
-            modules = [m for s in stages_up for m in (s.part, s.output) if m is not None]
-            # each has a backward of its own, with which a shared parameter would be reduced
-            if max(Counter(p for each in modules for p in each.parameters()).values()) > 1:
-                raise ValueError("with dp, two parts (or a part and its output) share a parameter")
-            self.replica = DistributedDataParallel(nn.ModuleList(modules), mesh.dp)
-
-    def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
-        """06's, but gradients are reduced with the last micro-batch only."""
-        is_last = action.micro == len(micro_batches) - 1
-        with nullcontext() if is_last or self.replica is None else self.replica.no_sync():
-            return super().run_action(action, received, micro_batches)
-
-    def message_shape(self, tokens: Tensor) -> tuple[int, int, int]:
-        batch, seq, d_model = super().message_shape(tokens)
-        return batch, seq // self.sequence_shards, d_model
-
-    def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the average over `dp`. Call it once per step."""
-        if self.replica is not None:
-            self.replica.finish_gradient_synchronization()
+def message_shape(tokens: Tensor, d_model: int, sequence_shards: int) -> tuple[int, int, int]:
+    """Of what a rank sends along `pp`: with sequence parallelism, its part of each sequence."""
+    batch, seq = tokens.shape
+    return batch, seq // sequence_shards, d_model
 
 
 # ---- clipping: the norm is that of all ranks' gradients ----
@@ -368,7 +189,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     corpus = load_corpus(args.data)
 
     config = model_config(args, corpus)
-    mesh = build_mesh(args.pp, args.dp, args.tp, args.timeout)
+    mesh = build_mesh(args.pp, args.dp, args.tp, args.timeout, device)
     dp, tp = mesh.dp, mesh.tp
     n_stages = args.pp * args.virtual_stages
     own_stages = range(mesh.pp.rank(), n_stages, args.pp)
@@ -380,9 +201,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
     init_shards(model, args.seed, tp, device)
     schedule = partial(interleaved_1f1b, v=args.virtual_stages)  # v = 1: 1F1B
     sequence_shards = args.tp if args.sequence_parallel else 1
+    shape = partial(message_shape, d_model=config.d_model, sequence_shards=sequence_shards)
     parts = {stage: parts_of(model, units[stage]) for stage in units}
     stages = {stage: PipelineStage(*part, args.autocast) for stage, part in parts.items()}
-    pipeline = MeshPipeline(stages, schedule, mesh, config.d_model, sequence_shards)
+    pipeline = Pipeline(stages, schedule, mesh.to_lower, mesh.to_higher, shape)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
@@ -395,9 +217,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
         losses = pipeline.run(micro_batches)
-        pipeline.finish_gradient_synchronization()
+        average_gradients(model.named_parameters(), dp)
         if args.sequence_parallel and args.tp > 1:
-            all_reduce_replicated_gradients(model, tp)  # dp's all-reduces of them have ended
+            all_reduce_replicated_gradients(model, tp)
         # losses differ over dp, are equal over tp, and are zero except on the last pipeline stage
         loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
         grad_norm = clip_grad_norm_(model, args.max_norm, mesh)
@@ -418,171 +240,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Repeated to the letter from 02, 05 and 06
+# Repeated to the letter from 05 and 06
 # ------------------------------------------------------------------------------------------------
-
-
-# ---- from 02: data parallelism ----
-
-
-class DistributedDataParallel(nn.Module):
-    """Keep the replicas of a module identical: same initial weights, same averaged gradients.
-
-    module: complete, with the same contiguous parameters on every rank. process_group: the ranks
-    whose gradients are averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, 1 in
-    the first, which thus starts early. A step ends with `finish_gradient_synchronization`.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: ProcessGroup | None = None,
-        bucket_cap_mb: float = 25,
-    ):
-        super().__init__()
-        self.module, self.group = module, process_group
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
-        check_same("parameters or buffers", kinds, tensors[0][1].device, process_group)
-        for _, tensor in tensors:
-            broadcast(tensor.detach(), group=process_group, group_src=0)
-        params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
-        if any(hasattr(p, "is_averaged") for p in params):
-            raise ValueError("another wrapper averages a parameter of this module: use only one")
-        self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.launched = 0  # how many buckets' reductions have started
-        self.synchronizes = True
-        for param in params:
-            param.is_averaged = True  # by some wrapper
-            param.register_post_accumulate_grad_hook(self.mark_ready)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients and start no all-reduce: for all micro-batches but the last."""
-        self.synchronizes = False
-        try:
-            yield
-        finally:
-            self.synchronizes = True
-
-    def mark_ready(self, param: nn.Parameter) -> None:
-        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
-        bucket = self.bucket_of[param]
-        if param not in bucket.waiting_for:
-            fix = "use finish_gradient_synchronization() or no_sync()"
-            raise RuntimeError(f"backward twice, or after a backward that failed: {fix}")
-        if param.grad.is_sparse or param.grad.requires_grad:
-            raise RuntimeError("sparse=True, or backward with create_graph=True: not supported")
-        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
-        if not self.synchronizes:
-            return
-        bucket.waiting_for.remove(param)
-        self.launch_ready_buckets()
-
-    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
-        """Start to reduce the next buckets that are ready; after backward, all that remain.
-
-        Buckets are launched strictly in order: ranks may finish gradients in different orders, but
-        collectives are matched by the order of the calls.
-        """
-        while self.launched < len(self.buckets):
-            bucket = self.buckets[self.launched]
-            if bucket.waiting_for and not backward_has_ended:
-                return
-            bucket.start_reduction()
-            self.launched += 1
-
-    def finish_gradient_synchronization(self) -> None:
-        """Reduce what remains, and wait until every gradient is the average over the ranks.
-
-        A gradient that only some ranks have is zero on the others. One that none has stays None, so
-        that no optimizer decays or moves its parameter.
-        """
-        others = (p for p in self.parameters() if p not in self.bucket_of)
-        if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
-            raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
-        missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
-        device = next(self.parameters()).device
-        is_used = torch.ones(len(self.bucket_of), dtype=torch.uint8, device=device)
-        for i in missing.values():
-            is_used[i] = 0
-        self.launch_ready_buckets(backward_has_ended=True)
-        all_reduce_control(is_used, self.group, ReduceOp.MAX)  # while the last buckets travel
-        for bucket in self.buckets:
-            bucket.finish_reduction()
-        self.launched = 0
-        for param, i in missing.items():
-            if not is_used[i]:
-                param.grad = None
-
-
-class Bucket:
-    """Parameters whose gradients lie side by side in one flat buffer: one all-reduce sends all.
-
-    grads: [numel of all parameters]; grad_views: each parameter's gradient, a view into `grads`.
-    waiting_for: the parameters whose gradients the step's last backward has not produced yet.
-    """
-
-    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
-        self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
-        self.grads = params[0].new_zeros(sum(p.numel() for p in params))
-        self.grad_views = self.views_into(self.grads)
-        self.waiting_for = set(params)
-        self.reduction: Work | None = None  # the collective in flight
-
-    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
-        sizes = [p.numel() for p in self.params]
-        chunks = flat[: sum(sizes)].split(sizes)
-        return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
-
-    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
-        """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
-
-        After `zero_grad` backward allocates a new gradient outside the buffer; later micro-batches
-        add to the view. A missing gradient is zero. Dividing before the sum makes it the average.
-        """
-        view = self.grad_views[param]
-        if view.untyped_storage() is not self.grads.untyped_storage():
-            raise RuntimeError(
-                "p.grad.data was replaced, or the model moved while it had gradients"
-            )
-        if param.grad is None:
-            view.zero_()
-        elif param.grad is not view or divide_by > 1:
-            grad = param.grad.expand_as(view)  # an error if the parameter was resized
-            torch.div(grad, divide_by, out=view)  # copies and divides, or divides in place
-        param.grad = view
-
-    def start_reduction(self) -> None:
-        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
-            self.collect(param, divide_by=self.n_ranks)
-        self.reduction = all_reduce(self.grads, group=self.group, async_op=True)
-
-    def finish_reduction(self) -> None:
-        self.reduction.wait()
-        self.reduction, self.waiting_for = None, set(self.params)
-
-
-def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
-    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
-
-    The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
-    """
-    lists: list[list[nn.Parameter]] = []
-    room = 0.0  # MB left in the last list
-    for param in params:
-        mb = param.numel() * param.element_size() / 2**20
-        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
-        if not alike or mb > room:
-            room = cap_mb if lists else min(first_cap_mb, cap_mb)
-            lists.append([])
-        lists[-1].append(param)
-        room -= mb
-    return lists
 
 
 # ---- from 05: tensor parallelism (f begins a pair of linear layers, g ends it) ----
@@ -869,6 +528,136 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
 
 
 # ---- from 06: the pipeline ----
+
+
+class Pipeline:
+    """Run a schedule: forward and backward of all micro-batches through all stages.
+
+    stages: this rank's, by number; stage s is on rank s % p. to_lower, to_higher: two groups of the
+    same ranks, for messages to a lower and to a higher rank. NCCL runs the operations between two
+    ranks of a group in order: in a single group, a send could wait behind a receive that depends on
+    it. message_shape: maps a micro-batch's tokens to the shape of the activations between stages.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, PipelineStage],
+        schedule: Schedule,
+        to_lower: ProcessGroup,
+        to_higher: ProcessGroup,
+        message_shape: Callable[[Tensor], tuple[int, ...]],
+    ):
+        self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
+        self.p, self.rank = to_lower.size(), to_lower.rank()
+        self.stages, self.n_stages = stages, self.p * len(stages)
+        parameter = next(next(iter(stages.values())).part.parameters(), None)
+        if parameter is None or (self.p == 1 and len(stages) > 1):
+            raise ValueError(f"rank {self.rank} needs layers, and one rank alone takes one stage")
+        self.device, self.message_shape = parameter.device, message_shape
+        self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
+        self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
+        self.open_channels()
+
+    def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
+        """Forward and backward of micro-batches (tokens, targets, dropout keys); under `no_grad`
+        forward only. Returns their losses, [m]: zeros except on the last rank."""
+        losses = torch.zeros(len(micro_batches), device=self.device)
+        shapes = [self.message_shape(tokens) for tokens, _, _ in micro_batches]
+        self.compare(torch.is_grad_enabled(), *shapes)
+        actions = self.actions_for(len(micro_batches))
+        # post each receive one action early: data arrives meanwhile (two early could deadlock)
+        self.start_receive(actions[0], shapes[actions[0].micro])
+        for action, upcoming in pairwise([*actions, None]):
+            if upcoming is not None:
+                self.start_receive(upcoming, shapes[upcoming.micro])
+            received = self.finish_receive(action) if action in self.receives else None
+            name = f"{action.kind} {action.micro} {action.stage}"
+            # a stage's forward decides whether it casts; no backward does
+            with annotate(name), torch.autocast(self.device.type, enabled=False):
+                result = self.run_action(action, received, micro_batches)
+            _, destination = source_and_destination(action, self.n_stages)
+            if destination is not None:
+                self.start_send(result, destination, shapes[action.micro])
+            elif action.kind == "F":
+                losses[action.micro] = result  # of the last stage
+        while self.sends:
+            self.finish_oldest_send()
+        return losses
+
+    def compare(self, *facts) -> None:
+        """Raise if the ranks disagree: messages would not fit the buffers that receive them."""
+        digest = torch.full((), hash(facts) % 2**32, device=self.device)
+        extremes = torch.stack([digest, -digest])
+        all_reduce_control(extremes, self.to_lower, ReduceOp.MAX)
+        # the public way to raise, `if`, would wait for the GPU
+        torch._assert_async(extremes.sum() == 0, "ranks differ in no_grad or micro-batch shapes")
+
+    def actions_for(self, m: int) -> list[Action]:
+        """This rank's actions with m micro-batches; under `no_grad` its forwards, with any m."""
+        trains = torch.is_grad_enabled()
+        micros = range(m if trains else ceil(m / self.p) * self.p)
+        actions = self.schedule(self.rank, self.p, len(micros))
+        needed = [(k, i, s) for s in self.stages for k in self.stages[s].kinds for i in micros]
+        if sorted(actions) != sorted(needed):
+            raise ValueError("the schedule does not fit the numbers or the class of these stages")
+        return [a for a in actions if trains or (a.kind == "F" and a.micro < m)]
+
+    def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
+        """Run an action. received: an F's activations or a B's gradient; None in an F of the first
+        stage, which starts from tokens, and in a B of the last one, which starts from the loss."""
+        stage = self.stages[action.stage]
+        if action.kind == "W":
+            return stage.weight_gradients()
+        if action.kind == "B":
+            return stage.backward(action.micro, received)
+        tokens, targets, keys = micro_batches[action.micro]
+        x = tokens if received is None else received
+        return stage.forward(action.micro, x, targets, keys, len(micro_batches))
+
+    def start_receive(self, action: Action, shape: tuple[int, ...]) -> None:
+        """Post the receive of the message that an action needs, if it needs one."""
+        source, _ = source_and_destination(action, self.n_stages)
+        if source is None:
+            return
+        src = source % self.p
+        buffer = torch.empty(shape, device=self.device, dtype=torch.float32)
+        work = irecv(buffer, group=self.group_for(src, self.rank), group_src=src)
+        self.receives[action] = work, buffer
+
+    def finish_receive(self, action: Action) -> Tensor:
+        work, buffer = self.receives.pop(action)
+        work.wait()
+        return buffer
+
+    def start_send(self, tensor: Tensor, destination: int, shape: tuple[int, ...]) -> None:
+        """Send without waiting. Beyond p sends in flight, wait for the oldest and free it."""
+        if (tensor.shape, tensor.dtype) != (shape, torch.float32):
+            found = f"{list(tensor.shape)} in {tensor.dtype}"
+            raise ValueError(f"a message is {list(shape)} in float32, not {found}")
+        dst = destination % self.p
+        work = isend(tensor, group=self.group_for(self.rank, dst), group_dst=dst)
+        self.sends.append((work, tensor))
+        if len(self.sends) > self.p:
+            self.finish_oldest_send()
+
+    def finish_oldest_send(self) -> None:
+        send, tensor = self.sends.popleft()  # `tensor` must stay alive until it is sent
+        send.wait()
+
+    def open_channels(self) -> None:
+        """Send one number between all neighbours, in an order common to all ranks: NCCL's first
+        operation between two ranks connects them, and blocks until both have issued it."""
+        # the last rank and the first one are neighbours with interleaving only
+        forward = {((stage - 1) % self.p, stage % self.p) for stage in range(1, self.n_stages)}
+        for src, dst in sorted(forward | {(dst, src) for src, dst in forward}):
+            number, group = torch.zeros(1, device=self.device), self.group_for(src, dst)
+            if self.rank == src:
+                isend(number, group=group, group_dst=dst).wait()
+            if self.rank == dst:
+                irecv(number, group=group, group_src=src).wait()
+
+    def group_for(self, src: int, dst: int) -> ProcessGroup:
+        return self.to_higher if dst > src else self.to_lower
 
 
 class InFlight(NamedTuple):

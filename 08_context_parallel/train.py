@@ -2,23 +2,23 @@
 
 Each rank has the full model and a part of every sequence. Norms, MLPs and the loss compute every
 token on its own; only attention mixes positions. There the keys and values of all ranks travel
-around a ring: a rank attends to one block while the next arrives. An online softmax merges them.
+around a ring: a rank attends to one block while the next arrives, and merges the results.
 
-New since stage 02: `context_parallel` replaces the attention of every layer, each rank gets its
-chunks of the inputs and targets, and a mesh (dp, cp) has several such groups. The gradients are
-averaged over all ranks by 02's classes, at the end of this file. `--context-parallel-kind ulysses`
-exchanges sequence shards for heads instead.
+New since stage 01: `context_parallel` replaces the attention of every layer, each rank gets its
+chunks of the inputs and targets, and a mesh (dp, cp) has several such groups. At the end of a step
+the gradients are averaged over all ranks. `--context-parallel-kind ulysses` exchanges sequence
+shards for heads instead.
 
     P parameters, N = cp ranks; A = micro-batch x seq x d_model elements
 
     memory per rank             16 P bytes as in 02, and 1 / N of the activations
-    communication per step      02's all-reduces of P elements, over all ranks
+    communication per step      an all-reduce of P elements, over all ranks, as in 02
     and per layer and micro-    ring: forward 2 (N-1)/N A (keys, values), backward 4 (N-1)/N A (the
     batch, elements sent        same, and their gradients in float32); Ulysses: 4 (N-1)/N^2 A each
     --activation-checkpointing  repeats that of the forward
 
 Liu et al., "Ring Attention with Blockwise Transformers", 2023. Jacobs et al., "DeepSpeed Ulysses",
-2023. The online softmax: Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022.
+2023. The kernel of a block: Dao et al., "FlashAttention", 2022.
 
 Run it:
 
@@ -30,9 +30,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,15 +42,14 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup, Work
 
 from common.collectives import (
-    all_reduce,
     all_reduce_control,
     all_to_all_single,
-    broadcast,
+    average_gradients,
     check_same,
     irecv,
     isend,
@@ -60,14 +57,7 @@ from common.collectives import (
 from common.counter_rng import Positions
 
 # isort: split
-from common.arguments import (
-    base_parser,
-    check_arguments,
-    model_config,
-    positive,
-    positive_int,
-    seconds,
-)
+from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
 from common.checkpoint import training_state
 from common.counter_rng import CounterDropout
 from common.data import eval_batches, load_corpus, train_batches
@@ -78,7 +68,7 @@ from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, 
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: keys and values travel around a ring, and an online softmax merges the results
+# The technique: keys and values travel around a ring, and log-sum-exps merge the results
 # ------------------------------------------------------------------------------------------------
 
 
@@ -89,9 +79,8 @@ def context_parallel(model: Transformer, group: ProcessGroup, kind: str = "ring"
     """
     n, rank, seq_len = group.size(), group.rank(), model.config.seq_len
     if kind == "ring":
-        shards = [zigzag(r, n, seq_len) for r in range(n)]
-        ring = Ring(group, shards, next(model.parameters()).device)
-        chunks, attend = shards[rank], partial(RingAttention.apply, ring)
+        ring = Ring(group, seq_len, next(model.parameters()).device)
+        chunks, attend = ring.positions, partial(RingAttention.apply, ring)
     else:
         chunks = (range(rank * seq_len // n, (rank + 1) * seq_len // n),)
         attend = UlyssesAttention(group)
@@ -99,7 +88,7 @@ def context_parallel(model: Transformer, group: ProcessGroup, kind: str = "ring"
         if isinstance(module, Attention):
             module.attend = attend
         if isinstance(module, Attention | CounterDropout):
-            module.positions = chunks  # not a buffer: DDP would broadcast rank 0's
+            module.positions = chunks
     return chunks
 
 
@@ -135,13 +124,13 @@ class RingAttention(torch.autograd.Function):
         if q.shape[2] != ring.length:
             raise ValueError(f"{q.shape[2]} tokens on a rank, in a ring for {ring.length}")
         q, kv = q.contiguous(), torch.stack((k, v))
-        softmax = OnlineSoftmax(q)
-        with torch.autocast(q.device.type, enabled=False):
-            for source, (keys, values) in ring.circulate(kv):
-                for rows, columns, ahead in visible_tiles(ring.positions, ring.shards[source]):
-                    scores = scores_of(q[:, :, rows], keys[:, :, columns], ahead)
-                    softmax.add(rows, scores, values[:, :, columns])
-        out, logsumexp = softmax.result()
+        out = torch.zeros_like(q, dtype=torch.float32)
+        logsumexp = torch.full_like(out[..., 0], -torch.inf)
+        for source, block in ring.circulate(kv):
+            rows, columns = visible(ring.rank, source, ring.length)
+            keys, values = block[..., columns, :]
+            part = attention(q[:, :, rows], keys, values, causal=source == ring.rank)
+            merge(out[:, :, rows], logsumexp[:, :, rows], *part)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, logsumexp)
         ctx.ring = ring
@@ -153,21 +142,16 @@ class RingAttention(torch.autograd.Function):
             raise RuntimeError("create_graph=True: RingAttention has no second derivative")
         (q, kv, out, logsumexp), ring = ctx.saved_tensors, ctx.ring
         grad_out, grad_q = grad_out.contiguous(), torch.zeros_like(q, dtype=torch.float32)
-        # per query, the sum over its keys of each weight times the weight's gradient
-        delta = (grad_out.float() * out.float()).sum(-1, keepdim=True)
         exchange = None  # of the gradients of the previous block
         for source, block in ring.circulate(kv):
+            rows, columns = visible(ring.rank, source, ring.length)
+            keys, values = block[..., columns, :]
+            of_queries = [x[:, :, rows] for x in (grad_out, q, out, logsumexp)]
+            grads = attention_backward(*of_queries, keys, values, causal=source == ring.rank)
+            grad_q[:, :, rows] += grads[0]
             grad_block = torch.zeros_like(block, dtype=torch.float32)
-            # some callers run backward inside of their autocast block
-            with torch.autocast(q.device.type, enabled=False):
-                for rows, columns, ahead in visible_tiles(ring.positions, ring.shards[source]):
-                    queries, grads = q[:, :, rows], grad_out[:, :, rows]
-                    keys, values = block[..., columns, :]
-                    weights = scores_of(queries, keys, ahead).sub_(logsumexp[:, :, rows]).exp_()
-                    grad_scores = matmul(grads, values.mT).sub_(delta[:, :, rows]).mul_(weights)
-                    grad_q[:, :, rows] += matmul(grad_scores, keys)
-                    grad_block[0, :, :, columns] += matmul(grad_scores.mT, queries)
-                    grad_block[1, :, :, columns] += matmul(weights.mT, grads)
+            grad_block[0, :, :, columns] = grads[1]
+            grad_block[1, :, :, columns] = grads[2]
             if source == ring.rank:
                 grad_home = grad_block  # a rank's own part does not travel
                 continue
@@ -176,38 +160,72 @@ class RingAttention(torch.autograd.Function):
             exchange = ring.start_exchange(grad_block)
         if exchange is not None:
             grad_home += exchange.wait()
-        for grad in (grad_q, grad_home[0]):
-            grad *= q.shape[-1] ** -0.5  # the scale of the scores
         return None, grad_q.to(q.dtype), *grad_home.to(kv.dtype)  # of ring, q, k and v
 
 
-class OnlineSoftmax:
-    """softmax(scores) times values, from scores that come tile by tile, in any order.
+def visible(rank: int, source: int, length: int) -> tuple[slice, slice]:
+    """Which of a rank's queries see which keys of the block of `source`. Both have `length` tokens.
 
-    For each query, of the scores so far: highest, their maximum; total, the sum of
-    exp(score - highest); weighted, the sum of exp(score - highest) times the key's value. A higher
-    maximum scales both sums down. All of them are float32.
+    Of an earlier rank's block, every query sees the front chunk and none the back chunk. Of a later
+    rank's block, the back chunk of queries sees every key and the front chunk none. So only a
+    rank's own block needs a causal mask.
     """
+    front, back, both = slice(length // 2), slice(length // 2, None), slice(None)
+    if source == rank:
+        return both, both
+    return (both, front) if source < rank else (back, both)
 
-    def __init__(self, q: Tensor):
-        self.weighted = torch.zeros_like(q, dtype=torch.float32)
-        self.total = self.weighted.new_zeros(*q.shape[:-1], 1)
-        self.highest = torch.full_like(self.total, -torch.inf)
 
-    def add(self, rows: slice, scores: Tensor, values: Tensor) -> None:
-        """Add scores [batch, heads, rows, keys] (overwritten), with the values of their keys."""
-        sums = self.highest, self.total, self.weighted
-        highest, total, weighted = (x[:, :, rows] for x in sums)  # views
-        new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
-        scale = (highest - new_highest).exp_()  # the first time exp(-inf) = 0
-        exp = scores.sub_(new_highest).exp_()
-        total.mul_(scale).add_(exp.sum(-1, keepdim=True))
-        weighted.mul_(scale).add_(matmul(exp, values))
-        highest.copy_(new_highest)
+def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:
+    """Merge the attention to other keys into `out` and `logsumexp`, in place.
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Attention's output, and log(sum(exp(score))), with which backward recomputes weights."""
-        return self.weighted / self.total, self.highest + self.total.log()
+    The weight of a part is its fraction of the sum of exp(score) over all keys so far.
+    """
+    # exp(a) / (exp(a) + exp(b)) = sigmoid(a - b), which cannot overflow; the first time it is 1
+    weight = torch.sigmoid(part_logsumexp - logsumexp)
+    out.lerp_(part.float(), weight.unsqueeze(-1))
+    logsumexp.copy_(torch.logaddexp(logsumexp, part_logsumexp))
+
+
+# ---- one block: a kernel of PyTorch's, which keeps no scores in memory ----
+
+aten = torch.ops.aten
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """softmax(q kᵀ / sqrt(head_dim)) v, and per query log(sum(exp(score))) in float32."""
+    if q.is_cpu:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
+    if q.shape[-1] % (16 // q.itemsize):
+        raise ValueError(f"head_dim {q.shape[-1]}: GPUs need a multiple of {16 // q.itemsize}")
+    if q.dtype == torch.float32:
+        kernel = aten._scaled_dot_product_efficient_attention
+        out, logsumexp, *_ = kernel(q, k, v, None, compute_log_sumexp=True, is_causal=causal)
+        return out, logsumexp[..., : q.shape[2]]  # its length is a multiple of 32
+    return aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)[:2]
+
+
+def attention_backward(
+    grad: Tensor, q: Tensor, out: Tensor, logsumexp: Tensor, k: Tensor, v: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, as far as these keys contribute to them.
+
+    out, logsumexp: the merged ones, so that exp(score - logsumexp) is the weight of a key among the
+    keys of all ranks.
+    """
+    logsumexp = logsumexp.contiguous()  # the kernels for GPUs ignore its strides
+    if q.is_cpu:
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return kernel(grad, q, k, v, out, logsumexp, dropout_p=0.0, is_causal=causal)
+    options = {"dropout_p": 0.0, "is_causal": causal, "philox_seed": None, "philox_offset": None}
+    if q.dtype == torch.float32:
+        kernel = aten._scaled_dot_product_efficient_attention_backward
+        options |= {"attn_bias": None, "grad_input_mask": [True, True, True, False]}
+        logsumexp = F.pad(logsumexp, (0, -q.shape[2] % 32), value=torch.inf)
+    else:
+        kernel = aten._scaled_dot_product_flash_attention_backward
+        options |= {"cum_seq_q": None, "cum_seq_k": None, "max_q": q.shape[2], "max_k": k.shape[2]}
+    return kernel(grad, q, k, v, out=out, logsumexp=logsumexp, **options)[:3]
 
 
 # ---- the ring ----
@@ -229,17 +247,14 @@ class SameShape:
 
 
 class Ring(SameShape):
-    """The ranks of a group in a circle. shards: the positions of every rank's tokens."""
+    """The ranks of a group in a circle. positions: those of this rank's tokens, by `zigzag`."""
 
-    def __init__(self, group: ProcessGroup, shards: list[Positions], device: torch.device):
+    def __init__(self, group: ProcessGroup, seq_len: int, device: torch.device):
         self.group, self.n, self.rank = group, group.size(), group.rank()
-        self.shards, self.positions = shards, shards[group.rank()]
-        self.length = sum(map(len, self.positions))
-        if len(shards) != self.n or any(sum(map(len, shard)) != self.length for shard in shards):
-            raise ValueError(f"shards of different lengths: {shards}; ranks must divide seq_len")
-        positions = sorted(p for shard in shards for chunk in shard for p in chunk)
-        if positions != list(range(len(positions))) or any(c.step > 1 for s in shards for c in s):
-            raise ValueError(f"shards {shards}: not all positions once, in ranges of step 1")
+        if self.n > 1 and seq_len % (2 * self.n):
+            raise ValueError(f"seq_len {seq_len} on {self.n} ranks: not a multiple of {2 * self.n}")
+        self.positions = zigzag(self.rank, self.n, seq_len)
+        self.length = seq_len // self.n
         if self.n > 1:
             # NCCL's first operation between two ranks connects them, and blocks until both have
             # issued it: do that here, one by one, while no other operation is in flight
@@ -282,58 +297,6 @@ class Exchange(NamedTuple):
         for work in self.works:
             work.wait()
         return self.received
-
-
-# ---- tiles: scores in memory do not grow with the sequence ----
-
-TILE = 256  # tokens
-
-
-def visible_tiles(queries: Positions, keys: Positions) -> Iterator[tuple[slice, slice, int]]:
-    """Yield the tiles of two shards that the causal mask does not hide. Others are never computed.
-
-    A tile: its rows in the shard of queries, its columns in that of keys, and how many positions
-    its first query is ahead of its first key. Its queries and keys have the same positions or none
-    in common, so each of the queries sees a key of it. `OnlineSoftmax.add` relies on this.
-    """
-    for query_tile, key_tile in product(split_into_tiles(queries), split_into_tiles(keys)):
-        (rows, at), (columns, key_at) = query_tile, key_tile
-        if visible(at, key_at):
-            yield rows, columns, at.start - key_at.start
-
-
-def visible(queries: range, keys: range) -> bool:
-    """Whether any of these queries may attend to any of these keys: not to a later position."""
-    return keys[0] <= queries[-1]
-
-
-def split_into_tiles(positions: Positions) -> list[tuple[slice, range]]:
-    """Ranges of at most TILE positions, each with its place in the shard."""
-    tiles, start = [], 0
-    for chunk in positions:
-        for i in range(0, len(chunk), TILE):
-            tile = chunk[i : i + TILE]
-            tiles.append((slice(start, start + len(tile)), tile))
-            start += len(tile)
-    return tiles
-
-
-def scores_of(queries: Tensor, keys: Tensor, ahead: int) -> Tensor:
-    """float32 [batch, heads, queries, keys]; minus infinity where the key's position is later."""
-    scores = matmul(queries, keys.mT).mul_(queries.shape[-1] ** -0.5)
-    if ahead < keys.shape[-2] - 1:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-        scores.masked_fill_(later.triu_(ahead + 1), -torch.inf)
-    return scores
-
-
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32. On a GPU, a is rounded to b's dtype, bfloat16, so that tensor cores
-    multiply them, with float32 sums. CPUs have no such operator."""
-    if b.is_cpu or b.dtype == torch.float32:
-        return a.float() @ b.float()
-    result = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
-    return result.unflatten(0, a.shape[:2])
 
 
 # ---- Ulysses, instead of a ring: shard the heads during attention ----
@@ -389,7 +352,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--cp", type=positive_int, help="ranks per sequence (default: all)")
     kind = "how attention crosses the ranks of a sequence"
     parser.add_argument("--context-parallel-kind", choices=KINDS, default="ring", help=kind)
-    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = parser.parse_args(argv)
     cp = args.cp = args.cp or world_size()
@@ -437,11 +399,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
     init_weights(model, args.seed)
     model.to(device)
     chunks = context_parallel(model, group, args.context_parallel_kind)
-    model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
-    state = training_state(model.module, optimizer)
+    state = training_state(model, optimizer)
     first_step = run.checkpoints.load(run.resume, state, optimizer)
     dp_rank = world.rank // args.cp
     batches = train_batches(corpus.train, args.batching, device, first_step, dp_rank, args.dp)
@@ -451,15 +412,13 @@ def main(argv: list[str] | None = None) -> list[dict]:
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
         loss = torch.zeros((), device=device)
-        for i, (inputs, targets, keys) in enumerate(micro_batches):
-            is_last = i == len(micro_batches) - 1
+        for inputs, targets, keys in micro_batches:
             inputs, targets = (local_tokens(x, chunks, args.seq_len) for x in (inputs, targets))
             with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
                 micro_loss = model(inputs, targets, keys) / len(micro_batches)
-            with nullcontext() if is_last else model.no_sync():
-                micro_loss.backward()
+            micro_loss.backward()
             loss += micro_loss.detach()
-        model.finish_gradient_synchronization()
+        average_gradients(model.named_parameters())
         loss = all_reduce_control(loss) / world.size
         grad_norm = clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
@@ -475,171 +434,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     dist.destroy_process_group(group)
     return run.finish()
-
-
-# ------------------------------------------------------------------------------------------------
-# Repeated to the letter from 02: gradients in buckets, all-reduced while backward runs
-# ------------------------------------------------------------------------------------------------
-
-
-class DistributedDataParallel(nn.Module):
-    """Keep the replicas of a module identical: same initial weights, same averaged gradients.
-
-    module: complete, with the same contiguous parameters on every rank. process_group: the ranks
-    whose gradients are averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, 1 in
-    the first, which thus starts early. A step ends with `finish_gradient_synchronization`.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: ProcessGroup | None = None,
-        bucket_cap_mb: float = 25,
-    ):
-        super().__init__()
-        self.module, self.group = module, process_group
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
-        check_same("parameters or buffers", kinds, tensors[0][1].device, process_group)
-        for _, tensor in tensors:
-            broadcast(tensor.detach(), group=process_group, group_src=0)
-        params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
-        if any(hasattr(p, "is_averaged") for p in params):
-            raise ValueError("another wrapper averages a parameter of this module: use only one")
-        self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.launched = 0  # how many buckets' reductions have started
-        self.synchronizes = True
-        for param in params:
-            param.is_averaged = True  # by some wrapper
-            param.register_post_accumulate_grad_hook(self.mark_ready)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients and start no all-reduce: for all micro-batches but the last."""
-        self.synchronizes = False
-        try:
-            yield
-        finally:
-            self.synchronizes = True
-
-    def mark_ready(self, param: nn.Parameter) -> None:
-        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
-        bucket = self.bucket_of[param]
-        if param not in bucket.waiting_for:
-            fix = "use finish_gradient_synchronization() or no_sync()"
-            raise RuntimeError(f"backward twice, or after a backward that failed: {fix}")
-        if param.grad.is_sparse or param.grad.requires_grad:
-            raise RuntimeError("sparse=True, or backward with create_graph=True: not supported")
-        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
-        if not self.synchronizes:
-            return
-        bucket.waiting_for.remove(param)
-        self.launch_ready_buckets()
-
-    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
-        """Start to reduce the next buckets that are ready; after backward, all that remain.
-
-        Buckets are launched strictly in order: ranks may finish gradients in different orders, but
-        collectives are matched by the order of the calls.
-        """
-        while self.launched < len(self.buckets):
-            bucket = self.buckets[self.launched]
-            if bucket.waiting_for and not backward_has_ended:
-                return
-            bucket.start_reduction()
-            self.launched += 1
-
-    def finish_gradient_synchronization(self) -> None:
-        """Reduce what remains, and wait until every gradient is the average over the ranks.
-
-        A gradient that only some ranks have is zero on the others. One that none has stays None, so
-        that no optimizer decays or moves its parameter.
-        """
-        others = (p for p in self.parameters() if p not in self.bucket_of)
-        if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
-            raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
-        missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
-        device = next(self.parameters()).device
-        is_used = torch.ones(len(self.bucket_of), dtype=torch.uint8, device=device)
-        for i in missing.values():
-            is_used[i] = 0
-        self.launch_ready_buckets(backward_has_ended=True)
-        all_reduce_control(is_used, self.group, ReduceOp.MAX)  # while the last buckets travel
-        for bucket in self.buckets:
-            bucket.finish_reduction()
-        self.launched = 0
-        for param, i in missing.items():
-            if not is_used[i]:
-                param.grad = None
-
-
-class Bucket:
-    """Parameters whose gradients lie side by side in one flat buffer: one all-reduce sends all.
-
-    grads: [numel of all parameters]; grad_views: each parameter's gradient, a view into `grads`.
-    waiting_for: the parameters whose gradients the step's last backward has not produced yet.
-    """
-
-    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
-        self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
-        self.grads = params[0].new_zeros(sum(p.numel() for p in params))
-        self.grad_views = self.views_into(self.grads)
-        self.waiting_for = set(params)
-        self.reduction: Work | None = None  # the collective in flight
-
-    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
-        sizes = [p.numel() for p in self.params]
-        chunks = flat[: sum(sizes)].split(sizes)
-        return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
-
-    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
-        """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
-
-        After `zero_grad` backward allocates a new gradient outside the buffer; later micro-batches
-        add to the view. A missing gradient is zero. Dividing before the sum makes it the average.
-        """
-        view = self.grad_views[param]
-        if view.untyped_storage() is not self.grads.untyped_storage():
-            raise RuntimeError(
-                "p.grad.data was replaced, or the model moved while it had gradients"
-            )
-        if param.grad is None:
-            view.zero_()
-        elif param.grad is not view or divide_by > 1:
-            grad = param.grad.expand_as(view)  # an error if the parameter was resized
-            torch.div(grad, divide_by, out=view)  # copies and divides, or divides in place
-        param.grad = view
-
-    def start_reduction(self) -> None:
-        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
-            self.collect(param, divide_by=self.n_ranks)
-        self.reduction = all_reduce(self.grads, group=self.group, async_op=True)
-
-    def finish_reduction(self) -> None:
-        self.reduction.wait()
-        self.reduction, self.waiting_for = None, set(self.params)
-
-
-def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
-    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
-
-    The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
-    """
-    lists: list[list[nn.Parameter]] = []
-    room = 0.0  # MB left in the last list
-    for param in params:
-        mb = param.numel() * param.element_size() / 2**20
-        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
-        if not alike or mb > room:
-            room = cap_mb if lists else min(first_cap_mb, cap_mb)
-            lists.append([])
-        lists[-1].append(param)
-        room -= mb
-    return lists
 
 
 if __name__ == "__main__":

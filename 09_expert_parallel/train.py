@@ -5,16 +5,16 @@ So the model has E/k times the MLP parameters at the same FLOPs per token. The e
 across the ranks: an all-to-all takes every token to the ranks of its experts, another one brings
 the results back. No token is dropped, however many choose the same expert.
 
-New since stage 02, whose data parallelism trains everything else: `expert_parallel`, a second
-`DistributedDataParallel` for the experts, a global norm that counts each expert once, and a bias
-per expert that keeps the load balanced.
+New since stage 01: data parallelism as in 02, but without overlap (`average_gradients`, after
+backward, over all ranks or the expert's replicas); `expert_parallel`; a global norm that counts
+each expert once; and a bias per expert that keeps the load balanced.
 
     N ranks, --ep of which share one set of experts; D dense parameters, X in all experts; T tokens
     of a rank's micro-batch, for which a layer sends S rows of d_model and receives R from others
 
     memory per rank           16 (D + X / ep) bytes; kept by a layer's mixture for backward, if
                               balanced: T d_model (9 + 2 k) elements
-    communication per step    02's all-reduce of D, one of X / ep over replicas, one of all loads
+    communication per step    all-reduces of D, of X / ep over replicas, and of all loads
     per layer, micro-batch    4 all-to-alls of 2 (S + R) rows in total, one of E (1 - 1/ep) counts;
                               --activation-checkpointing: 6 of 3 (S + R), and the counts twice
 
@@ -29,8 +29,7 @@ Run it:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -39,15 +38,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_
 
 from common.collectives import (
     all_reduce,
     all_reduce_control,
     all_to_all_single,
-    broadcast,
-    check_same,
+    average_gradients,
     global_norm,
 )
 from common.loss import in_autocast_dtype
@@ -58,7 +56,6 @@ from common.arguments import (
     check_arguments,
     model_config,
     non_negative,
-    positive,
     positive_int,
     seconds,
 )
@@ -212,14 +209,11 @@ def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
-@contextmanager
-def without_experts(model: nn.Module) -> Iterator[nn.ModuleList]:
-    """Take the experts out of the model for the duration of the block, and yield them."""
-    mixtures = mixtures_of(model)
-    experts = nn.ModuleList(mixture._modules.pop("experts") for mixture in mixtures)
-    yield experts
-    for mixture, taken in zip(mixtures, experts, strict=True):
-        mixture.experts = taken
+def replicated_and_sharded(model: nn.Module) -> tuple[list, list]:
+    """The named parameters that every rank has, and those of this rank's experts."""
+    experts = {p for mixture in mixtures_of(model) for p in mixture.experts.parameters()}
+    named = [*model.named_parameters()]
+    return [x for x in named if x[1] not in experts], [x for x in named if x[1] in experts]
 
 
 @torch.no_grad()
@@ -251,14 +245,12 @@ def balance_load(model: nn.Module, rate: float, group: ProcessGroup | None = Non
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
-    mixtures = mixtures_of(model)
-    experts = {p for mixture in mixtures for p in mixture.experts.parameters()}
-    params = [p for p in model.parameters() if p.grad is not None]
-    sharded = [p.grad for p in params if p in experts]
-    replicated = [p.grad for p in params if p not in experts]
+    replicated, sharded = (
+        [p.grad for _, p in named if p.grad is not None] for named in replicated_and_sharded(model)
+    )
     # squares of sharded gradients add up over the experts' ranks; replicated ones count once
     squares = global_norm(sharded).square().to(next(model.parameters()).device)
-    squares = all_reduce_control(squares, group=mixtures[0].group)
+    squares = all_reduce_control(squares, group=mixtures_of(model)[0].group)
     total_norm = (squares + global_norm(replicated).square().to(squares)).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
@@ -277,7 +269,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--ep", type=positive_int, help=degree)
     balance = "step of the experts' biases, in mean scores 1/E; 0: no balancing"
     parser.add_argument("--balance-rate", type=non_negative, default=0.08, help=balance)
-    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     if args.top_k > args.n_experts or 4 * args.d_model % args.top_k:
@@ -321,15 +312,16 @@ def main(argv: list[str] | None = None) -> list[dict]:
     model = Transformer(config)
     expert_parallel(model, ep)
     init_weights(model, args.seed)
+    for name, layer in model.layers.items():
+        if "0" in layer.mlp.experts:  # one expert per layer is stage 01's MLP
+            init_weights(layer.mlp.experts["0"], args.seed, f"layers.{name}.mlp.")
     model.to(device)
-    with without_experts(model) as experts:  # DDP would make every rank's experts rank 0's
-        model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
-    experts = DistributedDataParallel(experts, replicas, args.bucket_cap_mb)
+    replicated, sharded = replicated_and_sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
     print0(f"{args.n_experts} experts per layer, sharded over {args.ep} of {world.size} ranks")
-    state = training_state(model.module, optimizer)
+    state = training_state(model, optimizer)
     first_step = run.checkpoints.load(run.resume, state, optimizer)
     batches = train_batches(corpus.train, args.batching, device, first_step, world.rank, world.size)
 
@@ -338,18 +330,13 @@ def main(argv: list[str] | None = None) -> list[dict]:
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
         loss = torch.zeros((), device=device)
-        for i, (inputs, targets, keys) in enumerate(micro_batches):
-            is_last = i == len(micro_batches) - 1
+        for inputs, targets, keys in micro_batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
                 micro_loss = model(inputs, targets, keys) / len(micro_batches)
-            with (
-                nullcontext() if is_last else model.no_sync(),
-                nullcontext() if is_last else experts.no_sync(),
-            ):
-                micro_loss.backward()
+            micro_loss.backward()
             loss += micro_loss.detach()
-        model.finish_gradient_synchronization()
-        experts.finish_gradient_synchronization()
+        average_gradients(replicated)
+        average_gradients(sharded, replicas)
         loss = all_reduce_control(loss) / world.size
         grad_norm = clip_grad_norm_(model, args.max_norm)
         optimizer.step()
@@ -367,171 +354,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
     for group in (ep, replicas):
         dist.destroy_process_group(group)
     return run.finish()
-
-
-# ------------------------------------------------------------------------------------------------
-# Repeated to the letter from 02: gradients in buckets, all-reduced while backward runs
-# ------------------------------------------------------------------------------------------------
-
-
-class DistributedDataParallel(nn.Module):
-    """Keep the replicas of a module identical: same initial weights, same averaged gradients.
-
-    module: complete, with the same contiguous parameters on every rank. process_group: the ranks
-    whose gradients are averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, 1 in
-    the first, which thus starts early. A step ends with `finish_gradient_synchronization`.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: ProcessGroup | None = None,
-        bucket_cap_mb: float = 25,
-    ):
-        super().__init__()
-        self.module, self.group = module, process_group
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
-        check_same("parameters or buffers", kinds, tensors[0][1].device, process_group)
-        for _, tensor in tensors:
-            broadcast(tensor.detach(), group=process_group, group_src=0)
-        params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
-        if any(hasattr(p, "is_averaged") for p in params):
-            raise ValueError("another wrapper averages a parameter of this module: use only one")
-        self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.launched = 0  # how many buckets' reductions have started
-        self.synchronizes = True
-        for param in params:
-            param.is_averaged = True  # by some wrapper
-            param.register_post_accumulate_grad_hook(self.mark_ready)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients and start no all-reduce: for all micro-batches but the last."""
-        self.synchronizes = False
-        try:
-            yield
-        finally:
-            self.synchronizes = True
-
-    def mark_ready(self, param: nn.Parameter) -> None:
-        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
-        bucket = self.bucket_of[param]
-        if param not in bucket.waiting_for:
-            fix = "use finish_gradient_synchronization() or no_sync()"
-            raise RuntimeError(f"backward twice, or after a backward that failed: {fix}")
-        if param.grad.is_sparse or param.grad.requires_grad:
-            raise RuntimeError("sparse=True, or backward with create_graph=True: not supported")
-        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
-        if not self.synchronizes:
-            return
-        bucket.waiting_for.remove(param)
-        self.launch_ready_buckets()
-
-    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
-        """Start to reduce the next buckets that are ready; after backward, all that remain.
-
-        Buckets are launched strictly in order: ranks may finish gradients in different orders, but
-        collectives are matched by the order of the calls.
-        """
-        while self.launched < len(self.buckets):
-            bucket = self.buckets[self.launched]
-            if bucket.waiting_for and not backward_has_ended:
-                return
-            bucket.start_reduction()
-            self.launched += 1
-
-    def finish_gradient_synchronization(self) -> None:
-        """Reduce what remains, and wait until every gradient is the average over the ranks.
-
-        A gradient that only some ranks have is zero on the others. One that none has stays None, so
-        that no optimizer decays or moves its parameter.
-        """
-        others = (p for p in self.parameters() if p not in self.bucket_of)
-        if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
-            raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
-        missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
-        device = next(self.parameters()).device
-        is_used = torch.ones(len(self.bucket_of), dtype=torch.uint8, device=device)
-        for i in missing.values():
-            is_used[i] = 0
-        self.launch_ready_buckets(backward_has_ended=True)
-        all_reduce_control(is_used, self.group, ReduceOp.MAX)  # while the last buckets travel
-        for bucket in self.buckets:
-            bucket.finish_reduction()
-        self.launched = 0
-        for param, i in missing.items():
-            if not is_used[i]:
-                param.grad = None
-
-
-class Bucket:
-    """Parameters whose gradients lie side by side in one flat buffer: one all-reduce sends all.
-
-    grads: [numel of all parameters]; grad_views: each parameter's gradient, a view into `grads`.
-    waiting_for: the parameters whose gradients the step's last backward has not produced yet.
-    """
-
-    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
-        self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
-        self.grads = params[0].new_zeros(sum(p.numel() for p in params))
-        self.grad_views = self.views_into(self.grads)
-        self.waiting_for = set(params)
-        self.reduction: Work | None = None  # the collective in flight
-
-    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
-        sizes = [p.numel() for p in self.params]
-        chunks = flat[: sum(sizes)].split(sizes)
-        return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
-
-    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
-        """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
-
-        After `zero_grad` backward allocates a new gradient outside the buffer; later micro-batches
-        add to the view. A missing gradient is zero. Dividing before the sum makes it the average.
-        """
-        view = self.grad_views[param]
-        if view.untyped_storage() is not self.grads.untyped_storage():
-            raise RuntimeError(
-                "p.grad.data was replaced, or the model moved while it had gradients"
-            )
-        if param.grad is None:
-            view.zero_()
-        elif param.grad is not view or divide_by > 1:
-            grad = param.grad.expand_as(view)  # an error if the parameter was resized
-            torch.div(grad, divide_by, out=view)  # copies and divides, or divides in place
-        param.grad = view
-
-    def start_reduction(self) -> None:
-        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
-            self.collect(param, divide_by=self.n_ranks)
-        self.reduction = all_reduce(self.grads, group=self.group, async_op=True)
-
-    def finish_reduction(self) -> None:
-        self.reduction.wait()
-        self.reduction, self.waiting_for = None, set(self.params)
-
-
-def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
-    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
-
-    The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
-    """
-    lists: list[list[nn.Parameter]] = []
-    room = 0.0  # MB left in the last list
-    for param in params:
-        mb = param.numel() * param.element_size() / 2**20
-        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
-        if not alike or mb > room:
-            room = cap_mb if lists else min(first_cap_mb, cap_mb)
-            lists.append([])
-        lists[-1].append(param)
-        room -= mb
-    return lists
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ range is too small for the tensors of a training step, so each tensor, or each o
 divided by a scale that makes its largest element fit. Here the linear layers of attention and MLP
 compute in float8; weights, optimizer, embedding, head, norms and attention stay as they are.
 
-New since stage 02: `float8`, which replaces these layers, and --recipe. Rowwise gives each row of a
-matrix a scale of its own, tensorwise has one per tensor. On a GPU, --compile fuses the casts.
+New since stage 01: `float8`, which replaces these layers, and --recipe. Rowwise gives each row of a
+matrix a scale of its own, tensorwise has one per tensor. On a GPU, --compile fuses the casts. Every
+rank has a replica of the model, as in 02; `average_gradients` runs after backward, without overlap.
 
     memory          16 P bytes per rank for P parameters, as in 02. For backward, a linear layer
                     saves its input in 1 byte per element, 4 per scale, and no copy of W (compiled,
                     the compiler chooses)
-    communication   02's: all-reduces of P elements in total per step. Scales are never reduced
+    communication   all-reduces of P elements in total per step, as in 02. Scales are never reduced
 
 Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
 
@@ -23,26 +24,21 @@ Run it:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.linalg import vector_norm
 from torch.nn.functional import ScalingType
 
-from common.collectives import all_reduce, all_reduce_control, broadcast, check_same
-
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, positive, seconds
+from common.arguments import base_parser, check_arguments, model_config, seconds
 from common.checkpoint import training_state
+from common.collectives import all_reduce_control, average_gradients
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, fail, setup, world_size
 from common.loss import IGNORED
@@ -231,6 +227,8 @@ def check_float8(args, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         fail(f"{name} has no float8 matmuls: they need compute capability 8.9 (Ada, Hopper, later)")
+    if device.type == "cpu" and torch.__version__ < "2.12":
+        fail(f"PyTorch {torch.__version__} has no float8 matmuls on a CPU: install 2.12 or newer")
 
 
 def parse_args(argv: list[str] | None = None):
@@ -238,7 +236,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
     scales = "one scale per row, or one per tensor"
     parser.add_argument("--recipe", choices=RECIPES, default="rowwise", help=scales)
-    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
@@ -274,11 +271,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if args.compile:
         for unit in model.units():
             unit.compile()
-    model = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
-    state = training_state(model.module, optimizer)
+    state = training_state(model, optimizer)
     first_step = run.checkpoints.load(run.resume, state, optimizer)
     batches = train_batches(corpus.train, args.batching, device, first_step, world.rank, world.size)
 
@@ -287,14 +283,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
         loss = torch.zeros((), device=device)
-        for i, (inputs, targets, keys) in enumerate(micro_batches):
-            is_last = i == len(micro_batches) - 1
+        for inputs, targets, keys in micro_batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
                 micro_loss = model(inputs, targets, keys) / len(micro_batches)
-            with nullcontext() if is_last else model.no_sync():
-                micro_loss.backward()
+            micro_loss.backward()
             loss += micro_loss.detach()
-        model.finish_gradient_synchronization()
+        average_gradients(model.named_parameters())
         loss = all_reduce_control(loss) / world.size
         grad_norm = clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
@@ -309,171 +303,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.agree_to_save(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     return run.finish()
-
-
-# ------------------------------------------------------------------------------------------------
-# Data parallelism, repeated to the letter from 02
-# ------------------------------------------------------------------------------------------------
-
-
-class DistributedDataParallel(nn.Module):
-    """Keep the replicas of a module identical: same initial weights, same averaged gradients.
-
-    module: complete, with the same contiguous parameters on every rank. process_group: the ranks
-    whose gradients are averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, 1 in
-    the first, which thus starts early. A step ends with `finish_gradient_synchronization`.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: ProcessGroup | None = None,
-        bucket_cap_mb: float = 25,
-    ):
-        super().__init__()
-        self.module, self.group = module, process_group
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
-        check_same("parameters or buffers", kinds, tensors[0][1].device, process_group)
-        for _, tensor in tensors:
-            broadcast(tensor.detach(), group=process_group, group_src=0)
-        params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
-        if any(hasattr(p, "is_averaged") for p in params):
-            raise ValueError("another wrapper averages a parameter of this module: use only one")
-        self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self.launched = 0  # how many buckets' reductions have started
-        self.synchronizes = True
-        for param in params:
-            param.is_averaged = True  # by some wrapper
-            param.register_post_accumulate_grad_hook(self.mark_ready)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients and start no all-reduce: for all micro-batches but the last."""
-        self.synchronizes = False
-        try:
-            yield
-        finally:
-            self.synchronizes = True
-
-    def mark_ready(self, param: nn.Parameter) -> None:
-        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
-        bucket = self.bucket_of[param]
-        if param not in bucket.waiting_for:
-            fix = "use finish_gradient_synchronization() or no_sync()"
-            raise RuntimeError(f"backward twice, or after a backward that failed: {fix}")
-        if param.grad.is_sparse or param.grad.requires_grad:
-            raise RuntimeError("sparse=True, or backward with create_graph=True: not supported")
-        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
-        if not self.synchronizes:
-            return
-        bucket.waiting_for.remove(param)
-        self.launch_ready_buckets()
-
-    def launch_ready_buckets(self, backward_has_ended: bool = False) -> None:
-        """Start to reduce the next buckets that are ready; after backward, all that remain.
-
-        Buckets are launched strictly in order: ranks may finish gradients in different orders, but
-        collectives are matched by the order of the calls.
-        """
-        while self.launched < len(self.buckets):
-            bucket = self.buckets[self.launched]
-            if bucket.waiting_for and not backward_has_ended:
-                return
-            bucket.start_reduction()
-            self.launched += 1
-
-    def finish_gradient_synchronization(self) -> None:
-        """Reduce what remains, and wait until every gradient is the average over the ranks.
-
-        A gradient that only some ranks have is zero on the others. One that none has stays None, so
-        that no optimizer decays or moves its parameter.
-        """
-        others = (p for p in self.parameters() if p not in self.bucket_of)
-        if any(p.requires_grad and not hasattr(p, "is_averaged") for p in others):
-            raise RuntimeError("add, replace or unfreeze parameters before they are wrapped")
-        missing = {p: i for i, p in enumerate(self.bucket_of) if p.grad is None}
-        device = next(self.parameters()).device
-        is_used = torch.ones(len(self.bucket_of), dtype=torch.uint8, device=device)
-        for i in missing.values():
-            is_used[i] = 0
-        self.launch_ready_buckets(backward_has_ended=True)
-        all_reduce_control(is_used, self.group, ReduceOp.MAX)  # while the last buckets travel
-        for bucket in self.buckets:
-            bucket.finish_reduction()
-        self.launched = 0
-        for param, i in missing.items():
-            if not is_used[i]:
-                param.grad = None
-
-
-class Bucket:
-    """Parameters whose gradients lie side by side in one flat buffer: one all-reduce sends all.
-
-    grads: [numel of all parameters]; grad_views: each parameter's gradient, a view into `grads`.
-    waiting_for: the parameters whose gradients the step's last backward has not produced yet.
-    """
-
-    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
-        self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
-        self.grads = params[0].new_zeros(sum(p.numel() for p in params))
-        self.grad_views = self.views_into(self.grads)
-        self.waiting_for = set(params)
-        self.reduction: Work | None = None  # the collective in flight
-
-    def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
-        sizes = [p.numel() for p in self.params]
-        chunks = flat[: sum(sizes)].split(sizes)
-        return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
-
-    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
-        """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
-
-        After `zero_grad` backward allocates a new gradient outside the buffer; later micro-batches
-        add to the view. A missing gradient is zero. Dividing before the sum makes it the average.
-        """
-        view = self.grad_views[param]
-        if view.untyped_storage() is not self.grads.untyped_storage():
-            raise RuntimeError(
-                "p.grad.data was replaced, or the model moved while it had gradients"
-            )
-        if param.grad is None:
-            view.zero_()
-        elif param.grad is not view or divide_by > 1:
-            grad = param.grad.expand_as(view)  # an error if the parameter was resized
-            torch.div(grad, divide_by, out=view)  # copies and divides, or divides in place
-        param.grad = view
-
-    def start_reduction(self) -> None:
-        for param in self.waiting_for:  # unused in the last backward; earlier ones may have added
-            self.collect(param, divide_by=self.n_ranks)
-        self.reduction = all_reduce(self.grads, group=self.group, async_op=True)
-
-    def finish_reduction(self) -> None:
-        self.reduction.wait()
-        self.reduction, self.waiting_for = None, set(self.params)
-
-
-def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
-    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
-
-    The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
-    """
-    lists: list[list[nn.Parameter]] = []
-    room = 0.0  # MB left in the last list
-    for param in params:
-        mb = param.numel() * param.element_size() / 2**20
-        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
-        if not alike or mb > room:
-            room = cap_mb if lists else min(first_cap_mb, cap_mb)
-            lists.append([])
-        lists[-1].append(param)
-        room -= mb
-    return lists
 
 
 if __name__ == "__main__":

@@ -472,6 +472,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--no-speculation", action="store_true", help="AdamW after backward")
     parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
+    args.state_on = "disk"
     args.autocast, args.param_dtype = False, args.dtype  # of unsharded units and their inputs
     return args
 

@@ -112,6 +112,11 @@ def largest(values: list[float]) -> list[float]:
     return tensor.tolist()
 
 
+def cores() -> int:
+    """Those that this process may use, which macOS does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def measure(name: str, shape_name: str, pairs: int, share: float, left: float) -> Result | None:
     """Run a row on the ranks of the default group, `pairs` times or for `share` seconds.
 
@@ -119,7 +124,7 @@ def measure(name: str, shape_name: str, pairs: int, share: float, left: float) -
     """
     start, size = time.monotonic(), dist.get_world_size()
     keep_freed_memory()  # as every run does
-    torch.set_num_threads(1 if size > 1 else len(os.sched_getaffinity(0)))
+    torch.set_num_threads(1 if size > 1 else cores())
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_rank())
     row, shape = ROWS[name], (GPU_SHAPES if torch.cuda.is_available() else SHAPES)[shape_name]
@@ -191,10 +196,11 @@ def slower_rows(results: list[Result]) -> list[str]:
 
 def machine() -> str:
     """The machine and the versions that the figures were measured with."""
-    name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())  # not on ARM
+    cpus = Path("/proc/cpuinfo")  # not on macOS
+    name = cpus.exists() and re.search(r"model name\s*: (.*)", cpus.read_text())  # not on ARM
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return (
-        f"{len(os.sched_getaffinity(0))} cores ({name[1] if name else platform.machine()}), {gpu}, "
+        f"{cores()} cores ({name[1] if name else platform.machine()}), {gpu}, "
         f"Python {platform.python_version()}, torch {torch.__version__}, {datetime.date.today()}"
     )
 
@@ -216,8 +222,7 @@ def ranks_of(row: Row, wished: list[int] | None) -> list[int]:
     """The world sizes to run a row with. NCCL needs one GPU per rank."""
     if torch.cuda.is_available():
         return [min(torch.cuda.device_count(), max(wished or [1]))]
-    cores = len(os.sched_getaffinity(0))
-    return [n for n in row.ranks if (n in wished if wished else n <= cores)]
+    return [n for n in row.ranks if (n in wished if wished else n <= cores())]
 
 
 def run_rows(args: argparse.Namespace, deadline: float) -> tuple[list[Result], list[str]]:

@@ -348,7 +348,8 @@ def our_pipeline(shape: Shape, schedule: str, virtual_stages: int) -> Step:
     actions = stage.SCHEDULES[schedule]
     if virtual_stages > 1:
         actions = partial(actions, v=virtual_stages)
-    pipeline = stage.Pipeline(stages, actions, *groups, shape.config.d_model)
+    message_shape = lambda tokens: (*tokens.shape, shape.config.d_model)  # noqa: E731
+    pipeline = stage.Pipeline(stages, actions, *groups, message_shape)
     return step_of(adamw(model), partial(run_ours, pipeline))
 
 
@@ -426,8 +427,7 @@ def ring_step(shape: Shape, attend: Callable | None = None) -> Step:
     chunks = stage.context_parallel(model, dist.group.WORLD)
     for layer in model.layers.values() if attend else ():
         layer.attn.attend = attend
-    replica = stage.DistributedDataParallel(model)
-    step = plain_step(replica, finish=replica.finish_gradient_synchronization)
+    step = plain_step(model, finish=lambda: stage.average_gradients(model.named_parameters()))
     return lambda *batch: step(*(stage.local_tokens(x, chunks, shape.seq_len) for x in batch))
 
 
@@ -445,16 +445,14 @@ def our_experts(shape: Shape) -> Step:
     stage, everyone = load_stage("09"), dist.group.WORLD
     model = experts(shape, everyone)
     replicas, _ = dist.new_subgroups(1)
-    with stage.without_experts(model) as experts_alone:
-        parallel = stage.DistributedDataParallel(model)
-    experts_alone = stage.DistributedDataParallel(experts_alone, replicas)
+    replicated, sharded = stage.replicated_and_sharded(model)
 
     def finish() -> None:
-        parallel.finish_gradient_synchronization()
-        experts_alone.finish_gradient_synchronization()
+        stage.average_gradients(replicated)
+        stage.average_gradients(sharded, replicas)
         stage.balance_load(model, 0.08)
 
-    return plain_step(parallel, finish=finish)
+    return plain_step(model, finish=finish)
 
 
 def replicated_experts(shape: Shape) -> Step:
@@ -479,10 +477,9 @@ def matrices_and_others(model: Transformer) -> tuple[list, list]:
     return matrices, [p for p in model.parameters() if p not in set(matrices)]
 
 
-def muon_step(model: nn.Module, muon, others: list, finish: Callable | None = None) -> Step:
+def muon_step(model: nn.Module, muon, others: list, reduce: Callable = lambda: None) -> Step:
     def muon_then_zero_grad() -> None:
-        if finish is not None:
-            finish()
+        reduce()
         muon.step()
         muon.zero_grad(set_to_none=True)
 
@@ -492,9 +489,10 @@ def muon_step(model: nn.Module, muon, others: list, finish: Callable | None = No
 def our_muon(shape: Shape) -> Step:
     stage, model = load_stage("11"), transformer(shape)
     matrices, others = matrices_and_others(model)
-    replica = stage.DistributedDataParallel(model, matrices)
-    muon = stage.Muon(replica.matrices, lr=ADAMW["lr"])
-    return muon_step(replica, muon, others, replica.finish_gradient_synchronization)
+    owners = stage.choose_owners(matrices, dist.get_world_size())
+    muon = stage.Muon(owners, lr=ADAMW["lr"])
+    named = list(model.named_parameters())
+    return muon_step(model, muon, others, lambda: stage.reduce_gradients(named, owners))
 
 
 def torch_muon(shape: Shape) -> Step:

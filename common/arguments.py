@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from common.collectives import all_reduce_control
 from common.data import Batching, Corpus
-from common.distributed import fail, launch_environment
+from common.distributed import fail, launch_environment, prepare_streams
 from common.model import TransformerConfig
 
 SHAPE = ("d_model", "n_layers", "n_heads", "seq_len")  # what a preset sets
@@ -91,6 +91,7 @@ seconds = _number(float, 1, 10**6)
 
 def base_parser(description: str | None) -> Parser:
     """A parser with the flags that every stage has. Defaults are printed by --help."""
+    prepare_streams()
     p = Parser(
         description=(description or "").strip().split("\n")[0],  # None under python -OO
         epilog="SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU: save and exit. Ctrl-C: exit at once.",
@@ -152,6 +153,7 @@ def check_arguments(
         samples = f"{share} samples that --global-batch-size {n} gives each data-parallel rank"
         fail(f"--micro-batch-size {args.micro_batch_size} does not divide the {samples}")
     args.dp, args.tp = data_parallel_size, tensor_parallel_size
+    args.state_on = "device"  # the model state; an offloading stage says "host" or "disk"
     args.dtype = args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     args.autocast = args.dtype == "bfloat16"  # a stage that casts weights itself turns it off
     return args
@@ -248,11 +250,11 @@ def check_ranks(args: Arguments, corpus: Corpus) -> None:
 
 def check_memory(args: Arguments, config: TransformerConfig) -> None:
     """Fail if the model state and one layer's inputs exceed the memory of all ranks together."""
-    if hasattr(args, "offload_dir"):
-        return  # the model state is in files
+    if args.state_on == "disk":
+        return
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = torch.tensor(host / launch_environment().local_size, dtype=torch.float64)
-    if torch.cuda.is_available() and not getattr(args, "cpu_offload", False):
+    if torch.cuda.is_available() and args.state_on == "device":
         memory.fill_(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     if dist.is_initialized():
         all_reduce_control(memory)  # nodes may differ, but all ranks must agree

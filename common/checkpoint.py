@@ -35,9 +35,6 @@ from common.distributed import fail, print0, rank
 from common.files import exists, move_aside
 from common.storage import checkpoints
 
-# a run without a process group is meant to save in one process
-warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-
 
 class Shard:
     """What one rank owns of a tensor: chunks of it, by their offsets, as views of its memory.
@@ -169,6 +166,7 @@ class Checkpointer:
         self.group = None
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP's, in one process
         self._ranks = {"process_group": self.group, "no_dist": self.group is None}
         self.is_own = False  # whether `load` has loaded a checkpoint of this folder
         self.blocked_seconds = 0.0  # time for which saves have blocked training
@@ -246,7 +244,7 @@ class Checkpointer:
                     left = f"older ones: {', '.join(others)}" if others else "no older one is left"
                     fail(f"--resume {resume}: {path} is corrupt: {error}; {left}")
                 print0(f"{path} is corrupt: {error}; going back to {found[number + 1].name}")
-        self.is_own = self.path.exists() and self.path.samefile(path.parent)
+        self.is_own = exists(self.path) and self.path.samefile(path.parent)
         if rank() == 0 and self.is_own:
             for bad in found[:number]:  # they do not count as checkpoints to keep
                 move_aside(bad, f"corrupt-{bad.name}")

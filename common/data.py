@@ -7,6 +7,7 @@ network or tokenizes again, and all ranks of a node share the mapped pages.
 
 import contextlib
 import fcntl
+import gzip
 import hashlib
 import io
 import mmap
@@ -31,6 +32,7 @@ from common.loss import IGNORED
 SPLITS = ("train", "valid", "test")
 FILES = (*(f"{split}.int32" for split in SPLITS), "vocab.txt")  # of a prepared corpus
 EOS, UNKNOWN = "<eos>", "<unk>"
+SAMPLE = Path(__file__).with_name("sample.txt.gz")
 
 
 @dataclass(frozen=True)
@@ -107,19 +109,16 @@ def _folder_name(name: str) -> str:
     """The folder of a prepared corpus, from a hash of what it is prepared from."""
     if name == "wikitext2":
         return name
-    if name == "sample":
-        from pydoc_data.topics import topics
-
-        return f"{name}-{hashlib.sha256(repr(topics).encode()).hexdigest()[:12]}"
     folder = Path(name).resolve()
+    texts = [SAMPLE] if name == "sample" else [folder / f"{split}.txt" for split in SPLITS]
     content = hashlib.sha256()
     try:
-        for split in SPLITS:
-            with open(folder / f"{split}.txt", "rb") as file:
+        for path in texts:
+            with open(path, "rb") as file:
                 content.update(hashlib.file_digest(file, "sha256").digest())
     except (FileNotFoundError, NotADirectoryError):
         known = "a folder with train.txt, valid.txt and test.txt, or wikitext2, or sample"
-        fail(f"--data {name}: no {split}.txt there; give {known}")
+        fail(f"--data {name}: there is no {path}; give {known}")
     except OSError as error:
         fail(f"--data {name} cannot be read: {error}")
     return f"{re.sub('[^A-Za-z0-9.-]', '_', folder.name)[:60]}-{content.hexdigest()[:12]}"
@@ -187,16 +186,15 @@ def _wikitext2_lines() -> dict[str, list[str]]:
 
 
 def _sample_words() -> dict[str, list[str]]:
-    """The Python language reference that ships with CPython (`help("if")`), split by topic.
+    """The Python 3.11 language reference, split by topic.
 
     Of six topics one goes to `valid` and one to `test`, without the lines that `train` has too:
     topics quote one another. A token is a word or a punctuation mark. Words that occur once in
     `train` become `<unk>`, as in WikiText.
     """
-    from pydoc_data.topics import topics
-
+    topics = gzip.decompress(SAMPLE.read_bytes()).decode().split("\f")
     lines: dict[str, list[str]] = {split: [] for split in SPLITS}
-    for i, (_, text) in enumerate(sorted(topics.items())):
+    for i, text in enumerate(topics):
         split = {2: "valid", 5: "test"}.get(i % 6, "train")
         lines[split] += [line.strip() for line in text.splitlines() if line.strip()]
     known = set(lines["train"])

@@ -31,13 +31,6 @@ PEER_IS_GONE = re.compile(
     "(?s)gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)|remote process exited"
 )
 
-# the next file that is opened would take the place of a closed stream (2>&-)
-while os.open(os.devnull, os.O_RDWR) < 3:
-    pass
-sys.stdout, sys.stderr = (x or open(os.devnull, "w") for x in (sys.stdout, sys.stderr))
-if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have characters that it cannot encode
-    sys.stdout.reconfigure(errors="backslashreplace")
-
 # launchers that are not supported: their number of processes, or a rank where there is none
 OTHER_SIZES = ("PMI_SIZE", "FLUX_JOB_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
 OTHER_RANKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
@@ -131,11 +124,32 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else launch_environment().size
 
 
+@lru_cache
+def prepare_streams() -> None:
+    """Make stdout and stderr safe to print to, also if closed, full, or of few characters."""
+    # the next file that is opened would take the place of a closed stream (2>&-)
+    while os.open(os.devnull, os.O_RDWR) < 3:
+        pass
+    sys.stdout, sys.stderr = (x or open(os.devnull, "w") for x in (sys.stdout, sys.stderr))
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have characters it cannot encode
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+    @atexit.register
+    def flush() -> None:
+        """At the exit Python flushes stdout, and would turn an error there into status 120."""
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if stream is sys.stdout else 2)
+
+
 def setup(timeout: float = 600.0) -> World:
     """Start the process group from the launcher's environment, or join the one that exists.
 
     timeout: seconds after which a collective that hangs is an error.
     """
+    prepare_streams()
     launch, limit = launch_environment(), timedelta(seconds=timeout)
     device, backend = _device_and_backend(launch)
     if not dist.is_initialized():
@@ -273,16 +287,6 @@ def warn(message: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(f"{Path(sys.argv[0]).name}: {message} (the run continues)", file=sys.stderr)
         sys.stderr.flush()
-
-
-@atexit.register
-def _flush() -> None:
-    """At the exit Python flushes stdout, and would turn an error there into status 120."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if stream is sys.stdout else 2)
 
 
 def fail(message: str, status: int = 2) -> NoReturn:

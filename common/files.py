@@ -38,7 +38,8 @@ def sync(path: Path) -> None:
 
 
 def exists(path: str | os.PathLike) -> bool:
-    """Whether the path is there. Raises OSError if that cannot be told."""
+    """Whether the path is there. Raises OSError if that cannot be told, as Path.exists did until
+    Python 3.13: a file that cannot be read now must not count as none."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):

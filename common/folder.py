@@ -14,7 +14,7 @@ import shutil
 import time
 from pathlib import Path
 
-from common.files import make, numbered
+from common.files import exists, make, numbered
 from common.metrics import step_of
 from common.storage import checkpoints
 
@@ -125,7 +125,7 @@ class RunFolder:
         since = first if is_own else -1
         later = [p for p in checkpoints(self.path / "checkpoints") if int(p.name[5:]) > since]
         metrics = self.path / "metrics.jsonl"
-        lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+        lines = metrics.read_bytes().splitlines() if exists(metrics) else []
         if not later and not any(since <= step_of(line) < float("inf") for line in lines):
             return None
         earlier = next(filter(make, numbered(self.path / "earlier")))

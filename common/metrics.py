@@ -11,7 +11,6 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from common.collectives import ledger
 from common.distributed import print0, rank, warn, world_size
-from common.files import replacing
+from common.files import exists, replacing
 
 # fmt: off
 PEAK_FLOPS = {  # dense bf16, in FLOP/s, by a part of the device's name; the longer name first
@@ -31,24 +30,24 @@ PEAK_FLOPS = {  # dense bf16, in FLOP/s, by a part of the device's name; the lon
 # fmt: on
 
 # for each key of a line: its tag in TensorBoard, which groups charts by the word before the slash,
-# and its format on the console
+# and its format on the console, where tokens per second tell the step's time, too
 COLUMNS = {
     "step": ("", "step {:5d}"),
     "loss": ("loss/train", "loss {:.4f}"),
     "grad_norm": ("optimizer/grad_norm", "norm {:.3f}"),
-    "lr": ("optimizer/lr", "lr {:.2e}"),
+    "lr": ("optimizer/lr", "lr {:.1e}"),
     "load": ("experts/load", "load {:.2f}"),
     "tokens_per_s": ("speed/tokens_per_s", "{:,.0f} tok/s"),
-    "step_ms": ("speed/step_ms", "{:.1f} ms"),
-    "model_state_mb": ("memory/model_state_mb", "state {:,.2f} MB"),
+    "step_ms": ("speed/step_ms", ""),
+    "model_state_mb": ("memory/model_state_mb", ""),  # said at the first step
     "memory_mb": ("memory/memory_mb", "peak {:,.0f} MB"),
     "comm_mb": ("comm/comm_mb", "sent {:.2f} MB"),
     "ssd_read_mb": ("ssd/read_mb", "read {:,.2f} MB"),
     "ssd_written_mb": ("ssd/written_mb", "wrote {:,.2f} MB"),
     "redone": ("ssd/redone", "redone {:.0f}"),
-    "save_ms": ("speed/save_ms", "save {:.1f} ms"),
     "mfu": ("speed/mfu", "MFU {:.1%}"),
     "seconds_left": ("speed/seconds_left", "ETA {}"),
+    "save_ms": ("speed/save_ms", "save {:.1f} ms"),
     "val_loss": ("loss/val", "val loss {:.4g}"),
     "val_ppl": ("perplexity/val", "val ppl {:.4g}"),
     "test_loss": ("loss/test", "test loss {:.4g}"),
@@ -57,13 +56,23 @@ COLUMNS = {
 
 
 def readable(line: dict) -> str:
-    """A line as the console shows it."""
+    """A line as the console shows it; what only some steps have is in a second row."""
     shown = dict(line)
     if "seconds_left" in line:
-        shown["seconds_left"] = timedelta(seconds=round(line["seconds_left"]))
+        shown["seconds_left"] = short_time(line["seconds_left"])
     if not torch.cuda.is_available():  # then `memory_mb` is the process's: mostly PyTorch itself
         shown.pop("memory_mb", None)
-    return "  ".join(COLUMNS[key][1].format(shown[key]) for key in COLUMNS if key in shown)
+    rows = ([], [])
+    for key in (key for key in COLUMNS if key in shown):
+        is_rare = key == "save_ms" or key.startswith(("val_", "test_"))
+        rows[is_rare].append(COLUMNS[key][1].format(shown[key]))
+    return "\n            ".join("  ".join(filter(None, row)) for row in rows if row)
+
+
+def short_time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -108,7 +117,7 @@ class Metrics:
         self._peak_flops = peak_flops(self.device_name)
         self._line: dict = {}  # of the present step
         self._model_state_mb: float | None = None
-        self._first_step, self._started = 0, 0.0
+        self._first_step, self._first_step_ended = 0, 0.0
         self._step_started, self._seconds, self._steps_timed = 0.0, 0.0, 0
         self._file = self._board = None
 
@@ -116,7 +125,7 @@ class Metrics:
         """Open the files; drop the lines of a run that got past step `first` before it stopped."""
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
-        lines = self._path.read_bytes().splitlines() if self._path.exists() else []
+        lines = self._path.read_bytes().splitlines() if exists(self._path) else []
         with replacing(self._path) as file:
             file.write_bytes(b"".join(x + b"\n" for x in lines if step_of(x) < first))
         self._file = open(self._path, "a")
@@ -133,7 +142,7 @@ class Metrics:
 
     def start(self, first: int) -> None:
         ledger.reset()  # communication at the start belongs to no step
-        self._first_step, self._started = first, time.perf_counter()
+        self._first_step = first
 
     def start_step(self) -> None:
         self._step_started = time.perf_counter()
@@ -144,25 +153,30 @@ class Metrics:
         """Time the step. If it is logged, add the averages since the last logged step."""
         if self._model_state_mb is None:  # before the first save, which copies the model state
             self._model_state_mb = model_state_bytes() / 1e6
+            state = f"model state {self._model_state_mb:,.2f} MB on rank 0"
+            print0(f"{state}, {self._tokens:,} tokens per step")
         self._line = {"step": step}
         if is_logged:  # within the step's time: this waits for the GPU
             self._line |= {"loss": loss.item(), "grad_norm": float(norm), "lr": lr}
             self._line |= {name: float(value) for name, value in others.items()}
-        self._seconds += time.perf_counter() - self._step_started
+        now = time.perf_counter()
+        self._seconds += now - self._step_started
         self._steps_timed += 1
+        if step == self._first_step:
+            self._first_step_ended = now
         if not is_logged:
             return
         seconds = self._seconds / self._steps_timed
-        # per step since the start, with evaluations and saves
-        pace = (time.perf_counter() - self._started) / (step + 1 - self._first_step)
         self._line |= {
             "tokens_per_s": self._tokens / seconds,
             "step_ms": 1e3 * seconds,
             "memory_mb": peak_memory_bytes(self._device) / 1e6,
             "model_state_mb": self._model_state_mb,
             "comm_mb": ledger.total_ring_bytes / 1e6 / self._steps_timed,
-            "seconds_left": pace * (self._n_steps - step - 1),
         }
+        if step > self._first_step:  # which warmed up: it is no measure of the others
+            pace = (now - self._first_step_ended) / (step - self._first_step)
+            self._line["seconds_left"] = pace * (self._n_steps - step - 1)
         if self._peak_flops:
             self._line["mfu"] = self._flops / seconds / (self._peak_flops * world_size())
         self._seconds, self._steps_timed = 0.0, 0

@@ -298,9 +298,7 @@ def initial_value(full_name: str, full_shape: Sequence[int], seed: int) -> Tenso
 def init_weights(module: nn.Module, seed: int, prefix: str = "") -> None:
     """Give every parameter of `module` its initial value; `prefix` is the module's full name.
 
-    Each value has a random stream of its own, so neither the order nor other modules matter. Expert
-    0 of a mixture has those of the dense MLP: with --top-k 1 it begins with the same weights.
+    Each value has a random stream of its own, so neither the order nor other modules matter.
     """
     for name, parameter in module.named_parameters(prefix=prefix.removesuffix(".")):
-        name = name.replace(".experts.0.", ".")
         parameter.copy_(initial_value(name, parameter.shape, seed))

@@ -54,6 +54,13 @@ def return_freed_memory() -> None:
         ctypes.CDLL("libc.so.6").mallopt(-3, 2**17)  # M_MMAP_THRESHOLD of malloc.h, bytes
 
 
+def boot_id() -> str:
+    """A name that changes when the machine restarts."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    macos = ["sysctl", "-n", "kern.bootsessionuuid"]
+    return path.read_text() if path.exists() else subprocess.check_output(macos, text=True)
+
+
 class StateFolder:
     """The files of this rank. Every rank makes one, and opens the same units in the same order.
 
@@ -90,7 +97,7 @@ class StateFolder:
             if is_held:
                 fail(f"--offload-dir: another run uses {self.path}: pass another folder")
             HELD.add(self.path.resolve())
-            self.boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+            self.boot = boot_id()
             self.is_restored = self._restore(is_resumed, saved)
         self.committed = self.step
         kind = subprocess.run(["stat", "-fc", "%T", self.path], capture_output=True, text=True)
@@ -178,10 +185,13 @@ class StateFile:
             if folder.is_restored and (has := os.fstat(self.handle).st_size) != size:
                 what = f"{has:,} bytes instead of {size:,}"
                 fail(f"--offload-dir: {self.path} has {what}: delete the folder to start anew")
-            os.posix_fallocate(self.handle, 0, size)  # a full disk is an error now, not in a step
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not in a step
+                os.posix_fallocate(self.handle, 0, size)
+            else:  # on macOS
+                os.ftruncate(self.handle, size)
             try:
                 fcntl.fcntl(self.handle, fcntl.F_SETFL, os.O_DIRECT)
-            except OSError:
+            except (OSError, AttributeError):  # macOS has no O_DIRECT
                 warn(f"--offload-dir: {folder.path} has no direct I/O: the page cache takes memory")
             if not folder.is_restored:
                 rows = self.empty(SLOT).zero_()
@@ -211,8 +221,8 @@ class StateFile:
         data, place = memoryview(pages).cast("B"), 4 * self.stride * row
         with self.folder.counting:
             self.folder.traffic[metric] += len(data) / 1e6
-        while data:  # the system moves at most 2 GB at once
-            count = way(self.handle, [data], place)
+        while data:  # Linux moves at most 2 GB at once; on macOS, more is an error
+            count = way(self.handle, [data[: 2**30]], place)
             if count == 0:
                 raise OSError(5, f"{self.path.name} is truncated")
             data, place = data[count:], place + count

@@ -93,10 +93,6 @@ class HashingStream:
 RUN = " run"  # key of the run's arguments and hashes in the metadata
 SEAL = b"\nxxh3_64 "  # between the pickle of the metadata and its checksum
 
-# Python 3.11.2 pickles an enum's member as getattr(cls, name), later versions as cls(value), which
-# every version can read.
-copyreg.pickle(_MEM_FORMAT_ENCODING, lambda member: (type(member), (member.value,)))
-
 
 class AtomicWriter(dcp.FileSystemWriter):
     """PyTorch's writer, plus checksums and an atomic commit.
@@ -110,6 +106,9 @@ class AtomicWriter(dcp.FileSystemWriter):
         self.folder, self.final, self.keep = folder, folder / f"step-{step:08d}", keep
         self.run = run
         self.transforms = HashingStream()
+        # Python 3.11.2 pickles an enum's member as getattr(cls, name), later versions as
+        # cls(value), which every version can read.
+        copyreg.pickle(_MEM_FORMAT_ENCODING, lambda member: (type(member), (member.value,)))
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """Copy to host memory, so that training may change the tensors during the save."""
@@ -163,7 +162,7 @@ class AtomicWriter(dcp.FileSystemWriter):
             file.write(SEAL + b"%d" % checksum)
             file.flush()
             os.fsync(file.fileno())
-        if self.final.exists():  # incomplete, or of a run that this one does not continue
+        if exists(self.final):  # incomplete, or of a run that this one does not continue
             move_aside(self.final, f"replaced-{self.final.name}")
         self.path.rename(self.final)
         sync(self.folder)  # so that the rename survives a power failure

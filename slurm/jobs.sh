@@ -3,7 +3,6 @@
 #
 #     slurm/jobs.sh submit 04_fsdp [FLAG...]             flags of train.py
 #     slurm/jobs.sh submit "01_single_gpu 02_ddp" ...    one after another
-#     slurm/jobs.sh preflight [FLAG...]                  flags of tools/gpu/preflight.py
 #     slurm/jobs.sh status
 #     slurm/jobs.sh logs 04_fsdp
 #     slurm/jobs.sh cancel
@@ -102,7 +101,11 @@ submit() {
     flags=()
     if [[ ${NODES-} && $stage != 01_* ]]; then flags+=(--nodes="$NODES"); fi # 01 is one process
     if [[ ${GPUS-} && ($stage != 01_* || $GPUS == 0) ]]; then flags+=(--gpus-per-node="$GPUS"); fi
-    add_resources
+    if [[ ${PARTITION-} ]]; then flags+=(--partition="$PARTITION"); fi
+    if [[ ${ACCOUNT-} ]]; then flags+=(--account="$ACCOUNT"); fi
+    if [[ ${TIME-} ]]; then flags+=(--time="$TIME"); fi
+    if [[ ${CPUS-} ]]; then flags+=(--cpus-per-task="$CPUS"); fi
+    if [[ ${MEM-} ]]; then flags+=(--mem="$MEM"); fi
     # without --kill-on-invalid-dep a job whose predecessor failed would stay pending forever
     if [[ $before ]]; then flags+=(--dependency="afterok:$before" --kill-on-invalid-dep=yes); fi
     flags+=("$stage/train.sbatch" "$@")
@@ -111,27 +114,6 @@ submit() {
     before=${job%%;*} # with several clusters the cluster's name follows
     echo "  job $before, log $stage-$before.log: make status, make logs-${stage%%_*}"
   done
-}
-
-add_resources() { # to its caller's flags
-  if [[ ${PARTITION-} ]]; then flags+=(--partition="$PARTITION"); fi
-  if [[ ${ACCOUNT-} ]]; then flags+=(--account="$ACCOUNT"); fi
-  if [[ ${TIME-} ]]; then flags+=(--time="$TIME"); fi
-  if [[ ${CPUS-} ]]; then flags+=(--cpus-per-task="$CPUS"); fi
-  if [[ ${MEM-} ]]; then flags+=(--mem="$MEM"); fi
-}
-
-# Measure nodes and links before a long job: all GPUs of each node, unless GPUS= says otherwise.
-preflight() {
-  local flags most='' gpus='' job
-  read -r most gpus < <(size_of_partition) || true
-  flags=(--gpus-per-node="${GPUS:-${gpus:-0}}")
-  if [[ ${NODES-} ]]; then flags+=(--nodes="$NODES"); fi
-  add_resources
-  flags+=(slurm/preflight.sbatch "$@")
-  echo "sbatch ${flags[*]}"
-  job=$(sbatch --parsable "${flags[@]}")
-  echo "  job ${job%%;*}, log preflight-${job%%;*}.log: make status"
 }
 
 # this folder's jobs, the newest last: id, name, state, elapsed time, and its nodes or why it waits

@@ -157,7 +157,8 @@ class Report:
             said = self.plain(late_error)
             return [f"with collectives as late as on NCCL: {said}"] * (said != self.plain(error))
         states = [first_difference.read(folder / name) for name in ("run", "reference")]
-        tolerance = stage_file(run.stage).tolerance.get("norm", 1e-4)
+        file = stage_file(run.stage)
+        tolerance = file.gradient_tolerance or file.tolerance.get("norm", 1e-4)
         raised = "Traceback" in str(error)  # then the exception says more than AGREES
         return first_difference.compare(*states, tolerance) or [AGREES] * (not raised)
 

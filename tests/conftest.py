@@ -7,6 +7,7 @@ import logging
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the bits must not depend on the cores
 os.environ["KINETO_LOG_LEVEL"] = "99"
@@ -14,6 +15,8 @@ os.environ["KINETO_LOG_LEVEL"] = "99"
 import harness
 import pytest
 import torch
+
+from tools.stages import lacks_on_cpu
 
 torch.set_num_threads(1)
 logging.disable(logging.DEBUG)  # DCP's log would fill every report
@@ -26,10 +29,11 @@ for name in list(os.environ):
 
 
 # the files that take minutes, longest first: with several workers the short ones fill the gaps
-LONG = "slurm parity survival dry_run quickstart late_backend costs gradients launchers preflight"
+LONG = "slurm parity survival dry_run quickstart late_backend costs gradients launchers"
 LONG += " lessons stages"
 
 
+NO_CASE = SimpleNamespace(params={})
 RERUNS = int(os.environ.get("RERUNS", 2))  # of a test that is marked `wall_clock` and fails
 
 
@@ -41,6 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("wall_clock"):
             item.add_marker(pytest.mark.flaky(reruns=RERUNS))
+        for run in getattr(item, "callspec", NO_CASE).params.values():
+            if isinstance(run, harness.StageRun) and (lacks := lacks_on_cpu(run.stage)):
+                item.add_marker(pytest.mark.skip(reason=lacks))
         for mark in item.iter_markers("quick_cases"):
             check_cases(config, item, mark.args, collected)
             item.add_marker("quick" if item.callspec.id in mark.args else "slow")
@@ -53,11 +60,6 @@ def check_cases(
     absent = [id for id in ids if f"{test}[{id}]" not in collected]
     if absent and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"{test} has no cases {absent}")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    # a warning that common/ silences itself; pytest replaces the filters
-    config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled:UserWarning")
 
 
 @pytest.fixture(scope="session", autouse=True)

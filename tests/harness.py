@@ -1,11 +1,10 @@
-"""The test harness: the parity check, and an independent count of collectives.
+"""The test harness: the parity check, and the ledger against what arrives at a backend.
 
     assert_same_curve(metrics, reference)
     cases("parity")                  the runs of all stage files for one purpose, as parameters
     assert_reproduces(run, metrics, reference)      within the tolerance of the stage's file
-    with count_collectives() as counted: ...        counted.records
     with whole_ledger() as ledger: ...              the ledger of a run, without its resets
-    with true_ledger() as (ledger, counted): ...    both, which must agree at the end
+    with true_ledger(): ...                         it must agree with what arrives
     bytes_written()
 
 Pools (`tools/pool.py`) live as long as the tests. Fixtures for them, for the corpus and for
@@ -15,19 +14,17 @@ reference runs are in `conftest.py`.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from late_backend import Call, recorded_calls
 
 # for the tests, too
 from tools.memory import PeakMemory, live_bytes  # noqa: F401
@@ -52,7 +49,7 @@ from tools.stages import (  # noqa: F401
     stages,
 )
 
-PRELOAD += ["pytest", "harness"]
+PRELOAD += ["pytest", "harness"]  # and so the late backend
 
 
 @lru_cache
@@ -102,94 +99,6 @@ def assert_reproduces(run: StageRun, metrics: list[dict], reference: list[dict])
 
 # ---- collectives ----
 
-# c10d operator -> its name in the ledger, and which argument is the payload
-_PAYLOADS = {
-    "allreduce_": ("all_reduce", 0),
-    "broadcast_": ("broadcast", 0),
-    "reduce_": ("reduce", 0),
-    "send": ("isend", 0),
-    "recv_": ("irecv", 0),
-    "_allgather_base_": ("all_gather_single", 0),
-    "_reduce_scatter_base_": ("reduce_scatter_single", 1),
-    "alltoall_base_": ("all_to_all_single", 1),
-    "barrier": ("barrier", None),
-}
-
-
-@dataclass(frozen=True)
-class Record:
-    """One call of a c10d operator: its name in the ledger, its payload, its group."""
-
-    op: str
-    nbytes: int
-    group: str
-    group_size: int
-    leaves: float | None = None  # of an all-to-all with splits: the part that goes to other ranks
-
-
-@dataclass
-class Counted:
-    """The collectives that the dispatcher saw."""
-
-    records: list[Record] = field(default_factory=list)
-
-
-class _CountMode(TorchDispatchMode):
-    def __init__(self, counted: Counted):
-        super().__init__()
-        self.counted = counted
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.counted.records.append(_record(func._opname, args))
-        return func(*args, **(kwargs or {}))
-
-
-def _record(op: str, args: tuple) -> Record:
-    name, payload = _PAYLOADS.get(op, (op, 0))  # unknown to the ledger: keep the name
-    for ours in ("reduce_scatter_single", "reduce"):
-        if name == "all_to_all_single" and _is_called_by(ours):
-            name = ours  # which is an all-to-all on Gloo
-    group = next(_group(a) for a in args if isinstance(a, torch.ScriptObject) and _group(a))
-    tensors = [] if payload is None else _tensors(args[payload])
-    nbytes = sum(t.numel() * t.element_size() for t in tensors)
-    desc = (group.group_desc or "group").removeprefix("mesh_")
-    world = group.group_name == dist.group.WORLD.group_name
-    leaves = None
-    if name == "all_to_all_single":
-        sends = args[4]  # rows for each rank
-        leaves = 1 - sends[group.rank()] / max(1, sum(sends))
-    return Record(name, nbytes, "world" if world else desc, group.size(), leaves)
-
-
-def _is_called_by(function: str) -> bool:
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_name != function:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _group(handle) -> dist.ProcessGroup | None:
-    try:
-        return dist.ProcessGroup.unbox(handle)
-    except RuntimeError:
-        return None  # a reduction operator
-
-
-def _tensors(x) -> list[Tensor]:
-    return [x] if isinstance(x, Tensor) else [t for y in x for t in _tensors(y)]
-
-
-@contextlib.contextmanager
-def count_collectives() -> Iterator[Counted]:
-    """Count every collective that PyTorch's dispatcher runs in this thread, whoever calls it.
-
-    The ledger counts where the repository calls a collective; this counts where PyTorch runs it.
-    """
-    counted = Counted()
-    with _CountMode(counted):
-        yield counted
-
 
 @contextlib.contextmanager
 def whole_ledger() -> Iterator[Any]:
@@ -207,36 +116,56 @@ def whole_ledger() -> Iterator[Any]:
             setattr(total, name, Counter(getattr(ledger, name)))
 
 
+# the ledger's names of what the late backend records
+RECORDED = {
+    "send": "isend",
+    "all_gather": "all_gather_single",
+    "reduce_scatter": "reduce_scatter_single",
+    "all_to_all": "all_to_all_single",
+}
+
+
 @contextlib.contextmanager
-def true_ledger() -> Iterator[tuple[Any, Counted]]:
-    """The ledger and the dispatcher's count, which must agree call for call and to the byte."""
-    with whole_ledger() as ledger, count_collectives() as counted:
-        yield ledger, counted
+def true_ledger() -> Iterator[None]:
+    """In this block the ledger must agree, to the byte, with the calls that the late backend
+    records. It does not see groups on Gloo, such as the one that votes to stop."""
+    with whole_ledger() as ledger, recorded_calls() as events:
+        yield
     calls, payload, ring = Counter(), Counter(), Counter()
-    for r in sorted(counted.records, key=lambda r: r.nbytes):
-        key = r.op, r.group
-        if r.op == "irecv":
-            continue  # the sender counts
+    # the sender counts a message
+    sent = [call for call in events if isinstance(call, Call) and call.op != "recv"]
+    for call in sorted(sent, key=payload_of):
+        nbytes = payload_of(call)
+        key = RECORDED.get(call.op, call.op), call.desc.replace("default_pg", "world")
         calls[key] += 1
         if calls[key] <= ledger.control[key]:  # the smallest ones
-            most = 4096 if key == ("broadcast", "stop") else 64  # the run's folder, at the start
-            assert r.nbytes <= most, f"{key}: a control call of {r.nbytes} bytes"
+            assert nbytes <= 64, f"{key}: a control call of {nbytes} bytes"
         else:
-            payload[key] += r.nbytes
-            ring[key] += r.nbytes * _ring_factor(r)
-    assert calls == ledger.calls + ledger.control
+            payload[key] += nbytes
+            ring[key] += nbytes * ring_factor(call)
+    control = Counter({key: n for key, n in ledger.control.items() if key[1] != "stop"})
+    assert calls == ledger.calls + control
     assert +payload == +ledger.payload
     assert {k: round(v) for k, v in ring.items() if v} == {
         k: round(v) for k, v in ledger.ring.items() if v
     }
 
 
-def _ring_factor(record: Record) -> float:
+def payload_of(call: Call) -> int:
+    """Bytes of the tensor that is reduced, gathered or sent."""
+    if call.op == "barrier":
+        return 0
+    shape = call.shapes[-1 if call.op == "all_gather" else 0]
+    rows = sum(call.sends) if call.sends else 1  # `shape` is then that of a row
+    return prod(shape) * rows * getattr(torch, call.dtypes[0]).itemsize
+
+
+def ring_factor(call: Call) -> float:
     """Bytes that a rank sends per byte of payload when the collective runs on a ring."""
-    if record.leaves is not None:
-        return record.leaves
-    around = (record.group_size - 1) / record.group_size
-    return {"all_reduce": 2 * around, "isend": 1.0}.get(record.op, around)
+    if call.sends:  # the part that goes to other ranks
+        return 1 - call.sends[call.ranks.index(dist.get_rank())] / max(1, sum(call.sends))
+    around = (len(call.ranks) - 1) / len(call.ranks)
+    return {"all_reduce": 2 * around, "send": 1.0}.get(call.op, around)
 
 
 def bytes_written() -> int:

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.collectives import all_gather_single
 from common.guards import guard
 from tools.stages import load_stage
 
 STRATEGIES = {  # stage, and arguments of its class
     "ddp": ("02", {}),
-    "zero-1": ("03", {"zero_stage": 1}),
-    "zero-2": ("03", {"zero_stage": 2}),
-    "zero-3": ("03", {"zero_stage": 3}),
+    "zero-1": ("03", {}),
+    "zero-2": ("03", {}),
+    "zero-3": ("03", {}),
     "fsdp": ("04", {}),
     "fsdp-keep": ("04", {"reshard_after_forward": False}),
 }
@@ -55,14 +56,16 @@ class Trainer:
             self.model = self.sync = stage.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
             self.optimizer = optimizer_class(model.parameters(), **defaults)
         elif number == "03":
-            units = list(model.children()) if units is None else units
-            self.optimizer = self.sync = stage.ZeroRedundancyOptimizer(
-                model,
-                optimizer_class,
-                **options,
-                bucket_cap_mb=bucket_mb,
-                units=units,
-                **defaults,
+            options = {"bucket_cap_mb": bucket_mb}
+            if strategy == "zero-3":
+                options = {"units": list(model.children()) if units is None else units}
+            classes = {
+                "zero-1": stage.ZeroRedundancyOptimizer,
+                "zero-2": stage.ZeroStage2,
+                "zero-3": stage.ZeroStage3,
+            }
+            self.optimizer = self.sync = classes[strategy](
+                model, optimizer_class, **options, **defaults
             )
             self.model = model
         else:
@@ -102,7 +105,7 @@ class Trainer:
         state = {}
         for bucket in getattr(self.sync, "units", None) or self.sync.buckets:
             full = torch.empty(sum(bucket.sizes), dtype=bucket.shard.dtype)
-            dist.all_gather_single(full, bucket.shard.detach(), group=bucket.group)
+            all_gather_single(full, bucket.shard.detach(), group=bucket.group)
             *flats, _ = full.split(bucket.sizes)
             for (name, shape), flat in zip(bucket.shapes.items(), flats, strict=True):
                 state[name] = flat.view(shape)

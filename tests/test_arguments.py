@@ -13,8 +13,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import count_collectives, load_stage, stage_file, stages
-from jobs import end_as_a_launcher_would, start
+from harness import load_stage, stage_file, stages
+from late_backend import recorded_calls
+from processes import end_as_a_launcher_would, start
 
 from common import arguments
 from common.model import TransformerConfig
@@ -86,7 +87,7 @@ def main_with(argv: list[str], of_rank_1: dict) -> None:
         ({"--seed": "1", "--dtype": "bfloat16"}, ["--seed is 1337", "'bfloat16' on rank 1"]),
         ({"--d-model": "64"}, ["--d-model is"]),  # before any message of the model's shapes
         ({"--data": "{other}"}, ["the hash of --data is"]),
-        ({"--data": "{absent}"}, ["rank 1 on", "no train.txt there"]),
+        ({"--data": "{absent}"}, ["rank 1 on", "absent/train.txt"]),
         ({"CODE": __file__}, ["the hash of the code is"]),
         ({"--data": "{copy}"}, []),  # each node may have its own copy
     ],
@@ -110,17 +111,17 @@ def test_ranks_that_differ_are_an_error_that_names_what_differs(
 
 
 def main(stage: str, argv: list[str], early: bool) -> None:
-    with count_collectives() as counted:
+    with recorded_calls() as calls:
         try:
             load_stage(stage).main(argv)
         finally:
-            assert not early or not counted.records, "it communicates before the error"
+            assert not early or not calls, "it communicates before the error"
 
 
 @pytest.mark.parametrize("stage, row", CASES, ids=[f"{s}-{r.ranks}-{r.argv}" for s, r in CASES])
 def test_wrong_arguments_are_a_one_line_error_with_status_2(pools, places, tmp_path, stage, row):
     run_dir = tmp_path / "run"
-    pool = pools(row.ranks, group=stage != "01")
+    pool = pools(row.ranks, group=stage != "01", backend="late")
     ended = pool.attempt(main, stage, argv_of(row, places, run_dir), row.early)
     assert [o.exit_status for o in ended] == [2] * row.ranks, ended[0].traceback or ended[0]
     said = "".join(o.stderr for o in ended)
@@ -182,14 +183,19 @@ def test_model_that_cannot_fit_in_memory_is_an_error(pools, places, tmp_path, st
     assert [o.exit_status for o in ended] == [2, 2] and "--micro-batch-size" in ended[0].stderr
 
 
-@pytest.mark.parametrize("offload, fits", [(False, False), (True, True)])
-def test_memory_of_a_gpu_counts_unless_the_state_is_offloaded(monkeypatch, capsys, offload, fits):
+@pytest.mark.parametrize(
+    "state_on, host, fits",
+    [("device", 10**9, False), ("host", 10**9, True), ("host", 100, False), ("disk", 100, True)],
+)
+def test_memory_of_where_the_model_state_is_counts(monkeypatch, capsys, state_on, host, fits):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     gpu = SimpleNamespace(total_memory=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": host}
+    monkeypatch.setattr(arguments.os, "sysconf", pages.get)
     args = arguments.check_arguments(arguments.base_parser("x").parse_args([]))
-    args.cpu_offload = offload
+    args.state_on = state_on
     with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
         arguments.check_memory(args, SMALL)
     assert ("have 0.0 GB" in capsys.readouterr().err) == (not fits)

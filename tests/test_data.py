@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import itertools
 import math
 import multiprocessing
@@ -313,26 +312,10 @@ def test_damaged_prepared_data_is_an_error_that_names_the_file(
 # ---- the sample ----
 
 
-def digest_of_sample() -> str:
-    return hashlib.sha256(repr(data._sample_words()).encode()).hexdigest()
-
-
-def test_sample_is_text_whose_splits_differ_and_the_same_in_every_process(pools):
-    (digest,) = pools(1, group=False).run(digest_of_sample)
-    assert digest == digest_of_sample()  # with another hash seed
-    corpus = load_corpus("sample")
-    assert 1500 < len(corpus.vocab) < 4000
-    for split in ("train", "valid", "test"):
-        tokens = getattr(corpus, split)
-        assert len(tokens) > (40_000 if split == "train" else 4_000)
-        unknown = (tokens == corpus.vocab.index(UNKNOWN)).float().mean()
-        assert 0.002 < unknown < 0.15, split
-
-    def lines(split):
-        return {x for x in " ".join(words(corpus, split)).split(EOS) if x.count(UNKNOWN) == 0}
-
-    for split in ("valid", "test"):
-        assert not {x for x in lines(split) & lines("train") if len(x.split()) > 6}
+def test_the_sample_is_the_same_text_in_every_python(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pydoc_data", None)  # its text is another in every version
+    monkeypatch.setenv("DATA_ROOT", str(tmp_path))
+    assert load_corpus("sample").digest == "9b7698d8419c"
 
 
 # ---- WikiText-2 ----

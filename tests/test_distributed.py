@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import REPO
-from jobs import executable, torchrun
+from processes import executable, torchrun
 
 from common import collectives
 from common.distributed import has_lost_a_peer, launch_environment, rank, setup, world_size

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 from harness import REPO, PeakMemory, cases, load_stage
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.slow
 VOCABULARY = 201  # of the tests' corpus, with <eos>
 
 
-def reduce_scatter_with_unseen_wait(*args, own=dist.reduce_scatter_single, **kwargs):
+def reduce_scatter_with_unseen_wait(*args, own=collectives._reduce_scatter_single, **kwargs):
     work = own(*args, **kwargs)
 
     def wait() -> None:
@@ -37,7 +36,7 @@ def real(stage: str, argv: list[str]) -> Report:
     that of PyTorch's own on Gloo is seen in its wait only."""
     module = load_stage(stage)
     native = patch.object(collectives, "_is_gloo", lambda *_: False)
-    unseen = patch.object(dist, "reduce_scatter_single", reduce_scatter_with_unseen_wait)
+    unseen = patch.object(collectives, "_reduce_scatter_single", reduce_scatter_with_unseen_wait)
     with native, unseen, patch.multiple(module, **PATCHES), PeakMemory() as memory:
         report = module.main(argv)
     report.peak = memory.above

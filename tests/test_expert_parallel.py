@@ -121,18 +121,14 @@ def differences_from_a_dense_loop(
         whole, model = dense_loop(config), expert_model(config, group)
         for layer in (*whole.layers.values(), *model.layers.values()):
             layer.mlp.bias.copy_(bias)
-        with stage.without_experts(model) as experts:
-            parallel = stage.DistributedDataParallel(model)
-        experts = stage.DistributedDataParallel(experts, replicas)
         for i, tokens in enumerate(batch):
             keys = sample_keys(1, 0, torch.arange(size) + size * i)
             (whole(tokens[:, :-1], tokens[:, 1:], keys) / n).backward()
             own = slice(rank, rank + 1)
-            loss = parallel(tokens[own, :-1], tokens[own, 1:], keys[own]) / n
-            parallel.synchronizes = experts.synchronizes = i == n - 1  # as by no_sync()
-            loss.backward()
-        parallel.finish_gradient_synchronization()
-        experts.finish_gradient_synchronization()
+            (model(tokens[own, :-1], tokens[own, 1:], keys[own]) / n).backward()
+        replicated, sharded = stage.replicated_and_sharded(model)
+        stage.average_gradients(replicated)
+        stage.average_gradients(sharded, replicas)
         expected = {name: p.grad for name, p in whole.named_parameters()}
         norm = torch.stack([g.square().sum() for g in expected.values()]).sum().sqrt()
         found = {"norm": abs(stage.clip_grad_norm_(model, 1e9) / norm - 1).item()}

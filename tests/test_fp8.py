@@ -15,8 +15,10 @@ import torch
 from harness import REPO, load_stage
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 
 from common.model import Transformer, TransformerConfig, init_weights
+from tools.stages import lacks_on_cpu, stage_file
 
 stage = load_stage("10")
 cost, errors = importlib.import_module("cost"), importlib.import_module("errors")
@@ -24,6 +26,7 @@ E4M3, E5M2 = stage.E4M3, stage.E5M2
 ROWWISE, TENSORWISE = stage.RECIPES.values()
 README = (REPO / "10_fp8/README.md").read_text()
 recipes = pytest.mark.parametrize("recipe", stage.RECIPES)
+pytestmark = pytest.mark.skipif(bool(lacks_on_cpu("10")), reason=lacks_on_cpu("10"))
 compiler = pytest.mark.skipif(not shutil.which("g++"), reason="compiled CPU code needs g++")
 
 
@@ -246,6 +249,13 @@ def test_a_gpu_without_float8_is_an_error(error_of, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 6))
     said = error_of(*check)
     assert "A100" in said and "8.9" in said
+
+
+def test_on_a_cpu_an_older_pytorch_is_an_error(error_of, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cpu"))
+    said = error_of(stage.check_float8, SimpleNamespace(d_model=128), torch.device("cpu"))
+    assert f"no float8 matmuls on a CPU: install {stage_file('10').cpu_torch}" in said
+    assert "on a CPU 10 needs" in lacks_on_cpu("10") and not lacks_on_cpu("01")
 
 
 # ---- the model ----

@@ -78,7 +78,7 @@ def bypass_the_ledger() -> None:
 
 def test_what_bypasses_the_ledger_is_seen(pools):
     """test_costs.py compares the ledger with this independent count in runs of all stages."""
-    pools(2).run(bypass_the_ledger)
+    pools(2, backend="late").run(bypass_the_ledger)
 
 
 def test_every_mutant_matches_exactly_one_place_of_the_code():

@@ -22,7 +22,7 @@ from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agr
 from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
 
-from common.collectives import reduce_scatter_single
+from common.collectives import all_gather_single, reduce_scatter_single
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def results(x: Tensor) -> list[Tensor]:
         dist.all_reduce(total, async_op=True),
         dist.broadcast(seen, src=0, async_op=True),
         dist.reduce(at_root, dst=0, async_op=True),
-        dist.all_gather_into_tensor(wide, x, async_op=True),
+        all_gather_single(wide, x, async_op=True),
         reduce_scatter_single(part, x, async_op=True),
         dist.all_to_all_single(swapped, x, async_op=True),
         dist.irecv(neighbor, (rank - 1) % n),

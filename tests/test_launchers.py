@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness import REPO, assert_same_curve, metrics_of, stage_path, stages
-from jobs import executable
+from processes import executable
 from slurm_cluster import STRAY, copy_of_repository, need
 
 from tools.stages import TINY

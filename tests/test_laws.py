@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from harness import REPO, stage_path, stages
-from jobs import executable
+from processes import executable
 
 import common
 
@@ -105,6 +105,51 @@ def test_map_of_common_names_every_file():
     named = re.findall(r"^(\w+\.py) ", common.__doc__, re.MULTILINE)
     files = [path.name for path in REPO.glob("common/*.py") if path.name != "__init__.py"]
     assert sorted(named) == sorted(files)
+
+
+# run by a new interpreter: what each file of common/ changes that the packages it needs do not
+IMPORT_EACH = """
+import ast, atexit, copy, copyreg, importlib, os, signal, sys, warnings
+from pathlib import Path
+from torch.nn.modules import module
+from torch.optim import optimizer
+
+def state():
+    hooks = {**vars(optimizer), **vars(module)}
+    return {
+        "environment": {k: v for k, v in os.environ.items() if k != "NCCL_RUNTIME_CONNECT"},
+        "descriptors": {f: os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.exists()},
+        "hooks": [copy.copy(v) for k, v in hooks.items() if k.startswith("_global_")],
+        "warning filters": list(warnings.filters),
+        "signal handlers": [signal.getsignal(s) for s in signal.valid_signals()],
+        "copyreg": dict(copyreg.dispatch_table),
+        "streams": (sys.stdout, sys.stderr, sys.stdout.errors),
+        "exit": (sys.excepthook, atexit._ncallbacks()),
+    }
+
+files = sorted(Path("common").glob("*.py"))
+for node in (node for file in files for node in ast.parse(file.read_text()).body):
+    if isinstance(node, ast.ImportFrom) and not node.module.startswith("common"):
+        importlib.import_module(node.module)
+    for name in node.names if isinstance(node, ast.Import) else []:
+        importlib.import_module(name.name)
+for file in files:
+    if not os.fork():
+        before = state()
+        importlib.import_module(f"common.{file.stem}")
+        for what, value in state().items():
+            if value != before[what]:
+                print(f"importing common/{file.name} changes {what}", flush=True)
+        os._exit(0)  # faster
+    os.wait()
+"""
+
+
+def test_importing_a_file_of_common_changes_nothing_in_the_process():
+    """But for a variable that NCCL reads when it starts."""
+    command = [sys.executable, "-c", IMPORT_EACH]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.stdout + done.stderr == ""
 
 
 @every_stage

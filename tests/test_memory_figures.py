@@ -1,13 +1,11 @@
-"""Memory and launches in the READMEs of 03, 04, 05, 07 and 08, as runs and dry runs count them."""
+"""Memory in the READMEs of 03, 04, 05, 07 and 08, as runs and dry runs count them."""
 
 from __future__ import annotations
 
 import gc
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +14,6 @@ import torch.distributed as dist
 from harness import REPO, PeakMemory, live_bytes, load_stage
 from techniques import Trainer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.model import Transformer, TransformerConfig, init_weights
 from tools.dry_run import Report, dry_run
@@ -121,13 +118,15 @@ def test_memory_in_07_is_that_of_the_dry_run_and_of_the_formula(pools, degrees):
 # ---- 08: when checkpointing suffices, and when it takes more ranks ----
 
 
+def allocate_gradients(model: torch.nn.Module, *_) -> None:
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+
 def activations(stage: str, ranks: int, flags: str, layers: int, tokens: int) -> float:
-    """GB of a dry run of gpt2-xl. Attention computes one tile per block: more take no more memory,
-    and a dry run takes a millisecond for each."""
-    tile = load_stage("08").TILE
-    one_tile = [(slice(0, tile), slice(0, tile), 0)]
+    """GB of a dry run of gpt2-xl. In 08 gradients have memory from the start, as in 02."""
     argv = f"--preset gpt2-xl --dtype bfloat16 --n-layers {layers} --seq-len {tokens} {flags}"
-    with patch.object(load_stage("08"), "visible_tiles", lambda *_: one_tile):
+    with patch.object(load_stage("08"), "init_weights", allocate_gradients):
         report = dry_run(stage, ranks, 0, f"{argv} --global-batch-size 1".split())
     return report.activations / GB
 
@@ -177,7 +176,8 @@ def test_the_table_of_08_is_that_of_dry_runs(pools, column):
 def kept_by_a_layer_of_08(ranks: int, kind: str) -> float:
     shape = "--d-model 256 --n-heads 4 --seq-len 512 --global-batch-size 1"
     flags = f"{shape} --context-parallel-kind {kind} --n-layers"
-    few, many = (dry_run("08", ranks, 0, f"{flags} {n}".split()).activations for n in (2, 4))
+    with patch.object(load_stage("08"), "init_weights", allocate_gradients):
+        few, many = (dry_run("08", ranks, 0, f"{flags} {n}".split()).activations for n in (2, 4))
     return (many - few) / 2
 
 
@@ -193,46 +193,6 @@ def test_other_memory_figures_of_08():
     (layer,) = stated_in_08(r"plain, \((\d+) L")
     each, every = stated_in_08(r"takes ([\d.]+) GB per tensor: (\d+) GB in total")
     assert (each, every) == (round(tensor, 2), round(LAYERS * layer * tensor))
-
-
-# ---- 08: the tiles are for reading ----
-
-
-class Kernels(TorchDispatchMode):
-    """Counts operators that a GPU would run: neither views nor allocations."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        views = any(r.alias_info and not r.alias_info.is_write for r in function._schema.returns)
-        self.count += not views and "empty" not in str(function)
-        return function(*args, **(kwargs or {}))
-
-
-def kernels_of(tiles: int) -> int:
-    """Of attention, forward and backward, on the meta device, which takes the branch for GPUs."""
-    stage, positions = load_stage("08"), (slice(0, 256), slice(0, 256), 256)
-    q, k, v = torch.zeros(3, 1, 2, 256, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    ring = SimpleNamespace(check=lambda *_: None, circulate=lambda kv: [(0, kv)], length=256)
-    ring.rank, ring.positions, ring.shards = 0, (), [()]
-    with (
-        patch.object(stage, "visible_tiles", lambda *_: [positions] * tiles),
-        patch.object(torch, "autocast", lambda *_, **__: nullcontext()),  # which meta has not
-        Kernels() as counted,
-    ):
-        stage.RingAttention.apply(ring, q, k, v).sum().backward()
-    return counted.count
-
-
-def test_a_loop_over_tiles_launches_as_many_kernels_as_08_says():
-    stage = load_stage("08")
-    shards = [stage.zigzag(rank, 8, 131_072) for rank in range(8)]
-    tiles = sum(len(list(stage.visible_tiles(shards[0], keys))) for keys in shards)
-    each = kernels_of(2) - kernels_of(1)
-    words = r"computes ([\d,]+) tiles per layer with (\d+) kernels .*?: (\d+) million launches"
-    assert stated_in_08(words) == [tiles, each, round(tiles * each * LAYERS / 1e6)]
-    (microseconds,) = stated_in_08(r"more than a minute at ([\d.]+) µs each")
-    assert 60 < tiles * each * LAYERS * microseconds / 1e6 < 80
 
 
 # ---- 03 and 04: the pictures of a step's memory ----

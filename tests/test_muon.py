@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -11,9 +14,9 @@ import torch
 import torch.distributed as dist
 from chaos import tensors_of
 from harness import (
-    WorkerError,
     WorkerExit,
     assert_same_curve,
+    cases,
     load_stage,
     stage_path,
     with_run_dir,
@@ -102,12 +105,11 @@ def gradients(weights: list[Tensor], step: int) -> list[Tensor]:
     return [torch.randn(w.shape, generator=generator) for w in weights]
 
 
-def wrapped(config: TransformerConfig = CONFIG) -> tuple:
-    """Model, matrices, and their wrapper, with weights that differ on each rank before it."""
-    model = Transformer(config)
-    init_weights(model, seed=1 + dist.get_rank())
+def model_and_owners() -> tuple[Transformer, dict[nn.Parameter, int]]:
+    model = Transformer(CONFIG)
+    init_weights(model, seed=1)
     matrices = [p for p in model.layers.parameters() if p.dim() == 2]
-    return model, matrices, stage.DistributedDataParallel(model, matrices, bucket_cap_mb=0.01)
+    return model, stage.choose_owners(matrices, dist.get_world_size())
 
 
 def owners_weights(dtype: torch.dtype, reduces: bool) -> list[Tensor]:
@@ -116,18 +118,16 @@ def owners_weights(dtype: torch.dtype, reduces: bool) -> list[Tensor]:
     reduces: through the reduce to the owner, which is exact for a power of two of equal numbers.
     Otherwise the owner is given the gradient.
     """
-    _, weights, replica = wrapped()
-    muon = stage.Muon(replica.matrices, lr=0.1, dtype=dtype)
-    owned_here = {matrix.param: matrix.owned_here for matrix in replica.matrices}
+    model, owners = model_and_owners()
+    named = {name: p for name, p in model.named_parameters() if p in owners}
+    weights = list(named.values())
+    muon = stage.Muon(owners, lr=0.1, dtype=dtype)
     for step in range(3):
         stage.set_learning_rate(muon, 0.01 * (step + 1))
         for w, g in zip(weights, gradients(weights, step), strict=True):
-            if reduces:
-                (w * g).sum().backward()
-            else:
-                w.grad = g if owned_here[w] else stage.NoGradient(w)
+            w.grad = g if reduces or w in muon.owned else stage.NoGradient(w)
         if reduces:
-            replica.finish_gradient_synchronization()
+            stage.reduce_gradients(named.items(), owners)
         muon.step()
         muon.zero_grad(set_to_none=True)
     return [w.detach() for w in weights]
@@ -140,6 +140,63 @@ def test_the_update_equals_muon_on_one_process_bit_for_bit(pools, ranks, dtype):
     for reduces in [False] if ranks == 3 else [False, True]:
         for found in pools(ranks).run(owners_weights, dtype, reduces):
             assert all(map(torch.equal, found, expected)), f"reduces: {reduces}"
+
+
+# ---- one step of a run, from the reference's state ----
+
+
+def step_by_step(argv: list[str], path: Path, records: bool) -> tuple[list[dict], list[tuple]]:
+    """Train. Record the state before each step, or start each step from what was recorded.
+
+    Returns the metrics, and by how much each step's change of each matrix, momentum and moment is
+    off: the norm of the difference, relative to the norm of the reference's change. (AdamW's first
+    update of a weight may have either sign where its gradient is almost zero.)
+    """
+    state, off = {}, []
+    states = [] if records else torch.load(path)
+    training_state, steps = stage.training_state, stage.Run.steps
+
+    def seen(*args) -> dict[str, Tensor]:
+        state.update(training_state(*args))
+        return dict(state)
+
+    def steps_from_the_reference(run: stage.Run, first: int) -> Iterator[int]:
+        for step in steps(run, first):
+            if records:
+                states.append({name: tensor.clone() for name, tensor in state.items()})
+            else:
+                for name, tensor in state.items():
+                    tensor.copy_(states[step][name])
+            yield step
+            if records or step + 1 == len(states):
+                continue
+            for name, tensor in state.items():
+                if f"optim.exp_avg.{name.removeprefix('model.')}" not in state:
+                    before, after = states[step][name], states[step + 1][name]
+                    change = (after - before).norm()
+                    off.append((float((tensor - after).norm() / change), name, step))
+
+    with patch.object(stage, "training_state", seen):
+        with patch.object(stage.Run, "steps", steps_from_the_reference):
+            metrics = stage.main(argv)
+    if records:
+        torch.save(states, path)
+    return metrics, off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "run", [c for c in [*cases("parity"), *cases("accumulation")] if c.values[0].stage == "11"]
+)
+def test_each_step_is_the_references_from_its_state(pools, corpus_dir, tmp_path, run):
+    data = ["--data", str(corpus_dir), "--resume", "never", "--run-dir"]
+    path, argv = tmp_path / "states", [*run.reference_argv, *data, str(tmp_path / "reference")]
+    ((expected, _),) = pools(1).run(step_by_step, argv, path, True)
+    argv = [*run.argv, *data, str(tmp_path / "run")]
+    for metrics, off in pools(run.ranks).run(step_by_step, argv, path, False):
+        wrong = [each for each in off if not each[0] <= 1e-3]
+        assert not wrong, f"the first of {len(wrong)}: {wrong[0]}"
+        assert_same_curve(metrics, expected)
 
 
 # ---- owners ----
@@ -177,28 +234,25 @@ def test_flops_of_an_orthogonalization_are_those_of_its_matmuls():
 
 
 def owned_here() -> list[bool]:
-    """Of each matrix. This rank alone has its momentum, and after a backward its gradient."""
-    model, matrices, replica = wrapped()
-    muon = stage.Muon(replica.matrices, lr=0.1)
-    here = {matrix.param for matrix in replica.matrices if matrix.owned_here}
-    assert {p for p in muon.state if "momentum_buffer" in muon.state[p]} == here
+    """Of each matrix. This rank alone has its momentum, and its average gradient."""
+    model, owners = model_and_owners()
+    muon = stage.Muon(owners, lr=0.1)
+    assert {p for p in muon.state if "momentum_buffer" in muon.state[p]} == muon.owned
     tokens = torch.arange(16)[None] + dist.get_rank()
-    launched = []
-    model.embed.tokens.weight.register_hook(lambda _: launched.append(replica.launched))
     model(tokens, tokens + 1).backward()
-    replica.finish_gradient_synchronization()
-    assert len(replica.buckets) - launched[0] == 1  # the others, before the embedding's gradient
-    assert {p for p in matrices if not isinstance(p.grad, stage.NoGradient)} == here
-    full = [p.grad.clone() if p in here else torch.zeros_like(p) for p in matrices]
-    for grad in full:
+    averages = [p.grad / dist.get_world_size() for p in model.parameters()]
+    for grad in averages:
         dist.all_reduce(grad)
-    others = [p.grad.clone() for p in model.parameters() if p not in set(matrices)]
-    plain = torch.cat([g.flatten() for g in [*full, *others]]).norm()
-    norm = stage.clip_grad_norm_(replica, 0.5 * float(plain))
-    torch.testing.assert_close(norm, plain, rtol=1e-5, atol=0)
-    for p, grad in zip(matrices, full, strict=True):
-        assert p not in here or torch.allclose(p.grad, 0.5 * grad, rtol=1e-4)
-    return [matrix.owned_here for matrix in replica.matrices]
+    stage.reduce_gradients(model.named_parameters(), owners)
+    total = torch.cat([grad.flatten() for grad in averages]).norm()
+    norm = stage.clip_grad_norm_(model, muon, 0.5 * float(total))
+    torch.testing.assert_close(norm, total, rtol=1e-5, atol=0)
+    for p, grad in zip(model.parameters(), averages, strict=True):
+        if p in owners and p not in muon.owned:
+            assert isinstance(p.grad, stage.NoGradient)
+        else:
+            torch.testing.assert_close(p.grad, 0.5 * grad, rtol=1e-4, atol=1e-7)
+    return [p in muon.owned for p in owners]
 
 
 def test_each_matrix_has_one_owner_that_alone_has_its_gradient_and_momentum(pools):
@@ -208,10 +262,10 @@ def test_each_matrix_has_one_owner_that_alone_has_its_gradient_and_momentum(pool
 
 def order_of_a_step() -> tuple[list[str], list[str]]:
     """The calls of a rank in a step, and those expected."""
-    _, _, replica = wrapped()
-    muon, order = stage.Muon(replica.matrices, lr=0.1), []
-    for matrix in replica.matrices:
-        matrix.param.grad = torch.ones_like(matrix.param)
+    _, owners = model_and_owners()
+    muon, order = stage.Muon(owners, lr=0.1), []
+    for p in owners:
+        p.grad = torch.ones_like(p) if p in muon.owned else stage.NoGradient(p)
 
     class Sending:
         def wait(self) -> None:
@@ -221,7 +275,7 @@ def order_of_a_step() -> tuple[list[str], list[str]]:
     muon.orthogonalize = lambda x: (order.append("compute"), compute(x))[1]
     with patch.object(stage, "broadcast", lambda *_, **__: (order.append("send"), Sending())[1]):
         muon.step(meanwhile=lambda: order.append("AdamW"))
-    each = [["compute"] * matrix.owned_here + ["send"] for matrix in replica.matrices]
+    each = [["compute"] * (p in muon.owned) + ["send"] for p in owners]
     return order, [*chain(*each), "AdamW", *["wait"] * len(each)]
 
 
@@ -261,17 +315,16 @@ def stepped(case: str) -> list[Tensor]:
     if frozen:
         params[frozen].requires_grad_(False)
     matrices = [p for name, p in params.items() if choose(name, p)]
-    matrices = matrices[:: 1 - 2 * (dist.get_rank() % 2)]  # in another order on another rank
-    others = [p for name, p in params.items() if not choose(name, p)]
-    replica = stage.DistributedDataParallel(model, matrices)
-    muon = stage.Muon(replica.matrices, lr=0.1, dtype=torch.float32)
+    owners = stage.choose_owners(matrices, dist.get_world_size())
+    others = [p for p in params.values() if p not in owners]
+    muon = stage.Muon(owners, lr=0.1, dtype=torch.float32)
     optimizers = [muon, *([torch.optim.AdamW(others, lr=0.1)] if others else [])]
     is_embedding, dtype = isinstance(model[0], nn.Embedding), model[0].weight.dtype
     x = torch.arange(8) if is_embedding else torch.randn(16, 8, dtype=dtype)
     for _ in range(2):
-        replica(x).square().sum().backward()
-        replica.finish_gradient_synchronization()
-        stage.clip_grad_norm_(replica, 1.0)
+        model(x).square().sum().backward()
+        stage.reduce_gradients(model.named_parameters(), owners)
+        stage.clip_grad_norm_(model, muon, 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -284,7 +337,7 @@ def is_matrix(name: str, p: Tensor) -> bool:
 
 RIGHT = {  # model, what Muon gets, and what is frozen
     "a frozen bias": (small, is_matrix, "0.bias"),
-    "a frozen matrix": (small, is_matrix, "1.weight"),
+    "a frozen matrix": (small, lambda name, p: name == "0.weight", "1.weight"),
     "an embedding": (lambda: small("embedding"), is_matrix, ""),
     "one matrix on several ranks": (small, lambda name, p: name == "0.weight", ""),
     "nothing for AdamW, float64": (lambda: small("alone").double(), is_matrix, ""),
@@ -302,28 +355,42 @@ def test_unusual_parameters_are_as_on_one_process(case, pools):
 
 def trained_once() -> tuple:
     model = small()
-    matrices = [model[0].weight, model[1].weight]
-    replica = stage.DistributedDataParallel(model, matrices)
-    muon = stage.Muon(replica.matrices, lr=0.1)
+    owners = stage.choose_owners([model[0].weight, model[1].weight], dist.get_world_size())
+    muon = stage.Muon(owners, lr=0.1)
     model(torch.ones(1, 8)).sum().backward()
-    replica.finish_gradient_synchronization()
-    return model, replica, muon
+    stage.reduce_gradients(model.named_parameters(), owners)
+    return model, muon
 
 
-def another_ranks_state(model, replica, muon) -> None:
+def another_ranks_state(model, muon) -> None:
     states = [None] * dist.get_world_size()
     dist.all_gather_object(states, muon.state_dict())
     muon.load_state_dict(states[dist.get_rank() - 1])
 
 
-def step_too_early(model, replica, muon) -> None:
+def step_too_early(model, muon) -> None:
     muon.zero_grad()
-    with replica.no_sync():
-        model(torch.ones(1, 8)).sum().backward()
+    model(torch.ones(1, 8)).sum().backward()
     muon.step()
 
 
-def stale_graph(model, replica, muon) -> None:
+def reduce_again(model, muon) -> None:
+    stage.reduce_gradients(model.named_parameters(), muon.owners)
+
+
+def backward_again(model, muon) -> None:
+    model(torch.ones(1, 8)).sum().backward()
+
+
+def missing(name: str, model, muon) -> None:
+    model.zero_grad()
+    model(torch.ones(1, 8)).sum().backward()
+    model.get_parameter(name).grad = None
+    with patch.object(dist, "all_reduce", None), patch.object(dist, "all_to_all_single", None):
+        stage.reduce_gradients(model.named_parameters(), muon.owners)
+
+
+def stale_graph(model, muon) -> None:
     """On a rank that does not own the last matrix, too."""
     loss = model(torch.ones(1, 8)).sum()
     muon.step()
@@ -332,35 +399,29 @@ def stale_graph(model, replica, muon) -> None:
 
 ERRORS = {  # what is done on every rank after one backward, and what is said
     "a stale graph": (stale_graph, "modified by an inplace operation"),
-    "a step before the gradients": (step_too_early, "before finish_gradient_synchronization"),
-    "a convolution": (
-        lambda *_: stage.DistributedDataParallel(m := nn.Conv1d(8, 8, 1), [m.weight]),
-        "2-D parameters of the module",
+    "a step before the gradients": (step_too_early, "before reduce_gradients"),
+    "gradients reduced twice": (reduce_again, "this gradient is incomplete or sharded"),
+    "backward before zero_grad": (backward_again, "this gradient is incomplete or sharded"),
+    "a matrix without a gradient": (partial(missing, "1.weight"), "no gradient: 1.weight"),
+    "a bias without a gradient": (partial(missing, "1.bias"), "no gradient, .*: 1.bias"),
+    "a convolution": (lambda *_: stage.Muon({nn.Conv1d(8, 8, 1).weight: 0}, 0.1), "takes 2-D"),
+    "a vector": (lambda model, _: stage.Muon({model[0].bias: 0}, 0.1), "takes 2-D"),
+    "a frozen matrix": (
+        lambda model, _: stage.Muon({model[0].weight.requires_grad_(False): 0}, 0.1),
+        "parameters that train",
     ),
-    "a vector": (
-        lambda *_: stage.DistributedDataParallel(m := small(), m.parameters()),
-        "2-D parameters of the module",
-    ),
-    "of another model": (
-        lambda *_: stage.DistributedDataParallel(small(), [small()[0].weight]),
-        "2-D parameters of the module",
-    ),
-    "others on another rank": (
-        lambda *_: stage.DistributedDataParallel(m := small(), [m[dist.get_rank()].weight]),
-        "parameters, buffers or matrices differ between ranks",
-    ),
-    "a closure": (lambda model, replica, muon: muon.step(lambda: 0.0), "positional argument"),
+    "a closure": (lambda model, muon: muon.step(lambda: 0.0), "positional argument"),
     "a second group": (
-        lambda model, replica, muon: muon.add_param_group({"params": [model[0].bias]}),
+        lambda model, muon: muon.add_param_group({"params": [model[0].bias]}),
         "Muon has one group",
     ),
     "another rank's state": (another_ranks_state, "the momentum of another rank"),
     "PyTorch's clipping": (
-        lambda model, *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         "this gradient is incomplete or sharded",
     ),
     "a scaler": (
-        lambda model, replica, muon: (
+        lambda model, muon: (
             (scaler := torch.amp.GradScaler("cpu")).scale(torch.ones(())),
             scaler.unscale_(muon),
         ),
@@ -379,33 +440,6 @@ def error_of(case: str) -> str:
 @pytest.mark.parametrize("case", ERRORS)
 def test_a_misuse_is_an_error_on_every_rank(case, pools):
     assert all(pools(2).run(error_of, case))
-
-
-def finish_again(backward: bool) -> None:
-    model, replica, _ = trained_once()
-    if backward:
-        model(torch.ones(1, 8)).sum().backward()
-    replica.finish_gradient_synchronization()
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_gradient_is_not_reduced_twice_before_zero_grad(backward, pools):
-    with pytest.raises(WorkerError, match="this gradient is incomplete or sharded"):
-        pools(2).run(finish_again, backward)
-
-
-def moved_without_a_gradient() -> bool:
-    _, _, muon = trained_once()
-    muon.step()
-    params = [matrix.param.detach() for matrix in muon.matrices]
-    before = [param.clone() for param in params]
-    muon.zero_grad()
-    muon.step()
-    return not all(map(torch.equal, params, before))
-
-
-def test_a_matrix_that_has_no_gradient_stays_as_it_is(pools):
-    assert pools(2).run(moved_without_a_gradient) == [False, False]
 
 
 # ---- the figures of the README ----
@@ -433,6 +467,10 @@ def test_the_stated_memory_and_step_of_gpt2_on_eight_ranks():
     states = 4 * p + 12 * (p - matrices) + 8 * owned
     assert f"needs {states / 1e9:.2f} GB of model state on each of 8 ranks" in README
     assert f"against {16 * p / 1e9:.2f} GB in stage 02" in README
+    for bandwidth in (400, 50):  # GB/s; 7/8 of the bytes leave a rank
+        exposed = [nbytes * matrices * 7 / 8 / bandwidth / 1e6 for nbytes in (2, 4)]
+        assert re.search(rf"they take .*{exposed[0]:.1f} ms at {bandwidth} GB/s", README)
+        assert re.search(rf"would hide .*{exposed[1]:.1f}(?= or| ms more)", README)
     work = sum(map(stage.orthogonalization_flops, shapes))
     c = 8 * work / (24 * config.seq_len * config.flops_per_token())
     ratio = (1 + c / 8) / (1 + c)

@@ -41,7 +41,8 @@ def pipeline_of(schedule: str, config: TransformerConfig, autocast: bool = False
     groups = [dist.new_group(group_desc=to) for to in ("to_lower", "to_higher")]
     kind = stage.ZeroBubbleStage if schedule == "zero-bubble" else stage.PipelineStage
     stages = {rank: kind(*stage.parts_of(model, units), autocast)}
-    return stage.Pipeline(stages, stage.SCHEDULES[schedule], *groups, config.d_model), model
+    shape = lambda tokens: (*tokens.shape, config.d_model)  # noqa: E731
+    return stage.Pipeline(stages, stage.SCHEDULES[schedule], *groups, shape), model
 
 
 # ---- the contract ----
@@ -125,7 +126,8 @@ def small_pipeline(case: str) -> tuple[list, list, tuple[float, float], list]:
     if m == 3:
         schedule = partial(stage.interleaved_1f1b, v=2)
     width = 16 if case == "width" or (case == "another width" and rank) else 8
-    pipeline = stage.Pipeline(stages, schedule, dist.new_group(), dist.new_group(), width)
+    groups = dist.new_group(), dist.new_group()
+    pipeline = stage.Pipeline(stages, schedule, *groups, lambda x: (*x.shape[:2], width))
     with torch.set_grad_enabled(case != "evaluation" and not (case == "one evaluates" and rank)):
         with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast outside"):
             losses = pipeline.run(batches).tolist()

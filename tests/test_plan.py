@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from dataclasses import replace
 from unittest.mock import patch
@@ -114,7 +115,6 @@ SHAPE = "--d-model 4096 --n-layers 32 --n-heads 32 --seq-len 4096 --global-batch
         ("--gpus 8 --gpu-type h100 --nodes 2 --network fast", "--network"),
         ("--gpu-type a100-40", "no layout fits"),
         ("--gpus 8 --gpu-type h100 --efficiency 55", "--efficiency 55"),
-        ("--gpus 8 --gpu-type h100 --preflight nowhere.json", "--preflight nowhere.json"),
     ],
 )
 def test_wrong_arguments_end_with_one_line_and_status_2(command, words, said):
@@ -130,16 +130,8 @@ def test_the_plan_of_the_example_takes_at_most_20_seconds(command):
     assert "a tie: measure these" in said and "by formula" in said
 
 
-def test_a_preflight_replaces_the_data_sheets_rates(tmp_path):
-    file = tmp_path / "preflight.json"
-    file.write_text(
-        '{"summary": {"matmul_bfloat16": 5e14, "inside_node": 3e11, "across_nodes": 4e10}}'
-    )
-    gpu, card = plan.gpu_of("h100", str(file), None)
-    assert (gpu.nvlink, card) == (3e11, 4e10)
-    assert gpu.matmul == GPUS["h100"].matmul  # MFU stays a part of the data sheet's rate
-    assert gpu.matmul * gpu.efficiency == pytest.approx(5e14)
-    assert gpu.memory_bandwidth == GPUS["h100"].memory_bandwidth
-    slow, _ = plan.gpu_of("h100", str(file), 0.5)
-    times = [plan.step_time(model(gpu=each)).seconds for each in (gpu, slow)]
-    assert times[0] < times[1]
+def test_a_lower_efficiency_makes_the_fastest_step_longer(command):
+    words = f"{SHAPE} --gpus 8 --gpu-type h200 --efficiency"
+    fast, slow = (command(f"{words} {part}")[1] for part in (0.5, 0.25))
+    seconds = [float(re.search(r"^ 1 (\S+) s,", said, re.MULTILINE)[1]) for said in (fast, slow)]
+    assert seconds[0] < seconds[1]

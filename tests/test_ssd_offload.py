@@ -22,7 +22,7 @@ from unittest.mock import patch
 import chaos
 import pytest
 import torch
-from harness import train
+from harness import assert_same_curve, train
 
 from common.distributed import rank
 from common.state_files import StateFolder
@@ -280,6 +280,21 @@ def test_a_folder_in_memory_is_named(pools, argv):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         argv = [*argv, "--steps", "1", "--offload-dir", folder]
         assert "rank-0 is in memory, and saves none" in pools(1).attempt_train("12", argv)[0].stderr
+
+
+def train_as_on_macos(argv: list[str]) -> list[dict]:
+    with patch.object(os, "posix_fallocate"), patch.object(os, "O_DIRECT"):
+        del os.posix_fallocate, os.O_DIRECT
+        return train("12", argv)
+
+
+def test_without_direct_io_a_run_is_the_same_and_warns(pools, argv, tmp_path):
+    argv = [*argv, "--steps", "3"]
+    expected = pools(1).train("12", [*argv, "--run-dir", str(tmp_path / "with")])[0]
+    flags = ["--run-dir", str(tmp_path / "without")]
+    (outcome,) = pools(1).attempt(train_as_on_macos, [*argv, *flags])
+    assert "has no direct I/O" in outcome.stderr
+    assert_same_curve(outcome.value, expected)
 
 
 def restarted(count: str, argv: list[str]) -> list[dict]:

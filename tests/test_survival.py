@@ -15,7 +15,7 @@ from pathlib import Path
 import chaos
 import pytest
 from harness import REPO, Pool, assert_same_curve, metrics_of, runs_for, stage_path
-from jobs import free_port, start, torchrun, train_and_signal, workers_of
+from processes import free_port, start, torchrun, train_and_signal, workers_of
 
 from common.checkpoint import checkpoints
 

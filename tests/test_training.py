@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import stat
+import time
 from argparse import Namespace
 from itertools import count, islice
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from chaos import numbers, tensors_of
 from harness import REPO, assert_same_curve, load_stage, metrics_of, stage_path
-from jobs import train_and_signal
+from processes import train_and_signal
 from test_checkpoint import metadata_of, write_metadata
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from common.arguments import PRESETS
 from common.checkpoint import checkpoints
 from common.data import load_corpus, train_batches
 from common.files import sync
-from common.metrics import peak_flops
+from common.metrics import Metrics, peak_flops, readable
 from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import learning_rate
 from common.run import Run
@@ -164,6 +165,40 @@ def test_peak_flops_of_known_and_unknown_devices():
     assert peak_flops("NVIDIA GeForce GTX 1080") is peak_flops("") is None
 
 
+GPT2 = {"step": 99999, "loss": 10.4123, "grad_norm": 1.558, "lr": 1.234e-4, "load": 7.53}
+GPT2 |= {"tokens_per_s": 612.3, "step_ms": 13378.9, "model_state_mb": 2611.7, "memory_mb": 15432.1}
+GPT2 |= {"comm_mb": 1141.28, "seconds_left": 5399, "save_ms": 12345.6}
+GPT2 |= {"val_loss": 10.38, "val_ppl": 33278.9, "test_loss": 10.37, "test_ppl": 33123.4}
+TINY = GPT2 | {"loss": 7.7624, "tokens_per_s": 212345.6, "comm_mb": 11.82}
+
+
+@pytest.mark.parametrize("line", [GPT2, TINY])
+def test_a_step_fits_into_100_columns_of_the_console_on_a_cpu(line, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    first, second = readable(line).splitlines()
+    assert first.startswith("step 99999  loss ") and "load 7.53" in first and "MB  ETA" in first
+    assert second.split() == "save 12345.6 ms val loss 10.38 val ppl 3.328e+04".split() + (
+        "test loss 10.37 test ppl 3.312e+04".split()
+    )
+    assert len(first) <= 100 and len(second) <= 100
+
+
+def test_the_eta_is_measured_without_the_first_step(tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    metrics = Metrics(100, 1, 1.0, torch.device("cpu"), tmp_path)
+    metrics.open(10)  # resumed
+    metrics.start(10)
+    left = []
+    for step, seconds in ((10, 50.0), (11, 2.0), (12, 2.0)):
+        metrics.start_step()
+        now += seconds
+        metrics.end_step(step, torch.zeros(()), torch.zeros(()), 1e-3, True)
+        metrics.write()
+        left.append(metrics.lines[-1].get("seconds_left"))
+    assert left == [None, 88 * 2.0, 87 * 2.0]
+
+
 # ---- a run's folder ----
 
 
@@ -175,7 +210,8 @@ def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path,
         assert {"step", "loss", "grad_norm", "lr"} <= set(line)
         assert line["comm_mb"] == 0.0 and line["memory_mb"] > 50 and line["step_ms"] > 0
         assert line["tokens_per_s"] == pytest.approx(12 * 16 / line["step_ms"] * 1e3)
-    assert [line["seconds_left"] > 0 for line in metrics] == [True] * (len(metrics) - 1) + [False]
+    assert "seconds_left" not in metrics[0]  # the first step warms up
+    assert metrics[1]["seconds_left"] > 0 == metrics[-1]["seconds_left"]
     for name in ("val", "test"):
         assert metrics[-1][f"{name}_ppl"] == pytest.approx(math.exp(metrics[-1][f"{name}_loss"]))
 

@@ -1,1 +1,7 @@
 """What the Makefile calls, `python -m tools.NAME`, and what tests and benchmarks share."""
+
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    print(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}", file=sys.stderr)
+    sys.exit(2)

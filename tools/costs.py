@@ -53,10 +53,14 @@ class Costs:
             self.sent[op, group] += nbytes * around
 
 
-def ddp(x: Costs) -> None:
+def averaged(x: Costs) -> None:
     x.hold(4 * x.P, 4 * x.P, 8 * x.P)
-    x.start_equal("world", x.n, 4 * x.P)
     x.send("all_reduce", "world", x.n, 4 * x.P)
+
+
+def ddp(x: Costs) -> None:
+    averaged(x)
+    x.start_equal("world", x.n, 4 * x.P)
 
 
 def gathered(x: Costs, again: int, itemsize: int = 4) -> float:
@@ -151,12 +155,12 @@ def mesh(x: Costs) -> None:
     part = pipeline(x, pp, x.rank // (dp * tp), 4 * x.A / shards)
     own = tensor_parallel(x, "tp", tp, *part)
     x.hold(4 * own, 4 * own, 8 * own)
-    x.start_equal("dp", dp, 4 * own)
     x.send("all_reduce", "dp", dp, 4 * own)
 
 
 def context_parallel(x: Costs) -> None:
-    ddp(x)
+    x.hold(4 * x.P, 4 * x.P, 8 * x.P)
+    x.send("all_reduce", "world", x.n, 4 * x.P)
     cp = x.args.cp or x.n
     x.m //= x.n // cp
     forwards = 1 + x.args.activation_checkpointing
@@ -174,8 +178,6 @@ def expert_parallel(x: Costs) -> None:
     sharded = x.L * args.n_experts * expert / ep
     dense = x.P - x.L * (8 * x.d * x.d - router)
     x.hold(4 * (dense + sharded), 4 * (dense + sharded), 8 * (dense + sharded))
-    x.start_equal("world", x.n, 4 * dense + 4 * x.L * args.n_experts)  # and the biases
-    x.start_equal("replicas", x.n // ep, 4 * sharded)
     x.send("all_reduce", "world", x.n, 4 * dense + 8 * x.L * args.n_experts)  # and the loads
     x.send("all_reduce", "replicas", x.n // ep, 4 * sharded)
     again = args.activation_checkpointing
@@ -191,7 +193,6 @@ def muon(x: Costs) -> None:
     owners = load_stage("11").choose_owners(matrices, x.n)
     owned = sum(p.numel() for p in matrices if owners[p] == x.rank)
     every = 12 * d * d * x.L
-    x.start_equal("world", x.n, 4 * x.P)
     x.hold(4 * x.P, 4 * (x.P - every + owned), 8 * (x.P - every) + 4 * owned)
     x.send("all_reduce", "world", x.n, 4 * (x.P - every))
     x.send("reduce", "world", x.n, 4 * every)
@@ -200,6 +201,7 @@ def muon(x: Costs) -> None:
 
 # a stage that is not here costs what the stage costs that it is compared with
 COSTS: dict[str, Callable[[Costs], None]] = {
+    "01": averaged,  # over one rank
     "02": ddp,
     "03": zero,
     "04": fsdp,

@@ -11,6 +11,7 @@ run that saved last.
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 
 import torch
@@ -43,7 +44,9 @@ def tensors_of(checkpoint: Path, prefix: str = "model.") -> dict[str, Tensor]:
             for name, entry in entries.items()
             if name.startswith(prefix)
         }
-        dcp.load(state, storage_reader=reader, planner=LoadPlanner(set(entries)), no_dist=True)
+        planner = LoadPlanner(set(entries))
+        with warnings.catch_warnings(action="ignore"):  # that it loads in a single process
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     except (CorruptCheckpointError, dcp.api.CheckpointException) as error:
         if isinstance(error, dcp.api.CheckpointException):
             error, _ = next(iter(error.failures.values()))

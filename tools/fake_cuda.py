@@ -80,6 +80,7 @@ def torch_cuda(watch: Watch) -> list:
         "get_device_name": lambda *_: GPU.name,
         "max_memory_allocated": lambda *_: 0,
         "synchronize": lambda *_: watch.note("waits", "synchronize"),
+        "is_current_stream_capturing": lambda: False,
         "Stream": lambda *_: None,
         "current_stream": lambda *_: MagicMock(),
     }

@@ -11,6 +11,7 @@ PyTorch when the first pool starts; the fork server that the ranks come from doe
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -30,7 +31,9 @@ from typing import Any
 
 from tools.stages import load_file, load_stage, stage_file, stage_path
 
-# what the fork server imports, once for all processes
+# the packages that training imports; PyTorch brings its own
+NEEDED = ("torch", "numpy", "tensorboard", "xxhash")
+# what the fork server imports, once for all processes; a user of pools may add to it
 PRELOAD = ["torch._dynamo", "torch.utils.tensorboard", "common.checkpoint", "common.run"]
 PRELOAD += ["tools.worker"]
 
@@ -63,9 +66,9 @@ class Outcome:
 class Pool:
     """`world_size` processes in one process group, which run one job after another.
 
-    group=False: one process without a process group, as stage 01 runs. backend: "gloo", "late"
-    (`late_backend.py`), or one for each device, as in "cpu:late,meta:gloo". environment: variables
-    of the processes, in addition to this process's own.
+    group=False: one process without a process group, as stage 01 runs. backend: "gloo", one that a
+    module in `PRELOAD` registers, or one for each device, as in "cpu:late,meta:gloo". environment:
+    variables of the processes, in addition to this process's own.
     """
 
     def __init__(
@@ -214,6 +217,14 @@ def fork_server():
         for name, value in kept.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
     return context
+
+
+def missing() -> str:
+    """One line that names the packages of NEEDED which this Python lacks; empty if it has all."""
+    names = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    verb = "is" if len(names) == 1 else "are"
+    line = f"{', '.join(names)} {verb} missing: pip install {' '.join(names)}"
+    return line if names else ""
 
 
 def train(stage: str, argv: list[str]) -> list[dict]:

@@ -12,9 +12,11 @@ says what the tools and the tests need to know of it. Nothing outside of the fol
                                     its own number where it changes what is computed
     tolerance = { loss = 1e-5, norm = 1e-4, steps = 50 }    of float32 runs against the reference,
                                     absolute and relative, and the steps that are compared
+    gradient_tolerance = 1e-4       of the gradients of one step, relative: by default the norm's
     replay = "some_module"          a file of its folder: a reference run inside of its function of
                                     that name, `how` = "record", and the others inside of it with
                                     "replay" are comparable
+    cpu_torch = "2.12"              the first PyTorch that has its operators on a CPU
     ranks_differ = "why"            where ranks issue different collectives or hold more than others
     exercise = ["Class.method", "function", ...]    what `make exercise-NN` blanks, in the order in
                                     which to write it
@@ -122,7 +124,9 @@ class StageFile:
     flags: tuple[str, ...] = ()
     reference: str = "01"
     tolerance: dict[str, float] = field(default_factory=dict)
+    gradient_tolerance: float = 0.0
     replay: str = ""
+    cpu_torch: str = ""
     ranks_differ: str = ""
     renamed: dict[str, list[str]] = field(default_factory=dict)
     refined: dict[str, str] = field(default_factory=dict)
@@ -260,6 +264,16 @@ def with_ranks(flags: str, ranks: int) -> str:
 def runs_for(purpose: str) -> list[StageRun]:
     """All stages' runs for one purpose."""
     return [run for number in stages() for run in stage_file(number).for_(purpose)]
+
+
+def lacks_on_cpu(number: str) -> str:
+    """What a stage needs to run on a CPU and this PyTorch is not; empty if it can run."""
+    import torch  # `make diff` needs none
+
+    needed = stage_file(number).cpu_torch
+    if not needed or torch.__version__ >= needed:
+        return ""
+    return f"on a CPU {number} needs PyTorch {needed} or newer, and this is {torch.__version__}"
 
 
 def pairs() -> list[tuple[str, str]]:

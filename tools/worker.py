@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
 import io
 import multiprocessing
 import os
@@ -47,8 +46,6 @@ def work(rank: int, size: int, port: int | None, connection, environment, folder
 
     threading.Thread(target=listen, daemon=True).start()
     if port is not None:
-        if "late" in backend:
-            importlib.import_module("late_backend")  # of the tests: registers the backend
         dist.set_debug_level_from_env()  # torch was imported in another environment
         dist.init_process_group(
             backend,
@@ -69,6 +66,8 @@ def work(rank: int, size: int, port: int | None, connection, environment, folder
         if port is not None and outcome.traceback is None:
             tidy_up()
         gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # for the processes that share this GPU
         try:
             answer = pickle.dumps(outcome)
         except Exception:

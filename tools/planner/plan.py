@@ -8,18 +8,16 @@ seconds per layout; tests compare both with the dry run.
 
 from __future__ import annotations
 
-import json
 import math
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from common.arguments import PRESETS, SHAPE, base_parser, positive, positive_int
 from common.distributed import fail
 from tools.costs import Costs, costs_of
-from tools.planner.step_time import GPUS, Gpu, Job, caveats, step_time
+from tools.planner.step_time import GPUS, Job, caveats, step_time
 
 VOCABULARY = 33_280  # WikiText-2's 33,278, padded
 USABLE = 0.92  # of a GPU's memory: the CUDA context, NCCL's buffers and fragmentation take the rest
@@ -69,7 +67,7 @@ def layouts(model: Job) -> Iterator[tuple[str, str, Job]]:
             for sp in ("", " --sequence-parallel") if tp > 1 else ("",):
                 name = f" --schedule {schedule}" if pp > 1 else ""
                 job = replace(dp, pp=pp, tp=tp, schedule=schedule, virtual=schedules[schedule])
-                job = replace(job, sequence_parallel=bool(sp))
+                job = replace(job, sequence_parallel=bool(sp), overlaps_reduction=False)
                 yield "07", f"--pp {pp} --tp {tp}{name}{sp}", job
 
 
@@ -214,33 +212,6 @@ def plan(model: Job, fixed: Namespace) -> tuple[list[tuple[float, Layout]], Coun
     return sorted(found, key=lambda pair: pair[0]), dropped
 
 
-def gpu_of(name: str, preflight: str | None, efficiency: float | None) -> tuple[Gpu, float | None]:
-    """The device, and the bytes/s of its network card if they were measured.
-
-    `preflight.json` has an object "summary", with rates per GPU in FLOP/s and bytes/s, in one
-    direction; a missing one is the data sheet's:
-
-        matmul_bfloat16, matmul_float32   of large matmuls
-        memory                            of a copy, read and written bytes
-        inside_node                       bus bandwidth of a group that is one node
-        across_nodes                      of one network card
-    """
-    gpu, card = GPUS[name], None
-    if preflight:
-        try:
-            figures = {
-                k: float(v) for k, v in json.loads(Path(preflight).read_text())["summary"].items()
-            }
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            fail(f"--preflight {preflight}: no summary of a preflight ({error!r})")
-        changes = {"memory_bandwidth": figures.get("memory"), "nvlink": figures.get("inside_node")}
-        if rate := figures.get("matmul_bfloat16"):
-            changes["efficiency"] = rate / gpu.matmul  # MFU stays a part of the data sheet's rate
-        gpu = replace(gpu, held_to="a preflight", **{k: v for k, v in changes.items() if v})
-        card = figures.get("across_nodes")
-    return replace(gpu, efficiency=efficiency or gpu.efficiency), card
-
-
 def show(found: list[tuple[float, Layout]], model: Job, command: str, explain: bool) -> None:
     best, tied = found[0][0], 0
     print(f"{'':3}{'step, and its range':26}{'memory':>8}{'MFU':>7}{'tokens/s':>10}", end="")
@@ -279,7 +250,6 @@ def parse_args() -> Namespace:
     add("--gpu-type", choices=GPUS, required=True)
     add("--network", type=positive, help="GB/s of one GPU's network card, in one direction")
     add("--efficiency", type=positive, help="the achieved part of the matmul rate, such as 0.55")
-    add("--preflight", metavar="FILE", help="rates that `make preflight` has measured")
     add("--explain", action="store_true", help="print the best layout's formulas with its numbers")
     return parser.parse_args()
 
@@ -295,10 +265,10 @@ def main() -> None:
     if args.d_model % args.n_heads:
         fail(f"--d-model {args.d_model} is not a multiple of --n-heads {args.n_heads}")
     ranks = nodes * per_node
-    gpu, card = gpu_of(args.gpu_type, args.preflight, args.efficiency)
-    if args.network:
-        card = 1e9 * args.network
-    if card is None and nodes > 1:
+    gpu = GPUS[args.gpu_type]
+    if args.efficiency:
+        gpu = replace(gpu, efficiency=args.efficiency)
+    if nodes > 1 and not args.network:
         fail(f"--nodes {nodes} needs --network, the GB/s of a GPU's network card")
     model = Job(
         layers=args.n_layers,
@@ -310,7 +280,7 @@ def main() -> None:
         ranks=ranks,
         gpu=gpu,
         per_node=per_node,
-        network=card or math.inf,
+        network=1e9 * args.network if args.network else math.inf,
         dtype=args.dtype or "bfloat16",
     )
     found, dropped = plan(model, args)
