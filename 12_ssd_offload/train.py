@@ -180,7 +180,7 @@ class FullyShardedDataParallel(nn.Module):
             bucket.reshard()  # if it was prefetched and not used
             bucket.finish_reduction()
         self.optimizer.files.wait()
-        missing = [b.name for b in self.buckets if self.optimizer.norms.get(b.file) is None]
+        missing = [b.name for b in self.buckets if not self.optimizer.is_complete.get(b.file)]
         if missing:
             raise RuntimeError(f"no backward outside of no_sync() has reached the units {missing}")
 
@@ -322,41 +322,38 @@ class Gather(torch.autograd.Function):
         return None, None  # the average follows when the reduction has finished
 
 
-class SpeculativeAdamW:
-    """AdamW on files. It updates a unit as soon as it has the unit's gradient of the whole step.
+# ---- update during backward ----
 
-    The new state goes into the slot that does not count, as if nothing were clipped. `step` makes
-    this slot count. If the gradients are clipped, it first does all updates again.
 
-    speculates: else all updates wait for `step`. settings: of AdamW.
+class OverlappedAdamW:
+    """AdamW on files. A thread updates a unit as soon as the unit's gradient of the step is there.
+
+    It reads the current slot and writes the other one. `step` switches the slots, so until then no
+    state is lost. settings: of AdamW.
     """
 
-    def __init__(
-        self, files: StateFolder, betas: tuple[float, float], speculates: bool = True, **settings
-    ):
+    def __init__(self, files: StateFolder, betas: tuple[float, float], **settings):
         defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
         self.param_groups = [defaults | settings | {"beta1": betas[0], "beta2": betas[1]}]
         self.files, self.state = files, {}  # the state is in the files
         self.shard = nn.Parameter(torch.empty(0))  # `FlatParameter.shard`
         # one stream for all copies to and from a GPU: each stream has a memory pool of its own
         self.copies = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self.may_speculate = self.speculates = speculates
-        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
-        self.n_redone = 0  # steps
-        # of a gradient's rows; empty while a thread computes them, None before the last micro-batch
-        self.norms: dict[StateFile, Tensor | None] = {}
+        self.settings: dict = {}  # of this step's updates
+        # of the files that have a gradient of this step: whether the last micro-batch is in it
+        self.is_complete: dict[StateFile, bool] = {}
 
     def take(self, file: StateFile, average: Tensor, is_last: bool) -> None:
-        """Take a unit's average gradient of one micro-batch; a thread uses it."""
+        """Take a unit's average gradient of one micro-batch, for a thread."""
         if self.files.step != self.files.committed:
             raise RuntimeError("commit() after every step: the next one overwrites the old slot")
-        if self.norms.get(file) is not None:
+        if self.is_complete.get(file):
             raise RuntimeError(f"{file.path.stem}: a backward after the step's last one")
-        if not self.norms:
-            self.used = dict(self.param_groups[0])  # by the updates of this step
-        is_first = file not in self.norms
-        self.norms[file] = torch.empty(0) if is_last else None  # a thread replaces it
+        if not self.is_complete:
+            self.settings = dict(self.param_groups[0])
         ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
+        is_first = file not in self.is_complete
+        self.is_complete[file] = is_last
         self.files.start(file, self.accumulate, average, ready, is_first, is_last)
 
     def accumulate(
@@ -372,20 +369,49 @@ class SpeculativeAdamW:
             gradient += file.read(GRADIENT)
         file.write(GRADIENT, gradient)
         if is_last:
-            self.norms[file] = torch.cat(norms_of_rows(gradient))
-            if self.speculates:
-                self.update(file, gradient)
+            self.update(file, gradient)
 
-    def update(self, file: StateFile, gradient: Tensor | None = None) -> None:
-        """Read the slot that counts, write the other one. gradient: default: the file's, scaled."""
-        if gradient is None:
-            gradient = file.read(GRADIENT).mul_(self.scale)
+    def update(self, file: StateFile, gradient: Tensor) -> None:
+        """Read the current slot, write the other one."""
         param, exp_avg, exp_avg_sq = rows = file.read(self.files.slot, SLOT)
         steps = torch.tensor(float(self.files.step))
-        tensors = [param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps]
         # the function, as an object of the class would hold on to the state
-        adamw(*tensors, **self.param_groups[0])
+        adamw([param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps], **self.settings)
         file.write(SLOT - self.files.slot, rows)
+
+    def step(self) -> None:
+        """Switch the slots: the new state becomes the current one."""
+        if self.settings != self.param_groups[0]:
+            raise RuntimeError("set the learning rate before the step's first backward")
+        self.files.step, self.files.slot = self.files.step + 1, SLOT - self.files.slot
+        increment_version(self.shard)  # what is gathered is stale
+        self.is_complete.clear()
+
+
+# ---- speculate, then validate ----
+
+
+class SpeculativeAdamW(OverlappedAdamW):
+    """Clipping scales by a factor that only the whole gradient gives. Updates speculate that it is
+    1. If it was not, `step` repeats them from the old slot, which they have left as it was.
+
+    speculates: else all updates wait for `step`.
+    """
+
+    def __init__(self, files: StateFolder, *, speculates: bool = True, **settings):
+        super().__init__(files, **settings)
+        self.may_speculate = self.speculates = speculates
+        self.norms: dict[StateFile, Tensor] = {}  # of the rows of each completed gradient
+        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
+        self.n_redone = 0  # steps
+
+    def update(self, file: StateFile, gradient: Tensor) -> None:
+        self.norms[file] = torch.cat(norms_of_rows(gradient))
+        if self.speculates:
+            super().update(file, gradient)
+
+    def update_scaled(self, file: StateFile) -> None:
+        super().update(file, file.read(GRADIENT).mul_(self.scale))
 
     def is_clipped(self) -> bool:
         if not self.scale.item() > 0.0:  # NaN, or 0 of an infinite norm
@@ -394,20 +420,17 @@ class SpeculativeAdamW:
         return self.scale.item() < 1.0
 
     def step(self) -> None:
-        """Let the new state count. First do the updates that are missing, or that were wrong."""
+        """First do the updates that are missing, or that were wrong."""
         if self.scale is None:
             raise RuntimeError("step() needs a clip_grad_norm_() before it, of its own")
-        if self.used != self.param_groups[0]:
-            raise RuntimeError("set the learning rate before the step's first backward")
         is_clipped = self.is_clipped()
         if is_clipped or not self.speculates:
             self.n_redone += self.speculates
             for file in self.files.files:
-                self.files.start(file, self.update)
+                self.files.start(file, self.update_scaled)
             self.files.wait()
-        self.speculates = self.may_speculate and not is_clipped  # the next step is likely alike
-        self.files.step, self.files.slot = self.files.step + 1, SLOT - self.files.slot
-        increment_version(self.shard)  # what is gathered is stale
+        super().step()
+        self.speculates = self.may_speculate and not is_clipped  # clipped steps come in series
         self.norms.clear()
         self.scale = None
 

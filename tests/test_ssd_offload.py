@@ -259,7 +259,7 @@ def test_bad_folders_are_errors_in_one_line(pools, argv, tmp_path):
         assert f"{state}/rank-0 holds step 2 of" in found and "'run': '..'" in found
     assert "'ranks': 1" in error(ranks=2)
     with open(state / "rank-0/lock", "a") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         assert "another run uses" in error()
     large = ["--lr", "1e30", "--warmup-steps", "0"]
     assert "gradient norm of step 3 is not finite" in error("--steps", "9", *large, status=1)
