@@ -44,7 +44,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from common.collectives import (
-    agree_on_overflow,
     all_gather_single,
     all_reduce_control,
     broadcast,
@@ -52,7 +51,7 @@ from common.collectives import (
     global_norm,
     reduce_scatter_single,
 )
-from common.units import lend_parameters, take_parameters, units_with_values
+from common.units import Place, lend_parameters, place_in, take_parameters, units_with_values
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive, seconds
@@ -185,8 +184,6 @@ class ZeroRedundancyOptimizer:
                 bucket.finish_step()
             self.expect_gradients()
         self.finished = True
-        grads = (bucket.shard.grad for bucket in self.buckets)
-        agree_on_overflow((grad for grad in grads if grad is not None), self.group)
 
     # ---- all of ZeRO: clip, step, gather ----
 
@@ -337,19 +334,14 @@ class FlatParameter:
         finally:
             self.full = None  # frees it: `pack` has kept no reference for backward
 
-    def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: (tensor,) or, of a view of `full`, its place: (None,
-        shape, stride, offset)."""
-        # sparse, complex and negated views are not given by a place alone
-        other = tensor.layout != torch.strided or tensor.dtype != self.full.dtype or tensor.is_neg()
-        if other or tensor.untyped_storage() is not self.full.untyped_storage():
-            return (tensor.detach(),)  # an output itself would keep its graph
-        return None, tensor.shape, tensor.stride(), tensor.storage_offset()
+    def pack(self, tensor: Tensor) -> Tensor | Place:
+        """What autograd keeps for backward: a tensor or, of a view of `full`, its place there."""
+        place = place_in(self.full, tensor)
+        return tensor.detach() if place is None else place  # an output itself would keep its graph
 
-    def unpack(self, saved: tuple) -> Tensor:
-        """What backward reads: the tensor that `pack` has saved, or the view, gathered again."""
-        tensor, *place = saved
-        return self.unshard().as_strided(*place) if place else tensor
+    def unpack(self, saved: Tensor | Place) -> Tensor:
+        """What backward reads: the tensor, or the view, for which the unit is gathered again."""
+        return self.unshard().as_strided(*saved) if isinstance(saved, Place) else saved
 
     @torch.inference_mode(False)  # else `full` would not count its versions
     def unshard(self) -> Tensor:

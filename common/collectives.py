@@ -260,18 +260,3 @@ def norms_of_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
     whole = len(flat) // 1024 * 1024
     rows, rest = flat[:whole].view(-1, 1024), flat[whole:]
     return vector_norm(rows, dim=-1, dtype=dtype), vector_norm(rest, dtype=dtype)[None]
-
-
-def agree_on_overflow(grads: Iterable[Tensor], group: Group = None) -> None:
-    """If any rank has an inf or NaN among its gradients, give every rank's gradients a NaN.
-
-    For gradients of which each rank has another part: torch.amp.GradScaler skips a step by those of
-    its own rank alone, and the other ranks would not.
-    """
-    grads = list(grads)
-    device = grads[0].device if grads else None
-    zeros = (grad.sum(dtype=torch.float32) * 0 for grad in grads)  # or NaN
-    overflow = sum(zeros, torch.zeros((), device=device))
-    all_reduce_control(overflow, group=group)
-    for grad in grads:
-        grad.view(-1)[:1] += overflow

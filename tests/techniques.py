@@ -100,7 +100,7 @@ class Trainer:
         if self.strategy not in ("zero-3", "fsdp", "fsdp-keep"):
             return {name: p.detach().clone() for name, p in self.plain.named_parameters()}
         state = {}
-        for bucket in self.sync.buckets:
+        for bucket in getattr(self.sync, "units", None) or self.sync.buckets:
             full = torch.empty(sum(bucket.sizes), dtype=bucket.shard.dtype)
             dist.all_gather_single(full, bucket.shard.detach(), group=bucket.group)
             *flats, _ = full.split(bucket.sizes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from common.collectives import agree_on_overflow
 from common.guards import guard
 from common.state_files import StateFolder
 from tools.stages import load_stage
@@ -467,6 +465,10 @@ def test_a_missing_gradient_is_an_error_without_a_guard_too(pools, strategy):
         assert said.endswith(f"left out {names}"), said
 
 
+def flat_buffers(sync) -> list:
+    return [*getattr(sync, "buckets", ()), *getattr(sync, "units", ())]
+
+
 def what_the_guard_reads(strategy: str) -> None:
     sync = trainer_of(strategy, chain(), guarded=False).sync
     assert isinstance(sync.module, Chain) and sync.synchronizes
@@ -474,8 +476,8 @@ def what_the_guard_reads(strategy: str) -> None:
     if strategy.startswith("zero"):
         assert sync.zero_stage == int(strategy[-1])
         assert isinstance(sync.optimizer, torch.optim.Optimizer)
-    for bucket in sync.buckets if strategy != "ddp" else ():
-        assert isinstance(bucket.shard, nn.Parameter)
+    for each in flat_buffers(sync) if strategy != "ddp" else ():
+        assert isinstance(each.shard, nn.Parameter)
 
 
 @pytest.mark.parametrize("strategy", ALL)
@@ -613,7 +615,7 @@ def distance(strategy: str, name: str, skips: str = "") -> float:
         if skips != "finish":
             trainer.sync.finish_gradient_synchronization()
             if strategy not in DDP:
-                assert any(bucket.shard.grad is not None for bucket in trainer.sync.buckets)
+                assert any(each.shard.grad is not None for each in flat_buffers(trainer.sync))
         if skips == "nothing":
             trainer.model(batch(7))
         trainer.optimizer.step()
@@ -665,15 +667,3 @@ def bytes_left_by_a_forward(strategy: str) -> int:
 @pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
 def test_a_forward_without_a_backward_leaves_no_graph_and_no_gathered_unit(pools, strategy):
     assert max(pools(2).run(bytes_left_by_a_forward, strategy)) <= 0
-
-
-def agreed(rank_0: float) -> list[float]:
-    grad = torch.full((2,), rank_0 if dist.get_rank() == 0 else 1.0, dtype=torch.float16)
-    agree_on_overflow([grad])
-    return grad.tolist()
-
-
-@pytest.mark.parametrize(("rank_0", "skip"), [(6e4, False), (math.inf, True), (math.nan, True)])
-def test_ranks_agree_on_an_overflow_and_a_sum_beyond_float16_is_none(pools, rank_0, skip):
-    for grads in pools(2).run(agreed, rank_0):
-        assert math.isnan(grads[0]) == skip

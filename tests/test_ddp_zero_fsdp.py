@@ -221,9 +221,9 @@ def error_of_the_average() -> float:
     twin(x).float().square().sum().backward()
     trainer = Trainer("fsdp", nn.Sequential(plain), SGD, gathered=torch.bfloat16, lr=0.1)
     trainer.backward([lambda model: model(x).float().square().sum()])
-    (bucket,) = trainer.sync.buckets
-    full = torch.cat([twin.weight.grad.float().flatten(), torch.zeros(bucket.sizes[-1])])
-    return ((bucket.shard.grad - full[bucket.owned]).norm() / full.norm()).item()
+    (unit,) = trainer.sync.units
+    full = torch.cat([twin.weight.grad.float().flatten(), torch.zeros(unit.sizes[-1])])
+    return ((unit.shard.grad - full[unit.owned]).norm() / full.norm()).item()
 
 
 def test_gradients_of_bf16_weights_are_averaged_in_float32(pools):
