@@ -7,11 +7,12 @@ only after backward. So the threads speculate that nothing is clipped, and write
 a second slot of the file. If that was wrong, the step is redone from the old slot. A run that is
 killed at any moment loses only one step.
 
-    P parameters, N ranks, m micro-batches per step; E of the embedding, O of the output; float32
+    P parameters: E in the embedding, O in the output, L in a layer; float32. N ranks,
+    m micro-batches per step
 
     memory per rank   four full units and 22 shards of a unit, whatever their number
     files per rank    28 P / N bytes: two slots of 12, and the gradient
-    read per step     (4 m (2 P - E - O) + 12 P + 4 (m - 1) P) / N bytes; if redone 16 P / N more
+    read per step     (4 m (3 P - E - O - L) + 8 P) / N bytes; if redone 16 P / N more
     written per step  (4 m P + 12 P) / N bytes; if redone 12 P / N more
     communication     as in stage 04
 
@@ -80,7 +81,7 @@ from common.run import Run
 from common.storage import SHAPE, checkpoints, compare_runs
 
 # ------------------------------------------------------------------------------------------------
-# The technique: shards in files, a few of which are in memory at a time
+# The technique: shards in files, which are read ahead of their use
 # ------------------------------------------------------------------------------------------------
 
 
@@ -91,22 +92,17 @@ class FullyShardedDataParallel(nn.Module):
     in every forward of its unit and nowhere else. All ranks run the same units in the same order,
     each once per micro-batch. Every backward of a step but the last is under `no_sync()`. A step is
     `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`, and `commit()` of
-    the optimizer's files.
-
-    module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
-    one unit's parameters memory and values. units: in the order to prefetch in. optimizer: it has
-    the files, and gets the gradients. param_dtype: of the unsharded parameters (default: float32,
-    that of the files). device: of the unsharded parameters (default: the module's).
+    the optimizer's files. materialize(unit, name) gives a unit on the meta device its values.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        units: list[nn.Module],
-        optimizer: SpeculativeAdamW,
-        param_dtype: torch.dtype | None = None,
+        module: nn.Module,  # equal on all ranks, or on the meta device
+        units: list[nn.Module],  # in the order to prefetch in
+        optimizer: SpeculativeAdamW,  # it has the files, and gets the gradients
+        param_dtype: torch.dtype | None = None,  # of gathered units and their inputs
         materialize: Callable[[nn.Module, str], None] | None = None,
-        device: torch.device | None = None,
+        device: torch.device | None = None,  # of the unsharded parameters; default: the module's
     ):
         if materialize is not None and device is None:
             raise ValueError("materialize needs a device: a module on the meta device has none")
@@ -188,8 +184,7 @@ class FullyShardedDataParallel(nn.Module):
             unit.reshard()  # if it was prefetched and not used
             unit.finish_reduction()
         self.optimizer.files.wait()
-        done = self.optimizer.is_complete
-        missing = [unit.name for unit in self.units if not done.get(unit.file)]
+        missing = [u.name for u in self.units if not self.optimizer.is_complete.get(u.file)]
         if missing:
             raise RuntimeError(f"no backward outside of no_sync() has reached the units {missing}")
 
@@ -209,8 +204,8 @@ class FullyShardedDataParallel(nn.Module):
 class Unit:
     """A module's parameters side by side in one flat buffer, of which each rank owns a shard.
 
-    shard: an empty tensor in place of one of [length], the same in all units, for autograd to see.
-    Its version counts the optimizer's steps. file: has the values, the moments and the gradient.
+    file: has the shard's values, [length], the moments and the gradient. shard: an empty parameter,
+    the same in all units: autograd needs an input. Its version counts the optimizer's steps.
     full: the gathered parameters, [N * length], padded, in `dtype`; exists only while unsharded.
     """
 
@@ -255,9 +250,10 @@ class Unit:
         return self.full.as_strided(*saved)
 
     def fetch(self) -> None:
-        """Start to read the shard, unless `full` is up to date, or will be."""
+        """Start to read the shard, unless it is being read, or `full` has it."""
         if self.version != self.shard._version:
             self.reshard()  # of an earlier step
+        if self.full is None and self.reading is None:
             self.version = self.shard._version
             self.reading = self.files.threads.submit(self.read)
 
@@ -287,7 +283,8 @@ class Unit:
     def reshard(self) -> None:
         """Wait for an all-gather in flight, then drop `full`."""
         self.wait()
-        self.full = self.version = self.reading = None  # `pack` has kept no reference for backward
+        self.full = None  # frees it: `pack` has kept no reference for backward
+        self.reading = None  # if it was not used
 
     def start_reduction(self, grads: tuple[Tensor, ...]) -> None:
         """Start the reduce-scatter of `grads`, joined in one buffer. The sum is written into this
@@ -332,10 +329,10 @@ class Gather(torch.autograd.Function):
 
 
 class OverlappedAdamW:
-    """AdamW on files. A thread updates a unit as soon as the unit's gradient of the step is there.
+    """AdamW on files, in threads. A unit is updated as soon as its gradient of the step is reduced.
 
-    It reads the current slot and writes the other one. `step` switches the slots, so until then no
-    state is lost. settings: of AdamW.
+    An update reads the current slot and writes the other one; `step` switches them. Until then the
+    old state is complete. settings: of AdamW.
     """
 
     def __init__(self, files: StateFolder, betas: tuple[float, float], **settings):
@@ -398,10 +395,10 @@ class OverlappedAdamW:
 
 
 class SpeculativeAdamW(OverlappedAdamW):
-    """Clipping scales by a factor that only the whole gradient gives. Updates speculate that it is
-    1. If it was not, `step` repeats them from the old slot, which they have left as it was.
+    """Clip by the norm of all gradients, which is known when the units have been updated.
 
-    speculates: else all updates wait for `step`.
+    So updates during backward assume that nothing is clipped. If that was wrong, `step` repeats
+    them from the current slot, with scaled gradients. speculates: else all updates wait for `step`.
     """
 
     def __init__(self, files: StateFolder, *, speculates: bool = True, **settings):
@@ -426,7 +423,7 @@ class SpeculativeAdamW(OverlappedAdamW):
         return self.scale.item() < 1.0
 
     def step(self) -> None:
-        """First do the updates that are missing, or that were wrong."""
+        """First do the updates that were wrong, or have waited."""
         if self.scale is None:
             raise RuntimeError("step() needs a clip_grad_norm_() before it, of its own")
         is_clipped = self.is_clipped()
@@ -482,8 +479,8 @@ def training_state(model: FullyShardedDataParallel) -> State:
     state: State = {}
     for unit in model.units:
         shard, exp_avg, exp_avg_sq = unit.file.mapped()
-        state_of_shard = {shard: {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}}
-        adamw = SimpleNamespace(state=state_of_shard)  # in place of an optimizer that has it
+        # in place of an optimizer that has the state
+        adamw = SimpleNamespace(state={shard: {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}})
         state |= state_of_flat_shard(adamw, shard, unit.shapes, unit.owned.start)
     return state
 
