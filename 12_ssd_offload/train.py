@@ -7,12 +7,12 @@ only after backward. So the threads speculate that nothing is clipped, and write
 a second slot of the file. If that was wrong, the step is redone from the old slot. A run that is
 killed at any moment loses only one step.
 
-    P parameters: E in the embedding, O in the output, L in a layer; float32. N ranks,
-    m micro-batches per step
+    P parameters: E of the embedding, L of a layer, O of the output; N ranks, m micro-batches per
+    step; float32
 
     memory per rank   four full units and 22 shards of a unit, whatever their number
     files per rank    28 P / N bytes: two slots of 12, and the gradient
-    read per step     (4 m (3 P - E - O - L) + 8 P) / N bytes; if redone 16 P / N more
+    read per step     (4 m (3 P - E - L - O) + 8 P) / N bytes; if redone 16 P / N more
     written per step  (4 m P + 12 P) / N bytes; if redone 12 P / N more
     communication     as in stage 04
 

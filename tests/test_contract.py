@@ -241,8 +241,12 @@ def starting_apart(strategy: str) -> None:
 
 
 def other_dtypes(strategy: str) -> None:
-    dtype = (torch.bfloat16, torch.float16)[dist.get_rank()]  # messages of the same size
-    Trainer(strategy, chain(), gathered=dtype)
+    Trainer(strategy, chain(), gathered=(torch.bfloat16, torch.float32)[dist.get_rank()])
+
+
+def train_in_float16(trainer: Trainer) -> None:
+    with torch.autocast("cpu", torch.float16):
+        train(trainer)
 
 
 def replicas_alone(strategy: str) -> None:
@@ -312,6 +316,12 @@ MISUSES = {  # what is done, and the message by strategies
         {SHARDED: "hooks"},
     ),
     "mixed dtypes": (of_linear(nn.Module.double), {SHARDED: "dtype"}),
+    "float16": (changed(nn.Module.half), {UNITS: "float16", SSD: "not float32"}),
+    "autocast to float16": (loop(train_in_float16), {SHARDED: "float16"}),
+    "gathered in float16": (
+        lambda strategy: Trainer(strategy, chain(), gathered=torch.float16),
+        {("fsdp",): "float16"},
+    ),
     "meta device": (changed(lambda model: model.to("meta")), {SHARDED: "meta"}),
     "kept in a partial": (of_linear(keep_in_a_partial), {SHARDED: "has been sharded"}),
     "buffer on the meta device": (
@@ -655,6 +665,7 @@ def bytes_left_by_a_forward(strategy: str) -> int:
     gc.collect()
     before = live_bytes()
     trainer.model(batch())
+    trainer.sync.finish_gradient_synchronization()  # frees the unit that FSDP keeps for backward
     for _ in range(20):
         gc.collect()
         left = live_bytes() - before
