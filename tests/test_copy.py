@@ -190,7 +190,7 @@ def test_a_copied_technique_trains_another_model(tmp_path, section, monkeypatch)
 def test_the_section_lists_what_the_copy_imports(tmp_path, section):
     """No file more or less, and no name in the copy that its imports do not define."""
     code = section.technique()
-    needed, queue = set(), [code]
+    needed, queue = set(), [code, section.example]
     while queue:
         for name in re.findall(r"^from (common\.\w+) import", queue.pop(), re.M):
             file = name.replace(".", "/") + ".py"
