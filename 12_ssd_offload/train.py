@@ -12,8 +12,7 @@ killed at any moment loses only one step.
 
     memory per rank   four full units and 22 shards of a unit, whatever their number
     files per rank    28 P / N bytes: two slots of 12, and the gradient
-    read per step     (4 m (2 P - E - L - O) + 12 P + 4 (m - 1) P) / N bytes; if redone
-                      16 P / N more
+    read per step     (4 m (3 P - E - L - O) + 8 P) / N bytes; if redone 16 P / N more
     written per step  (4 m P + 12 P) / N bytes; if redone 12 P / N more
     communication     as in stage 04
 
@@ -82,7 +81,7 @@ from common.run import Run
 from common.storage import SHAPE, checkpoints, compare_runs
 
 # ------------------------------------------------------------------------------------------------
-# The technique: shards in files, a few of which are in memory at a time
+# The technique: shards in files, which are read ahead of their use
 # ------------------------------------------------------------------------------------------------
 
 
@@ -93,22 +92,17 @@ class FullyShardedDataParallel(nn.Module):
     in every forward of its unit and nowhere else. All ranks run the same units in the same order,
     each once per micro-batch. Every backward of a step but the last is under `no_sync()`. A step is
     `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`, and `commit()` of
-    the optimizer's files.
-
-    module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
-    one unit's parameters memory and values. units: in the order to prefetch in. optimizer: it has
-    the files, and gets the gradients. param_dtype: of the unsharded parameters (default: float32,
-    that of the files). device: of the unsharded parameters (default: the module's).
+    the optimizer's files. materialize(unit, name) gives a unit on the meta device its values.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        units: list[nn.Module],
-        optimizer: SpeculativeAdamW,
-        param_dtype: torch.dtype | None = None,
+        module: nn.Module,  # equal on all ranks, or on the meta device
+        units: list[nn.Module],  # in the order to prefetch in
+        optimizer: SpeculativeAdamW,  # it has the files, and gets the gradients
+        param_dtype: torch.dtype | None = None,  # of gathered units and their inputs
         materialize: Callable[[nn.Module, str], None] | None = None,
-        device: torch.device | None = None,
+        device: torch.device | None = None,  # of the unsharded parameters; default: the module's
     ):
         if materialize is not None and device is None:
             raise ValueError("materialize needs a device: a module on the meta device has none")
@@ -190,7 +184,7 @@ class FullyShardedDataParallel(nn.Module):
             unit.reshard()  # if it was prefetched and not used
             unit.finish_reduction()
         self.optimizer.files.wait()
-        missing = [unit.name for unit in self.units if self.optimizer.norms.get(unit.file) is None]
+        missing = [u.name for u in self.units if not self.optimizer.is_complete.get(u.file)]
         if missing:
             raise RuntimeError(f"no backward outside of no_sync() has reached the units {missing}")
 
@@ -210,8 +204,8 @@ class FullyShardedDataParallel(nn.Module):
 class Unit:
     """A module's parameters side by side in one flat buffer, of which each rank owns a shard.
 
-    shard: an empty tensor in place of one of [length], the same in all units, for autograd to see.
-    Its version counts the optimizer's steps. file: has the values, the moments and the gradient.
+    file: has the shard's values, [length], the moments and the gradient. shard: an empty parameter,
+    the same in all units: autograd needs an input. Its version counts the optimizer's steps.
     full: the gathered parameters, [N * length], padded, in `dtype`; exists only while unsharded.
     """
 
@@ -256,9 +250,10 @@ class Unit:
         return self.full.as_strided(*saved)
 
     def fetch(self) -> None:
-        """Start to read the shard, unless `full` is up to date, or will be."""
+        """Start to read the shard, unless it is being read, or `full` has it."""
         if self.version != self.shard._version:
             self.reshard()  # of an earlier step
+        if self.full is None and self.reading is None:
             self.version = self.shard._version
             self.reading = self.files.threads.submit(self.read)
 
@@ -288,7 +283,8 @@ class Unit:
     def reshard(self) -> None:
         """Wait for an all-gather in flight, then drop `full`."""
         self.wait()
-        self.full = self.version = self.reading = None  # `pack` has kept no reference for backward
+        self.full = None  # frees it: `pack` has kept no reference for backward
+        self.reading = None  # if it was not used
 
     def start_reduction(self, grads: tuple[Tensor, ...]) -> None:
         """Start the reduce-scatter of `grads`, joined in one buffer. The sum is written into this
@@ -329,41 +325,38 @@ class Gather(torch.autograd.Function):
         return None, None  # the average follows when the reduction has finished
 
 
-class SpeculativeAdamW:
-    """AdamW on files. It updates a unit as soon as it has the unit's gradient of the whole step.
+# ---- update during backward ----
 
-    The new state goes into the slot that does not count, as if nothing were clipped. `step` makes
-    this slot count. If the gradients are clipped, it first does all updates again.
 
-    speculates: else all updates wait for `step`. settings: of AdamW.
+class OverlappedAdamW:
+    """AdamW on files, in threads. A unit is updated as soon as its gradient of the step is reduced.
+
+    An update reads the current slot and writes the other one; `step` switches them. Until then the
+    old state is complete. settings: of AdamW.
     """
 
-    def __init__(
-        self, files: StateFolder, betas: tuple[float, float], speculates: bool = True, **settings
-    ):
+    def __init__(self, files: StateFolder, betas: tuple[float, float], **settings):
         defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
         self.param_groups = [defaults | settings | {"beta1": betas[0], "beta2": betas[1]}]
         self.files, self.state = files, {}  # the state is in the files
         self.shard = nn.Parameter(torch.empty(0))  # `Unit.shard`
         # one stream for all copies to and from a GPU: each stream has a memory pool of its own
         self.copies = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self.may_speculate = self.speculates = speculates
-        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
-        self.n_redone = 0  # steps
-        # of a gradient's rows; empty while a thread computes them, None before the last micro-batch
-        self.norms: dict[StateFile, Tensor | None] = {}
+        self.settings: dict = {}  # of this step's updates
+        # of the files that have a gradient of this step: whether the last micro-batch is in it
+        self.is_complete: dict[StateFile, bool] = {}
 
     def take(self, file: StateFile, average: Tensor, is_last: bool) -> None:
-        """Take a unit's average gradient of one micro-batch; a thread uses it."""
+        """Take a unit's average gradient of one micro-batch, for a thread."""
         if self.files.step != self.files.committed:
             raise RuntimeError("commit() after every step: the next one overwrites the old slot")
-        if self.norms.get(file) is not None:
+        if self.is_complete.get(file):
             raise RuntimeError(f"{file.path.stem}: a backward after the step's last one")
-        if not self.norms:
-            self.used = dict(self.param_groups[0])  # by the updates of this step
-        is_first = file not in self.norms
-        self.norms[file] = torch.empty(0) if is_last else None  # a thread replaces it
+        if not self.is_complete:
+            self.settings = dict(self.param_groups[0])
         ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
+        is_first = file not in self.is_complete
+        self.is_complete[file] = is_last
         self.files.start(file, self.accumulate, average, ready, is_first, is_last)
 
     def accumulate(
@@ -379,20 +372,49 @@ class SpeculativeAdamW:
             gradient += file.read(GRADIENT)
         file.write(GRADIENT, gradient)
         if is_last:
-            self.norms[file] = torch.cat(norms_of_rows(gradient))
-            if self.speculates:
-                self.update(file, gradient)
+            self.update(file, gradient)
 
-    def update(self, file: StateFile, gradient: Tensor | None = None) -> None:
-        """Read the slot that counts, write the other one. gradient: default: the file's, scaled."""
-        if gradient is None:
-            gradient = file.read(GRADIENT).mul_(self.scale)
+    def update(self, file: StateFile, gradient: Tensor) -> None:
+        """Read the current slot, write the other one."""
         param, exp_avg, exp_avg_sq = rows = file.read(self.files.slot, SLOT)
         steps = torch.tensor(float(self.files.step))
-        tensors = [param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps]
         # the function, as an object of the class would hold on to the state
-        adamw(*tensors, **self.param_groups[0])
+        adamw([param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps], **self.settings)
         file.write(SLOT - self.files.slot, rows)
+
+    def step(self) -> None:
+        """Switch the slots: the new state becomes the current one."""
+        if self.settings != self.param_groups[0]:
+            raise RuntimeError("set the learning rate before the step's first backward")
+        self.files.step, self.files.slot = self.files.step + 1, SLOT - self.files.slot
+        increment_version(self.shard)  # what is gathered is stale
+        self.is_complete.clear()
+
+
+# ---- speculate, then validate ----
+
+
+class SpeculativeAdamW(OverlappedAdamW):
+    """Clip by the norm of all gradients, which is known when the units have been updated.
+
+    So updates during backward assume that nothing is clipped. If that was wrong, `step` repeats
+    them from the current slot, with scaled gradients. speculates: else all updates wait for `step`.
+    """
+
+    def __init__(self, files: StateFolder, *, speculates: bool = True, **settings):
+        super().__init__(files, **settings)
+        self.may_speculate = self.speculates = speculates
+        self.norms: dict[StateFile, Tensor] = {}  # of the rows of each completed gradient
+        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
+        self.n_redone = 0  # steps
+
+    def update(self, file: StateFile, gradient: Tensor) -> None:
+        self.norms[file] = torch.cat(norms_of_rows(gradient))
+        if self.speculates:
+            super().update(file, gradient)
+
+    def update_scaled(self, file: StateFile) -> None:
+        super().update(file, file.read(GRADIENT).mul_(self.scale))
 
     def is_clipped(self) -> bool:
         if not self.scale.item() > 0.0:  # NaN, or 0 of an infinite norm
@@ -401,20 +423,17 @@ class SpeculativeAdamW:
         return self.scale.item() < 1.0
 
     def step(self) -> None:
-        """Let the new state count. First do the updates that are missing, or that were wrong."""
+        """First do the updates that were wrong, or have waited."""
         if self.scale is None:
             raise RuntimeError("step() needs a clip_grad_norm_() before it, of its own")
-        if self.used != self.param_groups[0]:
-            raise RuntimeError("set the learning rate before the step's first backward")
         is_clipped = self.is_clipped()
         if is_clipped or not self.speculates:
             self.n_redone += self.speculates
             for file in self.files.files:
-                self.files.start(file, self.update)
+                self.files.start(file, self.update_scaled)
             self.files.wait()
-        self.speculates = self.may_speculate and not is_clipped  # the next step is likely alike
-        self.files.step, self.files.slot = self.files.step + 1, SLOT - self.files.slot
-        increment_version(self.shard)  # what is gathered is stale
+        super().step()
+        self.speculates = self.may_speculate and not is_clipped  # clipped steps come in series
         self.norms.clear()
         self.scale = None
 
@@ -460,8 +479,8 @@ def training_state(model: FullyShardedDataParallel) -> State:
     state: State = {}
     for unit in model.units:
         shard, exp_avg, exp_avg_sq = unit.file.mapped()
-        state_of_shard = {shard: {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}}
-        adamw = SimpleNamespace(state=state_of_shard)  # in place of an optimizer that has it
+        # in place of an optimizer that has the state
+        adamw = SimpleNamespace(state={shard: {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}})
         state |= state_of_flat_shard(adamw, shard, unit.shapes, unit.owned.start)
     return state
 
