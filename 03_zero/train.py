@@ -52,7 +52,14 @@ from common.collectives import (
     reduce_scatter_single,
     split_into_buckets,
 )
-from common.units import Place, lend_parameters, place_in, take_parameters, units_with_values
+from common.units import (
+    Place,
+    lend_parameters,
+    place_in,
+    refuse_float16,
+    take_parameters,
+    units_with_values,
+)
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive, seconds
@@ -105,6 +112,7 @@ class ZeroRedundancyOptimizer:
         self.synchronizes = True
         for param in params:
             param.register_post_accumulate_grad_hook(self.mark_ready)
+        module.register_forward_pre_hook(lambda *_: refuse_float16(params[0]))
         self.shards = [bucket.shard for bucket in self.buckets]
         self.optimizer = optimizer_class(self.shards, **defaults)
         # a hook, so that the parameters are gathered no matter who calls step()

@@ -84,11 +84,7 @@ def lend_parameters(
     changes a parameter in place, or a tensor is changed that backward reads; in backward if `shard`
     has changed since, and with create_graph=True. ValueError if it computes in float16.
     """
-    kind = params[0].device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    if torch.float16 in (params[0].dtype, autocast):
-        # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
-        raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
+    refuse_float16(params[0])
     version = params[0]._version  # all are views of one buffer: they share its version
     if params[0].requires_grad:
         params[0].grad_fn.register_prehook(partial(check_backward, shard, shard._version))
@@ -106,6 +102,15 @@ def lend_parameters(
         for owner, name in owners:
             setattr(owner, name, None)  # an LSTM has a list of its weights, which follows this
             delattr(owner, name)
+
+
+def refuse_float16(param: Tensor) -> None:
+    """ValueError if a forward computes in float16, by the dtype of a parameter or by autocast."""
+    kind = param.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if torch.float16 in (param.dtype, autocast):
+        # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
+        raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
 
 
 def check_backward(shard: nn.Parameter, version: int, _: object) -> None:

@@ -316,8 +316,8 @@ MISUSES = {  # what is done, and the message by strategies
         {SHARDED: "hooks"},
     ),
     "mixed dtypes": (of_linear(nn.Module.double), {SHARDED: "dtype"}),
-    "float16": (changed(nn.Module.half), {UNITS: "float16", SSD: "not float32"}),
-    "autocast to float16": (loop(train_in_float16), {SHARDED: "float16"}),
+    "float16": (changed(nn.Module.half), {(*STAGES_1_2, *UNITS): "float16", SSD: "not float32"}),
+    "autocast to float16": (loop(train_in_float16), {(*STAGES_1_2, *SHARDED): "float16"}),
     "gathered in float16": (
         lambda strategy: Trainer(strategy, chain(), gathered=torch.float16),
         {("fsdp",): "float16"},
