@@ -75,7 +75,7 @@ def test_the_bytes_that_are_read_and_written_are_those_of_the_formulas(
     sizes = {"E": words * d, "O": words * d + d, "layer": 12 * d * d + 2 * d}
     page = {k: 4096 * math.ceil(math.ceil(n / ranks) / 1024) for k, n in sizes.items()}  # a row
     every = page["E"] + page["O"] + 3 * page["layer"]
-    gathered = page["E"] + page["O"] + 5 * page["layer"]  # the last layer once
+    gathered = page["E"] + page["O"] + (2 * 3 - 1) * page["layer"]  # the last layer stays
     read = m * gathered + 3 * every + (m - 1) * every
     written = m * every + 3 * every
     for lines in pools(ranks).train("12", argv):
