@@ -210,7 +210,7 @@ class Bucket:
         return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
 
     def allocate_gradients(self) -> None:
-        self.grads = torch.zeros_like(self.full)  # the padding, too, would enter the norm
+        self.grads = torch.empty_like(self.full)
         self.grad_views = self.views_into(self.grads)
 
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
@@ -226,6 +226,7 @@ class Bucket:
 
     def start_reduction(self) -> None:
         """Start the reduce-scatter: the sum is written into this rank's part of `grads`."""
+        self.grads[sum(p.numel() for p in self.params) :].zero_()  # else garbage enters the norm
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
 
