@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import live_bytes
-from techniques import Trainer
+from techniques import Trainer, no_sync_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -184,6 +184,7 @@ WORDS = {  # parts of a training loop
     "zero_grad": lambda t: t.optimizer.zero_grad(set_to_none=True),
     "model.zero_grad": lambda t: t.plain.zero_grad(),
     "grad_of_shards": lambda t: torch.autograd.grad(loss_of(t), [*t.model.parameters()]),
+    "sync_clip": lambda t: t.sync.clip_grad_norm_(0.1),
     "clip": lambda t: nn.utils.clip_grad_norm_(t.plain.parameters(), 0.1),
     "guard": lambda t: guard(t.model, t.optimizer),
 }
@@ -271,7 +272,7 @@ def loop(do: str | Callable[[Trainer], object], model: Callable[[], Chain] = cha
         if callable(do):
             return do(trainer)
         for word in do.split():
-            with trainer.sync.no_sync() if word.endswith("+") else nullcontext():
+            with no_sync_of(trainer.sync) if word.endswith("+") else nullcontext():
                 WORDS[word.removesuffix("+")](trainer)
 
     return run
@@ -403,6 +404,10 @@ MISUSES = {  # what is done, and the message by strategies
         loop("backward finish step model.zero_grad backward"),
         {STAGES_1_2: ONE_STEP},
     ),
+    "clip before finish": (
+        loop("backward sync_clip"),
+        {(*STAGES_1_2, *FSDP): "incomplete"},
+    ),
     "zero_grad between micro-batches": (loop("backward+ zero_grad backward"), {FSDP: ONE_STEP}),
     "zero_grad before finish": (loop("backward zero_grad finish"), {(*DDP, *FSDP): ONE_STEP}),
     "gradients replaced before finish": (loop("backward scale_grads finish"), {DDP: "as it was"}),
@@ -481,8 +486,8 @@ def flat_buffers(sync) -> list:
 
 def what_the_guard_reads(strategy: str) -> None:
     sync = trainer_of(strategy, chain(), guarded=False).sync
-    assert isinstance(sync.module, Chain) and (strategy == "zero-3" or sync.synchronizes)
-    assert callable(sync.finish_gradient_synchronization) and sync.no_sync
+    assert isinstance(sync.module, Chain) and (strategy in UNITS or sync.synchronizes)
+    assert callable(sync.finish_gradient_synchronization)
     if strategy.startswith("zero"):
         assert sync.zero_stage == int(strategy[-1])
         assert isinstance(sync.optimizer, torch.optim.Optimizer)
@@ -522,7 +527,7 @@ def plainly(model: nn.Module, sync) -> None:
 
 def twice_backward(model: nn.Module, sync) -> None:
     loss = model(batch()).square().sum()
-    with sync.no_sync() if sync is not None else torch.enable_grad():
+    with no_sync_of(sync):
         loss.backward(retain_graph=True)
     loss.backward()
 
@@ -540,7 +545,7 @@ def checkpointed_units(model: nn.Module, sync, use_reentrant: bool = False) -> N
 
 
 def no_sync_alone(model: nn.Module, sync) -> None:
-    with sync.no_sync() if sync is not None else nullcontext():
+    with no_sync_of(sync):
         plainly(model, sync)
 
 
@@ -606,17 +611,18 @@ ALLOWED = {
 }
 
 
-def distance(strategy: str, name: str, forwards_before_the_step: int = 0) -> float:
+def distance(
+    strategy: str, name: str, forwards_before_the_step: int = 0, guarded: bool = True
+) -> float:
     """The largest difference of a parameter from the plain model's, after two steps. With replicas
     each has two micro-batches."""
     run, model = ALLOWED[name]
     plain, ours = copy.deepcopy(model), copy.deepcopy(model)
-    trainer, replicas = trainer_of(strategy, ours), "/" in strategy
+    trainer, replicas = trainer_of(strategy, ours, guarded=guarded), "/" in strategy
     optimizer = SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
         if replicas:
-            with trainer.sync.no_sync():
-                run(trainer.model, None)
+            run(trainer.model, None)
             run(plain, None)
         run(trainer.model, trainer.sync)
         trainer.sync.finish_gradient_synchronization()
@@ -648,8 +654,9 @@ def test_what_the_contract_allows_is_exact_also_with_replicas(pools, name, strat
 
 @pytest.mark.parametrize("strategy", ALL)
 def test_no_forward_is_stale(pools, strategy):
-    """Parameters are unsharded once more between the gradients and the step."""
-    for off in pools(2).run(distance, strategy, "a step", 1):
+    """Parameters are unsharded once more between the gradients and the step, which without a guard
+    leaves their versions as they are."""
+    for off in pools(2).run(distance, strategy, "a step", 1, False):
         assert off <= 1e-6
 
 
