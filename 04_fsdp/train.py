@@ -184,9 +184,10 @@ class FullyShardedDataParallel(nn.Module):
         units = [unit for unit in self.units if unit.average is not None]
         # hybrid sharding: average over the replicas, other ranks with the same shards
         if (group := self.replicate_group) is not None:
+            works = []
             for unit in units:
                 unit.average /= dist.get_world_size(group)
-            works = [all_reduce(unit.average, group=group, async_op=True) for unit in units]
+                works.append(all_reduce(unit.average, group=group, async_op=True))
             for work in works:
                 work.wait()
         for unit in units:
