@@ -241,6 +241,8 @@ def run(
             enter(each)
         enter(contextlib.redirect_stdout(None))
         stage = enter(fake_stage(number, ranks, rank, argv, vocabulary, exchange, Run=TwoSteps))
+        # shards on the CPU have a thread of their own in backward, and fake tensors allow only one
+        enter(torch.autograd.set_multithreading_enabled(False))
         enter(memory)
         enter(watch)
         stage.main(argv)
