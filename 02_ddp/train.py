@@ -114,7 +114,7 @@ class DistributedDataParallel(nn.Module):
         missing = {p for bucket in self.buckets[self.launched :] for p in bucket.waiting_for}
         if missing:
             names = [name for name, p in self.module.named_parameters() if p in missing]
-            raise RuntimeError(f"the last backward outside of no_sync() left out {names}")
+            raise RuntimeError(f"a backward outside of no_sync() left out {names}")
         for bucket in self.buckets:
             bucket.finish_reduction()
         self.launched = 0
