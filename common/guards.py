@@ -72,7 +72,7 @@ class Guard:
                 raise ValueError("another wrapper averages a parameter of this module: use one")
             param.guard = ref(self)
             first = param.register_post_accumulate_grad_hook(weak(self.before_it_is_taken))
-            hooks = first.hooks_dict_ref()  # they run in this order: put the wrapper's own after it
+            hooks = first.hooks_dict_ref()  # in the order in which they run: this one comes first
             hooks.update({i: hooks.pop(i) for i in [*hooks] if i != first.id})
             param.register_post_accumulate_grad_hook(weak(self.after_it_was_taken))
         if not self.places:
@@ -96,9 +96,8 @@ class Guard:
         if param in self.came:
             raise RuntimeError(TWICE)
         if self.sync().synchronizes:
-            if not self.came:
-                for shard in self.shards:
-                    self.forbid_gradient(shard)
+            for shard in () if self.came else self.shards:  # the first gradient
+                self.forbid_gradient(shard)
             self.came.add(param)
 
     def after_it_was_taken(self, param: nn.Parameter) -> None:
@@ -110,8 +109,7 @@ class Guard:
                 raise RuntimeError("p.grad.data was replaced, or the model moved with gradients")
 
     def after_a_unit(self, shard: ref, grad: Tensor | None) -> None:
-        """Called when a unit's backward has ended. grad: None in 04 and 12, whose reductions are in
-        flight."""
+        """Called when a unit's backward has ended. grad: None in 04 and 12, which still reduce it."""
         if grad is None:
             # private; raises within autograd.grad(), which would get no gradient from here
             torch._C._will_engine_execute_node(get_gradient_edge(shard()).node)
