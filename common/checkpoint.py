@@ -231,7 +231,8 @@ class Checkpointer:
         if not found:
             if resume == "auto":
                 return 0
-            fail(f"--resume {resume}: no checkpoint there (a folder step-..., or a run's folder)")
+            either = "a folder step-... with its .metadata, or a run's folder"
+            fail(f"--resume {resume}: no checkpoint there ({either})")
         for number, path in enumerate(found):
             try:
                 step, notes = self._fill(state, path)
