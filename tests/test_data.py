@@ -301,7 +301,8 @@ def test_failed_preparation_is_reported_without_its_lock(monkeypatch, tmp_path):
 def test_damaged_prepared_data_is_an_error_that_names_the_file(
     monkeypatch, tmp_path, error_of, file, damage
 ):
-    monkeypatch.setenv("DATA_ROOT", str(tmp_path / "root"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DATA_ROOT", "~/root")
     name = folder(tmp_path / "c", "a b c d\n" * 50)
     load_corpus(name)
     (path,) = (tmp_path / "root").glob(f"*/{file}")
