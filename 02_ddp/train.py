@@ -33,7 +33,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from common.collectives import all_reduce, all_reduce_control, broadcast, check_same
+from common.collectives import (
+    all_reduce,
+    all_reduce_control,
+    broadcast_module,
+    split_into_buckets,
+)
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive
@@ -67,13 +72,11 @@ class DistributedDataParallel(nn.Module):
     ):
         super().__init__()
         self.module = module
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
-        check_same("parameters or buffers", kinds, tensors[0][1].device, process_group)
-        for _, tensor in tensors:
-            broadcast(tensor.detach(), group=process_group, group_src=0)
+        broadcast_module(module, process_group)
         params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
-        self.buckets = [Bucket(b, process_group) for b in split_into_buckets(params, bucket_cap_mb)]
+        # the first bucket is small, so that communication starts early
+        parts = split_into_buckets(params, bucket_cap_mb, first_cap_mb=1)
+        self.buckets = [Bucket(part, process_group) for part in parts]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
@@ -108,7 +111,7 @@ class DistributedDataParallel(nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward, which reaches every parameter: wait for the averages."""
-        missing = {p for bucket in self.buckets for p in bucket.waiting_for}
+        missing = {p for bucket in self.buckets[self.launched :] for p in bucket.waiting_for}
         if missing:
             names = [name for name, p in self.module.named_parameters() if p in missing]
             raise RuntimeError(f"the last backward outside of no_sync() left out {names}")
@@ -153,24 +156,6 @@ class Bucket:
     def finish_reduction(self) -> None:
         self.reduction.wait()
         self.reduction, self.waiting_for = None, set(self.params)
-
-
-def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
-    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
-
-    The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
-    """
-    lists: list[list[nn.Parameter]] = []
-    room = 0.0  # MB left in the last list
-    for param in params:
-        mb = param.numel() * param.element_size() / 2**20
-        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
-        if not alike or mb > room:
-            room = cap_mb if lists else min(first_cap_mb, cap_mb)
-            lists.append([])
-        lists[-1].append(param)
-        room -= mb
-    return lists
 
 
 # ------------------------------------------------------------------------------------------------

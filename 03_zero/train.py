@@ -30,6 +30,7 @@ Run it:
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -44,15 +45,21 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from common.collectives import (
-    agree_on_overflow,
     all_gather_single,
     all_reduce_control,
-    broadcast,
-    check_same,
+    broadcast_module,
     global_norm,
     reduce_scatter_single,
+    split_into_buckets,
 )
-from common.units import lend_parameters, take_parameters, units_with_values
+from common.units import (
+    Place,
+    lend_parameters,
+    place_in,
+    refuse_float16,
+    take_parameters,
+    units_with_values,
+)
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive
@@ -71,130 +78,87 @@ from common.run import Run
 
 
 class ZeroRedundancyOptimizer:
-    """Shard an element-wise optimizer across the data-parallel ranks: ZeRO-1, ZeRO-2 and ZeRO-3.
+    """ZeRO-1: shard the state of an element-wise optimizer across the data-parallel ranks.
 
-    The contract. A step is `finish_gradient_synchronization()`, `clip_grad_norm_()`, `step()`,
-    `zero_grad()`; each of the last three calls the first. ZeRO-1: all micro-batches of a step but
-    the last are under `no_sync()`. The last one, in ZeRO-2 each, gives every parameter a gradient.
-    ZeRO-3: each parameter is in exactly one unit, trains, has the common dtype, and is used in
-    every forward of its unit and nowhere else. All ranks run the same units in the same order.
+    The contract. All micro-batches of a step but the last are under `no_sync()`, and the last one
+    gives every parameter a gradient. Then follow, in this order, `clip_grad_norm_()`, `step()` and
+    `zero_grad()`, all after `finish_gradient_synchronization()`.
 
-    module: the same on every rank. optimizer_class: for instance torch.optim.AdamW; defaults: its
-    keyword arguments. zero_stage: 1 shards the optimizer state, 2 the gradients as well, 3 the
-    parameters as well. bucket_cap_mb: the most MB of one bucket, ZeRO-1 and -2. units: the modules
-    that are gathered one by one, ZeRO-3.
+    module: complete, with the same contiguous parameters on every rank. optimizer_class: for
+    instance torch.optim.AdamW; defaults: its keyword arguments. process_group: the ranks that
+    shard; None for all. bucket_cap_mb: the most MB of one bucket, 1 of the first.
 
     `self.optimizer` is the optimizer over the shards, for learning-rate schedulers and checkpoints.
     """
+
+    zero_stage = 1
 
     def __init__(
         self,
         module: nn.Module,
         optimizer_class: type[torch.optim.Optimizer],
-        zero_stage: int = 1,
         process_group: ProcessGroup | None = None,
         bucket_cap_mb: float = 25,
-        units: list[nn.Module] | None = None,
         **defaults,
     ):
-        if zero_stage not in (1, 2, 3) or (zero_stage == 3 and not units):
-            raise ValueError("zero_stage is 1, 2 or 3, and 3 needs units")
-        self.module, self.zero_stage, self.group = module, zero_stage, process_group
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
-        check_same("parameters or buffers", kinds, tensors[0][1].device, process_group)
-        for _, tensor in tensors:
-            broadcast(tensor.detach(), group=process_group, group_src=0)
+        self.module, self.group = module, process_group
+        broadcast_module(module, process_group)
+        params = [p for p in module.parameters() if p.requires_grad][::-1]  # in backward's order
+        # the first bucket is small, so that communication starts early
+        parts = split_into_buckets(params, bucket_cap_mb, first_cap_mb=1)
+        self.buckets = [self.make_bucket(part) for part in parts]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
-        self.in_flight: Bucket | None = None  # whose reduction was started last
-        self.finished = False  # whether the shards have this step's gradients
         self.synchronizes = True
-        self.buckets: list[Bucket | FlatParameter] = []  # ZeRO-3: one per unit
-        self.bucket_of: dict[nn.Parameter, Bucket] = {}
-        if zero_stage == 3:
-            for name, unit in units_with_values(module, units):
-                self.buckets.append(FlatParameter(name, unit, process_group))
-        else:
-            params = [p for p in module.parameters() if p.requires_grad][::-1]  # last layer first
-            bucket_class = ShardedGradientBucket if zero_stage == 2 else Bucket
-            for part in split_into_buckets(params, bucket_cap_mb):
-                self.buckets.append(bucket_class(part, process_group))
-                for param in part:
-                    self.bucket_of[param] = self.buckets[-1]
-                    param.register_post_accumulate_grad_hook(self.mark_ready)
-        self.optimizer = optimizer_class([bucket.shard for bucket in self.buckets], **defaults)
-        # a hook, so that no caller can step and leave out the all-gathers
+        for param in params:
+            param.register_post_accumulate_grad_hook(self.mark_ready)
+        module.register_forward_pre_hook(lambda *_: refuse_float16(params[0]))
+        self.shards = [bucket.shard for bucket in self.buckets]
+        self.optimizer = optimizer_class(self.shards, **defaults)
+        # a hook, so that the parameters are gathered no matter who calls step()
         self.optimizer.register_step_post_hook(lambda *_: self.all_gather_parameters())
+
+    def make_bucket(self, params: list[nn.Parameter]) -> Bucket:
+        return Bucket(params, self.group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients and start no reduction: for all micro-batches but the last.
-
-        Without effect in ZeRO-2 and ZeRO-3, which have no full gradients to accumulate in.
-        """
-        self.synchronizes = self.zero_stage > 1
+        """Accumulate gradients and start no reduction: for all micro-batches but the last."""
+        self.synchronizes = False
         try:
             yield
         finally:
             self.synchronizes = True
 
-    # ---- ZeRO-1 and ZeRO-2: hooks that reduce a bucket when its gradients are ready ----
-
     def mark_ready(self, param: nn.Parameter) -> None:
-        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`."""
-        bucket = self.bucket_of[param]
-        bucket.collect(param)
-        if not self.synchronizes:
-            return
-        if self.launched == len(self.buckets):  # ZeRO-2: the next micro-batch
-            self.expect_gradients()
-        bucket.waiting_for.remove(param)
-        self.launch_ready_buckets()
-
-    def expect_gradients(self) -> None:
-        self.launched = 0
-        for bucket in self.buckets:
-            bucket.waiting_for = set(bucket.params)
-
-    def launch_ready_buckets(self) -> None:
-        """Start to reduce the next buckets that are ready.
+        """Called by autograd in backward, when it has accumulated a gradient into `param.grad`.
 
         Buckets are launched strictly in order: ranks may finish gradients in different orders, but
-        collectives are matched by the order of the calls. Each launch finishes the previous
-        reduction, so that, as a rule, two buckets have full gradients (ZeRO-2).
+        collectives are matched by the order of the calls.
         """
+        bucket = self.bucket_of[param]
+        bucket.collect(param, divide_by=bucket.n_ranks if self.synchronizes else 1)
+        if self.synchronizes:
+            bucket.waiting_for.remove(param)
         while self.launched < len(self.buckets) and not self.buckets[self.launched].waiting_for:
-            previous, self.in_flight = self.in_flight, self.buckets[self.launched]
-            self.in_flight.start_reduction()
-            if previous is not None and self.zero_stage == 2:
-                previous.finish_reduction()  # after the launch: the network is busy meanwhile
+            self.buckets[self.launched].start_reduction()
             self.launched += 1
 
-    @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """After a step's last backward: give each shard its average gradient, unless it has it."""
-        if self.finished:
-            return
-        if self.zero_stage < 3:  # else autograd has computed and accumulated it
-            missing = {p for bucket in self.buckets for p in bucket.waiting_for}
-            if missing:
-                names = [name for name, p in self.module.named_parameters() if p in missing]
-                raise RuntimeError(f"the last backward outside of no_sync() left out {names}")
-            for bucket in self.buckets:
-                bucket.finish_reduction()
-                bucket.finish_step()
-            self.expect_gradients()
-        self.finished = True
-        grads = (bucket.shard.grad for bucket in self.buckets)
-        agree_on_overflow((grad for grad in grads if grad is not None), self.group)
-
-    # ---- all of ZeRO: clip, step, gather ----
+        """After a step's last backward, which reaches every parameter: wait for the averages."""
+        missing = {p for bucket in self.buckets[self.launched :] for p in bucket.waiting_for}
+        if missing:
+            names = [name for name, p in self.module.named_parameters() if p in missing]
+            raise RuntimeError(f"the last backward outside of no_sync() left out {names}")
+        for bucket in self.buckets:
+            bucket.finish_reduction()
+            bucket.shard.grad, bucket.average = bucket.average, None
+        self.launched = 0
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to at most this global norm; returns the norm before clipping."""
-        self.finish_gradient_synchronization()
-        grads = [bucket.shard.grad for bucket in self.buckets if bucket.shard.grad is not None]
+        grads = [shard.grad for shard in self.shards if shard.grad is not None]
         # each rank has the squares of its own shards only
         norm = all_reduce_control(global_norm(grads).square(), group=self.group).sqrt()
         for grad in grads:
@@ -202,133 +166,187 @@ class ZeroRedundancyOptimizer:
         return norm
 
     def step(self) -> None:
-        """Update this rank's shards, then all-gather the updated parameters (ZeRO-1 and -2)."""
-        self.finish_gradient_synchronization()
+        """Update this rank's shards, and send them to all ranks."""
         self.optimizer.step()  # its hook calls the all-gathers
 
     def all_gather_parameters(self) -> None:
-        """Send the updated shards to all ranks. ZeRO-3 gathers in the next forward instead."""
-        if self.zero_stage == 3:
-            return
         for gather in [bucket.start_all_gather() for bucket in self.buckets]:
             gather.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set all gradients to None, whatever `set_to_none` is, also if the step was skipped."""
-        if self.launched:
-            self.finish_gradient_synchronization()
-        self.finished = False
+        """Set all gradients to None, whatever `set_to_none` is."""
         self.optimizer.zero_grad()
-        for param in self.bucket_of:
+        for param in self.bucket_of:  # only this rank's part of `param.grad` has been reduced
             param.grad = None
 
 
 class Bucket:
-    """ZeRO-1: parameters in one flat buffer, of which each rank owns an equal shard.
+    """Parameters that are views into one flat buffer, of which each rank owns an equal shard.
 
-    full: [N * length], padded; the parameters are views into it. shard: [length], the part that
-    this rank's optimizer updates, itself a view into `full`. grads: [N * length]; the
-    reduce-scatter writes the sum into the part that this rank owns. average: [length].
-    waiting_for: the parameters whose gradients this backward has not finished yet.
+    full: [N * length], padded. shard: [length], the part of `full` that this rank's optimizer
+    updates. grads: [N * length]; grad_views: each parameter's gradient, a view into `grads`.
+    waiting_for: the parameters whose gradients the step's last backward has not produced yet.
+    average: [length], the average gradient of the shard.
     """
 
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
-        self.params, self.waiting_for, self.group = params, set(params), group
-        self.n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
         flat = torch.cat([p.detach().flatten() for p in params])
-        length = -(-len(flat) // self.n_ranks)  # of a shard, rounded up
-        self.owned = slice(rank * length, (rank + 1) * length)
-        self.padding = self.n_ranks * length - len(flat)
-        self.full = F.pad(flat, (0, self.padding))
-        self.full_views = self.views_into(self.full)
-        for param, view in self.full_views.items():
+        length = math.ceil(len(flat) / self.n_ranks)
+        start = dist.get_rank(group) * length
+        self.owned = slice(start, start + length)
+        self.full = F.pad(flat, (0, self.n_ranks * length - len(flat)))
+        for param, view in self.views_into(self.full).items():
             param.data = view
         self.shard = nn.Parameter(self.full[self.owned])
-        self.grads: Tensor | None = None
-        self.average: Tensor | None = None
+        self.allocate_gradients()
+        self.waiting_for = set(params)
         self.reduction: Work | None = None  # the collective in flight
+        self.average: Tensor | None = None
 
     def views_into(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
         sizes = [p.numel() for p in self.params]
         chunks = flat[: sum(sizes)].split(sizes)
         return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
 
-    def collect(self, param: nn.Parameter) -> None:
-        """Move the gradient of `param` into the buffer, where later micro-batches add to it."""
-        if self.grads is None or param.grad is not self.grad_views[param]:
-            self.copy_gradient(param)
-        param.grad = self.grad_views[param]
+    def allocate_gradients(self) -> None:
+        self.grads = torch.zeros_like(self.full)  # the padding, too, would enter the norm
+        self.grad_views = self.views_into(self.grads)
 
-    def copy_gradient(self, param: nn.Parameter) -> None:
-        if self.grads is None:
-            self.grads = torch.empty_like(self.full)
-            self.grad_views = self.views_into(self.grads)
-        self.grad_views[param].copy_(param.grad)
+    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+        """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
+
+        After `zero_grad` backward allocates a new gradient outside the buffer; later micro-batches
+        add to the view. Dividing before the sum makes it the average.
+        """
+        view = self.grad_views[param]
+        if param.grad is not view or divide_by > 1:
+            torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
+        param.grad = view
 
     def start_reduction(self) -> None:
-        """Start the reduce-scatter: the sum over the ranks replaces this rank's part of `grads`."""
-        self.grads[len(self.grads) - self.padding :].zero_()  # else garbage enters the norm
+        """Start the reduce-scatter: the sum is written into this rank's part of `grads`."""
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
 
     def finish_reduction(self) -> None:
-        if self.reduction is None:
-            return
         self.reduction.wait()
-        self.reduction, self.average = None, self.grads[self.owned].div_(self.n_ranks)
-
-    def finish_step(self) -> None:
-        """Make the average `shard.grad`. In `param.grad` only this rank's part has been reduced."""
-        self.shard.grad, self.average = self.average, None
-        for param in self.params:
-            param.grad = None
+        self.reduction, self.waiting_for = None, set(self.params)
+        self.average = self.grads[self.owned]
 
     def start_all_gather(self) -> Work:
-        """Start to replace the old parameters: all-gather the updated shards into `full`."""
+        """Start to replace the old parameters by the shards that all ranks have updated."""
         return all_gather_single(self.full, self.shard.detach(), group=self.group, async_op=True)
 
 
-class ShardedGradientBucket(Bucket):
-    """ZeRO-2: full gradients exist only from a bucket's first gradient until it is reduced."""
+# ---- ZeRO-2: the same buckets, whose full gradients exist only until they are reduced ----
 
-    def collect(self, param: nn.Parameter) -> None:
-        """Move the gradient of `param` into the buffer."""
-        self.finish_reduction()  # of the previous micro-batch, if it is still in flight
-        self.copy_gradient(param)
+
+class ZeroStage2(ZeroRedundancyOptimizer):
+    """ZeRO-2: shard the gradients, too, by a reduce-scatter in every micro-batch.
+
+    The contract is that of ZeRO-1, but every micro-batch gives every parameter a gradient.
+    """
+
+    zero_stage = 2
+
+    def make_bucket(self, params: list[nn.Parameter]) -> Bucket:
+        return ShardedGradientBucket(params, self.group)
+
+    def no_sync(self):
+        """Without effect: there are no full gradients to accumulate in."""
+        return nullcontext()
+
+    def mark_ready(self, param: nn.Parameter) -> None:
+        """As in ZeRO-1. Two buckets have full gradients: backward fills one while the previous one
+        is being reduced (more if a parameter of an earlier bucket gets its gradient late)."""
+        if self.launched == len(self.buckets):  # the first gradient of the next micro-batch
+            self.buckets[-1].finish_reduction()
+            self.launched = 0
+        super().mark_ready(param)
+        for bucket in self.buckets[: max(0, self.launched - 1)]:
+            bucket.finish_reduction()  # after the next launch: the network is busy meanwhile
+
+
+class ShardedGradientBucket(Bucket):
+    """A bucket whose `grads` exist only from its first gradient until they are reduced."""
+
+    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
+        super().__init__(params, group)
+        self.grads = self.grad_views = None
+
+    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+        """Copy the gradient of `param` into the buffer, and free it."""
+        if self.grads is None:
+            self.allocate_gradients()
+        super().collect(param, divide_by)
         param.grad = None
 
     def finish_reduction(self) -> None:
-        """If a reduction is in flight, add its average to the earlier ones and free `grads`."""
-        if self.reduction is None:
+        """Add the average to those of earlier micro-batches, and free the full gradients."""
+        if self.reduction is None:  # it was finished in backward
             return
-        self.reduction.wait()
-        average = self.grads[self.owned] / self.n_ranks
-        self.average = average if self.average is None else self.average.add_(average)
-        self.reduction = self.grads = self.grad_views = None
+        earlier = self.average
+        super().finish_reduction()
+        self.average = self.average.clone() if earlier is None else earlier.add_(self.average)
+        self.grads = self.grad_views = None
 
 
-class FlatParameter:
-    """ZeRO-3: one unit's parameters side by side, of which this rank keeps its shard alone.
+# ---- ZeRO-3: units, whose full parameters exist only while they compute ----
+
+
+class ZeroStage3(ZeroStage2):
+    """ZeRO-3: shard the parameters, too, and gather them unit by unit.
+
+    The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
+    in every forward of its unit and nowhere else. All ranks run the same units in the same order.
+    units: the modules that are gathered one by one.
+    """
+
+    zero_stage = 3
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer],
+        units: list[nn.Module],
+        process_group: ProcessGroup | None = None,
+        **defaults,
+    ):
+        self.module, self.group = module, process_group
+        broadcast_module(module, process_group)
+        pairs = units_with_values(module, units)
+        self.units = [Unit(name, unit, process_group) for name, unit in pairs]
+        self.bucket_of = {}  # the module has no parameters any more
+        self.shards = [unit.shard for unit in self.units]
+        self.optimizer = optimizer_class(self.shards, **defaults)  # the next forward gathers
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing remains to be done: autograd has reduced and accumulated every gradient."""
+
+
+class Unit:
+    """One unit's parameters side by side, of which this rank keeps its shard alone.
 
     shard: [length], a parameter, whose gradient autograd computes and accumulates. full: the
     gathered parameters, [N * length], padded; exists only while the unit computes.
     """
 
-    def __init__(self, name: str, unit: nn.Module, group: ProcessGroup | None):
+    def __init__(self, name: str, module: nn.Module, group: ProcessGroup | None):
         self.name, self.group = name, group
         self.n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        self.shapes = {full_name: p.shape for full_name, p in unit.named_parameters(name)}
-        self.owners, flat = take_parameters(unit)  # the unit has no parameters any more
-        length = -(-len(flat) // self.n_ranks)  # of a shard, rounded up
+        self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
+        self.owners, flat = take_parameters(module)  # the module has no parameters any more
+        length = math.ceil(len(flat) / self.n_ranks)
         self.owned = slice(rank * length, (rank + 1) * length)
         padding = self.n_ranks * length - len(flat)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
         self.shard = nn.Parameter(F.pad(flat, (0, padding))[self.owned].clone())
         self.full: Tensor | None = None
-        self.forward, unit.forward = unit.forward, self.run
+        self.forward, module.forward = module.forward, self.run
 
     def run(self, *args, **kwargs):
-        """In place of the unit's `forward`: the unit has parameters in here and nowhere else."""
+        """In place of the module's `forward`: it has parameters in here and nowhere else."""
         self.full = None  # a backward to inputs alone leaves it, and a step may have followed
         params = Gather.apply(self.shard, self)
         try:
@@ -337,19 +355,14 @@ class FlatParameter:
         finally:
             self.full = None  # frees it: `pack` has kept no reference for backward
 
-    def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: (tensor,) or, of a view of `full`, its place: (None,
-        shape, stride, offset)."""
-        # sparse, complex and negated views are not given by a place alone
-        other = tensor.layout != torch.strided or tensor.dtype != self.full.dtype or tensor.is_neg()
-        if other or tensor.untyped_storage() is not self.full.untyped_storage():
-            return (tensor.detach(),)  # an output itself would keep its graph
-        return None, tensor.shape, tensor.stride(), tensor.storage_offset()
+    def pack(self, tensor: Tensor) -> Tensor | Place:
+        """What autograd keeps for backward: a tensor or, of a view of `full`, its place there."""
+        place = place_in(self.full, tensor)
+        return tensor.detach() if place is None else place  # an output itself would keep its graph
 
-    def unpack(self, saved: tuple) -> Tensor:
-        """What backward reads: the tensor that `pack` has saved, or the view, gathered again."""
-        tensor, *place = saved
-        return self.unshard().as_strided(*place) if place else tensor
+    def unpack(self, saved: Tensor | Place) -> Tensor:
+        """What backward reads: the tensor, or the view, for which the unit is gathered again."""
+        return self.unshard().as_strided(*saved) if isinstance(saved, Place) else saved
 
     @torch.inference_mode(False)  # else `full` would not count its versions
     def unshard(self) -> Tensor:
@@ -364,42 +377,24 @@ class Gather(torch.autograd.Function):
     """A unit's parameters as a function of its shard, [length]. Its adjoint is a reduce-scatter."""
 
     @staticmethod
-    def forward(ctx, shard: Tensor, bucket: FlatParameter) -> tuple[Tensor, ...]:
-        ctx.bucket = bucket
+    def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
+        ctx.unit = unit
         ctx.set_materialize_grads(False)
-        *chunks, _ = bucket.unshard().split(bucket.sizes)  # the all-gather
-        return tuple(c.view(s) for c, s in zip(chunks, bucket.shapes.values(), strict=True))
+        *chunks, _ = unit.unshard().split(unit.sizes)  # the all-gather
+        return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor, None]:
         """Autograd calls it when it has all gradients of the unit."""
-        bucket = ctx.bucket
+        unit = ctx.unit
         if any(grad is None for grad in grads):
-            raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
-        bucket.full = None  # backward is done with the parameters
-        padding = grads[0].new_zeros(bucket.sizes[-1])
+            raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
+        unit.full = None  # backward is done with the parameters
+        padding = grads[0].new_zeros(unit.sizes[-1])
         flat = torch.cat([*(grad.flatten() for grad in grads), padding])
-        owned = flat[bucket.owned]
-        reduce_scatter_single(owned, flat, group=bucket.group)
-        return owned / bucket.n_ranks, None  # autograd adds it to `shard.grad`
-
-
-def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = 1) -> list:
-    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
-
-    The first list is limited to `first_cap_mb`. A parameter above the cap gets its own list.
-    """
-    lists: list[list[nn.Parameter]] = []
-    room = 0.0  # MB left in the last list
-    for param in params:
-        mb = param.numel() * param.element_size() / 2**20
-        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
-        if not alike or mb > room:
-            room = cap_mb if lists else min(first_cap_mb, cap_mb)
-            lists.append([])
-        lists[-1].append(param)
-        room -= mb
-    return lists
+        owned = flat[unit.owned]
+        reduce_scatter_single(owned, flat, group=unit.group)
+        return owned / unit.n_ranks, None  # autograd adds it to `shard.grad`
 
 
 # ------------------------------------------------------------------------------------------------
@@ -409,13 +404,13 @@ def split_into_buckets(params: list[nn.Parameter], cap_mb: float, first_cap_mb: 
 
 def training_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> State:
     """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
-    full = dict(model.named_parameters()) if optimizer.zero_stage < 3 else {}
+    full = {} if optimizer.zero_stage == 3 else dict(model.named_parameters())
     names = {p: name for name, p in full.items()}
-    state: State = {}
-    for bucket in optimizer.buckets:
-        shapes = {names[p]: p.shape for p in bucket.params} if full else bucket.shapes
-        state |= state_of_flat_shard(optimizer.optimizer, bucket.shard, shapes, bucket.owned.start)
-    return state | {f"model.{name}": p.detach() for name, p in full.items()}
+    state: State = {f"model.{name}": p.detach() for name, p in full.items()}
+    for each in optimizer.buckets if full else optimizer.units:
+        shapes = {names[p]: p.shape for p in each.params} if full else each.shapes
+        state |= state_of_flat_shard(optimizer.optimizer, each.shard, shapes, each.owned.start)
+    return state
 
 
 def parse_args(argv: list[str] | None = None):
@@ -453,14 +448,13 @@ def main(argv: list[str] | None = None) -> list[dict]:
     model = Transformer(config)
     init_weights(model, args.seed)
     model.to(device)
-    optimizer = ZeroRedundancyOptimizer(
-        model,
-        torch.optim.AdamW,
-        args.zero_stage,
-        bucket_cap_mb=args.bucket_cap_mb,
-        units=model.units(),
-        **adamw_settings(args.lr, args.weight_decay),
-    )
+    settings = adamw_settings(args.lr, args.weight_decay)
+    if args.zero_stage == 3:
+        optimizer = ZeroStage3(model, torch.optim.AdamW, model.units(), **settings)
+    else:
+        zero = ZeroStage2 if args.zero_stage == 2 else ZeroRedundancyOptimizer
+        settings["bucket_cap_mb"] = args.bucket_cap_mb
+        optimizer = zero(model, torch.optim.AdamW, **settings)
     guard(model, optimizer)
 
     run = Run(args, __file__, config, device, corpus)

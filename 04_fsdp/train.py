@@ -10,11 +10,12 @@ New since stage 03: prefetching; reductions in flight; the model is built on the
 by unit; bfloat16; groups of ranks that shard the model and are replicas of each other
 (--shard-degree, hybrid sharding); shards on the CPU.
 
-    P parameters, N ranks that shard, m micro-batches per step; E of the embedding, O of the output;
-    float32
+    P parameters: E of the embedding, L of a layer, O of the output; N ranks that shard, m
+    micro-batches per step; float32
 
-    memory per rank   16 P / N bytes + two unsharded units + in backward two units' full gradients
-    communication     reduce-scatter m P + all-gather m (2 P - E - O) elements per step; without
+    memory per rank   16 P / N bytes + in forward three unsharded units, in backward two, and two
+                      units' full gradients
+    communication     reduce-scatter m P + all-gather m (2 P - E - L - O) elements per step; without
                       resharding all-gather m P; hybrid sharding adds an all-reduce of P / N
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
@@ -26,11 +27,11 @@ Run it:
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -42,7 +43,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from common.collectives import (
-    agree_on_overflow,
     all_gather_single,
     all_reduce,
     all_reduce_control,
@@ -51,9 +51,12 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.units import (
+    Place,
     cast_inputs,
+    checksum,
     is_lookup,
     lend_parameters,
+    place_in,
     take_parameters,
     units_with_values,
 )
@@ -79,55 +82,51 @@ class FullyShardedDataParallel(nn.Module):
 
     The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
     in every forward of its unit and nowhere else. All ranks run the same units in the same order.
-    A step is `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()` and
-    `zero_grad()`. `parameters()` are this rank's shards: clip by this class, not by PyTorch's.
+    After the last backward of a step come `finish_gradient_synchronization()`, `clip_grad_norm_()`,
+    the optimizer's `step()` and `zero_grad()`. The optimizer updates `parameters()`, the shards.
 
-    module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
-    one unit's parameters memory and values. units: in the order to prefetch in. shard_group: the N
-    ranks that shard each unit (default: all). replicate_group: the ranks that hold the same shard
-    (default: no others). param_dtype: units are gathered in it, and their arguments cast to it, but
-    not outputs and buffers, nor units of `nn.Embedding`s alone (default: the module's).
-    reduce_dtype: of the gradients that are reduced (default: the unsharded parameters').
-    reshard_after_forward: False keeps a unit unsharded until its backward. device: of the unsharded
-    parameters (default: the module's). cpu_offload: keep the shards on the CPU; groups then need a
-    CPU backend, too.
+    A module on the meta device gets its values unit by unit: `materialize(unit, name)` gives a unit
+    memory and values, or `read_shard(name, shapes, owned)` returns the elements `owned` of a unit's
+    parameters, side by side.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        units: list[nn.Module],
-        shard_group: ProcessGroup | None = None,
-        replicate_group: ProcessGroup | None = None,
-        param_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        reshard_after_forward: bool = True,
+        module: nn.Module,  # equal on all ranks, or on the meta device
+        units: list[nn.Module],  # in the order to prefetch in
+        shard_group: ProcessGroup | None = None,  # the N ranks that shard each unit; default: all
+        replicate_group: ProcessGroup | None = None,  # those with the same shard; default: none
+        param_dtype: torch.dtype | None = None,  # of gathered units and their inputs
+        reduce_dtype: torch.dtype | None = None,  # of gradients that are reduced
+        reshard_after_forward: bool = True,  # False: each unit stays until its backward
         materialize: Callable[[nn.Module, str], None] | None = None,
-        device: torch.device | None = None,
-        cpu_offload: bool = False,
+        read_shard: Callable[[str, dict[str, torch.Size], slice], Tensor] | None = None,
+        device: torch.device | None = None,  # of the unsharded parameters; default: the module's
+        cpu_offload: bool = False,  # keep the shards on the CPU; groups then need a CPU backend
     ):
         if replicate_group is not None and shard_group is None:
             raise ValueError("replicate_group needs a shard_group: by default all ranks shard")
-        if materialize is not None and device is None:
-            raise ValueError("materialize needs a device: a module on the meta device has none")
+        if device is None and (materialize or read_shard):
+            raise ValueError("materialize and read_shard need a device: the meta device is none")
+        if torch.float16 in (param_dtype, reduce_dtype):
+            raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
         super().__init__()
-        self.module = module
+        self.module, self.read_shard = module, read_shard
         self.group, self.replicate_group = shard_group, replicate_group
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.reshard_after_forward = reshard_after_forward
         self.device = device or next(module.parameters()).device
         self.shard_device = torch.device("cpu") if cpu_offload else self.device
-        self.in_flight: FlatParameter | None = None  # whose reduction was started last
+        self.stays: Unit | None = None  # the last unit that forward has not freed
+        self.in_flight: Unit | None = None  # whose reduction was started last
         self.synchronizes = True
-        self.buckets: list[FlatParameter] = []  # one per unit
+        self.units: list[Unit] = []
+        unit_class = ReplicatedUnit if replicate_group else Unit  # see below
         # each unit gets its values and is sharded before the next one: no rank holds the full model
-        for name, unit in units_with_values(module, units, materialize):
-            bucket = FlatParameter(name, unit, self)
-            self.register_parameter(f"shard_{len(self.buckets)}", bucket.shard)
-            unit.forward = partial(self.run, bucket, unit.forward)
-            self.buckets.append(bucket)
-        self.next_in_forward = {a: b for a, b in pairwise(self.buckets)}
-        self.next_in_backward = {b: a for a, b in pairwise(self.buckets)}
+        for named_module in units_with_values(module, units, materialize, read_shard is not None):
+            unit = unit_class(*named_module, self)
+            self.register_parameter(f"shard_{len(self.units)}", unit.shard)
+            self.units.append(unit)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -141,58 +140,62 @@ class FullyShardedDataParallel(nn.Module):
         finally:
             self.synchronizes = True
 
-    def run(self, bucket: FlatParameter, forward: Callable, *args, **kwargs):
-        """In place of a unit's `forward`: the unit has parameters in here and nowhere else."""
-        # private, as nothing public tells it: whether this is activation checkpointing in backward
-        recomputes = torch._C._current_graph_task_id() != -1
-        self.enter(bucket, in_backward=recomputes)
+    def run(self, unit: Unit, *args, **kwargs):
+        """In place of a module's `forward`: it has parameters in here and nowhere else."""
+        # within backward, activation checkpointing runs it again (no public function tells this)
+        in_backward = torch._C._current_graph_task_id() != -1
+        self.enter(unit, in_backward)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        params = Gather.apply(bucket.shard, bucket)
-        with lend_parameters(bucket.shard, bucket.owners, params, bucket.pack, bucket.unpack):
-            output = forward(*args, **kwargs)
-        if not recomputes and (self.reshard_after_forward or not torch.is_grad_enabled()):
-            bucket.reshard()
+        params = Gather.apply(unit.shard, unit)
+        with lend_parameters(unit.shard, unit.owners, params, unit.pack, unit.unpack) as recomputes:
+            output = unit.forward(*args, **kwargs)
+        unit.used_in_backward |= recomputes  # of other units `pack` knows it
+        if not in_backward and (self.reshard_after_forward or not torch.is_grad_enabled()):
+            self.after_forward(unit)
         return output
 
-    def enter(self, bucket: FlatParameter, in_backward: bool) -> None:
-        """Gather the unit's parameters, and prefetch those of the next unit."""
-        bucket.unshard()
-        bucket.used_in_backward |= in_backward
-        self.prefetch(bucket, in_backward)  # before the unit's own kernels, with which it overlaps
-        bucket.wait()
+    def enter(self, unit: Unit, in_backward: bool) -> None:
+        """Gather the unit's parameters, and prefetch those of the next unit that will be used."""
+        unit.unshard()
+        order = self.units[::-1] if in_backward else self.units
+        rest = order[order.index(unit) + 1 :]
+        following = [each for each in rest if each.used_in_backward or not in_backward]
+        for each in following[:1]:
+            each.unshard()  # before the unit's own kernels, with which it overlaps
+        unit.wait()
 
-    def prefetch(self, bucket: FlatParameter, in_backward: bool) -> None:
-        """Start the all-gather of the unit that comes after this one, if it will be used."""
-        neighbour = (self.next_in_backward if in_backward else self.next_in_forward).get(bucket)
-        if neighbour is not None and (neighbour.used_in_backward or not in_backward):
-            neighbour.unshard()
+    def after_forward(self, unit: Unit) -> None:
+        """Free the unit. One that backward uses is freed later, when the next such unit has run:
+        the last one stays, as nothing would hide its second all-gather."""
+        if torch.is_grad_enabled() and unit.used_in_backward:
+            unit, self.stays = self.stays, unit
+        if unit is not None:
+            unit.reshard()
 
-    def leave(self, bucket: FlatParameter, grads: tuple[Tensor, ...]) -> None:
+    def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
-        bucket.reshard()
-        bucket.finish_reduction()  # of the previous micro-batch, if no other unit has been left
-        self.prefetch(bucket, in_backward=True)  # first: NCCL keeps the order of the calls
-        bucket.start_reduction(grads, self.synchronizes)
-        previous, self.in_flight = self.in_flight, bucket
-        if previous not in (None, bucket):  # so at most two units have full gradients
+        unit.reshard()
+        unit.finish_reduction()  # only with a single unit: that of the previous micro-batch
+        unit.start_reduction(grads)
+        self.stays = None  # backward frees each unit as it leaves it
+        previous, self.in_flight = self.in_flight, unit
+        if previous not in (None, unit):  # so at most two units have full gradients
             previous.finish_reduction()  # after the launch: the network is busy meanwhile
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward: give each shard its average gradient, unless it has it."""
-        for bucket in self.buckets:
-            bucket.reshard()  # if it was prefetched and not used
-            bucket.finish_reduction()
-            bucket.start_all_reduce()  # if every backward was under no_sync()
-        averaged = [bucket for bucket in self.buckets if bucket.finish_step()]
-        if averaged:  # else it was called before
-            agree_on_overflow((bucket.shard.grad for bucket in averaged), self.group)
+        for unit in self.units:
+            unit.reshard()  # if it was prefetched and not used
+            unit.finish_reduction()
+        for unit in self.units:
+            unit.finish_step()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to at most this global norm; returns the norm before clipping."""
         self.finish_gradient_synchronization()
-        grads = [bucket.shard.grad for bucket in self.buckets if bucket.shard.grad is not None]
+        grads = [unit.shard.grad for unit in self.units if unit.shard.grad is not None]
         # each rank has the squares of its own shards only
         norm = all_reduce_control(global_norm(grads).square(), group=self.group).sqrt()
         for grad in grads:
@@ -200,59 +203,56 @@ class FullyShardedDataParallel(nn.Module):
         return norm
 
 
-class FlatParameter:
-    """A unit's parameters side by side in one flat buffer, of which each rank owns an equal shard.
+class Unit:
+    """A module's parameters side by side in one flat buffer, of which each rank owns a shard.
 
     shard: [length], a parameter, in the module's dtype, which this rank's optimizer updates.
     full: the gathered parameters, [N * length], padded, in `dtype`; exists only while unsharded.
     average: [length], the average gradient over the ranks, summed over this step's micro-batches.
     """
 
-    def __init__(self, name: str, unit: nn.Module, fsdp: FullyShardedDataParallel):
-        self.fsdp, group, replicas = fsdp, fsdp.group, fsdp.replicate_group
-        self.name, self.group = name, group
-        self.n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        self.n_replicas = dist.get_world_size(replicas) if replicas else 1
-        self.shapes = {full_name: p.shape for full_name, p in unit.named_parameters(name)}
-        # its gradients have the same dtype, and the embedding's are sums over many tokens
-        param_dtype = None if is_lookup(unit) else fsdp.param_dtype
-        self.owners, flat = take_parameters(unit)  # the unit has no parameters any more
+    def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedDataParallel):
+        self.name, self.fsdp, self.group = name, fsdp, fsdp.group
+        self.n_ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
+        # gradients have the parameters' dtype, and a row of an embedding sums many tokens
+        param_dtype = None if is_lookup(module) else fsdp.param_dtype
+        self.owners, flat = take_parameters(module)  # the module has no parameters any more
         self.dtype = param_dtype or flat.dtype
-        length = -(-len(flat) // self.n_ranks)  # of a shard, rounded up
+        length = math.ceil(len(flat) / self.n_ranks)
         self.owned = slice(rank * length, (rank + 1) * length)
         padding = self.n_ranks * length - len(flat)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        flat = F.pad(flat, (0, padding))
-        self.shard = nn.Parameter(flat[self.owned].to(fsdp.shard_device, copy=True))
-        # integer sums of the bits do not depend on the order of adding
-        sums = [t.sum() for t in (flat.view(torch.int16), *unit.buffers())]
-        sums += [self.dtype, fsdp.reduce_dtype, fsdp.reshard_after_forward]
-        for ranks in [group, replicas] if replicas else [group]:
-            check_same(f"initial values or dtypes of {name}", sums, fsdp.device, ranks)
+        shard = flat[self.owned]
+        facts = [checksum(flat)] if fsdp.read_shard is None else []
+        if fsdp.read_shard is not None:  # `flat` is on the meta device
+            owned = slice(*self.owned.indices(len(flat)))  # without padding
+            shard = fsdp.read_shard(name, self.shapes, owned).view_as(shard).to(flat.dtype)
+        shard = F.pad(shard, (0, length - len(shard)))
+        self.shard = nn.Parameter(shard.to(fsdp.shard_device))
+        facts += [*(buffer.sum() for buffer in module.buffers()), self.dtype]
+        self.facts = [*facts, fsdp.reduce_dtype, fsdp.reshard_after_forward]  # equal on all ranks
+        check_same(f"initial values or dtypes of {name}", self.facts, fsdp.device, self.group)
+        self.forward, module.forward = module.forward, partial(fsdp.run, self)
         self.full: Tensor | None = None
         self.version: int | None = None  # of the shard that `full` was gathered from
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
-        self.used_in_backward = False  # known from the first backward on
-        # the reduce-scatter in flight, its buffer, whether it belongs to the last micro-batch
-        self.reduction: tuple[Work, Tensor, bool] | None = None
+        self.used_in_backward = False  # known from the first forward on
+        self.reduction: tuple[Work, Tensor] | None = None  # in flight, its buffer
         self.average: Tensor | None = None
-        self.all_reduces: list[tuple[Work, Tensor]] = []  # those in flight over the replicas
 
-    def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: (tensor,) or, of a view of `full`, its place: (None,
-        shape, stride, offset)."""
-        # sparse, complex and negated views are not given by a place alone
-        other = tensor.layout != torch.strided or tensor.dtype != self.full.dtype or tensor.is_neg()
-        if other or tensor.untyped_storage() is not self.full.untyped_storage():
-            return (tensor.detach(),)  # an output itself would keep its graph
-        return None, tensor.shape, tensor.stride(), tensor.storage_offset()
+    def pack(self, tensor: Tensor) -> Tensor | Place:
+        """What autograd keeps for backward: a tensor or, of a view of `full`, its place there."""
+        place = place_in(self.full, tensor)
+        self.used_in_backward |= place is not None
+        return tensor.detach() if place is None else place  # an output itself would keep its graph
 
-    def unpack(self, saved: tuple) -> Tensor:
-        """What backward reads: the tensor that `pack` has saved, or the view, gathered again."""
-        tensor, *place = saved
-        if place:
-            self.fsdp.enter(self, in_backward=True)
-        return self.full.as_strided(*place) if place else tensor
+    def unpack(self, saved: Tensor | Place) -> Tensor:
+        """What backward reads: the tensor, or the view, for which the unit is gathered again."""
+        if not isinstance(saved, Place):
+            return saved
+        self.fsdp.enter(self, in_backward=True)
+        return self.full.as_strided(*saved)
 
     @torch.inference_mode(False)  # else `full` would not count its versions
     def unshard(self) -> None:
@@ -262,7 +262,8 @@ class FlatParameter:
             self.version = self.shard._version
             sent = self.shard.detach().to(self.fsdp.device, self.dtype)  # cast before it is sent
             self.full = sent.new_empty(self.n_ranks * len(sent))
-            self.gathering = all_gather_single(self.full, sent, self.group, async_op=True), sent
+            work = all_gather_single(self.full, sent, self.group, async_op=True)
+            self.gathering = work, sent
 
     def wait(self) -> None:
         if self.gathering is not None:
@@ -274,64 +275,92 @@ class FlatParameter:
         self.wait()
         self.full = None  # frees it: `pack` has kept no reference for backward
 
-    def start_reduction(self, grads: tuple[Tensor, ...], is_last: bool) -> None:
-        """Start the reduce-scatter of `grads`, joined in one buffer: the sum replaces this rank's
-        part of it."""
+    def start_reduction(self, grads: tuple[Tensor, ...]) -> None:
+        """Start the reduce-scatter of `grads`, joined in one buffer. The sum is written into this
+        rank's part of the buffer."""
         padding = grads[0].new_zeros(self.sizes[-1])
         flat = torch.cat([*(grad.flatten() for grad in grads), padding])
         flat = flat.to(self.fsdp.reduce_dtype or flat.dtype)
         work = reduce_scatter_single(flat[self.owned], flat, group=self.group, async_op=True)
-        self.reduction = work, flat, is_last
+        self.reduction = work, flat
 
     def finish_reduction(self) -> None:
         """If a reduction is in flight, add its average to the earlier ones and free its buffer."""
         if self.reduction is None:
             return
-        work, flat, is_last = self.reduction
+        work, flat = self.reduction
         work.wait()
-        average = flat[self.owned].to(self.shard) / (self.n_ranks * self.n_replicas)
+        average = flat[self.owned].to(self.shard) / self.n_ranks
         self.average = average if self.average is None else self.average.add_(average)
         self.reduction = None
-        if is_last:
-            self.start_all_reduce()
 
-    def start_all_reduce(self) -> None:
-        """With replicas: start to all-reduce the average over them. Without no_sync() there is one
-        per micro-batch, and `finish_step` adds them."""
-        if self.n_replicas > 1 and self.average is not None:
-            work = all_reduce(self.average, group=self.fsdp.replicate_group, async_op=True)
-            self.all_reduces.append((work, self.average))
-            self.average = None
-
-    def finish_step(self) -> bool:
-        """Give the optimizer the average; returns whether there is one."""
-        for work, average in self.all_reduces:
-            work.wait()
-            self.average = average if self.average is None else self.average.add_(average)
-        if self.average is None:
-            return False
-        self.shard.grad, self.average, self.all_reduces = self.average, None, []
-        return True
+    def finish_step(self) -> None:
+        """Give the optimizer the average, if there has been a backward."""
+        if self.average is not None:
+            self.shard.grad, self.average = self.average, None
 
 
 class Gather(torch.autograd.Function):
     """A unit's parameters as a function of its shard, [length]. Its adjoint is a reduce-scatter."""
 
     @staticmethod
-    def forward(ctx, shard: Tensor, bucket: FlatParameter) -> tuple[Tensor, ...]:
-        ctx.bucket = bucket
+    def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
+        ctx.unit = unit
         ctx.set_materialize_grads(False)
-        *chunks, _ = bucket.full.split(bucket.sizes)  # the all-gather has ended
-        return tuple(c.view(s) for c, s in zip(chunks, bucket.shapes.values(), strict=True))
+        *chunks, _ = unit.full.split(unit.sizes)  # the all-gather has ended
+        return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
-        bucket = ctx.bucket
+        unit = ctx.unit
         if any(grad is None for grad in grads):
-            raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
-        bucket.fsdp.leave(bucket, grads)
+            raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
+        unit.fsdp.leave(unit, grads)
         return None, None  # the average follows when the reduction has finished
+
+
+# ---- hybrid sharding: groups of ranks that shard the model are replicas of each other ----
+
+
+class ReplicatedUnit(Unit):
+    """A unit whose shard other ranks have as well, its replicas. They average its gradient, once
+    per step if all micro-batches but the last are under `no_sync()`."""
+
+    def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedDataParallel):
+        super().__init__(name, module, fsdp)
+        facts, group = [checksum(self.shard.detach()), *self.facts], fsdp.replicate_group
+        check_same(f"initial values or dtypes of {name}", facts, fsdp.device, group)
+        self.is_last = False  # whether the reduction in flight is that of the last micro-batch
+        self.all_reduce: Work | None = None  # of `average`, in flight
+
+    def start_reduction(self, grads: tuple[Tensor, ...]) -> None:
+        super().start_reduction(grads)
+        self.is_last = self.fsdp.synchronizes
+
+    def finish_reduction(self) -> None:
+        if self.reduction is not None:
+            self.finish_all_reduce()  # of a micro-batch before, if that was not under no_sync()
+            super().finish_reduction()
+            if self.is_last:
+                self.start_all_reduce()
+
+    def start_all_reduce(self) -> None:
+        """Start to average over the replicas. What has been averaged before does not change."""
+        group = self.fsdp.replicate_group
+        self.average /= dist.get_world_size(group)
+        self.all_reduce = all_reduce(self.average, group=group, async_op=True)
+
+    def finish_all_reduce(self) -> None:
+        if self.all_reduce is not None:
+            self.all_reduce.wait()
+            self.all_reduce = None
+
+    def finish_step(self) -> None:
+        if self.average is not None and not self.is_last:  # every backward was under no_sync()
+            self.start_all_reduce()
+        self.finish_all_reduce()
+        super().finish_step()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -359,8 +388,8 @@ def sharded_from_meta(model: Transformer, args, world: World) -> FullyShardedDat
 def training_state(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> State:
     """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
     state: State = {}
-    for bucket in model.buckets:
-        state |= state_of_flat_shard(optimizer, bucket.shard, bucket.shapes, bucket.owned.start)
+    for unit in model.units:
+        state |= state_of_flat_shard(optimizer, unit.shard, unit.shapes, unit.owned.start)
     return state
 
 

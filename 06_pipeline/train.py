@@ -218,6 +218,9 @@ class PipelineStage:
     kinds = "FB"  # of the actions that a schedule must have for it
 
     def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
+        if any(p.dtype == torch.float16 for p in nn.ModuleList([part, output]).parameters()):
+            # a gradient can overflow on one rank alone, whose GradScaler skips the step
+            raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
         self.part, self.output, self.autocast = part, output, autocast
         self.in_flight: dict[int, InFlight] = {}  # by micro-batch
 

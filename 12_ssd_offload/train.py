@@ -7,11 +7,12 @@ only after backward. So the threads speculate that nothing is clipped, and write
 a second slot of the file. If that was wrong, the step is redone from the old slot. A run that is
 killed at any moment loses only one step.
 
-    P parameters, N ranks, m micro-batches per step; E of the embedding, O of the output; float32
+    P parameters: E of the embedding, L of a layer, O of the output; N ranks, m micro-batches per
+    step; float32
 
     memory per rank   four full units and 22 shards of a unit, whatever their number
     files per rank    28 P / N bytes: two slots of 12, and the gradient
-    read per step     (4 m (2 P - E - O) + 12 P + 4 (m - 1) P) / N bytes; if redone 16 P / N more
+    read per step     (4 m (3 P - E - L - O) + 8 P) / N bytes; if redone 16 P / N more
     written per step  (4 m P + 12 P) / N bytes; if redone 12 P / N more
     communication     as in stage 04
 
@@ -25,6 +26,7 @@ Run it:
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -56,9 +58,12 @@ from common.collectives import (
 from common.distributed import fail
 from common.state_files import GRADIENT, SLOT, StateFile, StateFolder
 from common.units import (
+    Place,
     cast_inputs,
+    checksum,
     is_lookup,
     lend_parameters,
+    place_in,
     take_parameters,
     units_with_values,
 )
@@ -76,7 +81,7 @@ from common.run import Run
 from common.storage import SHAPE, checkpoints, compare_runs
 
 # ------------------------------------------------------------------------------------------------
-# The technique: shards in files, a few of which are in memory at a time
+# The technique: shards in files, which are read ahead of their use
 # ------------------------------------------------------------------------------------------------
 
 
@@ -87,22 +92,17 @@ class FullyShardedDataParallel(nn.Module):
     in every forward of its unit and nowhere else. All ranks run the same units in the same order,
     each once per micro-batch. Every backward of a step but the last is under `no_sync()`. A step is
     `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`, and `commit()` of
-    the optimizer's files.
-
-    module: equal on all ranks, or on the meta device with a `materialize(unit, name)` that gives
-    one unit's parameters memory and values. units: in the order to prefetch in. optimizer: it has
-    the files, and gets the gradients. param_dtype: of the unsharded parameters (default: float32,
-    that of the files). device: of the unsharded parameters (default: the module's).
+    the optimizer's files. materialize(unit, name) gives a unit on the meta device its values.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        units: list[nn.Module],
-        optimizer: SpeculativeAdamW,
-        param_dtype: torch.dtype | None = None,
+        module: nn.Module,  # equal on all ranks, or on the meta device
+        units: list[nn.Module],  # in the order to prefetch in
+        optimizer: SpeculativeAdamW,  # it has the files, and gets the gradients
+        param_dtype: torch.dtype | None = None,  # of gathered units and their inputs
         materialize: Callable[[nn.Module, str], None] | None = None,
-        device: torch.device | None = None,
+        device: torch.device | None = None,  # of the unsharded parameters; default: the module's
     ):
         if materialize is not None and device is None:
             raise ValueError("materialize needs a device: a module on the meta device has none")
@@ -112,14 +112,13 @@ class FullyShardedDataParallel(nn.Module):
         self.module = module
         self.optimizer, self.param_dtype = optimizer, param_dtype
         self.device = device or next(module.parameters()).device
-        self.in_flight: FlatParameter | None = None  # whose reduction was started last
+        self.stays: Unit | None = None  # the last unit that forward has not freed
+        self.in_flight: Unit | None = None  # whose reduction was started last
         self.synchronizes = True
-        self.buckets: list[FlatParameter] = []  # one per unit
+        self.units: list[Unit] = []
         # each unit gets its values and is sharded before the next one: no rank holds the full model
-        for name, unit in units_with_values(module, units, materialize):
-            bucket = FlatParameter(name, unit, self)
-            unit.forward = partial(self.run, bucket, unit.forward)
-            self.buckets.append(bucket)
+        for named_module in units_with_values(module, units, materialize):
+            self.units.append(Unit(*named_module, self))
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -133,54 +132,59 @@ class FullyShardedDataParallel(nn.Module):
         finally:
             self.synchronizes = True
 
-    def run(self, bucket: FlatParameter, forward: Callable, *args, **kwargs):
-        """In place of a unit's `forward`: the unit has parameters in here and nowhere else."""
-        # private, as nothing public tells it: whether this is activation checkpointing in backward
-        recomputes = torch._C._current_graph_task_id() != -1
-        self.enter(bucket, in_backward=recomputes)
+    def run(self, unit: Unit, *args, **kwargs):
+        """In place of a module's `forward`: it has parameters in here and nowhere else."""
+        # within backward, activation checkpointing runs it again (no public function tells this)
+        in_backward = torch._C._current_graph_task_id() != -1
+        self.enter(unit, in_backward)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        params = Gather.apply(bucket.shard, bucket)
-        with lend_parameters(bucket.shard, bucket.owners, params, bucket.pack, bucket.unpack):
-            output = forward(*args, **kwargs)
-        if not recomputes:
-            bucket.reshard()
+        params = Gather.apply(unit.shard, unit)
+        with lend_parameters(unit.shard, unit.owners, params, unit.pack, unit.unpack) as recomputes:
+            output = unit.forward(*args, **kwargs)
+        unit.used_in_backward |= recomputes  # of other units `pack` knows it
+        if not in_backward:
+            self.after_forward(unit)
         return output
 
-    def enter(self, bucket: FlatParameter, in_backward: bool) -> None:
-        """Gather the unit's parameters, and prefetch those of the next unit."""
-        bucket.unshard()
-        bucket.used_in_backward |= in_backward
-        self.prefetch(bucket, in_backward)  # before the unit's own kernels, with which it overlaps
-        bucket.wait()
-
-    def prefetch(self, bucket: FlatParameter, in_backward: bool) -> None:
-        """Read the next two units, and start the all-gather of the first, if they will be used."""
-        order = self.buckets[::-1] if in_backward else self.buckets
-        i = order.index(bucket) + 1
-        near = [each for each in order[i : i + 2] if each.used_in_backward or not in_backward]
-        for each in near:
+    def enter(self, unit: Unit, in_backward: bool) -> None:
+        """Gather the unit's parameters, prefetch those of the next unit that will be used, and read
+        those of the one after it."""
+        unit.unshard()
+        order = self.units[::-1] if in_backward else self.units
+        rest = order[order.index(unit) + 1 :]
+        following = [each for each in rest if each.used_in_backward or not in_backward]
+        for each in following[:2]:
             each.fetch()
-        for each in near[:1]:
-            each.unshard()
+        for each in following[:1]:
+            each.unshard()  # before the unit's own kernels, with which it overlaps
+        unit.wait()
 
-    def leave(self, bucket: FlatParameter, grads: tuple[Tensor, ...]) -> None:
+    def after_forward(self, unit: Unit) -> None:
+        """Free the unit. One that backward uses is freed later, when the next such unit has run:
+        the last one stays, as nothing would hide its second all-gather."""
+        if torch.is_grad_enabled() and unit.used_in_backward:
+            unit, self.stays = self.stays, unit
+        if unit is not None:
+            unit.reshard()
+
+    def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
-        bucket.reshard()
-        bucket.finish_reduction()  # of the previous micro-batch, if no other unit has been left
-        self.prefetch(bucket, in_backward=True)  # first: NCCL keeps the order of the calls
-        bucket.start_reduction(grads, self.synchronizes)
-        previous, self.in_flight = self.in_flight, bucket
-        if previous not in (None, bucket):  # so at most two units have full gradients
+        unit.reshard()
+        unit.finish_reduction()  # only with a single unit: that of the previous micro-batch
+        unit.start_reduction(grads)
+        self.stays = None  # backward frees each unit as it leaves it
+        previous, self.in_flight = self.in_flight, unit
+        if previous not in (None, unit):  # so at most two units have full gradients
             previous.finish_reduction()  # after the launch: the network is busy meanwhile
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward: wait until the optimizer has used every gradient."""
-        for bucket in self.buckets:
-            bucket.reshard()  # if it was prefetched and not used
-            bucket.finish_reduction()
+        for unit in self.units:
+            unit.reshard()  # if it was prefetched and not used
+            unit.finish_reduction()
         self.optimizer.files.wait()
-        missing = [b.name for b in self.buckets if self.optimizer.norms.get(b.file) is None]
+        missing = [u.name for u in self.units if not self.optimizer.is_complete.get(u.file)]
         if missing:
             raise RuntimeError(f"no backward outside of no_sync() has reached the units {missing}")
 
@@ -190,69 +194,66 @@ class FullyShardedDataParallel(nn.Module):
         self.finish_gradient_synchronization()
         if self.optimizer.scale is not None:
             raise RuntimeError("clip_grad_norm_() twice in a step")
-        norms = torch.cat([self.optimizer.norms[bucket.file] for bucket in self.buckets])
+        norms = torch.cat([self.optimizer.norms[unit.file] for unit in self.units])
         # each rank has the squares of its own shards only
         norm = all_reduce_control(vector_norm(norms).square()).sqrt()
         self.optimizer.scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
 
-class FlatParameter:
-    """A unit's parameters side by side in one flat buffer, of which each rank owns an equal shard.
+class Unit:
+    """A module's parameters side by side in one flat buffer, of which each rank owns a shard.
 
-    shard: an empty tensor in place of one of [length], the same in all units, for autograd to see.
-    Its version counts the optimizer's steps. file: has the values, the moments and the gradient.
+    file: has the shard's values, [length], the moments and the gradient. shard: an empty parameter,
+    the same in all units: autograd needs an input. Its version counts the optimizer's steps.
     full: the gathered parameters, [N * length], padded, in `dtype`; exists only while unsharded.
     """
 
-    def __init__(self, name: str, unit: nn.Module, fsdp: FullyShardedDataParallel):
-        self.fsdp, self.files, self.name = fsdp, fsdp.optimizer.files, name
+    def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedDataParallel):
+        self.name, self.fsdp, self.files = name, fsdp, fsdp.optimizer.files
         self.n_ranks, rank = dist.get_world_size(), dist.get_rank()
-        self.shapes = {full_name: p.shape for full_name, p in unit.named_parameters(name)}
-        # its gradients have the same dtype, and the embedding's are sums over many tokens
-        param_dtype = None if is_lookup(unit) else fsdp.param_dtype
-        self.owners, flat = take_parameters(unit)  # the unit has no parameters any more
+        self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
+        # gradients have the parameters' dtype, and a row of an embedding sums many tokens
+        param_dtype = None if is_lookup(module) else fsdp.param_dtype
+        self.owners, flat = take_parameters(module)  # the module has no parameters any more
         if flat.dtype != torch.float32:
             raise ValueError(f"the parameters of {name} are not float32")
         self.dtype = param_dtype or torch.float32
-        length = -(-len(flat) // self.n_ranks)  # of a shard, rounded up
+        length = math.ceil(len(flat) / self.n_ranks)
         self.owned = slice(rank * length, (rank + 1) * length)
         padding = self.n_ranks * length - len(flat)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        flat = F.pad(flat, (0, padding))
-        # integer sums of the bits do not depend on the order of adding
-        sums = [t.sum() for t in (flat.view(torch.int16), *unit.buffers())]
-        check_same(f"initial values or dtypes of {name}", [*sums, self.dtype], fsdp.device)
-        self.file = StateFile(self.files, name, flat[self.owned])
+        facts = [checksum(flat), *(buffer.sum() for buffer in module.buffers()), self.dtype]
+        check_same(f"initial values or dtypes of {name}", facts, fsdp.device)
+        self.file = StateFile(self.files, name, F.pad(flat, (0, padding))[self.owned])
         self.shard = fsdp.optimizer.shard
+        self.forward, module.forward = module.forward, partial(fsdp.run, self)
         self.reading: Future[Tensor] | None = None  # a thread that reads the shard
         self.full: Tensor | None = None
         self.version: int | None = None  # of the shard in `full`, or that is being read for it
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
-        self.used_in_backward = False  # known from the first backward on
+        self.used_in_backward = False  # known from the first forward on
         # the reduce-scatter in flight, its buffer, whether it belongs to the last micro-batch
         self.reduction: tuple[Work, Tensor, bool] | None = None
 
-    def pack(self, tensor: Tensor) -> tuple:
-        """What autograd keeps for backward: (tensor,) or, of a view of `full`, its place: (None,
-        shape, stride, offset)."""
-        # sparse, complex and negated views are not given by a place alone
-        other = tensor.layout != torch.strided or tensor.dtype != self.full.dtype or tensor.is_neg()
-        if other or tensor.untyped_storage() is not self.full.untyped_storage():
-            return (tensor.detach(),)  # an output itself would keep its graph
-        return None, tensor.shape, tensor.stride(), tensor.storage_offset()
+    def pack(self, tensor: Tensor) -> Tensor | Place:
+        """What autograd keeps for backward: a tensor or, of a view of `full`, its place there."""
+        place = place_in(self.full, tensor)
+        self.used_in_backward |= place is not None
+        return tensor.detach() if place is None else place  # an output itself would keep its graph
 
-    def unpack(self, saved: tuple) -> Tensor:
-        """What backward reads: the tensor that `pack` has saved, or the view, gathered again."""
-        tensor, *place = saved
-        if place:
-            self.fsdp.enter(self, in_backward=True)
-        return self.full.as_strided(*place) if place else tensor
+    def unpack(self, saved: Tensor | Place) -> Tensor:
+        """What backward reads: the tensor, or the view, for which the unit is gathered again."""
+        if not isinstance(saved, Place):
+            return saved
+        self.fsdp.enter(self, in_backward=True)
+        return self.full.as_strided(*saved)
 
     def fetch(self) -> None:
-        """Start to read the shard, unless `full` is up to date, or will be."""
+        """Start to read the shard, unless it is being read, or `full` has it."""
         if self.version != self.shard._version:
             self.reshard()  # of an earlier step
+        if self.full is None and self.reading is None:
             self.version = self.shard._version
             self.reading = self.files.threads.submit(self.read)
 
@@ -271,7 +272,8 @@ class FlatParameter:
             if sent.is_cuda:  # its memory is of the other stream
                 sent.record_stream(torch.cuda.current_stream())
             self.full = sent.new_empty(self.n_ranks * len(sent))
-            self.gathering = all_gather_single(self.full, sent, async_op=True), sent
+            work = all_gather_single(self.full, sent, async_op=True)
+            self.gathering = work, sent
 
     def wait(self) -> None:
         if self.gathering is not None:
@@ -281,15 +283,16 @@ class FlatParameter:
     def reshard(self) -> None:
         """Wait for an all-gather in flight, then drop `full`."""
         self.wait()
-        self.full = self.version = self.reading = None  # `pack` has kept no reference for backward
+        self.full = None  # frees it: `pack` has kept no reference for backward
+        self.reading = None  # if it was not used
 
-    def start_reduction(self, grads: tuple[Tensor, ...], is_last: bool) -> None:
-        """Start the reduce-scatter of `grads`, joined in one buffer: the sum replaces this rank's
-        part of it."""
+    def start_reduction(self, grads: tuple[Tensor, ...]) -> None:
+        """Start the reduce-scatter of `grads`, joined in one buffer. The sum is written into this
+        rank's part of the buffer."""
         padding = grads[0].new_zeros(self.sizes[-1])
         flat = torch.cat([*(grad.flatten() for grad in grads), padding]).float()
         work = reduce_scatter_single(flat[self.owned], flat, async_op=True)
-        self.reduction = work, flat, is_last
+        self.reduction = work, flat, self.fsdp.synchronizes
 
     def finish_reduction(self) -> None:
         """If a reduction is in flight, give its average to the optimizer and free its buffer."""
@@ -306,57 +309,54 @@ class Gather(torch.autograd.Function):
     """A unit's parameters as a function of its shard, [length]. Its adjoint is a reduce-scatter."""
 
     @staticmethod
-    def forward(ctx, shard: Tensor, bucket: FlatParameter) -> tuple[Tensor, ...]:
-        ctx.bucket = bucket
+    def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
+        ctx.unit = unit
         ctx.set_materialize_grads(False)
-        *chunks, _ = bucket.full.split(bucket.sizes)  # the all-gather has ended
-        return tuple(c.view(s) for c, s in zip(chunks, bucket.shapes.values(), strict=True))
+        *chunks, _ = unit.full.split(unit.sizes)  # the all-gather has ended
+        return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
-        bucket = ctx.bucket
+        unit = ctx.unit
         if any(grad is None for grad in grads):
-            raise RuntimeError(f"unit {bucket.name} has not used all of its parameters")
-        bucket.fsdp.leave(bucket, grads)
+            raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
+        unit.fsdp.leave(unit, grads)
         return None, None  # the average follows when the reduction has finished
 
 
-class SpeculativeAdamW:
-    """AdamW on files. It updates a unit as soon as it has the unit's gradient of the whole step.
+# ---- update during backward ----
 
-    The new state goes into the slot that does not count, as if nothing were clipped. `step` makes
-    this slot count. If the gradients are clipped, it first does all updates again.
 
-    speculates: else all updates wait for `step`. settings: of AdamW.
+class OverlappedAdamW:
+    """AdamW on files, in threads. A unit is updated as soon as its gradient of the step is reduced.
+
+    An update reads the current slot and writes the other one; `step` switches them. Until then the
+    old state is complete. settings: of AdamW.
     """
 
-    def __init__(
-        self, files: StateFolder, betas: tuple[float, float], speculates: bool = True, **settings
-    ):
+    def __init__(self, files: StateFolder, betas: tuple[float, float], **settings):
         defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
         self.param_groups = [defaults | settings | {"beta1": betas[0], "beta2": betas[1]}]
         self.files, self.state = files, {}  # the state is in the files
-        self.shard = nn.Parameter(torch.empty(0))  # `FlatParameter.shard`
+        self.shard = nn.Parameter(torch.empty(0))  # `Unit.shard`
         # one stream for all copies to and from a GPU: each stream has a memory pool of its own
         self.copies = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self.may_speculate = self.speculates = speculates
-        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
-        self.n_redone = 0  # steps
-        # of a gradient's rows; empty while a thread computes them, None before the last micro-batch
-        self.norms: dict[StateFile, Tensor | None] = {}
+        self.settings: dict = {}  # of this step's updates
+        # of the files that have a gradient of this step: whether the last micro-batch is in it
+        self.is_complete: dict[StateFile, bool] = {}
 
     def take(self, file: StateFile, average: Tensor, is_last: bool) -> None:
-        """Take a unit's average gradient of one micro-batch; a thread uses it."""
+        """Take a unit's average gradient of one micro-batch, for a thread."""
         if self.files.step != self.files.committed:
             raise RuntimeError("commit() after every step: the next one overwrites the old slot")
-        if self.norms.get(file) is not None:
+        if self.is_complete.get(file):
             raise RuntimeError(f"{file.path.stem}: a backward after the step's last one")
-        if not self.norms:
-            self.used = dict(self.param_groups[0])  # by the updates of this step
-        is_first = file not in self.norms
-        self.norms[file] = torch.empty(0) if is_last else None  # a thread replaces it
+        if not self.is_complete:
+            self.settings = dict(self.param_groups[0])
         ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
+        is_first = file not in self.is_complete
+        self.is_complete[file] = is_last
         self.files.start(file, self.accumulate, average, ready, is_first, is_last)
 
     def accumulate(
@@ -372,20 +372,49 @@ class SpeculativeAdamW:
             gradient += file.read(GRADIENT)
         file.write(GRADIENT, gradient)
         if is_last:
-            self.norms[file] = torch.cat(norms_of_rows(gradient))
-            if self.speculates:
-                self.update(file, gradient)
+            self.update(file, gradient)
 
-    def update(self, file: StateFile, gradient: Tensor | None = None) -> None:
-        """Read the slot that counts, write the other one. gradient: default: the file's, scaled."""
-        if gradient is None:
-            gradient = file.read(GRADIENT).mul_(self.scale)
+    def update(self, file: StateFile, gradient: Tensor) -> None:
+        """Read the current slot, write the other one."""
         param, exp_avg, exp_avg_sq = rows = file.read(self.files.slot, SLOT)
         steps = torch.tensor(float(self.files.step))
-        tensors = [param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps]
         # the function, as an object of the class would hold on to the state
-        adamw(*tensors, **self.param_groups[0])
+        adamw([param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps], **self.settings)
         file.write(SLOT - self.files.slot, rows)
+
+    def step(self) -> None:
+        """Switch the slots: the new state becomes the current one."""
+        if self.settings != self.param_groups[0]:
+            raise RuntimeError("set the learning rate before the step's first backward")
+        self.files.step, self.files.slot = self.files.step + 1, SLOT - self.files.slot
+        increment_version(self.shard)  # what is gathered is stale
+        self.is_complete.clear()
+
+
+# ---- speculate, then validate ----
+
+
+class SpeculativeAdamW(OverlappedAdamW):
+    """Clip by the norm of all gradients, which is known when the units have been updated.
+
+    So updates during backward assume that nothing is clipped. If that was wrong, `step` repeats
+    them from the current slot, with scaled gradients. speculates: else all updates wait for `step`.
+    """
+
+    def __init__(self, files: StateFolder, *, speculates: bool = True, **settings):
+        super().__init__(files, **settings)
+        self.may_speculate = self.speculates = speculates
+        self.norms: dict[StateFile, Tensor] = {}  # of the rows of each completed gradient
+        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
+        self.n_redone = 0  # steps
+
+    def update(self, file: StateFile, gradient: Tensor) -> None:
+        self.norms[file] = torch.cat(norms_of_rows(gradient))
+        if self.speculates:
+            super().update(file, gradient)
+
+    def update_scaled(self, file: StateFile) -> None:
+        super().update(file, file.read(GRADIENT).mul_(self.scale))
 
     def is_clipped(self) -> bool:
         if not self.scale.item() > 0.0:  # NaN, or 0 of an infinite norm
@@ -394,20 +423,17 @@ class SpeculativeAdamW:
         return self.scale.item() < 1.0
 
     def step(self) -> None:
-        """Let the new state count. First do the updates that are missing, or that were wrong."""
+        """First do the updates that were wrong, or have waited."""
         if self.scale is None:
             raise RuntimeError("step() needs a clip_grad_norm_() before it, of its own")
-        if self.used != self.param_groups[0]:
-            raise RuntimeError("set the learning rate before the step's first backward")
         is_clipped = self.is_clipped()
         if is_clipped or not self.speculates:
             self.n_redone += self.speculates
             for file in self.files.files:
-                self.files.start(file, self.update)
+                self.files.start(file, self.update_scaled)
             self.files.wait()
-        self.speculates = self.may_speculate and not is_clipped  # the next step is likely alike
-        self.files.step, self.files.slot = self.files.step + 1, SLOT - self.files.slot
-        increment_version(self.shard)  # what is gathered is stale
+        super().step()
+        self.speculates = self.may_speculate and not is_clipped  # clipped steps come in series
         self.norms.clear()
         self.scale = None
 
@@ -451,11 +477,11 @@ def state_folder(args, run: Run) -> StateFolder:
 def training_state(model: FullyShardedDataParallel) -> State:
     """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
     state: State = {}
-    for bucket in model.buckets:
-        shard, exp_avg, exp_avg_sq = bucket.file.mapped()
-        state_of_shard = {shard: {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}}
-        adamw = SimpleNamespace(state=state_of_shard)  # in place of an optimizer that has it
-        state |= state_of_flat_shard(adamw, shard, bucket.shapes, bucket.owned.start)
+    for unit in model.units:
+        shard, exp_avg, exp_avg_sq = unit.file.mapped()
+        # in place of an optimizer that has the state
+        adamw = SimpleNamespace(state={shard: {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}})
+        state |= state_of_flat_shard(adamw, shard, unit.shapes, unit.owned.start)
     return state
 
 

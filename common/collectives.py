@@ -211,22 +211,46 @@ def average_gradients(
     wrong = [n for n, p in trained if p.grad is None or p.grad.is_sparse or p.grad.requires_grad]
     if wrong:
         raise RuntimeError(f"no gradient, a sparse one, or one with a graph: {', '.join(wrong)}")
-    buffers: list[list[nn.Parameter]] = []
-    room = 0  # bytes left in the last buffer
-    for _, param in trained:
-        if not buffers or param.nbytes > room or param.dtype != buffers[-1][0].dtype:
-            buffers.append([])
-            room = 25 * 2**20
-        buffers[-1].append(param)
-        room -= param.nbytes
     works = []
-    for params in buffers:
+    for params in split_into_buckets([p for _, p in trained], cap_mb=25):
         flat = torch.cat([p.grad.flatten() for p in params]).div_(dist.get_world_size(group))
         for param, grad in zip(params, flat.split([p.numel() for p in params]), strict=True):
             param.grad = grad.view_as(param)
         works.append(all_reduce(flat, group=group, async_op=True))
     for work in works:
         work.wait()
+
+
+def split_into_buckets(
+    params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = float("inf")
+) -> list[list[nn.Parameter]]:
+    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
+
+    The first list has at most `first_cap_mb`. A parameter above the cap gets a list of its own.
+    """
+    lists: list[list[nn.Parameter]] = []
+    room = 0.0  # MB left in the last list
+    for param in params:
+        mb = param.numel() * param.element_size() / 2**20
+        alike = lists and (param.dtype, param.device) == (lists[-1][0].dtype, lists[-1][0].device)
+        if not alike or mb > room:
+            room = cap_mb if lists else min(first_cap_mb, cap_mb)
+            lists.append([])
+        lists[-1].append(param)
+        room -= mb
+    return lists
+
+
+def broadcast_module(module: nn.Module, group: Group = None) -> None:
+    """Give all ranks the parameters and buffers of the group's rank 0.
+
+    ValueError if their names, shapes, dtypes or `requires_grad` differ between ranks.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
+    check_same("parameters or buffers", kinds, tensors[0][1].device, group)
+    for _, tensor in tensors:
+        broadcast(tensor.detach(), group=group, group_src=0)
 
 
 def check_same(what: str, values: list, device: torch.device, group: Group = None) -> None:
@@ -264,18 +288,3 @@ def norms_of_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
     whole = len(flat) // 1024 * 1024
     rows, rest = flat[:whole].view(-1, 1024), flat[whole:]
     return vector_norm(rows, dim=-1, dtype=dtype), vector_norm(rest, dtype=dtype)[None]
-
-
-def agree_on_overflow(grads: Iterable[Tensor], group: Group = None) -> None:
-    """If any rank has an inf or NaN among its gradients, give every rank's gradients a NaN.
-
-    For gradients of which each rank has another part: torch.amp.GradScaler skips a step by those of
-    its own rank alone, and the other ranks would not.
-    """
-    grads = list(grads)
-    device = grads[0].device if grads else None
-    zeros = (grad.sum(dtype=torch.float32) * 0 for grad in grads)  # or NaN
-    overflow = sum(zeros, torch.zeros((), device=device))
-    all_reduce_control(overflow, group=group)
-    for grad in grads:
-        grad.view(-1)[:1] += overflow

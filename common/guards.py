@@ -61,7 +61,8 @@ class Guard:
         self.sync = ref(sync)
         self.root = ref(sync if isinstance(sync, nn.Module) else sync.module)
         self.reduces_every_backward = getattr(sync, "zero_stage", 1) == 2
-        self.shards = {bucket.shard for bucket in sync.buckets if hasattr(bucket, "shard")}
+        flat = [*getattr(sync, "buckets", ()), *getattr(sync, "units", ())]
+        self.shards = {each.shard for each in flat if hasattr(each, "shard")}
         self.places = {p: self.place(p) for p in sync.module.parameters() if p.requires_grad}
         self.came: set[Tensor] = set()
         self.left: dict[Tensor, Tensor | None] = {}

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,13 @@ def units_with_values(
     module: nn.Module,
     units: list[nn.Module],
     materialize: Callable[[nn.Module, str], None] | None = None,
+    may_be_meta: bool = False,
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield each unit's full name and the unit. ValueError if the contract fails.
 
     materialize(unit, name) gives the parameters of a unit memory and values. It is called when the
-    unit is due, so that the caller can shard the previous one before.
+    unit is due, so that the caller can shard the previous one before. may_be_meta: units need no
+    values.
     """
     names = {unit: name for name, unit in module.named_modules()}
     users = Counter(p for unit in units for p in unit.parameters())
@@ -32,21 +35,23 @@ def units_with_values(
             raise ValueError(f"{name}: frozen, complex, or of another dtype than the others")
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise ValueError(f"{name}: has hooks, which its shard would lose")
-    del users, paths, name, p  # else the full parameters would stay alive here
+    del users, paths, places, name, p  # else the full parameters would stay alive here
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"{name}: a buffer without values on the meta device")
     for unit in units:
         if materialize is not None:
             materialize(unit, names[unit])
-        if not list(unit.parameters()) or any(p.is_meta for p in unit.parameters()):
+        params = list(unit.parameters())
+        if not params or (any(p.is_meta for p in params) and not may_be_meta):
             raise ValueError(f"{names[unit]}: no parameters, or without values on the meta device")
+        del params
         yield names[unit], unit
 
 
-def _place(p: Tensor) -> tuple[int, int]:
+def _place(p: Tensor) -> tuple[torch.UntypedStorage, int]:
     """Where its values are. Fake tensors have no `data_ptr`."""
-    return p.untyped_storage()._cdata, p.storage_offset()
+    return p.untyped_storage(), p.storage_offset()
 
 
 def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tensor]:
@@ -71,31 +76,41 @@ def lend_parameters(
     params: Sequence[Tensor],
     pack: Callable,
     unpack: Callable,
-) -> Iterator[None]:
+) -> Iterator[bool]:
     """Give a unit's modules their parameters as attributes, while the unit computes.
 
     `pack` says what autograd saves for backward and `unpack` what backward reads, except within
-    checkpoint(), which decides this itself. RuntimeError if the unit changes a parameter in place,
-    or a tensor is changed that backward reads; in backward if `shard` has changed since, and with
-    create_graph=True.
+    checkpoint(), which decides this itself: yields whether it does. RuntimeError if the unit
+    changes a parameter in place, or a tensor is changed that backward reads; in backward if `shard`
+    has changed since, and with create_graph=True. ValueError if it computes in float16.
     """
+    refuse_float16(params[0])
     version = params[0]._version  # all are views of one buffer: they share its version
     if params[0].requires_grad:
         params[0].grad_fn.register_prehook(partial(check_backward, shard, shard._version))
     pack, unpack = partial(checked_pack, shard, pack), partial(checked_unpack, unpack)
     for (owner, name), param in zip(owners, params, strict=True):
         setattr(owner, name, param)
-    # whether a checkpoint() decides here what is saved; private, as nothing public tells it
+    # whether a checkpoint() decides here what is saved (no public function tells this)
     in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(True)
     try:
         with nullcontext() if in_checkpoint else saved_tensors_hooks(pack, unpack):
-            yield
+            yield in_checkpoint is not None
         if params[0]._version != version:
             raise RuntimeError("a unit has changed a parameter in place")
     finally:
         for owner, name in owners:
             setattr(owner, name, None)  # an LSTM has a list of its weights, which follows this
             delattr(owner, name)
+
+
+def refuse_float16(param: Tensor) -> None:
+    """ValueError if a forward computes in float16, by the dtype of a parameter or by autocast."""
+    kind = param.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if torch.float16 in (param.dtype, autocast):
+        # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
+        raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
 
 
 def check_backward(shard: nn.Parameter, version: int, _: object) -> None:
@@ -109,7 +124,7 @@ def check_backward(shard: nn.Parameter, version: int, _: object) -> None:
 def checked_pack(shard: nn.Parameter, pack: Callable, tensor: Tensor) -> tuple:
     """Save a version too: of the tensor that `pack` keeps, or, if it keeps none, of the shard."""
     saved = pack(tensor)
-    source = shard if saved[0] is None else saved[0]
+    source = shard if isinstance(saved, Place) else saved
     return source, source._version, saved
 
 
@@ -118,6 +133,27 @@ def checked_unpack(unpack: Callable, packed: tuple) -> Tensor:
     if source._version != version:
         raise RuntimeError("changed in place, or by the optimizer's last step")
     return unpack(saved)
+
+
+class Place(NamedTuple):
+    """Where a view lies in its unit's flat buffer."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def place_in(full: Tensor, tensor: Tensor) -> Place | None:
+    """The place of `tensor` in the flat buffer `full`, or None if it is no plain view of it."""
+    is_plain = tensor.layout == torch.strided and tensor.dtype == full.dtype and not tensor.is_neg()
+    if is_plain and tensor.untyped_storage() is full.untyped_storage():
+        return Place(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return None
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits, as 16-bit integers. In chunks, as `sum` makes a copy in int64."""
+    return sum(chunk.sum() for chunk in tensor.view(torch.int16).split(2**20))
 
 
 class ShardedParameter(nn.Parameter):

@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("wall_clock"):
             item.add_marker(pytest.mark.flaky(reruns=RERUNS))
         for run in getattr(item, "callspec", NO_CASE).params.values():
-            if isinstance(run, harness.StageRun) and (lacks := lacks_on_cpu(run.stage)):
+            number = getattr(run, "stage", run)
+            if number in harness.stages() and (lacks := lacks_on_cpu(number)):
                 item.add_marker(pytest.mark.skip(reason=lacks))
         for mark in item.iter_markers("quick_cases"):
             check_cases(config, item, mark.args, collected)

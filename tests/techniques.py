@@ -22,9 +22,9 @@ from tools.stages import load_stage
 
 STRATEGIES = {  # stage, and arguments of its class
     "ddp": ("02", {}),
-    "zero-1": ("03", {"zero_stage": 1}),
-    "zero-2": ("03", {"zero_stage": 2}),
-    "zero-3": ("03", {"zero_stage": 3}),
+    "zero-1": ("03", {}),
+    "zero-2": ("03", {}),
+    "zero-3": ("03", {}),
     "fsdp": ("04", {}),
     "fsdp-keep": ("04", {"reshard_after_forward": False}),
 }
@@ -56,14 +56,16 @@ class Trainer:
             self.model = self.sync = stage.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
             self.optimizer = optimizer_class(model.parameters(), **defaults)
         elif number == "03":
-            units = list(model.children()) if units is None else units
-            self.optimizer = self.sync = stage.ZeroRedundancyOptimizer(
-                model,
-                optimizer_class,
-                **options,
-                bucket_cap_mb=bucket_mb,
-                units=units,
-                **defaults,
+            options = {"bucket_cap_mb": bucket_mb}
+            if strategy == "zero-3":
+                options = {"units": list(model.children()) if units is None else units}
+            classes = {
+                "zero-1": stage.ZeroRedundancyOptimizer,
+                "zero-2": stage.ZeroStage2,
+                "zero-3": stage.ZeroStage3,
+            }
+            self.optimizer = self.sync = classes[strategy](
+                model, optimizer_class, **options, **defaults
             )
             self.model = model
         else:
@@ -101,7 +103,7 @@ class Trainer:
         if self.strategy not in ("zero-3", "fsdp", "fsdp-keep"):
             return {name: p.detach().clone() for name, p in self.plain.named_parameters()}
         state = {}
-        for bucket in self.sync.buckets:
+        for bucket in getattr(self.sync, "units", None) or self.sync.buckets:
             full = torch.empty(sum(bucket.sizes), dtype=bucket.shard.dtype)
             all_gather_single(full, bucket.shard.detach(), group=bucket.group)
             *flats, _ = full.split(bucket.sizes)

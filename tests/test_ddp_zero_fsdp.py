@@ -14,6 +14,9 @@ from harness import load_stage
 from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
 
+from common.collectives import split_into_buckets
+from common.distributed import group_along
+
 pytestmark = pytest.mark.slow
 
 WORDS, WIDTH = 11, 6
@@ -210,7 +213,7 @@ def test_buckets_are_split_by_size_and_dtype_and_the_first_is_small(mbs, cap_mb,
     dtypes = [torch.bfloat16 if mb < 0 else torch.float32 for mb in mbs]
     sizes = [int(abs(mb) * 2**20) // dtype.itemsize for mb, dtype in zip(mbs, dtypes, strict=True)]
     params = [torch.empty(n, dtype=dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
-    assert [len(part) for part in load_stage("02").split_into_buckets(params, cap_mb)] == numbers
+    assert [len(part) for part in split_into_buckets(params, cap_mb, first_cap_mb=1)] == numbers
 
 
 def error_of_the_average() -> float:
@@ -221,11 +224,62 @@ def error_of_the_average() -> float:
     twin(x).float().square().sum().backward()
     trainer = Trainer("fsdp", nn.Sequential(plain), SGD, gathered=torch.bfloat16, lr=0.1)
     trainer.backward([lambda model: model(x).float().square().sum()])
-    (bucket,) = trainer.sync.buckets
-    full = torch.cat([twin.weight.grad.float().flatten(), torch.zeros(bucket.sizes[-1])])
-    return ((bucket.shard.grad - full[bucket.owned]).norm() / full.norm()).item()
+    (unit,) = trainer.sync.units
+    full = torch.cat([twin.weight.grad.float().flatten(), torch.zeros(unit.sizes[-1])])
+    return ((unit.shard.grad - full[unit.owned]).norm() / full.norm()).item()
 
 
 def test_gradients_of_bf16_weights_are_averaged_in_float32(pools):
     """On three ranks, because a third of a bf16 number is rounded."""
     assert max(pools(3).run(error_of_the_average)) < 1e-6
+
+
+# ---- values that come shard by shard ----
+
+
+def train_from_shards(shard_degree: int, spoil: str = "") -> float:
+    """The largest difference of this rank's shards from the plain model after a step of SGD."""
+    plain = Units()
+    values = {name: p.detach().clone() for name, p in plain.named_parameters()}
+
+    def read_shard(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
+        assert [*shapes] == [full_name for full_name in values if full_name.startswith(f"{name}.")]
+        flat = torch.cat([values[full_name].flatten() for full_name in shapes])
+        assert owned.start <= owned.stop <= len(flat)
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        return flat[owned][spoil == "one less" :] + (spoil == "a replica" and is_last)
+
+    with torch.device("meta"):
+        model = Units()
+    mesh, groups = (dist.get_world_size() // shard_degree, shard_degree), {}
+    if mesh[0] > 1:
+        groups["shard_group"] = group_along(mesh, 1, "shard", 60)
+        groups["replicate_group"] = group_along(mesh, 0, "replicate", 60)
+    sharded = load_stage("04").FullyShardedDataParallel(
+        model, list(model), **groups, read_shard=read_shard, device=torch.device("cpu")
+    )
+    losses = micro_batches(0, 1, rank=0)
+    losses[0](sharded).backward()
+    sharded.finish_gradient_synchronization()
+    SGD(sharded.parameters(), lr=0.1).step()
+    plain_step(plain, SGD(plain.parameters(), lr=0.1), losses, over_ranks=False)
+    worst = 0.0
+    for unit in sharded.units:
+        full = torch.cat([plain.get_parameter(name).detach().flatten() for name in unit.shapes])
+        own = full[unit.owned]
+        worst = max(worst, *(unit.shard.detach()[: len(own)] - own).abs().tolist())
+    return worst
+
+
+@pytest.mark.parametrize("shard_degree", [4, 2])
+def test_a_unit_may_be_read_shard_by_shard(pools, shard_degree):
+    assert max(pools(4).run(train_from_shards, shard_degree)) <= 1e-6
+
+
+SPOILED = {"one less": "invalid for input of size", "a replica": "differ between ranks"}
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_what_is_read_must_fit_and_be_equal_on_replicas(pools, spoil):
+    ended = pools(4).attempt(train_from_shards, 2, spoil)
+    assert any(SPOILED[spoil] in (outcome.traceback or "") for outcome in ended), ended

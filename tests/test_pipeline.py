@@ -68,6 +68,7 @@ MISUSES = {  # what is wrong, and the message of at least one rank
     "another number": "ranks differ",
     "one evaluates": "ranks differ",
     "no layers": "rank 0 needs",
+    "float16": "float16",
     "all frozen": "all frozen",
     "odd": "multiple of 2",
     "not contiguous": "isend takes contiguous tensors",
@@ -101,6 +102,8 @@ def small_pipeline(case: str) -> tuple[list, list, tuple[float, float], list]:
         layers[0] = nn.Embedding(8, 8).requires_grad_(False)
     if case == "shared weight":
         layers[1][0].weight, layers[3][0].weight = layers[0][0].weight, layers[2][0].weight
+    if case == "float16":
+        layers[2 * rank].half()
     if case == "no layers":
         layers = [nn.Sequential(), nn.Sequential(), *layers[2:]]
     plain, each, loss = copy.deepcopy(nn.Sequential(*layers)), 2 // v, nn.MSELoss()

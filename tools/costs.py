@@ -63,9 +63,9 @@ def ddp(x: Costs) -> None:
     x.start_equal("world", x.n, 4 * x.P)
 
 
-def gathered(x: Costs, reshards: bool, itemsize: int = 4) -> float:
-    """Bytes of the unsharded weights of a micro-batch; backward needs those of the layers only."""
-    return 4 * x.E + itemsize * (x.P - x.E + reshards * x.L * x.layer)
+def gathered(x: Costs, again: int, itemsize: int = 4) -> float:
+    """Bytes of the weights that a micro-batch gathers; those of `again` layers for backward too."""
+    return 4 * x.E + itemsize * (x.P - x.E + again * x.layer)
 
 
 def zero(x: Costs) -> None:
@@ -74,7 +74,7 @@ def zero(x: Costs) -> None:
     x.start_equal("world", x.n, 4 * x.P)
     if zero_stage == 3:
         x.hold(shard, shard, 2 * shard)
-        x.send("all_gather_single", "world", x.n, m * gathered(x, True))
+        x.send("all_gather_single", "world", x.n, m * gathered(x, x.L))
     else:
         x.hold(4 * x.P, 4 * x.P if zero_stage == 1 else shard, 2 * shard)
         x.send("all_gather_single", "world", x.n, 4 * x.P)
@@ -88,7 +88,8 @@ def fsdp(x: Costs) -> None:
     x.hold(shard, shard, 2 * shard)
     reduced = 2 if x.args.reduce_dtype == "bfloat16" else 4
     itemsize = 2 if x.args.param_dtype == "bfloat16" else 4
-    parameters = gathered(x, not x.args.no_reshard_after_forward, itemsize)
+    again = 0 if x.args.no_reshard_after_forward else x.L - 1  # the last layer stays
+    parameters = gathered(x, again, itemsize)
     x.send("all_gather_single", "shard", s, m * parameters)
     x.send("reduce_scatter_single", "shard", s, m * reduced * x.P)
     x.send("all_reduce", "replicate", x.n // s, 4 * x.P / s)
@@ -97,7 +98,7 @@ def fsdp(x: Costs) -> None:
 def ssd_offload(x: Costs) -> None:
     m, itemsize = x.m // x.n, 2 if x.args.dtype == "bfloat16" else 4
     x.hold(0, 0, 0)  # it is in files
-    x.send("all_gather_single", "world", x.n, m * gathered(x, True, itemsize))
+    x.send("all_gather_single", "world", x.n, m * gathered(x, x.L - 1, itemsize))
     x.send("reduce_scatter_single", "world", x.n, m * 4 * x.P)
 
 

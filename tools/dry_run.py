@@ -198,6 +198,11 @@ def replace_parameters(module: nn.Module, convert, recurse: bool = True) -> nn.M
     return module
 
 
+def nothing_to_compare(what: str, values: list, device: torch.device, *group) -> None:
+    """In place of `check_same`: fake tensors have no numbers."""
+    all_reduce_control(torch.zeros(2, device=device), *group)
+
+
 @contextlib.contextmanager
 def fake_stage(
     number: str, ranks: int, rank: int, argv: list[str], vocabulary: int, exchange, **patches
@@ -213,10 +218,8 @@ def fake_stage(
         args = module.parse_args(argv)
         rows = args.micro_batch_size * args.seq_len * args.top_k
         patches["exchange_counts"] = partial(balanced_counts, rows, exchange)
-    if hasattr(module, "check_same"):  # fake tensors have no numbers to compare
-        patches["check_same"] = lambda *args: all_reduce_control(
-            torch.zeros(2, device=args[2]), *args[3:]
-        )
+    if hasattr(module, "check_same"):
+        patches["check_same"] = nothing_to_compare
     if hasattr(module, "state_folder"):
         patches |= {"state_folder": NoFiles, "StateFile": NoFile}
         unclipped = {"is_clipped": lambda _: False}  # fake tensors have no numbers
@@ -228,6 +231,7 @@ def fake_stage(
     try:
         with (
             patch.multiple(module, load_corpus=lambda _: corpus, **patches),
+            patch("common.collectives.check_same", nothing_to_compare),
             patch("common.arguments.check_ranks"),  # there is one process
             patch("common.arguments.check_memory"),  # this machine's memory does not matter
             patch.object(nn.Module, "_apply", replace_parameters),

@@ -171,14 +171,9 @@ class Quickstart:
         return self.pools[key]
 
     def by_torchrun(self, row: Row, argv: list[str], seconds: float) -> None:
-        words = "-m torch.distributed.run --standalone --local-addr 127.0.0.1".split()
-        words = [
-            sys.executable,
-            *words,
-            f"--nproc-per-node={row.ranks}",
-            str(stage_path(row.stage)),
-            *argv,
-        ]
+        # without an address torchrun looks its host's name up, which may be in no DNS
+        words = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node"
+        words = [sys.executable, *words.split(), str(row.ranks), str(stage_path(row.stage)), *argv]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(words, cwd=REPO, start_new_session=True, **pipes)
         try:

@@ -161,7 +161,8 @@ def memory_of_rank(stage: str, job: Job, rows: int, last: bool) -> float:
         backward += (units * job.gather_bytes + 4) * 12 * d * d + ends
     peak = backward
     if last:
-        peak = max(peak, head_memory(job, rows, outside))
+        stays = (job.sharding == "fsdp" and job.reshards) * job.gather_bytes * 12 * d * d  # a layer
+        peak = max(peak, head_memory(job, rows, outside) + stays)
     elif job.pp > 1:  # the embedding's gradient, when the micro-batch's layers are done
         peak = max(peak, 4 * job.vocab * d / job.tp + 12 * tokens * d - layers / job.virtual * kept)
     messages += 0 if job.reshards else job.gather_bytes * table.P

@@ -374,7 +374,8 @@ def add_data_parallel(step: Step, job: Job, layer: Layer, head: float) -> None:
 
     first, again, times = exposed(gather, forward, job.overlaps_gather), 0.0, 1  # times per step
     if job.sharding in ("fsdp", "zero3"):
-        times, again = m, gather if job.reshards else 0.0
+        stay = job.overlaps_gather / own  # FSDP: the last layer's weights
+        times, again = m, gather * (1 - stay) if job.reshards else 0.0
     elif job.sharding in ("zero1", "zero2"):
         times = m if job.sharding == "zero2" else 1
         first /= times  # the weights are gathered once, after the step
