@@ -231,8 +231,7 @@ class Checkpointer:
         if not found:
             if resume == "auto":
                 return 0
-            either = "a folder step-... with its .metadata, or a run's folder"
-            fail(f"--resume {resume}: no checkpoint there ({either})")
+            fail(f"--resume {resume}: no checkpoint there (step-... with .metadata, or a run's)")
         for number, path in enumerate(found):
             try:
                 step, notes = self._fill(state, path)

@@ -335,6 +335,8 @@ REAL = REPO.parent / "shared" / "wikitext-2"
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"the real WikiText-2 is not at {REAL.parent.name}/")
 def test_wikitext2_has_its_published_counts():
+    digests = [hashlib.sha1((REAL / f"{s}.txt").read_bytes()).hexdigest()[:12] for s in data.SPLITS]
+    assert digests[1:] == data.PUBLISHED[1:]  # the articles of `train` are in another order here
     corpus = load_corpus(str(REAL))
     assert [len(corpus.train), len(corpus.valid), len(corpus.test)] == [2088628, 217646, 245569]
     assert len(corpus.vocab) == 33278
@@ -363,10 +365,9 @@ def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_p
         return {split: {"text": text} for split, text in rows.items()}
 
     fake_hub(monkeypatch, tmp_path, load_dataset)
-    assert "is not as published: train differs" in error_of(load_corpus, "wikitext2", True)
-    files = {"train": " \n = A title = \n some <unk> words \n"}
-    files |= {"valid": " some words \n \n", "test": " = words = \n"}
-    digests = {name: hashlib.sha1(text.encode()).hexdigest() for name, text in files.items()}
+    assert "is not the text that was published" in error_of(load_corpus, "wikitext2", True)
+    files = " \n = A title = \n some <unk> words \n", " some words \n \n", " = words = \n"
+    digests = [hashlib.sha1(text.encode()).hexdigest()[:12] for text in files]
     monkeypatch.setattr(data, "PUBLISHED", digests)
     corpus = load_corpus("wikitext2", download=True)
     expected = [EOS, *"= A title =".split(), EOS, "some", UNKNOWN, "words", EOS]
