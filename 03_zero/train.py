@@ -62,7 +62,7 @@ from common.units import (
 )
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, positive, seconds
+from common.arguments import base_parser, check_arguments, model_config, positive
 from common.checkpoint import State, state_of_flat_shard
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
@@ -421,7 +421,6 @@ def parse_args(argv: list[str] | None = None):
         "--zero-stage", type=int, choices=(1, 2, 3), default=1, help="what to shard"
     )
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
 

@@ -60,7 +60,7 @@ from common.model import Output, Transformer, initial_value, linear
 from common.modules import check_plain, first_order
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, seconds
+from common.arguments import base_parser, check_arguments, model_config
 from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import cleanup, setup, world_size
@@ -394,7 +394,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> T
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--sequence-parallel", action="store_true", help="shard the sequence too")
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_arguments(parser.parse_args(argv), tensor_parallel_size=world_size())
 
 

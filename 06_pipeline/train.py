@@ -57,7 +57,7 @@ from common.loss import in_autocast_dtype
 from common.modules import check_plain, first_order
 
 # isort: split
-from common.arguments import base_parser, check_pipeline, model_config, positive_int, seconds
+from common.arguments import base_parser, check_pipeline, model_config, positive_int
 from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import cleanup, group_along, setup, world_size
@@ -451,7 +451,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="pipeline schedule")
     stages = "stages per rank (default: 2 if interleaved, else 1)"
     parser.add_argument("--virtual-stages", type=positive_int, help=stages)
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_pipeline(parser.parse_args(argv), world_size(), "--nproc-per-node")
 
 

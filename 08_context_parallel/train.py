@@ -57,7 +57,7 @@ from common.collectives import (
 from common.counter_rng import Positions
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
+from common.arguments import base_parser, check_arguments, model_config, positive_int
 from common.checkpoint import training_state
 from common.counter_rng import CounterDropout
 from common.data import eval_batches, load_corpus, train_batches
@@ -352,7 +352,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--cp", type=positive_int, help="ranks per sequence (default: all)")
     kind = "how attention crosses the ranks of a sequence"
     parser.add_argument("--context-parallel-kind", choices=KINDS, default="ring", help=kind)
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = parser.parse_args(argv)
     cp = args.cp = args.cp or world_size()
     if world_size() % cp:

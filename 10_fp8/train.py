@@ -36,7 +36,7 @@ from torch.linalg import vector_norm
 from torch.nn.functional import ScalingType
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, seconds
+from common.arguments import base_parser, check_arguments, model_config
 from common.checkpoint import training_state
 from common.collectives import all_reduce_control, average_gradients
 from common.data import eval_batches, load_corpus, train_batches
@@ -236,7 +236,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
     scales = "one scale per row, or one per tensor"
     parser.add_argument("--recipe", choices=RECIPES, default="rowwise", help=scales)
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
 

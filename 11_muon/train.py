@@ -38,7 +38,7 @@ from common.collectives import all_reduce_control, average_gradients, broadcast,
 from common.guards import NoGradient
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, seconds
+from common.arguments import base_parser, check_arguments, model_config
 from common.checkpoint import State, tensors_of
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
@@ -208,7 +208,6 @@ def training_state(model: nn.Module, adamw: torch.optim.AdamW, muon: Muon) -> St
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     parser.set_defaults(lr=1e-2)  # the best of the tiny preset
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 

@@ -69,7 +69,7 @@ from common.units import (
 )
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, seconds
+from common.arguments import base_parser, check_arguments, model_config
 from common.checkpoint import State, state_of_flat_shard
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, print0, setup, world_size
@@ -489,7 +489,6 @@ def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--offload-dir", help="on a local SSD; default: in the run's folder")
     parser.add_argument("--no-speculation", action="store_true", help="AdamW after backward")
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     args.state_on = "disk"
     args.autocast, args.param_dtype = False, args.dtype  # of unsharded units and their inputs

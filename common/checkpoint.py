@@ -231,7 +231,7 @@ class Checkpointer:
         if not found:
             if resume == "auto":
                 return 0
-            fail(f"--resume {resume}: no checkpoint there (a folder step-..., or a run's folder)")
+            fail(f"--resume {resume}: no checkpoint there (step-... with .metadata, or a run's)")
         for number, path in enumerate(found):
             try:
                 step, notes = self._fill(state, path)

@@ -87,7 +87,7 @@ class RunFolder:
             self._lock.close()
             if is_given:
                 who = f"process {before.get('pid')} on {before.get('host')}"
-                raise OSError(f"another run writes there ({who}): pass another --run-dir")
+                raise OSError(f"another run writes to {folder} ({who}): pass another --run-dir")
             return False
         self.ids["began"] = restarted and before["began"]
         self._note()

@@ -250,14 +250,14 @@ def test_bad_folders_are_errors_in_one_line(pools, argv, tmp_path):
     pools(1).train("12", [*argv, "2"])
     (tmp_path / "file").write_text("")
     assert "Not a directory" in error("--offload-dir", str(tmp_path / "file"))
-    for other in (
-        ["--run-dir", str(tmp_path / "other")],
-        ["--n-heads", "8"],
-        ["--resume", "never"],
+    for other, differs in (
+        (["--run-dir", str(tmp_path / "other")], "run .., here ../../other"),
+        (["--n-heads", "8"], "n_heads 4, here 8"),
+        (["--resume", "never"], "this run"),
     ):
         found = error("--offload-dir", str(state), *other)
-        assert f"{state}/rank-0 holds step 2 of" in found and "'run': '..'" in found
-    assert "'ranks': 1" in error(ranks=2)
+        assert f"{state}/rank-0 holds step 2 of {differs}: pass another folder" in found
+    assert "holds step 2 of ranks 1, here 2:" in error(ranks=2)
     with open(state / "rank-0/lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "another run uses" in error()
