@@ -27,13 +27,13 @@ fi
 
 if [[ ${STAGE_DATA-} ]]; then # read the corpora from this node's memory
   copy=/dev/shm/corpora-$SLURM_JOB_ID-$SLURM_NODEID
+  rm -rf "$copy"-* 2>/dev/null || true # left behind if this job was killed earlier
+  copy=$(mktemp -d "$copy-XXXXXX")
   trap 'rm -rf "$copy"' EXIT
-  rm -rf "$copy" # left behind if this job was killed earlier
   if [[ -d ${DATA_ROOT:-data} ]]; then
-    cp -r "${DATA_ROOT:-data}" "$copy"
+    cp -r "${DATA_ROOT:-data}/." "$copy"
   else
     echo "STAGE_DATA: nothing to copy, there is no ${DATA_ROOT:-data} (DATA_ROOT); make data fills it" >&2
-    mkdir "$copy"
   fi
   export DATA_ROOT=$copy
 fi

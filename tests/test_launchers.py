@@ -353,11 +353,15 @@ def test_staging_copies_existing_data_or_warns(tmp_path, exists):
         (tmp_path / "corpora/sample").mkdir(parents=True)
     env = dict(os.environ, STAGE_DATA="1", DATA_ROOT=str(tmp_path / "corpora"))
     env |= {"SLURM_NODEID": "0", "SLURM_JOB_ID": f"test-{os.getpid()}"}
+    copy = f"/dev/shm/corpora-test-{os.getpid()}-0"
+    left, others = Path(f"{copy}-killed"), Path(copy)  # nobody can prepare the folder in advance
+    left.mkdir(), others.mkdir()
     command = [REPO / "slurm/node.sh", "sh", "-c", 'echo "in $DATA_ROOT:" $(ls "$DATA_ROOT")']
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    copy = f"/dev/shm/corpora-test-{os.getpid()}-0"
-    assert done.returncode == 0 and done.stdout == f"in {copy}:{' sample' * exists}\n"
-    assert not Path(copy).exists()
+    others.rmdir()  # it is there still, and empty
+    assert done.returncode == 0, done
+    assert re.fullmatch(rf"in {copy}-\w{{6}}:{' sample' * exists}\n", done.stdout)
+    assert not [*Path("/dev/shm").glob(f"{left.name[:-6]}*")]  # nor what a killed start has left
     if not exists:
         assert done.stderr.count("\n") == 1 and "make data" in done.stderr
         assert str(tmp_path / "corpora") in done.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from chaos import differences
 from harness import REPO, assert_same_curve, metrics_of, stage_file, stage_path, stages
-from slurm_cluster import Cluster, Job, copy_of_repository, live_cluster, need, skip_or_fail
+from slurm_cluster import LOCK, Cluster, Job, copy_of_repository, live_cluster, need, skip_or_fail
 
 pytestmark = pytest.mark.slow
 
@@ -207,7 +207,7 @@ def test_plain_site_uses_the_first_node_as_master_and_stages_data_in_memory(clus
         assert env["OMP_NUM_THREADS"] == str(max(1, min(4, len(os.sched_getaffinity(0))) // 2))
         assert env["HF_HUB_OFFLINE"] == env["HF_DATASETS_OFFLINE"] == "1"
         node = env["SLURM_NODEID"]
-        assert env["DATA_ROOT"] == f"/dev/shm/corpora-{env['SLURM_JOB_ID']}-{node}"
+        assert env["DATA_ROOT"].startswith(f"/dev/shm/corpora-{env['SLURM_JOB_ID']}-{node}-")
         assert not Path(env["DATA_ROOT"]).exists()  # the job has removed it
     assert len({env["SLURM_NODEID"] for env in found}) == 2
 
@@ -332,6 +332,10 @@ def test_a_batch_script_without_srun_continues_in_its_own_folders_when_requeued(
 
 
 # ---- make cluster ----
+
+
+def test_the_lock_is_where_no_other_user_can_write():
+    assert not LOCK.parent.stat().st_mode & 0o022
 
 
 def test_make_cluster_submit_logs_and_cluster_down(tmp_path):
