@@ -6,6 +6,7 @@ set -euo pipefail
 # the signal that asks to save and stop would kill torchrun, or a Python that is still importing
 trap "" USR1
 ulimit -n "$(ulimit -Hn)" || true # Gloo connects every rank with every other, in several groups
+ulimit -t "$(ulimit -Ht)" || true # the login node's limit of CPU time may come with the job
 
 resolves() { python -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "$1" 2>/dev/null; }
 if [[ ${MASTER_ADDR-} ]] && ! resolves "$MASTER_ADDR"; then

@@ -223,6 +223,23 @@ def test_jsc_site_uses_the_infiniband_host_name(cluster):
         assert env["HF_HOME"] == "/tmp/scratch/cache/huggingface"
 
 
+# what a job may have of the job that it was submitted from
+FOREIGN = "SLURM_ARRAY_JOB_ID=3,SLURM_ARRAY_TASK_ID=7,SLURM_RESTART_COUNT=1,SLURM_HET_SIZE=2"
+FOREIGN += ",SLURM_STEP_ID=5,SLURM_STEP_NUM_TASKS=2,SLURM_MEM_PER_NODE=9,SLURM_MEM_PER_GPU=9"
+FOREIGN += ",SLURM_GPUS=8,SLURM_GPUS_PER_TASK=4,SLURM_NTASKS_PER_GPU=4"
+
+
+def test_a_job_does_not_take_the_variables_of_another_job_for_its_own(cluster):
+    script = "source slurm/env.sh\nenv\nulimit -St 999\nslurm/launch.sh bash -c 'ulimit -St; env'"
+    job = cluster.batch("--gpus-per-node=1", f"--export=ALL,{FOREIGN}", script=script)
+    job.ends()
+    assert "\n999\n" not in job.log  # of CPU time: SIGXCPU would make a run stop
+    batch, step = (dict(re.findall(r"^(\w+)=(.*)$", x, re.M)) for x in job.log.split("unlimited\n"))
+    assert batch["JOB"] == job.number and batch["SLURM_RESTART_COUNT"] == "0"
+    assert batch.keys() & set(re.split("=.,?", FOREIGN)) == {"SLURM_RESTART_COUNT"}
+    assert step["SLURM_STEP_ID"] == "0" and step["SLURM_GPUS_ON_NODE"] == "1"
+
+
 # ---- time limit, lost node, requeue and resume ----
 
 
