@@ -45,6 +45,7 @@ child=$!
 # torchrun's children are the ranks; it would give them 30 seconds, too few to save a large model.
 # shellcheck disable=SC2317 # the traps call it
 pass_on() {
+  if [[ ${BATCH_SHELL-} && $SLURM_NODEID == 0 ]]; then kill -USR2 "$BATCH_SHELL" 2>/dev/null || true; fi
   if [[ $1 == -m ]]; then pkill "-$2" -P "$child"; else kill "-$2" "$child"; fi || true
 }
 # shellcheck disable=SC2064 # $2 is -m for torchrun, now

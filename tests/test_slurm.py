@@ -19,6 +19,12 @@ pytestmark = pytest.mark.slow
 
 NAMESPACES = str(REPO / "tests/namespaces.sh")
 PACKAGES = "slurm-wlm munge iproute2"
+EXTRA_CONF = """\
+MinJobAge=3600
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=low Nodes=node3 PriorityTier=1 GraceTime=90
+PartitionName=high Nodes=node3 PriorityTier=10 PreemptMode=OFF"""
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
 READMES = "".join(
     (REPO / f"{name}.md").read_text() for name in ("README", "RUNNING", "slurm/README")
@@ -35,7 +41,7 @@ def cluster(tmp_path_factory):
     need("sbatch", "slurmctld", "slurmd", "munged", "ip", packages=PACKAGES)
     if os.geteuid() != 0:
         skip_or_fail("a network for each node needs root")
-    variables = dict(NODES="3", NAMESPACES=NAMESPACES, EXTRA_CONF="MinJobAge=3600")
+    variables = dict(NODES="3", NAMESPACES=NAMESPACES, EXTRA_CONF=EXTRA_CONF)
     with live_cluster(tmp_path_factory.mktemp("cluster"), **variables) as cluster:
         yield cluster
 
@@ -346,6 +352,26 @@ def test_a_batch_script_without_srun_continues_in_its_own_folders_when_requeued(
     assert job.log.count("nothing left to do") == 2
     folders = list((cluster.folder / "runs/01_single_gpu").glob(f"{job.number}-*"))
     assert sorted(len(metrics_of(folder)) for folder in folders) == [4, 6]
+
+
+@pytest.mark.wall_clock
+def test_a_preempted_job_is_requeued_and_one_that_a_signal_stops_does_not_look_complete(
+    cluster, corpus_dir
+):
+    argv = f"{SMALL} --data {corpus_dir} --steps 5000 --log-every 1"
+    command = ["sbatch", "--parsable", "--partition=low", "--gpus-per-node=0"]
+    number = cluster.call(*command, "01_single_gpu/train.sbatch", *argv.split()).strip()
+    job = Job(cluster, number, cluster.folder / f"01_single_gpu-{number}.log")
+    job.until("step 10", lambda: "step    10" in job.log)
+    cluster.call("sbatch", "--partition=high", "--exclusive", "--wrap=sleep 1")
+    job.until("step", lambda: "\nstep" in job.log.partition("resumed from")[2])
+    assert "preempted by another job" in job.log and job.info()["Restarts"] == "1"
+    cluster.call("scancel", "--signal=TERM", number)
+    job.ends("FAILED")
+    assert f"scontrol requeue {number} continues it" in job.log
+    cluster.call("scontrol", "requeue", number)
+    job.until("second resume", lambda: job.log.count("resumed from") == 2)
+    cluster.call("scancel", number)
 
 
 # ---- make cluster ----
