@@ -148,7 +148,9 @@ case "$*" in
 *) echo gpu:8 ;;
 esac
 """
-SLURM = dict(sbatch='echo "7;$SUBMITTED" >&2; echo "7;cluster"', sinfo=SINFO, squeue="")
+SLURM = dict(
+    sbatch='echo "7;$SUBMITTED$SLURM_MEM_PER_CPU" >&2; echo "7;cluster"', sinfo=SINFO, squeue=""
+)
 
 
 @pytest.mark.parametrize("time", ["4", "4:59", "0:04:59", "0-0:04", "0-00:04:59", "6"])
@@ -195,7 +197,8 @@ def test_what_sbatch_rejects_is_not_reported_as_a_job(tmp_path):
 
 
 def test_submission_passes_cpus_memory_and_its_time_and_names_the_gpus_it_does_not_take(tmp_path):
-    done = make(tmp_path, "submit-04", "NODES=1", "CPUS=96", "MEM=0", **SLURM)
+    words = ["NODES=1", "CPUS=96", "MEM=0", "SLURM_MEM_PER_CPU=1"]  # the last: of the job around it
+    done = make(tmp_path, "submit-04", *words, **SLURM)
     assert done.returncode == 0 and "job 7, log 04_fsdp-7.log" in done.stdout, done.stderr
     assert "--cpus-per-task=96 --mem=0 04_fsdp/train.sbatch" in done.stdout
     assert "a node has 8: GPUS=8" in done.stdout
@@ -297,16 +300,18 @@ def test_a_job_that_cannot_be_requeued_says_so_and_an_arrays_task_requeues_itsel
 
 ERRORS_OF_ENV = {  # the job's variables: what env.sh says, and returns to the shell with status 2
     "": "SLURM_JOB_ID=",
-    "SLURM_JOB_ID=7 SLURM_HET_SIZE=2": "heterogeneous jobs are not supported",
+    "SLURM_JOB_ID=8": "scontrol show job 8 does not answer",
+    "SLURM_JOB_ID=7 SHOWN=HetJobId=7": "heterogeneous jobs are not supported",
     "SLURM_JOB_ID=7 SUBMITTED=x SLURM_JOB_NODELIST=n VENV=absent": "environment in absent",
 }
 
 
 @pytest.mark.parametrize("variables", ERRORS_OF_ENV)
 def test_an_error_of_env_sh_is_a_line_and_ends_no_shell(tmp_path, variables):
-    executable(tmp_path / "scontrol", "#!/bin/sh\necho NodeAddr=n")
+    executable(tmp_path / "scontrol", '#!/bin/sh\necho "JobId=7 $SHOWN NodeAddr=n"')
+    executable(tmp_path / "sleep", "#!/bin/sh")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
-    env |= dict(word.split("=") for word in variables.split())
+    env |= dict(word.split("=", 1) for word in variables.split())
     script = f"source {REPO}/slurm/env.sh; echo status $?"
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True
@@ -367,11 +372,15 @@ def test_staging_copies_existing_data_or_warns(tmp_path, exists):
         (tmp_path / "corpora/sample").mkdir(parents=True)
     env = dict(os.environ, STAGE_DATA="1", DATA_ROOT=str(tmp_path / "corpora"))
     env |= {"SLURM_NODEID": "0", "SLURM_JOB_ID": f"test-{os.getpid()}"}
+    copy = f"/dev/shm/corpora-test-{os.getpid()}-0"
+    left, others = Path(f"{copy}-killed"), Path(copy)  # nobody can prepare the folder in advance
+    left.mkdir(), others.mkdir()
     command = [REPO / "slurm/node.sh", "sh", "-c", 'echo "in $DATA_ROOT:" $(ls "$DATA_ROOT")']
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    copy = f"/dev/shm/corpora-test-{os.getpid()}-0"
-    assert done.returncode == 0 and done.stdout == f"in {copy}:{' sample' * exists}\n"
-    assert not Path(copy).exists()
+    others.rmdir()  # it is there still, and empty
+    assert done.returncode == 0, done
+    assert re.fullmatch(rf"in {copy}-\w{{6}}:{' sample' * exists}\n", done.stdout)
+    assert not [*Path("/dev/shm").glob(f"{left.name[:-6]}*")]  # nor what a killed start has left
     if not exists:
         assert done.stderr.count("\n") == 1 and "make data" in done.stderr
         assert str(tmp_path / "corpora") in done.stderr
