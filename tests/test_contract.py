@@ -340,6 +340,8 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "PyTorch's clipping": ("backward finish clip", {STAGES_1_2: "sharded", SHARDED: "shards only"}),
     "clipping twice": ("backward clip_ours clip_ours", {SSD: "clip_grad_norm_() twice"}),
     "a late learning rate": ("backward clip_ours change_lr step", {SSD: "learning rate"}),
+    "no clipping": ("backward finish step", {SSD: "needs a clip_grad_norm_()"}),
+    "no commit": ("backward clip_ours step backward", {SSD: "commit() after every step"}),
     "no zero_grad": ("backward finish step backward", {FSDP: ONE_STEP, STAGES_1_2: "sharded"}),
     "model.zero_grad": ("backward finish step model.zero_grad backward", {STAGES_1_2: ONE_STEP}),
     "zero_grad between micro-batches": ("backward+ zero_grad backward", {FSDP: ONE_STEP}),
