@@ -124,14 +124,6 @@ def test_bfloat16_error_of_dk_does_not_grow_with_the_ring():
 
 
 @pytest.mark.quick
-def test_scores_of_bfloat16_inputs_are_float32():
-    """In bfloat16 scores the largest error was 4.6e-2; PyTorch's own operator has 8e-3."""
-    args = normal(1, 2, 512, 64, dtype=torch.bfloat16)
-    (expected, *_), (plain, *_), (ours, *_) = exact(*args), torchs(*args), ring_of_threads(2, *args)
-    assert errors([ours], [expected])[0] <= 1.1 * errors([plain], [expected])[0] + 1e-3
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_for_gpus_return_what_merging_and_backward_need(dtype):
     """Shapes and dtypes, on the meta device. float32's kernel pads 24 log-sum-exps to 32."""

@@ -189,6 +189,42 @@ def test_tied_parameters_are_clipped_as_the_readme_says(pools):
         assert norm == pytest.approx(27**0.5) and after == pytest.approx(1.0)
 
 
+# ---- 07's mesh ----
+
+MESHES = {
+    "too few ranks": r"a mesh of \(1, 1, 1\) ranks on 2",
+    "two stages alone": "one rank alone takes one stage",
+}
+
+
+def misuse_of_a_mesh(case: str) -> None:
+    stage = load_stage("07")
+    stages = {i: stage.PipelineStage(nn.Linear(8, 8), None, False) for i in range(2)}
+    with pytest.raises(ValueError, match=MESHES[case]):
+        mesh = stage.build_mesh(1, 1 if case == "too few ranks" else 2, 1, 60, torch.device("cpu"))
+        groups = mesh.to_lower, mesh.to_higher
+        stage.Pipeline(stages, stage.one_f_one_b, *groups, lambda x: x.shape)
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_what_a_mesh_does_not_take_is_an_error(pools, case):
+    pools(2).run(misuse_of_a_mesh, case)
+
+
+def norm_with_a_frozen_stage() -> float:
+    """Of a gradient [8, 8] and one [8] of ones on the other rank."""
+    stage = load_stage("07")
+    mesh = stage.build_mesh(2, 1, 1, 60, torch.device("cpu"))
+    layer = nn.Linear(8, 8).requires_grad_(mesh.pp.rank() > 0)
+    if mesh.pp.rank() > 0:
+        layer(torch.ones(1, 8)).sum().backward()
+    return stage.clip_grad_norm_(layer, 1e9, mesh).item()
+
+
+def test_a_frozen_stage_has_no_share_in_the_norm(pools):
+    assert pools(2).run(norm_with_a_frozen_stage) == pytest.approx([(8 * 8 + 8) ** 0.5] * 2)
+
+
 # ---- backward in two parts ----
 
 

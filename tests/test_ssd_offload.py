@@ -14,18 +14,16 @@ import resource
 import signal
 import tempfile
 import threading
-from functools import partial
 from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
 import chaos
 import pytest
-import torch
 from harness import assert_same_curve, train
 
 from common.distributed import rank
-from common.state_files import StateFolder
+from common.state_files import lock_folder
 from tools.stages import load_stage
 
 pytestmark = pytest.mark.slow
@@ -199,28 +197,6 @@ def test_a_rank_that_goes_back_by_a_step_records_that_before_it_writes(fresh_poo
     assert ahead == first + 1 and then == [first, first], steps
 
 
-def test_a_step_that_is_not_committed_or_not_validated_is_an_error(pools, argv):
-    for method in ("StateFolder.commit", "FullyShardedDataParallel.clip_grad_norm_"):
-        (said,) = pools(1).run(without, method, argv)
-        assert "commit() after every step" in said or "needs a clip_grad_norm_()" in said
-
-
-def without(method: str, argv: list[str]) -> str:
-    stage, (owner, name) = load_stage("12"), method.split(".")
-    own, calls = getattr(getattr(stage, owner), name), []
-
-    def once(self, *args):  # the first call alone does something
-        calls.append(1)
-        return own(self, *args) if len(calls) == 1 else torch.ones(())
-
-    with patch.object(getattr(stage, owner), name, once):
-        try:
-            train("12", argv)
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
 # ---- bad disks and folders ----
 
 
@@ -316,40 +292,6 @@ def test_a_restart_goes_on_from_the_files_whatever_the_flag_says_and_changes_are
     assert "--steps is now 3, was 2" in outcome.stdout
 
 
-def misused(how: str, folder: Path) -> str:
-    """What a loop that is not ours is told."""
-    stage = load_stage("12")
-    files = StateFolder(folder, {"run": how}, is_resumed=False, saved=0)
-    dtype = torch.float64 if how == "float64" else torch.float32
-    units = [torch.nn.Linear(4, 4, dtype=dtype) for _ in range(2)]
-    optimizer = stage.SpeculativeAdamW(files, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
-    wrap = partial(stage.FullyShardedDataParallel, optimizer=optimizer)
-    try:
-        model = wrap(torch.nn.Sequential(*units), units)
-        if how == "another wrapper":
-            wrap(torch.nn.Linear(4, 4), [torch.nn.Linear(4, 4)])
-        if how == "folder of the same process":
-            StateFolder(folder, {"run": how}, is_resumed=False, saved=0)
-        model(torch.ones(1, 4)).sum().backward()
-        model.clip_grad_norm_(1.0)
-        if how == "clipped twice":
-            model.clip_grad_norm_(1.0)
-        optimizer.param_groups[0]["lr"] = 0.2
-        optimizer.step()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-
-
-MISUSES = {
-    "another wrapper": "another wrapper",
-    "float64": "are not float32",
-    "clipped twice": "clip_grad_norm_() twice",
-    "learning rate": "learning rate",
-    "folder of the same process": "another run uses",
-}
-
-
-@pytest.mark.parametrize("how", MISUSES)
-def test_a_misuse_is_an_error(pools, tmp_path, how):
-    (outcome,) = pools(1).attempt(misused, how, tmp_path)
-    assert MISUSES[how] in (outcome.value or outcome.stderr), outcome
+def test_a_folder_is_for_one_user_also_in_one_process(tmp_path, error_of):
+    with lock_folder(tmp_path):
+        assert "another run uses" in error_of(lock_folder, tmp_path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -197,38 +199,42 @@ def test_backward_overlaps_the_all_reduce_with_the_weight_gradients_matmul(
 # ---- the contract: what does not fit is an error (07's copies are equal: test_diffs.py) ----
 
 
-class Scaled(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
+def plain_linear(size: int = 8) -> nn.Linear:
+    return nn.Linear(size, size, bias=False)
 
 
-def plain_linear(change: str = "") -> nn.Linear:
-    linear = (Scaled if change == "subclass" else nn.Linear)(8, 8, bias=change == "bias")
-    if change == "hook":
-        linear.register_forward_hook(lambda *_: None)
-    if change == "weight hook":
-        linear.weight.register_hook(lambda grad: 0 * grad)
-    if change == "weight attribute":
-        linear.weight.no_decay = True
-    if change == "buffer":
-        linear.register_buffer("scale", torch.ones(1))
-    if change == "own forward":
-        linear.forward = lambda x: x
-    return nn.utils.parametrizations.spectral_norm(linear) if change == "spectral" else linear
-
-
+LOST = {  # what is done to a linear layer, and what is said by each module that replaces one
+    "a bias": (lambda layer: nn.Linear(16, 16), "bias"),
+    "a parametrization": (nn.utils.parametrizations.spectral_norm, "original|parametrizations"),
+    "an older one": (nn.utils.spectral_norm, "weight_orig"),
+    "a subclass of the same name": (
+        lambda layer: type("Linear", (nn.Linear,), {})(16, 16, bias=False),
+        "class Linear|no subclass",
+    ),
+    "a hook": (lambda layer: layer.register_forward_hook(lambda *_: None), "_forward_hooks"),
+    "a buffer": (lambda layer: layer.register_buffer("mask", torch.ones(16)), "mask"),
+    "a forward of its own": (lambda layer: setattr(layer, "forward", torch.abs), "forward"),
+}
+OF_A_WEIGHT = {  # what one that makes another weight would lose, too
+    "a hook": (lambda layer: layer.weight.register_hook(torch.zeros_like), "hooks of a parameter"),
+    "an attribute": (lambda layer: setattr(layer.weight, "no_decay", True), "attributes or"),
+}
 FIELDS = [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
-CHANGES = ["bias", "subclass", "spectral", "hook", "weight hook", "weight attribute", "buffer"]
-CHANGES += ["own forward"]
 
 
 def what_is_replaced() -> None:
     stage = load_stage("05")
     region = stage.TensorParallelRegion(dist.group.WORLD)
-    for module in (stage.ColumnParallelLinear, stage.RowParallelLinear):
-        for change in CHANGES:
-            with pytest.raises(ValueError, match="would lose"):
-                module(plain_linear(change), region)
+    sharded = stage.ColumnParallelLinear, stage.RowParallelLinear
+    deferred = partial(load_stage("06").DeferredLinear, pending=deque())
+    float8 = partial(load_stage("10").Float8Linear, recipe="rowwise")
+    checked = [*(partial(module, region=region) for module in sharded), deferred]
+    cases = [*product((*checked, float8), LOST.values()), *product(checked, OF_A_WEIGHT.values())]
+    for replacement, (change, said) in cases:
+        changed = change(plain := plain_linear(16))
+        with pytest.raises(ValueError, match=said):
+            replacement(changed if isinstance(changed, nn.Module) else plain)
+    for module in sharded:
         with pytest.raises(ValueError, match=r"of \(6, 6\) is not divisible by 4 ranks"):
             module(nn.Linear(6, 6, bias=False), region)
         ours = module(plain_linear().double().requires_grad_(False).eval(), region)
