@@ -57,7 +57,7 @@ from common.collectives import (
 from common.counter_rng import CounterDropout
 from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
-from common.modules import check_plain, first_order
+from common.module_checks import check_plain, first_order
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config

@@ -54,7 +54,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from common.collectives import all_reduce_control, global_norm, irecv, isend
 from common.distributed import annotate
 from common.loss import in_autocast_dtype
-from common.modules import check_plain, first_order
+from common.module_checks import check_plain, first_order
 
 # isort: split
 from common.arguments import base_parser, check_pipeline, model_config, positive_int

@@ -70,7 +70,7 @@ from common.counter_rng import CounterDropout
 from common.distributed import annotate, group_along
 from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
-from common.modules import check_plain, first_order
+from common.module_checks import check_plain, first_order
 
 # isort: split
 from common.arguments import base_parser, check_pipeline, model_config, positive_int

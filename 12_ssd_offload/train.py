@@ -56,7 +56,7 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.distributed import fail
-from common.state_files import GRADIENT, SLOT, StateFile, StateFolder
+from common.ssd_state import GRADIENT, SLOT, StateFile, StateFolder
 from common.units import (
     Place,
     cast_inputs,
@@ -71,6 +71,7 @@ from common.units import (
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config
 from common.checkpoint import State, state_of_flat_shard
+from common.checkpoint_storage import SHAPE, checkpoints, compare_runs
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, print0, setup, world_size
 from common.guards import guard
@@ -78,7 +79,6 @@ from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
-from common.storage import SHAPE, checkpoints, compare_runs
 
 # ------------------------------------------------------------------------------------------------
 # The technique: shards in files, which are read ahead of their use

@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
-from common import storage
+from common import checkpoint_storage as storage
+from common.atomic_files import exists, move_aside
+from common.checkpoint_storage import checkpoints
 from common.distributed import fail, print0, rank
-from common.files import exists, move_aside
-from common.storage import checkpoints
 
 
 class Shard:

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from common.atomic_files import exists, sync
 from common.counter_rng import generator_of, sample_keys
 from common.distributed import fail, print0
-from common.files import exists, sync
 from common.loss import IGNORED
 
 SPLITS = ("train", "valid", "test")

@@ -26,7 +26,8 @@ from slurm_cluster import skip_or_fail
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from common import distributed, storage
+from common import checkpoint_storage as storage
+from common import distributed
 from common.checkpoint import Checkpointer, Shard, checkpoints, training_state
 from common.model import Transformer, TransformerConfig, init_weights
 

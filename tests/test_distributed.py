@@ -14,8 +14,8 @@ from processes import executable, torchrun
 
 from common import collectives
 from common.distributed import has_lost_a_peer, launch_environment, rank, setup, world_size
-from common.folder import RunFolder, launch_name
 from common.run import check_id
+from common.run_folder import RunFolder, launch_name
 from tools.pool import WorkerError
 
 TORCHRUN = {

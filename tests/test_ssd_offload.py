@@ -23,7 +23,7 @@ import pytest
 from harness import assert_same_curve, train
 
 from common.distributed import rank
-from common.state_files import lock_folder
+from common.ssd_state import lock_folder
 from tools.stages import load_stage
 
 pytestmark = pytest.mark.slow

@@ -19,10 +19,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from common.arguments import Parser
+from common.atomic_files import exists, replacing
 from common.checkpoint import checkpoints
+from common.checkpoint_storage import CorruptCheckpointError, LoadPlanner, Reader
 from common.distributed import fail
-from common.files import exists, replacing
-from common.storage import CorruptCheckpointError, LoadPlanner, Reader
 
 
 def newest_run() -> Path:

@@ -14,9 +14,9 @@ import shutil
 import time
 from pathlib import Path
 
-from common.files import exists, make, numbered
+from common.atomic_files import exists, make, numbered
+from common.checkpoint_storage import checkpoints
 from common.metrics import step_of
-from common.storage import checkpoints
 
 
 def launch_name() -> str | None:

@@ -24,7 +24,7 @@ from torch.futures import Future
 from torch.utils.serialization import config
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from common.files import exists, move_aside, sync
+from common.atomic_files import exists, move_aside, sync
 
 
 class CheckpointError(Exception):
