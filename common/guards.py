@@ -109,7 +109,7 @@ class Guard:
                 raise RuntimeError("p.grad.data was replaced, or the model moved with gradients")
 
     def after_a_unit(self, shard: ref, grad: Tensor | None) -> None:
-        """Called when a unit's backward has ended. grad: None in 04 and 12, which still reduce it."""
+        """Called when a unit's backward has ended. grad: None in 04 and 12, still to be reduced."""
         if grad is None:
             # private; raises within autograd.grad(), which would get no gradient from here
             torch._C._will_engine_execute_node(get_gradient_edge(shard()).node)
