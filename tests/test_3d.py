@@ -15,6 +15,7 @@ CPU = torch.device("cpu")
 MISUSES = {
     "too few ranks": r"a mesh of \(1, 1, 1\) ranks on 2",
     "two stages alone": "one rank alone takes one stage",
+    "an embedding before": "an input requires a gradient",
 }
 
 
@@ -24,7 +25,10 @@ def misuse(case: str) -> None:
     with pytest.raises(ValueError, match=MISUSES[case]):
         mesh = stage.build_mesh(1, 1 if case == "too few ranks" else 2, 1, 60, CPU)
         groups = mesh.to_lower, mesh.to_higher
-        stage.Pipeline(stages, stage.one_f_one_b, *groups, lambda x: x.shape)
+        if case == "an embedding before":
+            del stages[1]
+        pipeline = stage.Pipeline(stages, stage.one_f_one_b, *groups, lambda x: x.shape)
+        pipeline.run([(torch.ones(1, 8, requires_grad=True), None, None)])
 
 
 @pytest.mark.parametrize("case", MISUSES)
