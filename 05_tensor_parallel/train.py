@@ -118,6 +118,9 @@ class TensorParallelModule(nn.Module):
         shard = shard_of(plain.weight, self.shard_dim, region.group)
         self.weight = nn.Parameter(shard, plain.weight.requires_grad)
 
+    def reset_parameters(self) -> None:
+        raise RuntimeError("initialize the plain layer before it is sharded, or use init_shards")
+
 
 class ColumnParallelLinear(TensorParallelModule):
     """y = x W^T in the dtype of autocast; each rank computes some features from all of x."""
@@ -374,13 +377,14 @@ def check_equal(norm: Tensor, group: ProcessGroup) -> None:
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     dims = shard_dims_of(model)
-    params = dict(model.named_parameters())  # of a frozen one, an empty gradient
+    params = dict(model.named_parameters())  # a frozen parameter counts as an empty gradient
     grads = {n: p.new_zeros(0) if p.grad is None else p.grad for n, p in params.items()}
     sharded = [grad for name, grad in grads.items() if name in dims]
     replicated = [grad for name, grad in grads.items() if name not in dims]
     # squares of sharded gradients add up over the ranks; replicated gradients count once
     squares = all_reduce_control(global_norm(sharded).square(), group=group)
-    check_equal(norm := global_norm(replicated).to(squares), group)
+    norm = global_norm(replicated).to(squares)  # a norm of no gradients is on the CPU
+    check_equal(norm, group)
     total_norm = (squares + norm.square()).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm

@@ -102,6 +102,8 @@ class Pipeline:
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
         """Forward and backward of micro-batches (tokens, targets, dropout keys); under `no_grad`
         forward only. Returns their losses, [m]: zeros except on the last rank."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x, _, _ in micro_batches):
+            raise ValueError("an input requires a gradient, which it would not get: detach it")
         losses = torch.zeros(len(micro_batches), device=self.device)
         shapes = [self.message_shape(tokens) for tokens, _, _ in micro_batches]
         self.compare(torch.is_grad_enabled(), *shapes)
@@ -172,6 +174,8 @@ class Pipeline:
 
     def start_send(self, tensor: Tensor, destination: int, shape: tuple[int, ...]) -> None:
         """Send without waiting. Beyond p sends in flight, wait for the oldest and free it."""
+        if tensor is None:
+            raise ValueError("a part does not use its input, so there is no gradient to send")
         if (tensor.shape, tensor.dtype) != (shape, torch.float32):
             found = f"{list(tensor.shape)} in {tensor.dtype}"
             raise ValueError(f"a message is {list(shape)} in float32, not {found}")
@@ -403,6 +407,9 @@ class DeferredLinear(nn.Module):
         check_plain(plain, "weight")  # a bias, for example, would get no gradient
         self.weight, self.training, self.pending = plain.weight, plain.training, pending
 
+    def reset_parameters(self) -> None:  # as in nn.Linear
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.weight.requires_grad and not x.requires_grad:
             raise ValueError("no gradient reaches this layer: train one before it")
@@ -434,7 +441,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, pp: ProcessGroup | None =
     """Scale the gradients to at most this global norm; returns the norm before clipping.
 
     pp: the ranks of the pipeline (default: all)."""
-    params = list(model.parameters())  # of a frozen one, an empty gradient
+    params = list(model.parameters())  # a frozen parameter counts as an empty gradient
     squares = global_norm(p.new_zeros(0) if p.grad is None else p.grad for p in params).square()
     total_norm = all_reduce_control(squares, pp).sqrt()  # the squares add up over the stages
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
@@ -479,15 +486,14 @@ def main(argv: list[str] | None = None) -> list[dict]:
     own_stages = range(world.rank, n_stages, world.size)
     units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}
     with torch.device("meta"):
-        model = Transformer(config, indices=[unit for part in units.values() for unit in part])
+        model = Transformer(config, indices=[unit for own in units.values() for unit in own])
     init_weights(model.to_empty(device=device), args.seed)
     groups = [group_along((world.size,), 0, to, args.timeout) for to in ("to_lower", "to_higher")]
     schedule = SCHEDULES[args.schedule]
     if args.virtual_stages > 1:
         schedule = partial(schedule, v=args.virtual_stages)
     stage_class = ZeroBubbleStage if args.schedule == "zero-bubble" else PipelineStage
-    parts = {stage: parts_of(model, units[stage]) for stage in units}
-    stages = {stage: stage_class(*part, args.autocast) for stage, part in parts.items()}
+    stages = {s: stage_class(*parts_of(model, units[s]), args.autocast) for s in own_stages}
     pipeline = Pipeline(stages, schedule, *groups, lambda tokens: (*tokens.shape, config.d_model))
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 

@@ -101,6 +101,9 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleDict({str(i): make_expert(i) for i in own})
         self.load: Tensor | int = 0
 
+    def reset_parameters(self) -> None:
+        self.bias.zero_()  # the router and the experts have methods of their own
+
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
         tokens = x.flatten(0, -2)  # [T, d]
         if in_autocast_dtype(tokens[:0]).dtype == torch.float16:

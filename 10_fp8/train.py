@@ -96,13 +96,16 @@ class Float8Linear(nn.Module):
         self.weight = plain.weight
         self.scaling = RECIPES[recipe]
 
+    def reset_parameters(self) -> None:  # as in nn.Linear
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
     def forward(self, x: Tensor) -> Tensor:  # [..., tokens, in] -> [..., tokens, out]
         kind = x.device.type
         if torch.is_autocast_enabled(kind):  # which casts for the operators that it knows
             x = x.to(torch.get_autocast_dtype(kind))
         if not {x.dtype, self.weight.dtype} <= {torch.float32, torch.bfloat16}:
             raise TypeError(f"float8 takes float32 or bfloat16, not {x.dtype}, {self.weight.dtype}")
-        rows = x.flatten(0, -2)
+        rows = x.reshape(-1, x.shape[-1])
         n_tokens = len(rows)
         if self.scaling == ScalingType.TensorWise and (n_tokens % 16 or not n_tokens):
             # dW sums over the tokens; rows of zeros change no scale and no gradient
@@ -110,7 +113,7 @@ class Float8Linear(nn.Module):
         y = Float8Matmuls.apply(rows, self.weight, self.scaling)
         if len(y) > n_tokens:  # without padding this would copy the gradient, to no end
             y = y[:n_tokens]
-        return y.unflatten(0, x.shape[:-1])
+        return y.view(*x.shape[:-1], y.shape[1])
 
 
 class Float8Matmuls(torch.autograd.Function):
