@@ -354,13 +354,14 @@ class Unit:
     def pack(self, tensor: Tensor) -> Tensor | Place:
         """What autograd keeps for backward: a tensor or, of a view of `full`, its place there."""
         place = place_in(self.full, tensor)
-        return tensor.detach() if place is None else place  # an output itself would keep its graph
+        # detached: a node that saved its own output would keep itself alive
+        return tensor.detach() if place is None else place
 
     def unpack(self, saved: Tensor | Place) -> Tensor:
         """What backward reads: the tensor, or the view, for which the unit is gathered again."""
         return self.unshard().as_strided(*saved) if isinstance(saved, Place) else saved
 
-    @torch.inference_mode(False)  # else `full` would not count its versions
+    @torch.inference_mode(False)  # an inference tensor has no version counter
     def unshard(self) -> Tensor:
         """All-gather the parameters, unless they are here. Returns them: [N * length]."""
         if self.full is None:

@@ -170,6 +170,11 @@ class ShardedParameter(nn.Parameter):
         )
 
 
+def is_in_backward() -> bool:
+    """Whether a backward runs: then a forward is activation checkpointing's recomputation."""
+    return torch._C._current_graph_task_id() != -1  # no public function tells this
+
+
 def is_lookup(unit: nn.Module) -> bool:
     """Whether all parameters are those of `nn.Embedding`s, which only look up rows."""
     return all(isinstance(m, nn.Embedding) for m in unit.modules() if list(m.parameters(False)))
