@@ -41,7 +41,7 @@ PATH = """
 path = f"state-{dist.get_rank()}.pt"
 """
 LOSE = """
-offloaded = [file.mapped() for file in files.files] if "files" in locals() else []
+offloaded = [file.mapped() for file in folder.files] if "folder" in locals() else []
 for p in locals().get("params") or offloaded or [*model.parameters(), *model.buffers()]:
     p.data.zero_()
 for value in [v for v in locals().values() if isinstance(v, torch.optim.Optimizer)]:
