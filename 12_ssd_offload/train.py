@@ -446,9 +446,9 @@ class SpeculativeAdamW:
         self.folder.commit()
 
     def write_state(self, file: StateFile, state: Tensor) -> None:
-        rows = file.empty(SLOT)
-        rows[:] = state
-        file.write_slot(self.folder.other_slot, rows)
+        copy = file.empty(SLOT)
+        copy[:] = state
+        file.write_slot(self.folder.other_slot, copy)
 
 
 # ------------------------------------------------------------------------------------------------

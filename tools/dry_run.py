@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from unittest.mock import patch
 
 import torch
@@ -192,7 +192,7 @@ def unclipped(optimizer: type) -> type:
     """12's optimizer, but it clips no step: fake tensors have no numbers."""
 
     def step(self) -> None:
-        self.scale = SimpleNamespace(item=lambda: 1.0)
+        self.scale.item = lambda: 1.0
         optimizer.step(self)
 
     return type("Unclipped", (optimizer,), {"step": step})
