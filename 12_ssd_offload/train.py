@@ -337,16 +337,11 @@ class SpeculativeAdamW:
     wrong, `step` repeats them from the current slot, with scaled gradients.
     """
 
-    def __init__(
-        self,
-        folder: StateFolder,
-        betas: tuple[float, float],
-        *,
-        speculates: bool = True,  # False: all updates wait for `step`
-        **adamw_settings,
-    ):
+    def __init__(self, folder: StateFolder, *, speculates: bool = True, **adamw_settings):
+        # speculates=False: all updates wait for `step`
+        beta1, beta2 = adamw_settings.pop("betas")
         defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
-        self.param_groups = [defaults | adamw_settings | {"beta1": betas[0], "beta2": betas[1]}]
+        self.param_groups = [defaults | adamw_settings | {"beta1": beta1, "beta2": beta2}]
         self.folder, self.state = folder, {}  # the state is in the files
         # `Unit.shard`: gives `Gather` an input that requires grad; its version counts steps
         self.shard = nn.Parameter(torch.empty(0))
@@ -456,21 +451,30 @@ class SpeculativeAdamW:
 # ------------------------------------------------------------------------------------------------
 
 
+def sharded_from_meta(
+    model: Transformer, optimizer: SpeculativeAdamW, args, world: World
+) -> FullyShardedDataParallel:
+    """Shard a model that is on the meta device; its units get their initial values one by one."""
+    return FullyShardedDataParallel(
+        model,
+        model.units(),
+        optimizer,
+        param_dtype=getattr(torch, args.param_dtype),
+        materialize=lambda unit, name: init_weights(unit.to_empty(device="cpu"), args.seed, name),
+        device=world.device,
+    )
+
+
 def state_folder(args, run: Run) -> StateFolder:
     """This rank's files: what they hold belongs to one run, model and number of ranks."""
     description = run.checkpoints.run  # the arguments, and what identifies the corpus
     content = {name: description["arguments"][name] for name in SHAPE}
     content["vocabulary"] = description["vocabulary"]
     path = Path(args.offload_dir or run.folder / "state").resolve()
+    name = os.path.relpath(run.folder.resolve(), path)  # it may be moved with the files
     steps = [int(each.name.removeprefix("step-")) for each in checkpoints(run.checkpoints.path)]
-    folder = StateFolder(
-        path,
-        os.path.relpath(run.folder.resolve(), path),  # it may be moved with the files
-        content,
-        is_resumed=run.is_restart or run.resume == "auto",
-        saved=max(steps, default=0),
-        description=description,
-    )
+    is_resumed, saved = run.is_restart or run.resume == "auto", max(steps, default=0)
+    folder = StateFolder(path, name, content, is_resumed, saved, description)
     if folder.is_restored:
         run.checkpoints.is_own = True  # the steps in the run's folder are this run's
         for note in compare_runs(folder.earlier, description):
@@ -529,14 +533,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     folder = state_folder(args, run)
     settings = adamw_settings(args.lr, args.weight_decay)
     optimizer = SpeculativeAdamW(folder, speculates=not args.no_speculation, **settings)
-    model = FullyShardedDataParallel(
-        model,
-        model.units(),
-        optimizer,
-        param_dtype=getattr(torch, args.param_dtype),
-        materialize=lambda unit, name: init_weights(unit.to_empty(device="cpu"), args.seed, name),
-        device=device,
-    )
+    model = sharded_from_meta(model, optimizer, args, world)
     guard(model)
     if not folder.is_restored:
         steps_done = run.checkpoints.load(run.resume, training_state(model), optimizer)

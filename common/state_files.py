@@ -127,8 +127,7 @@ class StateFolder:
         path: Path,
         run: str,
         content: dict | None = None,
-        *,
-        is_resumed: bool,
+        is_resumed: bool = False,
         saved: int = 0,
         description: dict | None = None,
     ):
