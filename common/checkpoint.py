@@ -143,8 +143,15 @@ def state_of_flat_shard(
     shapes: of the tensors by name, in the flat parameter's order, of which `shard` is the part from
     element `start` on. A tensor outside of it gets an empty shard.
     """
+    return state_of_flat_tensors(tensors_of(optimizer, shard), shapes, start)
+
+
+def state_of_flat_tensors(
+    tensors: dict[str, Tensor], shapes: dict[str, torch.Size], start: int
+) -> State:
+    """The same for the flat `tensors`, by the prefixes of their names in a checkpoint."""
     state: State = {}
-    for kind, flat in tensors_of(optimizer, shard).items():
+    for kind, flat in tensors.items():
         begin = -start  # of the tensor, relative to `flat`
         for name, shape in shapes.items():
             first, last = max(begin, 0), max(begin + shape.numel(), 0)

@@ -116,7 +116,7 @@ def trainer_of(strategy: str, model: Chain, **options) -> Trainer:
 def trainer_of_12(model: Chain) -> SimpleNamespace:
     """For misuses: as `Trainer`, with `zero_grad` for the last part of a step, the commit."""
     stage, folder = load_stage("12"), TemporaryDirectory()
-    files = StateFolder(Path(folder.name), {"run": "misuse"}, is_resumed=False, saved=0)
+    files = StateFolder(Path(folder.name), "misuse", is_resumed=False)
     optimizer = stage.SpeculativeAdamW(files, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
     sync = stage.FullyShardedDataParallel(model, list(model.units), optimizer)
     guard(sync)

@@ -20,10 +20,11 @@ from unittest.mock import patch
 
 import chaos
 import pytest
+import torch
 from harness import assert_same_curve, train
 
 from common.distributed import rank
-from common.ssd_state import lock_folder
+from common.ssd_state import StateFolder, lock_folder
 from tools.stages import load_stage
 
 pytestmark = pytest.mark.slow
@@ -197,6 +198,91 @@ def test_a_rank_that_goes_back_by_a_step_records_that_before_it_writes(fresh_poo
     assert ahead == first + 1 and then == [first, first], steps
 
 
+def die_in_commit(number: int, argv: list[str]) -> None:
+    """Train, and die before the commit of this number: the first one is that of the start."""
+    calls, own = count(1), StateFolder.commit
+
+    def dying(self):
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        own(self)
+
+    with patch.object(StateFolder, "commit", dying):
+        train("12", argv)
+
+
+def test_files_a_step_behind_a_checkpoint_that_is_corrupt_are_used(fresh_pool, argv, tmp_path):
+    """After a kill between the save and the commit."""
+    argv = [*argv, *"--checkpoint-every 4 --keep-checkpoints 1 --run-dir".split()]
+    whole, killed, pool = tmp_path / "whole", tmp_path / "killed", fresh_pool(1)
+    pool.train("12", [*argv, str(whole)])
+    pool.attempt(die_in_commit, 5, [*argv, str(killed)])
+    pool.close()
+    (newest,) = (killed / "checkpoints").glob("step-*")
+    assert newest.name == "step-00000004"
+    (newest / ".metadata").write_bytes(b"")
+    lines = pool.train("12", [*argv, str(killed)])[0]
+    assert [line["step"] for line in lines] == [3, 4, 5, 6, 7]
+    assert chaos.differences(killed, whole) == ""
+
+
+def loaded(folder: Path) -> tuple[torch.Tensor, ...]:
+    """Outputs before three steps, and after the state from before them was loaded. One that was
+    computed between has gathered and read units."""
+    stage, files = load_stage("12"), StateFolder(folder, "load", is_resumed=False)
+    torch.manual_seed(0)
+    units = [torch.nn.Linear(4, 4) for _ in range(4)]
+    optimizer = stage.SpeculativeAdamW(files, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    model, x = stage.FullyShardedDataParallel(torch.nn.Sequential(*units), units, optimizer), None
+    x = torch.ones(1, 4)
+    saved = [file.mapped().clone() for file in files.files]
+    with torch.no_grad():
+        before = model(x)
+    for _ in range(3):
+        model(x).sum().backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        files.commit()
+    record = folder / "rank-0/step.json"
+    with torch.no_grad():
+        units[0](x)
+    during = []
+    states = ([during.append(json.loads(record.read_text())["step"]), each][1] for each in saved)
+    optimizer.load_state(0, states)
+    assert during == [3] * 4 and json.loads(record.read_text())["step"] == 0
+    for file in files.files:
+        file.verify()
+    with torch.no_grad():
+        return before, model(x), model(x)
+
+
+def test_a_state_that_is_loaded_is_used_at_once_and_committed_once(pools, tmp_path):
+    for before, *after in pools(2).run(loaded, tmp_path):
+        for each in after:
+            torch.testing.assert_close(each, before, rtol=0, atol=0)
+
+
+def load_too_early(when: str, folder: Path) -> str:
+    stage, files = load_stage("12"), StateFolder(folder, "load", is_resumed=False)
+    unit = torch.nn.Linear(4, 4)
+    optimizer = stage.SpeculativeAdamW(files, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    model = stage.FullyShardedDataParallel(torch.nn.Sequential(unit), [unit], optimizer)
+    model(torch.ones(1, 4)).sum().backward()
+    model.clip_grad_norm_(1.0)
+    if when == "before commit":
+        optimizer.step()
+    try:
+        optimizer.load_state(0, [file.mapped() for file in files.files])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("when", ["in a step", "before commit"])
+def test_a_state_that_is_loaded_within_a_step_is_an_error(fresh_pool, tmp_path, when):
+    assert "between commit()" in fresh_pool(1).run(load_too_early, when, tmp_path)[0]
+
+
 # ---- bad disks and folders ----
 
 
@@ -240,7 +326,19 @@ def test_bad_folders_are_errors_in_one_line(pools, argv, tmp_path):
     large = ["--lr", "1e30", "--warmup-steps", "0"]
     assert "gradient norm of step 3 is not finite" in error("--steps", "9", *large, status=1)
     assert json.loads((state / "rank-0/step.json").read_text())["step"] == 3
-    os.truncate(state / "rank-0/layers.1.state", 4096)
+    file = state / "rank-0/layers.1.state"
+    content = bytearray(file.read_bytes())
+    record = json.loads((state / "rank-0/step.json").read_text())
+    rows = len(content) // 7
+    for slot, is_current in ((1 - record["slot"], False), (record["slot"], True)):
+        content[3 * slot * rows + 64] ^= 1
+        file.write_bytes(content)
+        if is_current:
+            assert "layers.1.state is corrupt" in error("--steps", "4")
+        else:  # that slot is overwritten before it is read
+            assert pools(1).train("12", [*argv, "3"]) == [[]]
+            pools(1).close()
+    os.truncate(file, 4096)
     assert "layers.1.state has 4,096 bytes instead of" in error("--steps", "4")
 
 
@@ -255,7 +353,7 @@ def test_a_rank_without_files_makes_all_start_from_the_checkpoint(pools, argv, t
 def test_a_folder_in_memory_is_named(pools, argv):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         argv = [*argv, "--steps", "1", "--offload-dir", folder]
-        assert "rank-0 is in memory, and saves none" in pools(1).attempt_train("12", argv)[0].stderr
+        assert "rank-0 is in memory (tmpfs)" in pools(1).attempt_train("12", argv)[0].stderr
 
 
 def train_as_on_macos(argv: list[str]) -> list[dict]:
