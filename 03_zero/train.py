@@ -34,6 +34,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -112,7 +113,7 @@ class ZeroRedundancyOptimizer:
         self.synchronizes = True
         for param in params:
             param.register_post_accumulate_grad_hook(self.mark_ready)
-        module.register_forward_pre_hook(lambda *_: refuse_float16(params))
+        module.register_forward_pre_hook(partial(refuse_float16, params))
         self.shards = [bucket.shard for bucket in self.buckets]
         self.optimizer = optimizer_class(self.shards, **defaults)
         # a hook, so that the parameters are gathered no matter who calls step()

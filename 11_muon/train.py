@@ -162,7 +162,8 @@ def orthogonalize(matrix: Tensor, iterations: int = 5) -> Tensor:
 def choose_owners(matrices: Iterable[nn.Parameter], n_ranks: int) -> dict[nn.Parameter, int]:
     """Give each matrix to a rank: the most expensive first, to the rank with the least work.
 
-    Updates run in this order: each rank has its first matrix before any rank has a second one.
+    matrices: in the same order on all ranks (no set). Updates run in the order of the result: each
+    rank has its first matrix before any rank has a second one.
     """
     work, owners = [0] * n_ranks, {}
     for matrix in sorted(matrices, key=orthogonalization_flops, reverse=True):

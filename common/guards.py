@@ -15,6 +15,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.utils.weak import WeakTensorKeyDictionary
 
 TWICE = (
     "a gradient came twice: every backward of a step but the last belongs in no_sync(), and "
@@ -25,6 +26,7 @@ NOT_AS_LEFT = (
     "a gradient is not as it was left: zero_grad(set_to_none=True) belongs after the optimizer's "
     "step, nowhere else; after a backward that failed, restart the run"
 )
+GUARDS = WeakTensorKeyDictionary()  # of parameters, which attributes would make unpicklable
 BEFORE = "add, replace, freeze, unfreeze, resize, move or cast parameters before they are wrapped"
 
 
@@ -68,9 +70,9 @@ class Guard:
         self.expected: dict[Tensor, Tensor | None] = {}
         self.grad_places: dict[Tensor, int] = {}
         for param in self.places:
-            if getattr(param, "guard", lambda: None)() is not None:
+            if GUARDS.get(param, lambda: None)() is not None:
                 raise ValueError("another wrapper averages a parameter of this module: use one")
-            param.guard = ref(self)
+            GUARDS[param] = ref(self)
             first = param.register_post_accumulate_grad_hook(weak(self.before_it_is_taken))
             hooks = first.hooks_dict_ref()  # in the order in which they run: this one comes first
             hooks.update({i: hooks.pop(i) for i in [*hooks] if i != first.id})

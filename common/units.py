@@ -104,7 +104,7 @@ def lend_parameters(
             delattr(owner, name)
 
 
-def refuse_float16(params: Sequence[Tensor]) -> None:
+def refuse_float16(params: Sequence[Tensor], *_) -> None:
     """ValueError if a forward that trains is in float16, by a parameter's dtype or by autocast."""
     kind, dtypes = params[0].device.type, {p.dtype for p in params}
     if torch.is_autocast_enabled(kind):
