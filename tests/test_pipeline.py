@@ -1,4 +1,4 @@
-"""Stage 06: the contract, backward in two parts, and the memory of the micro-batches in flight."""
+"""Stage 06: the contract, backward in two parts, the memory of micro-batches in flight; 07's mesh."""
 
 from __future__ import annotations
 
