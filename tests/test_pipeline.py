@@ -1,4 +1,4 @@
-"""Stage 06: the contract, backward in two parts, the memory of micro-batches in flight; 07's mesh."""
+"""Stage 06: the contract, backward in two parts, memory of what is in flight; the mesh of 07."""
 
 from __future__ import annotations
 
