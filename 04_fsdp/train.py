@@ -2,9 +2,9 @@
 
 Every rank owns a shard of each unit's parameters, gradients and optimizer state. The parameters of
 a unit (here a layer) are all-gathered while the previous unit computes (prefetch), and freed right
-after use. In backward, the reduce-scatter of one unit's gradients overlaps with the computation of
-the next unit's. The autograd function `Gather` stands between both collectives: when its forward
-runs, the all-gather has ended, and its backward starts the reduce-scatter.
+after use. In backward, the reduce-scatter of a unit's gradients overlaps with the computation of
+the preceding unit. The autograd function `Gather` connects the two: when its forward runs, the
+all-gather has ended, and its backward starts the reduce-scatter.
 
 New since stage 03: prefetching; reductions in flight; the model is built on the meta device, unit
 by unit; bfloat16; groups of ranks that shard the model and are replicas of each other
@@ -13,10 +13,12 @@ by unit; bfloat16; groups of ranks that shard the model and are replicas of each
     P parameters: E of the embedding, L of a layer, O of the output; N ranks that shard, m
     micro-batches per step; float32
 
-    memory per rank   16 P / N bytes + in forward three unsharded units, in backward two, and two
-                      units' full gradients
-    communication     reduce-scatter m P + all-gather m (2 P - E - L - O) elements per step; without
-                      resharding all-gather m P; hybrid sharding adds an all-reduce of P / N
+    units      memory per rank, bytes  communication per step, elements
+    resharded  16 P / N + three units  reduce-scatter m P + all-gather m (2 P - E - L - O)
+    kept       16 P / N + all units    reduce-scatter m P + all-gather m P
+
+    During backward two units are unsharded, and two have full gradients. Units are kept until their
+    backward with --no-reshard-after-forward. Hybrid sharding adds an all-reduce of P / N elements.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 
@@ -29,8 +31,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +55,7 @@ from common.units import (
     Place,
     cast_inputs,
     checksum,
+    is_in_backward,
     is_lookup,
     lend_parameters,
     place_in,
@@ -62,7 +64,7 @@ from common.units import (
 )
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
+from common.arguments import base_parser, check_arguments, model_config, positive_int
 from common.checkpoint import State, state_of_flat_shard
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, fail, group_along, setup, world_size
@@ -117,33 +119,25 @@ class FullyShardedDataParallel(nn.Module):
         self.reshard_after_forward = reshard_after_forward
         self.device = device or next(module.parameters()).device
         self.shard_device = torch.device("cpu") if cpu_offload else self.device
-        self.stays: Unit | None = None  # the last unit that forward has not freed
+        self.kept: Unit | None = None  # the last unit that forward has not freed
         self.in_flight: Unit | None = None  # whose reduction was started last
-        self.synchronizes = True
         self.units: list[Unit] = []
-        unit_class = ReplicatedUnit if replicate_group else Unit  # see below
         # each unit gets its values and is sharded before the next one: no rank holds the full model
         for named_module in units_with_values(module, units, materialize, read_shard is not None):
-            unit = unit_class(*named_module, self)
+            unit = Unit(*named_module, self)
             self.register_parameter(f"shard_{len(self.units)}", unit.shard)
             self.units.append(unit)
 
     def forward(self, *args, **kwargs):
+        if not is_in_backward():
+            for unit in self.units:
+                unit.reshard()  # what was gathered earlier may be stale
+            self.kept = None
         return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Start no all-reduce over replicas. Each micro-batch is reduce-scattered."""
-        self.synchronizes = False
-        try:
-            yield
-        finally:
-            self.synchronizes = True
-
     def run(self, unit: Unit, *args, **kwargs):
-        """In place of a module's `forward`: it has parameters in here and nowhere else."""
-        # within backward, activation checkpointing runs it again (no public function tells this)
-        in_backward = torch._C._current_graph_task_id() != -1
+        """Replaces the module's `forward`; only in here does the module have parameters."""
+        in_backward = is_in_backward()
         self.enter(unit, in_backward)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         params = Gather.apply(unit.shard, unit)
@@ -165,36 +159,42 @@ class FullyShardedDataParallel(nn.Module):
         unit.wait()
 
     def after_forward(self, unit: Unit) -> None:
-        """Free the unit. One that backward uses is freed later, when the next such unit has run:
-        the last one stays, as nothing would hide its second all-gather."""
+        """Free the unit. If backward needs it, free its predecessor instead: the last one stays
+        gathered, because nothing would hide its second all-gather."""
         if torch.is_grad_enabled() and unit.used_in_backward:
-            unit, self.stays = self.stays, unit
+            unit, self.kept = self.kept, unit
         if unit is not None:
             unit.reshard()
 
     def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
         unit.reshard()
-        unit.finish_reduction()  # only with a single unit: that of the previous micro-batch
+        unit.finish_reduction()  # still in flight only if there is a single unit
         unit.start_reduction(grads)
-        self.stays = None  # backward frees each unit as it leaves it
         previous, self.in_flight = self.in_flight, unit
         if previous not in (None, unit):  # so at most two units have full gradients
             previous.finish_reduction()  # after the launch: the network is busy meanwhile
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """After a step's last backward: give each shard its average gradient, unless it has it."""
+        """After a step's last backward: give each shard its average gradient."""
         for unit in self.units:
             unit.reshard()  # if it was prefetched and not used
             unit.finish_reduction()
-        for unit in self.units:
-            unit.finish_step()
+        units = [unit for unit in self.units if unit.average is not None]
+        # hybrid sharding: average over the replicas, other ranks with the same shards
+        if (group := self.replicate_group) is not None:
+            for unit in units:
+                unit.average /= dist.get_world_size(group)
+            works = [all_reduce(unit.average, group=group, async_op=True) for unit in units]
+            for work in works:
+                work.wait()
+        for unit in units:
+            unit.shard.grad, unit.average = unit.average, None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to at most this global norm; returns the norm before clipping."""
-        self.finish_gradient_synchronization()
         grads = [unit.shard.grad for unit in self.units if unit.shard.grad is not None]
         # each rank has the squares of its own shards only
         norm = all_reduce_control(global_norm(grads).square(), group=self.group).sqrt()
@@ -215,7 +215,7 @@ class Unit:
         self.name, self.fsdp, self.group = name, fsdp, fsdp.group
         self.n_ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
-        # gradients have the parameters' dtype, and a row of an embedding sums many tokens
+        # an embedding's gradient sums many tokens per row, too imprecise in bfloat16
         param_dtype = None if is_lookup(module) else fsdp.param_dtype
         self.owners, flat = take_parameters(module)  # the module has no parameters any more
         self.dtype = param_dtype or flat.dtype
@@ -223,19 +223,23 @@ class Unit:
         self.owned = slice(rank * length, (rank + 1) * length)
         padding = self.n_ranks * length - len(flat)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        shard = flat[self.owned]
-        facts = [checksum(flat)] if fsdp.read_shard is None else []
-        if fsdp.read_shard is not None:  # `flat` is on the meta device
-            owned = slice(*self.owned.indices(len(flat)))  # without padding
-            shard = fsdp.read_shard(name, self.shapes, owned).view_as(shard).to(flat.dtype)
+        facts = [*(buffer.sum() for buffer in module.buffers()), self.dtype]
+        facts += [fsdp.reduce_dtype, fsdp.reshard_after_forward]
+        owned = slice(*self.owned.indices(len(flat)))  # without padding
+        if fsdp.read_shard is None:
+            shard = flat[owned]
+            facts.append(checksum(flat))
+        else:  # `flat` is on the meta device
+            shard = fsdp.read_shard(name, self.shapes, owned).view_as(flat[owned]).to(flat.dtype)
         shard = F.pad(shard, (0, length - len(shard)))
         self.shard = nn.Parameter(shard.to(fsdp.shard_device))
-        facts += [*(buffer.sum() for buffer in module.buffers()), self.dtype]
-        self.facts = [*facts, fsdp.reduce_dtype, fsdp.reshard_after_forward]  # equal on all ranks
-        check_same(f"initial values or dtypes of {name}", self.facts, fsdp.device, self.group)
+        what = f"initial values or dtypes of {name}"
+        check_same(what, facts, fsdp.device, self.group)
+        if fsdp.replicate_group is not None:
+            facts.append(checksum(self.shard.detach()))
+            check_same(what, facts, fsdp.device, fsdp.replicate_group)
         self.forward, module.forward = module.forward, partial(fsdp.run, self)
         self.full: Tensor | None = None
-        self.version: int | None = None  # of the shard that `full` was gathered from
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
         self.used_in_backward = False  # known from the first forward on
         self.reduction: tuple[Work, Tensor] | None = None  # in flight, its buffer
@@ -245,7 +249,8 @@ class Unit:
         """What autograd keeps for backward: a tensor or, of a view of `full`, its place there."""
         place = place_in(self.full, tensor)
         self.used_in_backward |= place is not None
-        return tensor.detach() if place is None else place  # an output itself would keep its graph
+        # detached: a node that saved its own output would keep itself alive
+        return tensor.detach() if place is None else place
 
     def unpack(self, saved: Tensor | Place) -> Tensor:
         """What backward reads: the tensor, or the view, for which the unit is gathered again."""
@@ -254,12 +259,10 @@ class Unit:
         self.fsdp.enter(self, in_backward=True)
         return self.full.as_strided(*saved)
 
-    @torch.inference_mode(False)  # else `full` would not count its versions
+    @torch.inference_mode(False)  # an inference tensor has no version counter
     def unshard(self) -> None:
-        """Start the all-gather that fills `full`, unless it is up to date or in flight."""
-        if self.full is None or self.version != self.shard._version:
-            self.reshard()  # of an earlier step
-            self.version = self.shard._version
+        """Start the all-gather that fills `full`, unless it is filled or in flight."""
+        if self.full is None:
             sent = self.shard.detach().to(self.fsdp.device, self.dtype)  # cast before it is sent
             self.full = sent.new_empty(self.n_ranks * len(sent))
             work = all_gather_single(self.full, sent, self.group, async_op=True)
@@ -276,8 +279,7 @@ class Unit:
         self.full = None  # frees it: `pack` has kept no reference for backward
 
     def start_reduction(self, grads: tuple[Tensor, ...]) -> None:
-        """Start the reduce-scatter of `grads`, joined in one buffer. The sum is written into this
-        rank's part of the buffer."""
+        """Start the reduce-scatter: the sum is written into this rank's part of `flat`."""
         padding = grads[0].new_zeros(self.sizes[-1])
         flat = torch.cat([*(grad.flatten() for grad in grads), padding])
         flat = flat.to(self.fsdp.reduce_dtype or flat.dtype)
@@ -293,11 +295,6 @@ class Unit:
         average = flat[self.owned].to(self.shard) / self.n_ranks
         self.average = average if self.average is None else self.average.add_(average)
         self.reduction = None
-
-    def finish_step(self) -> None:
-        """Give the optimizer the average, if there has been a backward."""
-        if self.average is not None:
-            self.shard.grad, self.average = self.average, None
 
 
 class Gather(torch.autograd.Function):
@@ -320,49 +317,6 @@ class Gather(torch.autograd.Function):
         return None, None  # the average follows when the reduction has finished
 
 
-# ---- hybrid sharding: groups of ranks that shard the model are replicas of each other ----
-
-
-class ReplicatedUnit(Unit):
-    """A unit whose shard other ranks have as well, its replicas. They average its gradient, once
-    per step if all micro-batches but the last are under `no_sync()`."""
-
-    def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedDataParallel):
-        super().__init__(name, module, fsdp)
-        facts, group = [checksum(self.shard.detach()), *self.facts], fsdp.replicate_group
-        check_same(f"initial values or dtypes of {name}", facts, fsdp.device, group)
-        self.is_last = False  # whether the reduction in flight is that of the last micro-batch
-        self.all_reduce: Work | None = None  # of `average`, in flight
-
-    def start_reduction(self, grads: tuple[Tensor, ...]) -> None:
-        super().start_reduction(grads)
-        self.is_last = self.fsdp.synchronizes
-
-    def finish_reduction(self) -> None:
-        if self.reduction is not None:
-            self.finish_all_reduce()  # of a micro-batch before, if that was not under no_sync()
-            super().finish_reduction()
-            if self.is_last:
-                self.start_all_reduce()
-
-    def start_all_reduce(self) -> None:
-        """Start to average over the replicas. What has been averaged before does not change."""
-        group = self.fsdp.replicate_group
-        self.average /= dist.get_world_size(group)
-        self.all_reduce = all_reduce(self.average, group=group, async_op=True)
-
-    def finish_all_reduce(self) -> None:
-        if self.all_reduce is not None:
-            self.all_reduce.wait()
-            self.all_reduce = None
-
-    def finish_step(self) -> None:
-        if self.average is not None and not self.is_last:  # every backward was under no_sync()
-            self.start_all_reduce()
-        self.finish_all_reduce()
-        super().finish_step()
-
-
 # ------------------------------------------------------------------------------------------------
 # The training loop
 # ------------------------------------------------------------------------------------------------
@@ -375,7 +329,7 @@ def sharded_from_meta(model: Transformer, args, world: World) -> FullyShardedDat
         model,
         model.units(),
         shard_group=group_along(mesh, 1, "shard", args.timeout),
-        replicate_group=group_along(mesh, 0, "replicate", args.timeout),
+        replicate_group=group_along(mesh, 0, "replicate", args.timeout) if mesh[0] > 1 else None,
         param_dtype=getattr(torch, args.param_dtype),
         reduce_dtype=getattr(torch, args.reduce_dtype),
         reshard_after_forward=not args.no_reshard_after_forward,
@@ -402,7 +356,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--no-reshard-after-forward", action="store_true", help="until backward")
     parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     if world_size() % args.shard_degree:
         fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
@@ -451,12 +404,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
         loss = torch.zeros((), device=device)
-        for i, (inputs, targets, keys) in enumerate(micro_batches):
-            is_last = i == len(micro_batches) - 1
+        for inputs, targets, keys in micro_batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
                 micro_loss = model(inputs, targets, keys) / len(micro_batches)
-            with nullcontext() if is_last else model.no_sync():
-                micro_loss.backward()
+            micro_loss.backward()
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size

@@ -30,7 +30,7 @@ from common.distributed import cleanup, setup
 from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import adamw_settings
 from common.run import keep_freed_memory
-from common.state_files import GRADIENT, SLOT, StateFile, StateFolder, return_freed_memory
+from common.ssd_state import GRADIENT, SLOT, StateFile, StateFolder, return_freed_memory
 from tools.stages import load_stage
 
 SETTINGS = adamw_settings(1e-4, 0.1)

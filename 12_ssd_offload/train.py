@@ -56,11 +56,12 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.distributed import fail
-from common.state_files import GRADIENT, SLOT, StateFile, StateFolder
+from common.ssd_state import GRADIENT, SLOT, StateFile, StateFolder
 from common.units import (
     Place,
     cast_inputs,
     checksum,
+    is_in_backward,
     is_lookup,
     lend_parameters,
     place_in,
@@ -69,8 +70,9 @@ from common.units import (
 )
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, seconds
+from common.arguments import base_parser, check_arguments, model_config
 from common.checkpoint import State, state_of_flat_shard
+from common.checkpoint_storage import SHAPE, checkpoints, compare_runs
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, print0, setup, world_size
 from common.guards import guard
@@ -78,7 +80,6 @@ from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
-from common.storage import SHAPE, checkpoints, compare_runs
 
 # ------------------------------------------------------------------------------------------------
 # The technique: shards in files, which are read ahead of their use
@@ -112,7 +113,7 @@ class FullyShardedDataParallel(nn.Module):
         self.module = module
         self.optimizer, self.param_dtype = optimizer, param_dtype
         self.device = device or next(module.parameters()).device
-        self.stays: Unit | None = None  # the last unit that forward has not freed
+        self.kept: Unit | None = None  # the last unit that forward has not freed
         self.in_flight: Unit | None = None  # whose reduction was started last
         self.synchronizes = True
         self.units: list[Unit] = []
@@ -121,6 +122,10 @@ class FullyShardedDataParallel(nn.Module):
             self.units.append(Unit(*named_module, self))
 
     def forward(self, *args, **kwargs):
+        if not is_in_backward():
+            for unit in self.units:
+                unit.reshard()  # what was gathered earlier may be stale
+            self.kept = None
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -133,9 +138,8 @@ class FullyShardedDataParallel(nn.Module):
             self.synchronizes = True
 
     def run(self, unit: Unit, *args, **kwargs):
-        """In place of a module's `forward`: it has parameters in here and nowhere else."""
-        # within backward, activation checkpointing runs it again (no public function tells this)
-        in_backward = torch._C._current_graph_task_id() != -1
+        """Replaces the module's `forward`; only in here does the module have parameters."""
+        in_backward = is_in_backward()
         self.enter(unit, in_backward)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         params = Gather.apply(unit.shard, unit)
@@ -160,19 +164,18 @@ class FullyShardedDataParallel(nn.Module):
         unit.wait()
 
     def after_forward(self, unit: Unit) -> None:
-        """Free the unit. One that backward uses is freed later, when the next such unit has run:
-        the last one stays, as nothing would hide its second all-gather."""
+        """Free the unit. If backward needs it, free its predecessor instead: the last one stays
+        gathered, because nothing would hide its second all-gather."""
         if torch.is_grad_enabled() and unit.used_in_backward:
-            unit, self.stays = self.stays, unit
+            unit, self.kept = self.kept, unit
         if unit is not None:
             unit.reshard()
 
     def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
         unit.reshard()
-        unit.finish_reduction()  # only with a single unit: that of the previous micro-batch
+        unit.finish_reduction()  # still in flight only if there is a single unit
         unit.start_reduction(grads)
-        self.stays = None  # backward frees each unit as it leaves it
         previous, self.in_flight = self.in_flight, unit
         if previous not in (None, unit):  # so at most two units have full gradients
             previous.finish_reduction()  # after the launch: the network is busy meanwhile
@@ -213,7 +216,7 @@ class Unit:
         self.name, self.fsdp, self.files = name, fsdp, fsdp.optimizer.files
         self.n_ranks, rank = dist.get_world_size(), dist.get_rank()
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
-        # gradients have the parameters' dtype, and a row of an embedding sums many tokens
+        # an embedding's gradient sums many tokens per row, too imprecise in bfloat16
         param_dtype = None if is_lookup(module) else fsdp.param_dtype
         self.owners, flat = take_parameters(module)  # the module has no parameters any more
         if flat.dtype != torch.float32:
@@ -230,7 +233,6 @@ class Unit:
         self.forward, module.forward = module.forward, partial(fsdp.run, self)
         self.reading: Future[Tensor] | None = None  # a thread that reads the shard
         self.full: Tensor | None = None
-        self.version: int | None = None  # of the shard in `full`, or that is being read for it
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
         self.used_in_backward = False  # known from the first forward on
         # the reduce-scatter in flight, its buffer, whether it belongs to the last micro-batch
@@ -240,7 +242,8 @@ class Unit:
         """What autograd keeps for backward: a tensor or, of a view of `full`, its place there."""
         place = place_in(self.full, tensor)
         self.used_in_backward |= place is not None
-        return tensor.detach() if place is None else place  # an output itself would keep its graph
+        # detached: a node that saved its own output would keep itself alive
+        return tensor.detach() if place is None else place
 
     def unpack(self, saved: Tensor | Place) -> Tensor:
         """What backward reads: the tensor, or the view, for which the unit is gathered again."""
@@ -251,10 +254,7 @@ class Unit:
 
     def fetch(self) -> None:
         """Start to read the shard, unless it is being read, or `full` has it."""
-        if self.version != self.shard._version:
-            self.reshard()  # of an earlier step
         if self.full is None and self.reading is None:
-            self.version = self.shard._version
             self.reading = self.files.threads.submit(self.read)
 
     def read(self) -> Tensor:
@@ -263,9 +263,9 @@ class Unit:
         with torch.cuda.stream(self.fsdp.optimizer.copies):
             return shard.to(self.fsdp.device, self.dtype)  # the thread waits for the copy
 
-    @torch.inference_mode(False)  # else `full` would not count its versions
+    @torch.inference_mode(False)  # an inference tensor has no version counter
     def unshard(self) -> None:
-        """Start the all-gather that fills `full`, unless it is up to date or in flight."""
+        """Start the all-gather that fills `full`, unless it is filled or in flight."""
         self.fetch()
         if self.full is None:
             sent, self.reading = self.files.finish(self.reading), None
@@ -287,8 +287,7 @@ class Unit:
         self.reading = None  # if it was not used
 
     def start_reduction(self, grads: tuple[Tensor, ...]) -> None:
-        """Start the reduce-scatter of `grads`, joined in one buffer. The sum is written into this
-        rank's part of the buffer."""
+        """Start the reduce-scatter: the sum is written into this rank's part of `flat`."""
         padding = grads[0].new_zeros(self.sizes[-1])
         flat = torch.cat([*(grad.flatten() for grad in grads), padding]).float()
         work = reduce_scatter_single(flat[self.owned], flat, async_op=True)
@@ -387,7 +386,7 @@ class OverlappedAdamW:
         if self.settings != self.param_groups[0]:
             raise RuntimeError("set the learning rate before the step's first backward")
         self.files.step, self.files.slot = self.files.step + 1, SLOT - self.files.slot
-        increment_version(self.shard)  # what is gathered is stale
+        increment_version(self.shard)  # older graphs are stale
         self.is_complete.clear()
 
 
@@ -489,7 +488,6 @@ def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--offload-dir", help="on a local SSD; default: in the run's folder")
     parser.add_argument("--no-speculation", action="store_true", help="AdamW after backward")
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     args.state_on = "disk"
     args.autocast, args.param_dtype = False, args.dtype  # of unsharded units and their inputs

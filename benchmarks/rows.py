@@ -207,9 +207,9 @@ def torch_ddp(shape: Shape) -> Step:
 # ---- 03: ZeroRedundancyOptimizer ----
 
 
-def our_zero(shape: Shape, zero_stage: int) -> Step:
-    model, zero = transformer(shape), load_stage("03").ZeroRedundancyOptimizer
-    optimizer = zero(model, torch.optim.AdamW, zero_stage=zero_stage, **ADAMW)
+def our_zero(shape: Shape, name: str) -> Step:
+    model, zero = transformer(shape), getattr(load_stage("03"), name)
+    optimizer = zero(model, torch.optim.AdamW, **ADAMW)
     return plain_step(model, optimizer, optimizer.finish_gradient_synchronization)
 
 
@@ -549,10 +549,12 @@ ROWS = {
     ),
     "02-ddp": Row(our_ddp, torch_ddp, "DistributedDataParallel(gradient_as_bucket_view=True)"),
     "03-zero-1": Row(
-        partial(our_zero, zero_stage=1), torch_zero, "ZeroRedundancyOptimizer under DDP"
+        partial(our_zero, name="ZeroRedundancyOptimizer"),
+        torch_zero,
+        "ZeroRedundancyOptimizer under DDP",
     ),
     "03-zero-2": Row(
-        partial(our_zero, zero_stage=2), torch_zero, "ZeroRedundancyOptimizer under DDP"
+        partial(our_zero, name="ZeroStage2"), torch_zero, "ZeroRedundancyOptimizer under DDP"
     ),
     "04-fsdp": Row(our_fsdp, torch_fsdp, "fully_shard on each unit and the root"),
     "04-fsdp-no-reshard": Row(

@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
-from common import storage
+from common import checkpoint_storage as storage
+from common.atomic_files import exists, move_aside
+from common.checkpoint_storage import checkpoints
 from common.distributed import fail, print0, rank
-from common.files import exists, move_aside
-from common.storage import checkpoints
 
 
 class Shard:
@@ -231,7 +231,7 @@ class Checkpointer:
         if not found:
             if resume == "auto":
                 return 0
-            fail(f"--resume {resume}: no checkpoint there (a folder step-..., or a run's folder)")
+            fail(f"--resume {resume}: no checkpoint there (step-... with .metadata, or a run's)")
         for number, path in enumerate(found):
             try:
                 step, notes = self._fill(state, path)

@@ -10,7 +10,7 @@ STRATEGIES lists the names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,11 @@ STRATEGIES = {  # stage, and arguments of its class
     "fsdp": ("04", {}),
     "fsdp-keep": ("04", {"reshard_after_forward": False}),
 }
+
+
+def no_sync_of(sync) -> AbstractContextManager:
+    """Without effect in stage 04."""
+    return sync.no_sync() if hasattr(sync, "no_sync") else nullcontext()
 
 
 class Trainer:
@@ -86,7 +91,7 @@ class Trainer:
         total = torch.zeros(())
         for i, loss_of in enumerate(losses):
             loss = loss_of(self.model) / len(losses)
-            with nullcontext() if i == len(losses) - 1 else self.sync.no_sync():
+            with nullcontext() if i == len(losses) - 1 else no_sync_of(self.sync):
                 loss.backward()
             total += loss.detach()
         self.sync.finish_gradient_synchronization()

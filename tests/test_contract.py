@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import fake_ranks, live_bytes
-from techniques import Trainer
+from techniques import Trainer, no_sync_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from common.guards import guard
-from common.state_files import StateFolder
+from common.ssd_state import StateFolder
 from tools.stages import load_stage
 
 SGD = partial(torch.optim.SGD, fused=True)  # which counts no versions, as our AdamW
@@ -246,7 +246,7 @@ def loop(do: str | Callable[[Trainer], object], model: Callable[[], Chain] = cha
         if callable(do):
             return do(trainer)
         for word in do.split():
-            with trainer.sync.no_sync() if word.endswith("+") else nullcontext():
+            with no_sync_of(trainer.sync) if word.endswith("+") else nullcontext():
                 WORDS[word.removesuffix("+")](trainer)
 
     return run
@@ -344,6 +344,7 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "no commit": ("backward clip_ours step backward", {SSD: "commit() after every step"}),
     "no zero_grad": ("backward finish step backward", {FSDP: ONE_STEP, STAGES_1_2: "sharded"}),
     "model.zero_grad": ("backward finish step model.zero_grad backward", {STAGES_1_2: ONE_STEP}),
+    "clipping before finish": ("backward clip_ours", {(*STAGES_1_2, *FSDP): "incomplete"}),
     "zero_grad between micro-batches": ("backward+ zero_grad backward", {FSDP: ONE_STEP}),
     "zero_grad before finish": ("backward zero_grad finish", {(*DDP, *FSDP): ONE_STEP}),
     "gradients replaced before finish": ("backward scale_grads finish", {DDP: "as it was"}),
@@ -408,8 +409,8 @@ def flat_buffers(sync) -> list:
 
 def what_the_guard_reads(strategy: str) -> None:
     sync = trainer_of(strategy, chain(), guarded=False).sync
-    assert isinstance(sync.module, Chain) and (strategy == "zero-3" or sync.synchronizes)
-    assert callable(sync.finish_gradient_synchronization) and sync.no_sync
+    assert isinstance(sync.module, Chain) and (strategy in UNITS or sync.synchronizes)
+    assert callable(sync.finish_gradient_synchronization)
     if strategy.startswith("zero"):
         assert sync.zero_stage == int(strategy[-1])
         assert isinstance(sync.optimizer, torch.optim.Optimizer)
@@ -454,8 +455,19 @@ def of_input(model: nn.Module, _) -> Tensor:
 
 def twice_backward(model: nn.Module, no_sync: Callable) -> None:
     loss = model(batch()).square().sum()
-    with no_sync():
-        loss.backward(retain_graph=True)
+<<<    with no_sync():
+===    units = getattr(model, "module", model).units
+    (loss + units[1].kept[0].square().sum()).backward()
+
+
+def plainly(model: nn.Module, sync) -> None:
+    model(batch()).square().sum().backward()
+
+
+def twice_backward(model: nn.Module, sync) -> None:
+    loss = model(batch()).square().sum()
+    with no_sync_of(sync):
+>>>        loss.backward(retain_graph=True)
     loss.backward()
 
 
@@ -464,8 +476,22 @@ def no_sync_alone(model: nn.Module, no_sync: Callable) -> None:
         model(batch()).square().sum().backward()
 
 
-def gradient_penalty(model: nn.Module, _) -> Tensor:
-    x = batch().requires_grad_()
+<<<def gradient_penalty(model: nn.Module, _) -> Tensor:
+===def checkpointed_units(model: nn.Module, sync, use_reentrant: bool = False) -> None:
+    for unit in getattr(model, "module", model).units:
+        if not hasattr(unit, "plain_forward"):
+            unit.plain_forward = unit.forward
+            unit.forward = partial(checkpoint, unit.forward, use_reentrant=use_reentrant)
+    input_needs_gradient(model, sync)
+
+
+def no_sync_alone(model: nn.Module, sync) -> None:
+    with no_sync_of(sync):
+        plainly(model, sync)
+
+
+def gradient_penalty(model: nn.Module, sync) -> None:
+>>>    x = batch().requires_grad_()
     (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     return torch.cat([model(x), grad])
 
@@ -521,26 +547,32 @@ ALLOWED = {
 }
 
 
-def backward(run: Callable, model: nn.Module, no_sync: Callable = nullcontext) -> None:
+<<<def backward(run: Callable, model: nn.Module, no_sync: Callable = nullcontext) -> None:
     output = run(model, no_sync)
     if output is not None:
         output.square().sum().backward()
 
 
 def distance(strategy: str, name: str) -> float:
-    """The largest difference of a parameter from the plain model's, after two steps. With replicas
+===def distance(
+    strategy: str, name: str, forwards_before_the_step: int = 0, guarded: bool = True
+) -> float:
+>>>    """The largest difference of a parameter from the plain model's, after two steps. With replicas
     each has two micro-batches."""
     run, model = ALLOWED[name]
     plain, ours = copy.deepcopy(model), copy.deepcopy(model)
-    trainer, replicas = trainer_of(strategy, ours), "/" in strategy
+    trainer, replicas = trainer_of(strategy, ours, guarded=guarded), "/" in strategy
     optimizer = SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
         if replicas:
-            with trainer.sync.no_sync():
+<<<            with trainer.sync.no_sync():
                 backward(run, trainer.model)
             backward(run, plain)
         backward(run, trainer.model, trainer.sync.no_sync)
-        trainer.sync.finish_gradient_synchronization()
+===            run(trainer.model, None)
+            run(plain, None)
+        run(trainer.model, trainer.sync)
+>>>        trainer.sync.finish_gradient_synchronization()
         if strategy not in DDP:
             assert any(each.shard.grad is not None for each in flat_buffers(trainer.sync))
         if name == "a forward of stale parameters":
@@ -567,8 +599,16 @@ def test_what_the_contract_allows_is_exact_also_with_replicas(pools, name, strat
         assert off <= 1e-6
 
 
-@fake_ranks(2)
-def bytes_left_by_a_forward(strategy: str) -> int:
+<<<@fake_ranks(2)
+===@pytest.mark.parametrize("strategy", ALL)
+def test_no_forward_is_stale(pools, strategy):
+    """Parameters are unsharded once more between the gradients and the step, which without a guard
+    leaves their versions as they are."""
+    for off in pools(2).run(distance, strategy, "a step", 1, False):
+        assert off <= 1e-6
+
+
+>>>def bytes_left_by_a_forward(strategy: str) -> int:
     """When its output is dropped; the last unit, an LSTM, keeps a list of its parameters."""
     trainer = trainer_of(strategy, recurrent())
     gc.collect()

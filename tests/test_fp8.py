@@ -285,6 +285,24 @@ def linear(n_in: int = 32, n_out: int = 16) -> nn.Linear:
     return nn.Linear(n_in, n_out, bias=False)
 
 
+@recipes
+def test_a_layer_from_the_meta_device_is_initialized_as_nn_linear(recipe):
+    with torch.device("meta"):
+        layer = stage.Float8Linear(linear(), recipe)
+    torch.manual_seed(0)
+    layer.to_empty(device="cpu").reset_parameters()
+    torch.manual_seed(0)
+    assert torch.equal(layer.weight, linear().weight)
+
+
+@recipes
+def test_one_token_without_a_batch_is_a_row(recipe):
+    layer, x = stage.Float8Linear(linear(), recipe), torch.randn(32, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(y, layer(x[None])[0]) and x.grad.shape == x.shape
+
+
 @pytest.mark.parametrize(
     ("layer", "said"),
     [

@@ -53,6 +53,11 @@ class Part(nn.Sequential):
         return super().forward(x)
 
 
+class Constant(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.ones_like(x))
+
+
 class Transposed(nn.Linear):
     def __init__(self):
         super().__init__(8, 8)
@@ -75,6 +80,8 @@ MISUSES = {  # what is wrong, and the message of at least one rank
     "two stages": "does not fit",
     "another stage class": "does not fit",
     "hooks": "would never run",
+    "an embedding before": "an input requires a gradient",
+    "unused input": "a part does not use its input",
 }
 ALLOWED = ["plain", "uneven", "shared weight", "frozen layers", "evaluation", "autocast outside"]
 
@@ -88,6 +95,10 @@ def small_pipeline(case: str) -> tuple[list, list, tuple[float, float], list]:
     m = 3 if case in ("odd", "evaluation") else 2
     layers = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(4)]
     x, y = torch.randn(2, 2 * m, 3, 8)
+    if case == "an embedding before":
+        x = nn.Embedding(8, 8)(torch.randint(8, (4, 3)))
+    if case == "unused input":
+        layers[2] = Constant(8, 8)
     if case == "uneven":
         x, y = x[:3], y[:3]
     if case == "autocast":
@@ -233,6 +244,9 @@ def test_zero_bubble_takes_no_layer_that_it_cannot_train():
     with pytest.raises(ValueError, match="would lose: bias"):
         stage.DeferredLinear(nn.Linear(4, 4), deque())
     deferred = stage.DeferredLinear(nn.Linear(4, 4, bias=False), deque())
+    nn.init.zeros_(deferred.weight)
+    deferred.reset_parameters()  # as nn.Linear's: uniform in (-1/2, 1/2)
+    assert 0.1 < deferred.weight.std() < 0.5
     with pytest.raises(ValueError, match="no gradient"):
         deferred(embedding(torch.arange(4)))
     x = torch.ones(1, 4, requires_grad=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import PeakMemory, live_bytes, load_stage
+from harness import REPO, PeakMemory, live_bytes, load_stage
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -238,6 +239,8 @@ def what_is_replaced() -> None:
         with pytest.raises(ValueError, match=r"of \(6, 6\) is not divisible by 4 ranks"):
             module(nn.Linear(6, 6, bias=False), region)
         ours = module(plain_linear().double().requires_grad_(False).eval(), region)
+        with pytest.raises(RuntimeError, match="before it is sharded"):
+            ours.reset_parameters()
         carried = ours.weight.dtype, ours.weight.requires_grad, ours.training
         assert carried == (torch.float64, False, False)
     for fields in FIELDS:
@@ -308,6 +311,22 @@ def replicated_gradients(number: str) -> None:
 @pytest.mark.parametrize("number", ["05", "07"])
 def test_replicated_gradients_that_differ_or_are_missing_are_errors(pools, number):
     pools(2).run(replicated_gradients, number)
+
+
+def test_dropout_seeded_as_the_readme_says_differs_between_shards():
+    """As a rank's own state and rank tell: other places on another rank, the same ones again."""
+    readme = (REPO / "05_tensor_parallel/README.md").read_text()
+    (lines,) = re.findall(r"`(with torch.random.fork_rng.*?)`", readme)
+
+    def drop(rank: int) -> torch.Tensor:
+        names = {"seed": 1, "step": 2, "layer": 3, "rank": rank, "x": torch.ones(64, 64)}
+        space = {"torch": torch, "dropout": nn.Dropout(0.5), **names}
+        exec(lines, space)
+        return space["x"] == 0
+
+    state = torch.get_rng_state()
+    assert torch.equal(drop(0), drop(0)) and torch.equal(state, torch.get_rng_state())
+    assert 0.4 < (drop(0) == drop(1)).float().mean() < 0.6
 
 
 def norm_with_frozen_layers() -> float:

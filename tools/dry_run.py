@@ -37,7 +37,7 @@ from common.collectives import Ledger, all_reduce_control, all_to_all_single, le
 from common.data import Corpus
 from common.distributed import World, fail
 from common.model import rotary_table
-from common.state_files import StateFile, StateFolder
+from common.ssd_state import StateFile, StateFolder
 from tools.memory import PeakMemory
 from tools.stages import BASE, load_stage, runs_for, stage_file, stages
 

@@ -161,13 +161,13 @@ def memory_of_rank(stage: str, job: Job, rows: int, last: bool) -> float:
         backward += (units * job.gather_bytes + 4) * 12 * d * d + ends
     peak = backward
     if last:
-        stays = job.overlaps_gather * job.reshards * job.gather_bytes * 12 * d * d  # the last layer
+        stays = (job.sharding == "fsdp" and job.reshards) * job.gather_bytes * 12 * d * d  # a layer
         peak = max(peak, head_memory(job, rows, outside) + stays)
     elif job.pp > 1:  # the embedding's gradient, when the micro-batch's layers are done
         peak = max(peak, 4 * job.vocab * d / job.tp + 12 * tokens * d - layers / job.virtual * kept)
     messages += 0 if job.reshards else job.gather_bytes * table.P
     first = in_flight * layers * kept + peak + messages
-    if job.dp > 1 and job.sharding == "ddp":  # 02's buffers: gradients exist from the first step on
+    if stage == "02":  # its buffers: gradients exist from the first step on
         return state + gradients + first
     # elsewhere gradients come with the first backward: full where the second one begins, or ends
     more = min(most, job.micro_batches - 1)

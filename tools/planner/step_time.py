@@ -390,9 +390,8 @@ def add_data_parallel(step: Step, job: Job, layer: Layer, head: float) -> None:
         f" {reduce:.3g}, {waits:.3g} not behind backward {backward:.3g} s);"
         f" ring of {shards} at {group.bandwidth / 1e9:.3g} GB/s",
     )
-    if shards < job.dp * job.cp:  # hybrid: replicas all-reduce their shards, once per step
+    if shards < job.dp * job.cp:  # hybrid: replicas all-reduce their shards, after backward
         replicas = ring(job, job.dp // shards, job.tp * shards)
         seconds = replicas.seconds(job.reduce_bytes * size / shards, rounds=2) + 2 * hops
-        late = exposed(seconds, max(0.0, backward - again - reduce), job.overlaps_reduction)
         formula = f"all-reduce of 1/{shards} over {replicas.ranks} replicas, {seconds:.3g} s"
-        step.add("dp", late, f"{formula}, less what is left of backward")
+        step.add("dp", seconds, f"{formula}, after backward")

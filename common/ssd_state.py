@@ -168,7 +168,9 @@ class StateFolder:
             print0(f"resumed from {self.path.parent}, {lowest} steps done")
             return True
         if found["content"]["run"] != self.content["run"] or (found["step"] > saved and not fits):
-            what = f"step {found['step']} of {found['content']}"
+            was = found["content"].get
+            differ = [f"{k} {was(k)}, here {v}" for k, v in self.content.items() if was(k) != v]
+            what = f"step {found['step']} of {'; '.join(differ) or 'this run'}"
             fail(f"--offload-dir: {self.path} holds {what}: pass another folder, or delete it")
         all_reduce_control(torch.zeros(()))  # if a rank has failed here, no other deletes its files
         if found["step"] > saved:
