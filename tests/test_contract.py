@@ -455,19 +455,8 @@ def of_input(model: nn.Module, _) -> Tensor:
 
 def twice_backward(model: nn.Module, no_sync: Callable) -> None:
     loss = model(batch()).square().sum()
-<<<    with no_sync():
-===    units = getattr(model, "module", model).units
-    (loss + units[1].kept[0].square().sum()).backward()
-
-
-def plainly(model: nn.Module, sync) -> None:
-    model(batch()).square().sum().backward()
-
-
-def twice_backward(model: nn.Module, sync) -> None:
-    loss = model(batch()).square().sum()
-    with no_sync_of(sync):
->>>        loss.backward(retain_graph=True)
+    with no_sync():
+        loss.backward(retain_graph=True)
     loss.backward()
 
 
@@ -476,22 +465,8 @@ def no_sync_alone(model: nn.Module, no_sync: Callable) -> None:
         model(batch()).square().sum().backward()
 
 
-<<<def gradient_penalty(model: nn.Module, _) -> Tensor:
-===def checkpointed_units(model: nn.Module, sync, use_reentrant: bool = False) -> None:
-    for unit in getattr(model, "module", model).units:
-        if not hasattr(unit, "plain_forward"):
-            unit.plain_forward = unit.forward
-            unit.forward = partial(checkpoint, unit.forward, use_reentrant=use_reentrant)
-    input_needs_gradient(model, sync)
-
-
-def no_sync_alone(model: nn.Module, sync) -> None:
-    with no_sync_of(sync):
-        plainly(model, sync)
-
-
-def gradient_penalty(model: nn.Module, sync) -> None:
->>>    x = batch().requires_grad_()
+def gradient_penalty(model: nn.Module, _) -> Tensor:
+    x = batch().requires_grad_()
     (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     return torch.cat([model(x), grad])
 
@@ -547,35 +522,29 @@ ALLOWED = {
 }
 
 
-<<<def backward(run: Callable, model: nn.Module, no_sync: Callable = nullcontext) -> None:
+def backward(run: Callable, model: nn.Module, no_sync: Callable = nullcontext) -> None:
     output = run(model, no_sync)
     if output is not None:
         output.square().sum().backward()
 
 
 def distance(strategy: str, name: str) -> float:
-===def distance(
-    strategy: str, name: str, forwards_before_the_step: int = 0, guarded: bool = True
-) -> float:
->>>    """The largest difference of a parameter from the plain model's, after two steps. With replicas
+    """The largest difference of a parameter from the plain model's, after two steps. With replicas
     each has two micro-batches."""
     run, model = ALLOWED[name]
     plain, ours = copy.deepcopy(model), copy.deepcopy(model)
-    trainer, replicas = trainer_of(strategy, ours, guarded=guarded), "/" in strategy
+    is_stale = name == "a forward of stale parameters"  # a guard would change their versions
+    trainer, replicas = trainer_of(strategy, ours, guarded=not is_stale), "/" in strategy
     optimizer = SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
         if replicas:
-<<<            with trainer.sync.no_sync():
-                backward(run, trainer.model)
+            backward(run, trainer.model)
             backward(run, plain)
-        backward(run, trainer.model, trainer.sync.no_sync)
-===            run(trainer.model, None)
-            run(plain, None)
-        run(trainer.model, trainer.sync)
->>>        trainer.sync.finish_gradient_synchronization()
+        backward(run, trainer.model, partial(no_sync_of, trainer.sync))
+        trainer.sync.finish_gradient_synchronization()
         if strategy not in DDP:
             assert any(each.shard.grad is not None for each in flat_buffers(trainer.sync))
-        if name == "a forward of stale parameters":
+        if is_stale:
             trainer.model(batch(7))  # they are unsharded once more before the step
         trainer.optimizer.step()
         trainer.optimizer.zero_grad(set_to_none=True)
@@ -599,16 +568,8 @@ def test_what_the_contract_allows_is_exact_also_with_replicas(pools, name, strat
         assert off <= 1e-6
 
 
-<<<@fake_ranks(2)
-===@pytest.mark.parametrize("strategy", ALL)
-def test_no_forward_is_stale(pools, strategy):
-    """Parameters are unsharded once more between the gradients and the step, which without a guard
-    leaves their versions as they are."""
-    for off in pools(2).run(distance, strategy, "a step", 1, False):
-        assert off <= 1e-6
-
-
->>>def bytes_left_by_a_forward(strategy: str) -> int:
+@fake_ranks(2)
+def bytes_left_by_a_forward(strategy: str) -> int:
     """When its output is dropped; the last unit, an LSTM, keeps a list of its parameters."""
     trainer = trainer_of(strategy, recurrent())
     gc.collect()
