@@ -533,8 +533,9 @@ def distance(strategy: str, name: str) -> float:
     each has two micro-batches."""
     run, model = ALLOWED[name]
     plain, ours = copy.deepcopy(model), copy.deepcopy(model)
-    is_stale = name == "a forward of stale parameters"  # a guard would change their versions
-    trainer, replicas = trainer_of(strategy, ours, guarded=not is_stale), "/" in strategy
+    # without a guard a step leaves the versions of what it changes as they are
+    is_guarded = name != "a forward of stale parameters"
+    trainer, replicas = trainer_of(strategy, ours, guarded=is_guarded), "/" in strategy
     optimizer = SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
         if replicas:
@@ -544,7 +545,7 @@ def distance(strategy: str, name: str) -> float:
         trainer.sync.finish_gradient_synchronization()
         if strategy not in DDP:
             assert any(each.shard.grad is not None for each in flat_buffers(trainer.sync))
-        if is_stale:
+        if name == "a forward of stale parameters":
             trainer.model(batch(7))  # they are unsharded once more before the step
         trainer.optimizer.step()
         trainer.optimizer.zero_grad(set_to_none=True)
