@@ -1,4 +1,4 @@
-"""The contracts of stages 02 to 04: every misuse is an error, and what is allowed is exact."""
+"""The contracts of 02, 03, 04 and 12: every misuse is an error, and what is allowed is exact."""
 
 from __future__ import annotations
 

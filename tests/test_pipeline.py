@@ -1,4 +1,4 @@
-"""Stage 06: the contract, backward in two parts, and the memory of the micro-batches in flight."""
+"""Stage 06: the contract, backward in two parts, memory of what is in flight; the mesh of 07."""
 
 from __future__ import annotations
 
