@@ -39,6 +39,8 @@ ifneq ($(filter-out run-%,$(MAKECMDGOALS)),)
 $(error EDIT= is for run-NN: it does not change what $(filter-out run-%,$(MAKECMDGOALS)) does)
 endif
 endif
+# with it, `python -m tools.X` would not find tools/
+unexport PYTHONSAFEPATH
 # passed in the environment and unexpanded, because a path may contain any character
 override SCRIPT := $(value SCRIPT)
 export SCRIPT
@@ -66,7 +68,7 @@ quickstart: $(READY) ## train every stage for 50 steps and compare the losses; o
 store = $(if $(filter-out 0,$(PET_MAX_RESTARTS)),TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 launch = $(if $(filter 01,$*),$(python),OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(store) \
 	$(python) -m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-	--rdzv-id $(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID) --nproc-per-node $(or $(filter-out 0 -%,$(NPROC)),$(error NPROC=$(NPROC): pass 1 or more)))
+	--local-addr 127.0.0.1 --rdzv-id $(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID) --nproc-per-node $(or $(filter-out 0 -%,$(NPROC)),$(error NPROC=$(NPROC): pass 1 or more)))
 
 run-%: $$(folder)/train.py $(READY) ## train stage NN here
 ifdef EDIT

@@ -41,7 +41,7 @@ from common.collectives import (
 )
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, positive, seconds
+from common.arguments import base_parser, check_arguments, model_config, positive
 from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
@@ -114,7 +114,7 @@ class DistributedDataParallel(nn.Module):
         missing = {p for bucket in self.buckets[self.launched :] for p in bucket.waiting_for}
         if missing:
             names = [name for name, p in self.module.named_parameters() if p in missing]
-            raise RuntimeError(f"the last backward outside of no_sync() left out {names}")
+            raise RuntimeError(f"a backward outside of no_sync() left out {names}")
         for bucket in self.buckets:
             bucket.finish_reduction()
         self.launched = 0
@@ -167,7 +167,6 @@ def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
 

@@ -1,9 +1,9 @@
 """Stage 03: ZeRO: shard the optimizer state, gradients and parameters across the ranks.
 
 The replicas of stage 02 hold the same optimizer state, gradients and parameters N times over. ZeRO
-removes this redundancy in three steps. Parameters lie in flat buffers (buckets), each split into N
-equal shards, one per rank. A rank keeps only its shard of AdamW's first and second moments
-(ZeRO-1), also of the gradients (ZeRO-2), also of the parameters (ZeRO-3).
+removes this redundancy in three steps. Parameters lie in flat buffers, each split into N equal
+shards, one per rank. Each rank keeps only its shard of AdamW's first and second moments (ZeRO-1),
+then of the gradients, too (ZeRO-2), and finally of the parameters (ZeRO-3).
 
 New since stage 02: `ZeroRedundancyOptimizer` in place of DDP and AdamW. A reduce-scatter leaves
 each rank the average gradient of its shard. The rank updates that shard, and an all-gather
@@ -17,8 +17,8 @@ before its forward and again for its backward, and frees them afterwards.
     2             4 P + 12 P / N                 reduce-scatter m P + all-gather P
     3             16 P / N + one unsharded unit  reduce-scatter m P + all-gather m (2 P - E - O)
 
-    During backward, ZeRO-2 also holds the full gradients of two buckets, one that backward fills
-    and one that is being reduced, ZeRO-3 those of one unit. Gloo adds a receive buffer for each.
+    During backward, ZeRO-2 also holds the full gradients of two buckets: backward fills one while
+    the other is being reduced. ZeRO-3 holds those of one unit, twice while it joins them.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
@@ -34,6 +34,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -62,7 +63,7 @@ from common.units import (
 )
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, positive, seconds
+from common.arguments import base_parser, check_arguments, model_config, positive
 from common.checkpoint import State, state_of_flat_shard
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
@@ -81,8 +82,8 @@ class ZeroRedundancyOptimizer:
     """ZeRO-1: shard the state of an element-wise optimizer across the data-parallel ranks.
 
     The contract. All micro-batches of a step but the last are under `no_sync()`, and the last one
-    gives every parameter a gradient. Then follow, in this order, `clip_grad_norm_()`, `step()` and
-    `zero_grad()`, all after `finish_gradient_synchronization()`.
+    gives every parameter a gradient. After its backward call, in this order,
+    `finish_gradient_synchronization()`, `clip_grad_norm_()`, `step()` and `zero_grad()`.
 
     module: complete, with the same contiguous parameters on every rank. optimizer_class: for
     instance torch.optim.AdamW; defaults: its keyword arguments. process_group: the ranks that
@@ -112,7 +113,7 @@ class ZeroRedundancyOptimizer:
         self.synchronizes = True
         for param in params:
             param.register_post_accumulate_grad_hook(self.mark_ready)
-        module.register_forward_pre_hook(lambda *_: refuse_float16(params[0]))
+        module.register_forward_pre_hook(partial(refuse_float16, params))
         self.shards = [bucket.shard for bucket in self.buckets]
         self.optimizer = optimizer_class(self.shards, **defaults)
         # a hook, so that the parameters are gathered no matter who calls step()
@@ -149,7 +150,7 @@ class ZeroRedundancyOptimizer:
         missing = {p for bucket in self.buckets[self.launched :] for p in bucket.waiting_for}
         if missing:
             names = [name for name, p in self.module.named_parameters() if p in missing]
-            raise RuntimeError(f"the last backward outside of no_sync() left out {names}")
+            raise RuntimeError(f"a backward outside of no_sync() left out {names}")
         for bucket in self.buckets:
             bucket.finish_reduction()
             bucket.shard.grad, bucket.average = bucket.average, None
@@ -176,7 +177,7 @@ class ZeroRedundancyOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None, whatever `set_to_none` is."""
         self.optimizer.zero_grad()
-        for param in self.bucket_of:  # only this rank's part of `param.grad` has been reduced
+        for param in self.bucket_of:  # outside of this rank's shard, `param.grad` is not reduced
             param.grad = None
 
 
@@ -185,8 +186,8 @@ class Bucket:
 
     full: [N * length], padded. shard: [length], the part of `full` that this rank's optimizer
     updates. grads: [N * length]; grad_views: each parameter's gradient, a view into `grads`.
-    waiting_for: the parameters whose gradients the step's last backward has not produced yet.
-    average: [length], the average gradient of the shard.
+    waiting_for: the parameters whose gradients this backward has not produced yet.
+    average: [length], the average gradient of the shard, in ZeRO-2 summed over micro-batches.
     """
 
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
@@ -199,7 +200,7 @@ class Bucket:
         for param, view in self.views_into(self.full).items():
             param.data = view
         self.shard = nn.Parameter(self.full[self.owned])
-        self.allocate_gradients()
+        self.grads: Tensor | None = None
         self.waiting_for = set(params)
         self.reduction: Work | None = None  # the collective in flight
         self.average: Tensor | None = None
@@ -209,16 +210,15 @@ class Bucket:
         chunks = flat[: sum(sizes)].split(sizes)
         return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
 
-    def allocate_gradients(self) -> None:
-        self.grads = torch.empty_like(self.full)
-        self.grad_views = self.views_into(self.grads)
-
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
         """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
 
         After `zero_grad` backward allocates a new gradient outside the buffer; later micro-batches
         add to the view. Dividing before the sum makes it the average.
         """
+        if self.grads is None:
+            self.grads = torch.empty_like(self.full)
+            self.grad_views = self.views_into(self.grads)
         view = self.grad_views[param]
         if param.grad is not view or divide_by > 1:
             torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
@@ -261,7 +261,8 @@ class ZeroStage2(ZeroRedundancyOptimizer):
     def mark_ready(self, param: nn.Parameter) -> None:
         """As in ZeRO-1. Two buckets have full gradients: backward fills one while the previous one
         is being reduced (more if a parameter of an earlier bucket gets its gradient late)."""
-        if self.launched == len(self.buckets):  # the first gradient of the next micro-batch
+        if self.launched == len(self.buckets):
+            # a new micro-batch has begun, and the last bucket of the previous one is in flight
             self.buckets[-1].finish_reduction()
             self.launched = 0
         super().mark_ready(param)
@@ -272,14 +273,8 @@ class ZeroStage2(ZeroRedundancyOptimizer):
 class ShardedGradientBucket(Bucket):
     """A bucket whose `grads` exist only from its first gradient until they are reduced."""
 
-    def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
-        super().__init__(params, group)
-        self.grads = self.grad_views = None
-
     def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
         """Copy the gradient of `param` into the buffer, and free it."""
-        if self.grads is None:
-            self.allocate_gradients()
         super().collect(param, divide_by)
         param.grad = None
 
@@ -323,7 +318,7 @@ class ZeroStage3(ZeroStage2):
         self.optimizer = optimizer_class(self.shards, **defaults)  # the next forward gathers
 
     def finish_gradient_synchronization(self) -> None:
-        """Nothing remains to be done: autograd has reduced and accumulated every gradient."""
+        """Nothing to do: autograd has reduced and accumulated every gradient."""
 
 
 class Unit:
@@ -348,7 +343,8 @@ class Unit:
 
     def run(self, *args, **kwargs):
         """Replaces the module's `forward`; only in here does the module have parameters."""
-        self.full = None  # a backward to inputs alone leaves it, and a step may have followed
+        # `autograd.grad` of inputs alone never reaches `Gather.backward`: this may be stale
+        self.full = None
         params = Gather.apply(self.shard, self)
         try:
             with lend_parameters(self.shard, self.owners, params, self.pack, self.unpack):
@@ -396,7 +392,8 @@ class Gather(torch.autograd.Function):
         flat = torch.cat([*(grad.flatten() for grad in grads), padding])
         owned = flat[unit.owned]
         reduce_scatter_single(owned, flat, group=unit.group)
-        return owned / unit.n_ranks, None  # autograd adds it to `shard.grad`
+        # autograd adds it to `shard.grad`; a view would keep `flat` alive
+        return owned / unit.n_ranks, None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -406,13 +403,18 @@ class Gather(torch.autograd.Function):
 
 def training_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> State:
     """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
-    full = {} if optimizer.zero_stage == 3 else dict(model.named_parameters())
-    names = {p: name for name, p in full.items()}
-    state: State = {f"model.{name}": p.detach() for name, p in full.items()}
-    for each in optimizer.buckets if full else optimizer.units:
-        shapes = {names[p]: p.shape for p in each.params} if full else each.shapes
-        state |= state_of_flat_shard(optimizer.optimizer, each.shard, shapes, each.owned.start)
-    return state
+    state: State = {}
+    if optimizer.zero_stage == 3:
+        for unit in optimizer.units:
+            offset = unit.owned.start
+            state |= state_of_flat_shard(optimizer.optimizer, unit.shard, unit.shapes, offset)
+        return state
+    names = {p: name for name, p in model.named_parameters()}
+    for bucket in optimizer.buckets:
+        shapes, offset = {names[p]: p.shape for p in bucket.params}, bucket.owned.start
+        state |= state_of_flat_shard(optimizer.optimizer, bucket.shard, shapes, offset)
+    # every rank loads the full parameters, not only its shards of them
+    return state | {f"model.{name}": p.detach() for p, name in names.items()}
 
 
 def parse_args(argv: list[str] | None = None):
@@ -421,7 +423,6 @@ def parse_args(argv: list[str] | None = None):
         "--zero-stage", type=int, choices=(1, 2, 3), default=1, help="what to shard"
     )
     parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
 

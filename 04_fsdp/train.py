@@ -64,7 +64,7 @@ from common.units import (
 )
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
+from common.arguments import base_parser, check_arguments, model_config, positive_int
 from common.checkpoint import State, state_of_flat_shard
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, fail, group_along, setup, world_size
@@ -357,7 +357,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--no-reshard-after-forward", action="store_true", help="until backward")
     parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     if world_size() % args.shard_degree:
         fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")

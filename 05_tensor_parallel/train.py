@@ -57,10 +57,10 @@ from common.collectives import (
 from common.counter_rng import CounterDropout
 from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
-from common.modules import check_plain, first_order
+from common.module_checks import check_plain, first_order
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, seconds
+from common.arguments import base_parser, check_arguments, model_config
 from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import cleanup, setup, world_size
@@ -117,6 +117,9 @@ class TensorParallelModule(nn.Module):
         self.region, self.training = region, plain.training
         shard = shard_of(plain.weight, self.shard_dim, region.group)
         self.weight = nn.Parameter(shard, plain.weight.requires_grad)
+
+    def reset_parameters(self) -> None:
+        raise RuntimeError("initialize the plain layer before it is sharded, or use init_shards")
 
 
 class ColumnParallelLinear(TensorParallelModule):
@@ -374,13 +377,14 @@ def check_equal(norm: Tensor, group: ProcessGroup) -> None:
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     dims = shard_dims_of(model)
-    params = dict(model.named_parameters())  # of a frozen one, an empty gradient
+    params = dict(model.named_parameters())  # a frozen parameter counts as an empty gradient
     grads = {n: p.new_zeros(0) if p.grad is None else p.grad for n, p in params.items()}
     sharded = [grad for name, grad in grads.items() if name in dims]
     replicated = [grad for name, grad in grads.items() if name not in dims]
     # squares of sharded gradients add up over the ranks; replicated gradients count once
     squares = all_reduce_control(global_norm(sharded).square(), group=group)
-    check_equal(norm := global_norm(replicated).to(squares), group)
+    norm = global_norm(replicated).to(squares)  # a norm of no gradients is on the CPU
+    check_equal(norm, group)
     total_norm = (squares + norm.square()).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
@@ -394,7 +398,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> T
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--sequence-parallel", action="store_true", help="shard the sequence too")
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_arguments(parser.parse_args(argv), tensor_parallel_size=world_size())
 
 

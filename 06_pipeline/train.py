@@ -54,10 +54,10 @@ from torch.nn.utils import clip_grads_with_norm_
 from common.collectives import all_reduce_control, global_norm, irecv, isend
 from common.distributed import annotate
 from common.loss import in_autocast_dtype
-from common.modules import check_plain, first_order
+from common.module_checks import check_plain, first_order
 
 # isort: split
-from common.arguments import base_parser, check_pipeline, model_config, positive_int, seconds
+from common.arguments import base_parser, check_pipeline, model_config, positive_int
 from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import cleanup, group_along, setup, world_size
@@ -102,6 +102,8 @@ class Pipeline:
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
         """Forward and backward of micro-batches (tokens, targets, dropout keys); under `no_grad`
         forward only. Returns their losses, [m]: zeros except on the last rank."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x, _, _ in micro_batches):
+            raise ValueError("an input requires a gradient, which it would not get: detach it")
         losses = torch.zeros(len(micro_batches), device=self.device)
         shapes = [self.message_shape(tokens) for tokens, _, _ in micro_batches]
         self.compare(torch.is_grad_enabled(), *shapes)
@@ -172,6 +174,8 @@ class Pipeline:
 
     def start_send(self, tensor: Tensor, destination: int, shape: tuple[int, ...]) -> None:
         """Send without waiting. Beyond p sends in flight, wait for the oldest and free it."""
+        if tensor is None:
+            raise ValueError("a part does not use its input, so there is no gradient to send")
         if (tensor.shape, tensor.dtype) != (shape, torch.float32):
             found = f"{list(tensor.shape)} in {tensor.dtype}"
             raise ValueError(f"a message is {list(shape)} in float32, not {found}")
@@ -403,6 +407,9 @@ class DeferredLinear(nn.Module):
         check_plain(plain, "weight")  # a bias, for example, would get no gradient
         self.weight, self.training, self.pending = plain.weight, plain.training, pending
 
+    def reset_parameters(self) -> None:  # as in nn.Linear
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.weight.requires_grad and not x.requires_grad:
             raise ValueError("no gradient reaches this layer: train one before it")
@@ -434,7 +441,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, pp: ProcessGroup | None =
     """Scale the gradients to at most this global norm; returns the norm before clipping.
 
     pp: the ranks of the pipeline (default: all)."""
-    params = list(model.parameters())  # of a frozen one, an empty gradient
+    params = list(model.parameters())  # a frozen parameter counts as an empty gradient
     squares = global_norm(p.new_zeros(0) if p.grad is None else p.grad for p in params).square()
     total_norm = all_reduce_control(squares, pp).sqrt()  # the squares add up over the stages
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
@@ -451,7 +458,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="pipeline schedule")
     stages = "stages per rank (default: 2 if interleaved, else 1)"
     parser.add_argument("--virtual-stages", type=positive_int, help=stages)
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_pipeline(parser.parse_args(argv), world_size(), "--nproc-per-node")
 
 
@@ -480,15 +486,14 @@ def main(argv: list[str] | None = None) -> list[dict]:
     own_stages = range(world.rank, n_stages, world.size)
     units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}
     with torch.device("meta"):
-        model = Transformer(config, indices=[unit for part in units.values() for unit in part])
+        model = Transformer(config, indices=[unit for own in units.values() for unit in own])
     init_weights(model.to_empty(device=device), args.seed)
     groups = [group_along((world.size,), 0, to, args.timeout) for to in ("to_lower", "to_higher")]
     schedule = SCHEDULES[args.schedule]
     if args.virtual_stages > 1:
         schedule = partial(schedule, v=args.virtual_stages)
     stage_class = ZeroBubbleStage if args.schedule == "zero-bubble" else PipelineStage
-    parts = {stage: parts_of(model, units[stage]) for stage in units}
-    stages = {stage: stage_class(*part, args.autocast) for stage, part in parts.items()}
+    stages = {s: stage_class(*parts_of(model, units[s]), args.autocast) for s in own_stages}
     pipeline = Pipeline(stages, schedule, *groups, lambda tokens: (*tokens.shape, config.d_model))
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 

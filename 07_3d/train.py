@@ -2,23 +2,24 @@
 
 Every rank has a coordinate on each of three axes. Along `pp` the layers are split into pipeline
 stages, along `tp` the matrices of each layer are sharded, along `dp` the batch is split. Ranks that
-differ in one coordinate alone form a process group, in which that axis communicates:
+differ only in one coordinate form a process group, in which that axis communicates:
 
     rank = (pp_rank * dp + dp_rank) * tp + tp_rank
 
 `tp` is innermost so that its ranks share a node: its collectives block several times per layer.
 `pp` is outermost: it communicates least.
 
-New since 06, and first in this file: the mesh; messages along `pp` that are sharded over `tp`;
-gradients that are averaged over `dp` after the pipeline has drained; a global norm that counts
-every parameter once; and the training loop. The micro-batches are the gradient accumulation. Below
-the loop the definitions of 05 and 06 are repeated.
+New since 06: the mesh; messages along `pp` that are sharded over `tp`; gradients that are averaged
+over `dp` after the pipeline has drained; and a global norm that counts every parameter once. Below
+the training loop the definitions of 05 and 06 are repeated.
 
-    memory per rank           16 P / (pp tp) bytes (norms are replicated in tp); activations: as
-                              in 06, for 1 / dp of the batch, sharded as in 05
-    communication per step    the sum of its parts: over dp one all-reduce of the rank's own
-                              parameters; over tp what 05 sends for its units; over pp what 06
-                              sends for 1 / dp of the batch (--sequence-parallel: 1 / tp of it)
+    This rank's units have l layers and Q parameters: P / (pp tp) on average, norms in full.
+    m micro-batches; A = micro-batch x seq x d_model elements of hidden states
+
+    memory per rank   16 Q bytes, and 06's activations for 1 / dp of the batch, sharded as in 05
+    sent per step     over dp: 2 (dp-1)/dp Q elements
+                      over tp: 2 (tp-1)/tp m (4 l + 1 at each end of the pipeline) A
+                      over pp: m A per boundary and direction (--sequence-parallel: m A / tp)
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", 2021; and the papers of 02, 05 and 06.
@@ -70,10 +71,10 @@ from common.counter_rng import CounterDropout
 from common.distributed import annotate, group_along
 from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
-from common.modules import check_plain, first_order
+from common.module_checks import check_plain, first_order
 
 # isort: split
-from common.arguments import base_parser, check_pipeline, model_config, positive_int, seconds
+from common.arguments import base_parser, check_pipeline, model_config, positive_int
 from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import cleanup, fail, setup, world_size
@@ -129,16 +130,17 @@ def message_shape(tokens: Tensor, d_model: int, sequence_shards: int) -> tuple[i
 def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     dims = shard_dims_of(model)
-    params = dict(model.named_parameters())  # of a frozen one, an empty gradient
+    params = dict(model.named_parameters())  # a frozen parameter counts as an empty gradient
     grads = {n: p.new_zeros(0) if p.grad is None else p.grad for n, p in params.items()}
     sharded = [grad for name, grad in grads.items() if name in dims]
     replicated = [grad for name, grad in grads.items() if name not in dims]
     # Every parameter counts once. Squares of sharded gradients add up over `tp`, those of stages
     # over `pp`. Replicated gradients are equal over `tp`, and all gradients over `dp`.
-    squares = (norm := global_norm(replicated)).square()
+    norm = global_norm(replicated)
+    squares = norm.square()
     if sharded:  # with tp = 1, nothing is
         squares = squares + all_reduce_control(global_norm(sharded).square(), group=mesh.tp)
-        check_equal(norm.to(squares), mesh.tp)
+        check_equal(norm.to(squares), mesh.tp)  # a norm of no gradients is on the CPU
     total_norm = all_reduce_control(squares, group=mesh.pp).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
@@ -158,7 +160,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--schedule", choices=schedules, default="1f1b", help="pipeline schedule")
     stages = "stages per rank (default: 2 if interleaved, else 1)"
     parser.add_argument("--virtual-stages", type=positive_int, help=stages)
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = parser.parse_args(argv)
     dp, rest = divmod(world_size(), args.pp * args.tp)
     if rest:
@@ -195,15 +196,14 @@ def main(argv: list[str] | None = None) -> list[dict]:
     own_stages = range(mesh.pp.rank(), n_stages, args.pp)
     units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}
     with torch.device("meta"):
-        model = Transformer(config, indices=[unit for part in units.values() for unit in part])
+        model = Transformer(config, indices=[unit for own in units.values() for unit in own])
     if args.tp > 1:
         tensor_parallel(model, tp, args.sequence_parallel)
     init_shards(model, args.seed, tp, device)
+    stages = {s: PipelineStage(*parts_of(model, units[s]), args.autocast) for s in own_stages}
     schedule = partial(interleaved_1f1b, v=args.virtual_stages)  # v = 1: 1F1B
     sequence_shards = args.tp if args.sequence_parallel else 1
     shape = partial(message_shape, d_model=config.d_model, sequence_shards=sequence_shards)
-    parts = {stage: parts_of(model, units[stage]) for stage in units}
-    stages = {stage: PipelineStage(*part, args.autocast) for stage, part in parts.items()}
     pipeline = Pipeline(stages, schedule, mesh.to_lower, mesh.to_higher, shape)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         average_gradients(model.named_parameters(), dp)
         if args.sequence_parallel and args.tp > 1:
             all_reduce_replicated_gradients(model, tp)
-        # losses differ over dp, are equal over tp, and are zero except on the last pipeline stage
+        # only the last stage has losses, equal over tp: the sum counts each tp times
         loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
         grad_norm = clip_grad_norm_(model, args.max_norm, mesh)
         optimizer.step()
@@ -283,6 +283,9 @@ class TensorParallelModule(nn.Module):
         self.region, self.training = region, plain.training
         shard = shard_of(plain.weight, self.shard_dim, region.group)
         self.weight = nn.Parameter(shard, plain.weight.requires_grad)
+
+    def reset_parameters(self) -> None:
+        raise RuntimeError("initialize the plain layer before it is sharded, or use init_shards")
 
 
 class ColumnParallelLinear(TensorParallelModule):
@@ -561,6 +564,8 @@ class Pipeline:
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
         """Forward and backward of micro-batches (tokens, targets, dropout keys); under `no_grad`
         forward only. Returns their losses, [m]: zeros except on the last rank."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x, _, _ in micro_batches):
+            raise ValueError("an input requires a gradient, which it would not get: detach it")
         losses = torch.zeros(len(micro_batches), device=self.device)
         shapes = [self.message_shape(tokens) for tokens, _, _ in micro_batches]
         self.compare(torch.is_grad_enabled(), *shapes)
@@ -631,6 +636,8 @@ class Pipeline:
 
     def start_send(self, tensor: Tensor, destination: int, shape: tuple[int, ...]) -> None:
         """Send without waiting. Beyond p sends in flight, wait for the oldest and free it."""
+        if tensor is None:
+            raise ValueError("a part does not use its input, so there is no gradient to send")
         if (tensor.shape, tensor.dtype) != (shape, torch.float32):
             found = f"{list(tensor.shape)} in {tensor.dtype}"
             raise ValueError(f"a message is {list(shape)} in float32, not {found}")

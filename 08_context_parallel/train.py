@@ -1,8 +1,8 @@
-"""Stage 08: context parallelism: shard every sequence across the ranks of a group (ring attention).
+"""Stage 08: context parallelism (ring attention): every sequence is sharded over a group of ranks.
 
-Each rank has the full model and a part of every sequence. Norms, MLPs and the loss compute every
-token on its own; only attention mixes positions. There the keys and values of all ranks travel
-around a ring: a rank attends to one block while the next arrives, and merges the results.
+Each rank has the full model and a part of every sequence. Norms, MLPs and the loss treat each token
+independently; only attention mixes positions. There the keys and values of all ranks travel around
+a ring: a rank attends to one block while the next arrives, and merges the results.
 
 New since stage 01: `context_parallel` replaces the attention of every layer, each rank gets its
 chunks of the inputs and targets, and a mesh (dp, cp) has several such groups. At the end of a step
@@ -13,8 +13,9 @@ shards for heads instead.
 
     memory per rank             16 P bytes as in 02, and 1 / N of the activations
     communication per step      an all-reduce of P elements, over all ranks, as in 02
-    and per layer and micro-    ring: forward 2 (N-1)/N A (keys, values), backward 4 (N-1)/N A (the
-    batch, elements sent        same, and their gradients in float32); Ulysses: 4 (N-1)/N^2 A each
+    and per layer and micro-    ring, forward: 2 (N-1)/N A (keys and values)
+    batch, elements sent        ring, backward: 4 (N-1)/N A (the same, and their float32 gradients)
+                                Ulysses: 4 (N-1)/N^2 A forward, and as many backward
     --activation-checkpointing  repeats that of the forward
 
 Liu et al., "Ring Attention with Blockwise Transformers", 2023. Jacobs et al., "DeepSpeed Ulysses",
@@ -57,7 +58,7 @@ from common.collectives import (
 from common.counter_rng import Positions
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, positive_int, seconds
+from common.arguments import base_parser, check_arguments, model_config, positive_int
 from common.checkpoint import training_state
 from common.counter_rng import CounterDropout
 from common.data import eval_batches, load_corpus, train_batches
@@ -71,12 +72,15 @@ from common.run import Run
 # The technique: keys and values travel around a ring, and log-sum-exps merge the results
 # ------------------------------------------------------------------------------------------------
 
+KINDS = ("ring", "ulysses")
+
 
 def context_parallel(model: Transformer, group: ProcessGroup, kind: str = "ring") -> Positions:
     """Replace the model's attention, in place, by attention across the ranks of `group`.
 
-    Returns the positions of this rank's chunks; the model then takes `local_tokens` of sequences.
-    """
+    Returns the positions of this rank's chunks. Feed the model the output of `local_tokens`."""
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
     n, rank, seq_len = group.size(), group.rank(), model.config.seq_len
     if kind == "ring":
         ring = Ring(group, seq_len, next(model.parameters()).device)
@@ -114,7 +118,6 @@ class RingAttention(torch.autograd.Function):
     In each of n turns a rank attends to one block of keys and values, while it passes this block
     on and receives the next. Backward sends the blocks around once more. The gradients of a block
     follow it one turn later: each rank adds its part and passes the sum on, until its owner has it.
-    Sums over the turns are in float32: in bfloat16 each turn would cost accuracy.
     """
 
     @staticmethod
@@ -124,7 +127,7 @@ class RingAttention(torch.autograd.Function):
         if q.shape[2] != ring.length:
             raise ValueError(f"{q.shape[2]} tokens on a rank, in a ring for {ring.length}")
         q, kv = q.contiguous(), torch.stack((k, v))
-        out = torch.zeros_like(q, dtype=torch.float32)
+        out = zeros_for_sums(q)
         logsumexp = torch.full_like(out[..., 0], -torch.inf)
         for source, block in ring.circulate(kv):
             rows, columns = visible(ring.rank, source, ring.length)
@@ -138,10 +141,10 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        if torch.is_grad_enabled():  # once_differentiable accepts a constant grad_out
+        if torch.is_grad_enabled():  # once_differentiable would not raise if grad_out has no graph
             raise RuntimeError("create_graph=True: RingAttention has no second derivative")
         (q, kv, out, logsumexp), ring = ctx.saved_tensors, ctx.ring
-        grad_out, grad_q = grad_out.contiguous(), torch.zeros_like(q, dtype=torch.float32)
+        grad_out, grad_q = grad_out.contiguous(), zeros_for_sums(q)
         exchange = None  # of the gradients of the previous block
         for source, block in ring.circulate(kv):
             rows, columns = visible(ring.rank, source, ring.length)
@@ -149,10 +152,10 @@ class RingAttention(torch.autograd.Function):
             of_queries = [x[:, :, rows] for x in (grad_out, q, out, logsumexp)]
             grads = attention_backward(*of_queries, keys, values, causal=source == ring.rank)
             grad_q[:, :, rows] += grads[0]
-            grad_block = torch.zeros_like(block, dtype=torch.float32)
+            grad_block = zeros_for_sums(block)
             grad_block[0, :, :, columns] = grads[1]
             grad_block[1, :, :, columns] = grads[2]
-            if source == ring.rank:
+            if source == ring.rank:  # the first turn
                 grad_home = grad_block  # a rank's own part does not travel
                 continue
             if exchange is not None:
@@ -161,6 +164,11 @@ class RingAttention(torch.autograd.Function):
         if exchange is not None:
             grad_home += exchange.wait()
         return None, grad_q.to(q.dtype), *grad_home.to(kv.dtype)  # of ring, q, k and v
+
+
+def zeros_for_sums(x: Tensor) -> Tensor:
+    """Zeros like x, at least in float32: in bfloat16 the sum over the turns would be inaccurate."""
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def visible(rank: int, source: int, length: int) -> tuple[slice, slice]:
@@ -183,7 +191,7 @@ def merge(out: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) 
     """
     # exp(a) / (exp(a) + exp(b)) = sigmoid(a - b), which cannot overflow; the first time it is 1
     weight = torch.sigmoid(part_logsumexp - logsumexp)
-    out.lerp_(part.float(), weight.unsqueeze(-1))
+    out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))
     logsumexp.copy_(torch.logaddexp(logsumexp, part_logsumexp))
 
 
@@ -193,7 +201,7 @@ aten = torch.ops.aten
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """softmax(q kᵀ / sqrt(head_dim)) v, and per query log(sum(exp(score))) in float32."""
+    """softmax(q kᵀ / sqrt(head_dim)) v, and per query log(sum(exp(score))), at least in float32."""
     if q.is_cpu:
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
     if q.shape[-1] % (16 // q.itemsize):
@@ -201,7 +209,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Te
     if q.dtype == torch.float32:
         kernel = aten._scaled_dot_product_efficient_attention
         out, logsumexp, *_ = kernel(q, k, v, None, compute_log_sumexp=True, is_causal=causal)
-        return out, logsumexp[..., : q.shape[2]]  # its length is a multiple of 32
+        return out, logsumexp[..., : q.shape[2]]  # the kernel pads it to a multiple of 32
     return aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)[:2]
 
 
@@ -213,7 +221,7 @@ def attention_backward(
     out, logsumexp: the merged ones, so that exp(score - logsumexp) is the weight of a key among the
     keys of all ranks.
     """
-    logsumexp = logsumexp.contiguous()  # the kernels for GPUs ignore its strides
+    logsumexp = logsumexp.contiguous()  # GPU kernels assume contiguous memory
     if q.is_cpu:
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad, q, k, v, out, logsumexp, dropout_p=0.0, is_causal=causal)
@@ -221,6 +229,7 @@ def attention_backward(
     if q.dtype == torch.float32:
         kernel = aten._scaled_dot_product_efficient_attention_backward
         options |= {"attn_bias": None, "grad_input_mask": [True, True, True, False]}
+        # padded queries get weight exp(-inf) = 0
         logsumexp = F.pad(logsumexp, (0, -q.shape[2] % 32), value=torch.inf)
     else:
         kernel = aten._scaled_dot_product_flash_attention_backward
@@ -231,22 +240,22 @@ def attention_backward(
 # ---- the ring ----
 
 
-class SameShape:
+class ShapeCheck:
     """Compares the ranks' shapes and dtypes: each receives into a tensor like the one it sends."""
 
-    checked: tuple | None = None  # the last ones
+    checked: set[tuple] | None = None  # the shape and dtype that were last compared
 
     def check(self, *tensors: Tensor) -> None:
         """Raise ValueError unless q, k and v are alike, and the same on every rank of the group."""
         kinds = {(*x.shape, x.dtype) for x in tensors}
         if len(kinds) > 1:
             raise ValueError(f"q, k and v must have one shape and dtype: {kinds}")
-        if kinds != self.checked:  # if only some ranks have new ones, they wait until the timeout
+        if kinds != self.checked:  # if only some ranks re-check, they hang until the timeout
             check_same("shapes or dtypes of q", kinds, tensors[0].device, self.group)
             self.checked = kinds
 
 
-class Ring(SameShape):
+class Ring(ShapeCheck):
     """The ranks of a group in a circle. positions: those of this rank's tokens, by `zigzag`."""
 
     def __init__(self, group: ProcessGroup, seq_len: int, device: torch.device):
@@ -278,9 +287,9 @@ class Ring(SameShape):
         return Exchange(works, tensor, received)
 
     def send_and_receive(self, tensor: Tensor, received: Tensor) -> list[Callable[[], Work]]:
-        """The two calls of an exchange, in the order to issue them in. NCCL runs those of a pair of
-        ranks in order, and those of a hardware queue too: if every rank sent first, none would ever
-        receive. So even ranks send first, and odd ranks receive first."""
+        """The two calls of an exchange, in the order in which to issue them: NCCL and a GPU's
+        hardware queues keep it. If every rank sent first, no receive would ever start. So even
+        ranks send first, and odd ranks receive first."""
         send = partial(isend, tensor, group=self.group, group_dst=(self.rank + 1) % self.n)
         receive = partial(irecv, received, group=self.group, group_src=(self.rank - 1) % self.n)
         return [receive, send] if self.rank % 2 else [send, receive]
@@ -302,7 +311,7 @@ class Exchange(NamedTuple):
 # ---- Ulysses, instead of a ring: shard the heads during attention ----
 
 
-class UlyssesAttention(SameShape):
+class UlyssesAttention(ShapeCheck):
     """Causal attention of some heads over the full sequence, between two all-to-alls.
 
     Outside, every rank has all heads of its tokens; inside, all tokens of its heads.
@@ -339,9 +348,6 @@ class ExchangeShards(torch.autograd.Function):
         return ExchangeShards.apply(grad, ctx.join, ctx.split, ctx.group), None, None, None
 
 
-KINDS = ("ring", "ulysses")
-
-
 # ------------------------------------------------------------------------------------------------
 # The training loop
 # ------------------------------------------------------------------------------------------------
@@ -352,7 +358,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--cp", type=positive_int, help="ranks per sequence (default: all)")
     kind = "how attention crosses the ranks of a sequence"
     parser.add_argument("--context-parallel-kind", choices=KINDS, default="ring", help=kind)
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = parser.parse_args(argv)
     cp = args.cp = args.cp or world_size()
     if world_size() % cp:

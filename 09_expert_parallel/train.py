@@ -51,14 +51,7 @@ from common.collectives import (
 from common.loss import in_autocast_dtype
 
 # isort: split
-from common.arguments import (
-    base_parser,
-    check_arguments,
-    model_config,
-    non_negative,
-    positive_int,
-    seconds,
-)
+from common.arguments import base_parser, check_arguments, model_config, non_negative, positive_int
 from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, fail, group_along, print0, setup, world_size
@@ -107,6 +100,9 @@ class MixtureOfExperts(nn.Module):
         own = range(group.rank() * n_local, (group.rank() + 1) * n_local)
         self.experts = nn.ModuleDict({str(i): make_expert(i) for i in own})
         self.load: Tensor | int = 0
+
+    def reset_parameters(self) -> None:
+        self.bias.zero_()  # the router and the experts have methods of their own
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
         tokens = x.flatten(0, -2)  # [T, d]
@@ -269,7 +265,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--ep", type=positive_int, help=degree)
     balance = "step of the experts' biases, in mean scores 1/E; 0: no balancing"
     parser.add_argument("--balance-rate", type=non_negative, default=0.08, help=balance)
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     if args.top_k > args.n_experts or 4 * args.d_model % args.top_k:
         limits = f"--n-experts {args.n_experts}, and a divisor of 4 times --d-model {args.d_model}"

@@ -36,7 +36,7 @@ from torch.linalg import vector_norm
 from torch.nn.functional import ScalingType
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, seconds
+from common.arguments import base_parser, check_arguments, model_config
 from common.checkpoint import training_state
 from common.collectives import all_reduce_control, average_gradients
 from common.data import eval_batches, load_corpus, train_batches
@@ -96,13 +96,16 @@ class Float8Linear(nn.Module):
         self.weight = plain.weight
         self.scaling = RECIPES[recipe]
 
+    def reset_parameters(self) -> None:  # as in nn.Linear
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
     def forward(self, x: Tensor) -> Tensor:  # [..., tokens, in] -> [..., tokens, out]
         kind = x.device.type
         if torch.is_autocast_enabled(kind):  # which casts for the operators that it knows
             x = x.to(torch.get_autocast_dtype(kind))
         if not {x.dtype, self.weight.dtype} <= {torch.float32, torch.bfloat16}:
             raise TypeError(f"float8 takes float32 or bfloat16, not {x.dtype}, {self.weight.dtype}")
-        rows = x.flatten(0, -2)
+        rows = x.reshape(-1, x.shape[-1])
         n_tokens = len(rows)
         if self.scaling == ScalingType.TensorWise and (n_tokens % 16 or not n_tokens):
             # dW sums over the tokens; rows of zeros change no scale and no gradient
@@ -110,7 +113,7 @@ class Float8Linear(nn.Module):
         y = Float8Matmuls.apply(rows, self.weight, self.scaling)
         if len(y) > n_tokens:  # without padding this would copy the gradient, to no end
             y = y[:n_tokens]
-        return y.unflatten(0, x.shape[:-1])
+        return y.view(*x.shape[:-1], y.shape[1])
 
 
 class Float8Matmuls(torch.autograd.Function):
@@ -236,7 +239,6 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
     scales = "one scale per row, or one per tensor"
     parser.add_argument("--recipe", choices=RECIPES, default="rowwise", help=scales)
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
 

@@ -1,18 +1,19 @@
 """Stage 11: Muon, with one owner per matrix.
 
-AdamW scales each element of a gradient by its own history. Muon treats the momentum of a matrix as
-a matrix: it brings all its singular values near 1, by matmuls that need the whole matrix. An
-all-reduce is a reduce to one rank and a broadcast from it, and Muon fits in between: each matrix of
-the layers has one owner, which gets the averaged gradient and broadcasts the update. The embedding,
-the LM head and the norms keep AdamW.
+AdamW scales each element of a gradient by its own history. Muon treats a matrix's momentum as a
+matrix: it brings all singular values near 1, by matmuls that need the whole matrix. An all-reduce
+can be split into a reduce and a broadcast; Muon fits in between. Each matrix of the layers has one
+owner, which gets the average gradient and broadcasts the update. All else keeps AdamW.
 
     memory          4 P + 12 A + 8 O bytes per rank: P all parameters, A those of AdamW, O those of
-                    the matrices that the rank owns. In backward also 4 per element of matrices that
-                    it does not own, in the step the updates: 2 or 4 per element of all matrices
-    communication   per step, for any number of micro-batches: all-reduces of A gradients, reduces
-                    of the others and broadcasts of their updates, which are bfloat16 if --dtype is
+                    the matrices that the rank owns.
+                    In backward also 4 per element of the matrices that it does not own.
+                    In the step also the updates: 2 or 4 per element of all matrices.
+    communication   per step: all-reduces of A gradients, reduces of the others, and broadcasts of
+                    their updates, which are bfloat16 if --dtype is. More micro-batches add nothing.
 
-Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. The scale of the
+updates: Liu et al., "Muon is Scalable for LLM Training", 2025.
 
 Run it:
 
@@ -38,7 +39,7 @@ from common.collectives import all_reduce_control, average_gradients, broadcast,
 from common.guards import NoGradient
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, seconds
+from common.arguments import base_parser, check_arguments, model_config
 from common.checkpoint import State, tensors_of
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
@@ -58,10 +59,8 @@ def reduce_gradients(
     owners: dict[nn.Parameter, int],
     group: ProcessGroup | None = None,
 ) -> None:
-    """After a step's last backward, average each matrix's gradient on its owner, others everywhere.
-
-    RuntimeError, before any collective, if a gradient is missing.
-    """
+    """After a step's last backward, average each matrix's gradient on its owner, and all other
+    gradients on every rank. RuntimeError, before any collective, if a gradient is missing."""
     named = list(named_parameters)
     missing = [name for name, p in named if p in owners and p.grad is None]
     if missing:
@@ -73,7 +72,7 @@ def reduce_gradients(
     reductions = [reduce(p.grad, owner, group, async_op=True) for p, owner in owners.items()]
     for (param, owner), reduction in zip(owners.items(), reductions, strict=True):
         reduction.wait()
-        if owner != rank:  # it may hold the sum of some ranks' gradients: any use is an error
+        if owner != rank:  # the gradient here may be a partial sum: make any use an error
             param.grad = NoGradient(param)
 
 
@@ -105,16 +104,6 @@ class Muon(torch.optim.Optimizer):
         for param in self.owned:
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
-    def add_param_group(self, group: dict) -> None:
-        if self.param_groups:
-            raise ValueError("Muon has one group: give all matrices to its constructor")
-        super().add_param_group(group)
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
-        if set(self.state) != self.owned:
-            raise ValueError("the momentum of another rank, or of another number of ranks")
-
     @torch.no_grad()
     def step(self, *, meanwhile: Callable[[], object] | None = None) -> None:
         """Broadcast each owned update while the next one is computed. Then apply all updates.
@@ -123,12 +112,13 @@ class Muon(torch.optim.Optimizer):
         """
         settings = self.param_groups[0]
         lr, weight_decay, beta = settings["lr"], settings["weight_decay"], settings["momentum"]
-        if any(isinstance(p.grad, NoGradient) == (p in self.owned) for p in self.owners):
+        if {p for p in self.owners if not isinstance(p.grad, NoGradient)} != self.owned:
             raise RuntimeError("step() before reduce_gradients()")
         in_flight = []
         for param, owner in self.owners.items():
             update = torch.empty_like(param, dtype=self.dtype)
             if param in self.owned:
+                # M <- beta M + (1 - beta) G; Nesterov: look ahead once more
                 momentum = self.state[param]["momentum_buffer"].lerp_(param.grad, 1 - beta)
                 nesterov = param.grad.lerp(momentum, beta)
                 update.copy_(self.orthogonalize(nesterov.to(self.dtype)))
@@ -138,9 +128,19 @@ class Muon(torch.optim.Optimizer):
             meanwhile()
         for param, update, work in in_flight:
             work.wait()
-            # from the RMS of an orthogonal matrix, 1 / sqrt(larger side), to about AdamW's
+            # an orthogonal matrix has RMS 1 / sqrt(larger side): scale to 0.2, about AdamW's
             scale = 0.2 * math.sqrt(max(param.shape))
             param.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * scale)
+
+    def add_param_group(self, group: dict) -> None:
+        if self.param_groups:
+            raise ValueError("Muon has one group: give all matrices to its constructor")
+        super().add_param_group(group)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        if set(self.state) != self.owned:
+            raise ValueError("this is the momentum of another rank, or of another number of ranks")
 
 
 def orthogonalize(matrix: Tensor, iterations: int = 5) -> Tensor:
@@ -162,7 +162,8 @@ def orthogonalize(matrix: Tensor, iterations: int = 5) -> Tensor:
 def choose_owners(matrices: Iterable[nn.Parameter], n_ranks: int) -> dict[nn.Parameter, int]:
     """Give each matrix to a rank: the most expensive first, to the rank with the least work.
 
-    Updates run in this order: each rank has its first matrix before any rank has a second one.
+    matrices: in the same order on all ranks (no set). Updates run in the order of the result: each
+    rank has its first matrix before any rank has a second one.
     """
     work, owners = [0] * n_ranks, {}
     for matrix in sorted(matrices, key=orthogonalization_flops, reverse=True):
@@ -179,7 +180,7 @@ def orthogonalization_flops(matrix: Tensor) -> int:
 def clip_grad_norm_(model: nn.Module, muon: Muon, max_norm: float) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     others = [p for p in model.parameters() if p.grad is not None and p not in muon.owners]
-    # a rank may own nothing: the zero gives its sum the device and dtype of the other ranks'
+    # a zero, so that a rank without matrices still has a tensor to reduce
     zero = next(model.parameters()).new_zeros(1)
     owned = global_norm([zero, *(p.grad for p in muon.owned)]).square()
     replicated = global_norm(p.grad for p in others).square()
@@ -208,8 +209,7 @@ def training_state(model: nn.Module, adamw: torch.optim.AdamW, muon: Muon) -> St
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--compile", action="store_true", help="torch.compile each unit")
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
-    parser.set_defaults(lr=1e-2)  # the best of the tiny preset
+    parser.set_defaults(lr=1e-2)  # tuned for the tiny preset
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
 

@@ -30,7 +30,7 @@ from common.distributed import cleanup, setup
 from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import adamw_settings
 from common.run import keep_freed_memory
-from common.state_files import GRADIENT, SLOT, StateFile, StateFolder, return_freed_memory
+from common.ssd_state import GRADIENT, SLOT, StateFile, StateFolder, return_freed_memory
 from tools.stages import load_stage
 
 SETTINGS = adamw_settings(1e-4, 0.1)
@@ -57,7 +57,7 @@ def at_once(function: Callable, *args) -> Future:
 
 
 def ssd(folder: Path, config: TransformerConfig, is_overlapped: bool = True):
-    files = StateFolder(folder, {"run": str(folder)}, False, 0)
+    files = StateFolder(folder, str(folder), is_resumed=False)
     if not is_overlapped:
         files.threads.submit = at_once
     optimizer = load_stage("12").SpeculativeAdamW(files, **SETTINGS)
@@ -90,13 +90,13 @@ def disk_step(files: StateFolder) -> None:
 
     def update(file: StateFile) -> None:
         file.write(GRADIENT, file.empty(1))
-        file.write(SLOT - files.slot, file.read(files.slot, SLOT))
+        file.write_slot(files.other_slot, file.read(files.current_row, SLOT))
 
     for order, is_backward in ((files.files, False), (files.files[::-1], True)):
         reads: deque[Future] = deque()
         for i, file in enumerate(order):
             ahead = order[i + len(reads) : i + 3]
-            reads.extend(files.threads.submit(each.read, files.slot) for each in ahead)
+            reads.extend(files.threads.submit(each.read, files.current_row) for each in ahead)
             files.finish(reads.popleft())
             if is_backward:
                 files.start(file, update)
@@ -128,7 +128,7 @@ def measure(pair: tuple[str, str], folder: Path, n_layers: int) -> str:
         arm = CONTENDERS[name](folder / name, config)
         step = partial(train_step, tokens, *arm)
         if name == "disk":
-            step = partial(disk_step, arm[1].files)
+            step = partial(disk_step, arm[1].folder)
         step()  # to warm up
         steps.append(step)
     times: list[tuple[float, float]] = []

@@ -4,13 +4,13 @@ Each unit of stage 04 (here a layer) has a file on every rank, with this rank's 
 parameters, AdamW's moments, and the gradient. As soon as a unit's gradient is reduced, a thread
 updates the unit, while backward continues. Clipping needs the norm of all gradients, which is known
 only after backward. So the threads speculate that nothing is clipped, and write the new state into
-a second slot of the file. If that was wrong, the step is redone from the old slot. A run that is
-killed at any moment loses only one step.
+a second slot of the file. If that was wrong, the step is redone from the old slot. A killed process
+loses at most one step; a machine restart falls back to the checkpoint.
 
     P parameters: E of the embedding, L of a layer, O of the output; N ranks, m micro-batches per
     step; float32
 
-    memory per rank   four full units and 22 shards of a unit, whatever their number
+    memory per rank   four full units (six on Gloo) and 22 shards, however many units there are
     files per rank    28 P / N bytes: two slots of 12, and the gradient
     read per step     (4 m (3 P - E - L - O) + 8 P) / N bytes; if redone 16 P / N more
     written per step  (4 m P + 12 P) / N bytes; if redone 12 P / N more
@@ -29,12 +29,11 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -56,7 +55,7 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.distributed import fail
-from common.state_files import GRADIENT, SLOT, StateFile, StateFolder
+from common.ssd_state import GRADIENT, SLOT, StateFile, StateFolder
 from common.units import (
     Place,
     cast_inputs,
@@ -70,8 +69,9 @@ from common.units import (
 )
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, seconds
-from common.checkpoint import State, state_of_flat_shard
+from common.arguments import base_parser, check_arguments, model_config
+from common.checkpoint import State, state_of_flat_tensors
+from common.checkpoint_storage import SHAPE, checkpoints, compare_runs
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, print0, setup, world_size
 from common.guards import guard
@@ -79,7 +79,6 @@ from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
-from common.storage import SHAPE, checkpoints, compare_runs
 
 # ------------------------------------------------------------------------------------------------
 # The technique: shards in files, which are read ahead of their use
@@ -93,7 +92,7 @@ class FullyShardedDataParallel(nn.Module):
     in every forward of its unit and nowhere else. All ranks run the same units in the same order,
     each once per micro-batch. Every backward of a step but the last is under `no_sync()`. A step is
     `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`, and `commit()` of
-    the optimizer's files. materialize(unit, name) gives a unit on the meta device its values.
+    the optimizer's folder. materialize(unit, name) gives a unit on the meta device its values.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class FullyShardedDataParallel(nn.Module):
     ):
         if materialize is not None and device is None:
             raise ValueError("materialize needs a device: a module on the meta device has none")
-        if optimizer.files.files:
+        if optimizer.folder.files:
             raise ValueError("the optimizer belongs to another wrapper")
         super().__init__()
         self.module = module
@@ -186,8 +185,8 @@ class FullyShardedDataParallel(nn.Module):
         for unit in self.units:
             unit.reshard()  # if it was prefetched and not used
             unit.finish_reduction()
-        self.optimizer.files.wait()
-        missing = [u.name for u in self.units if not self.optimizer.is_complete.get(u.file)]
+        self.optimizer.folder.wait()
+        missing = [u.name for u in self.units if not self.optimizer.has_last.get(u.file)]
         if missing:
             raise RuntimeError(f"no backward outside of no_sync() has reached the units {missing}")
 
@@ -207,13 +206,13 @@ class FullyShardedDataParallel(nn.Module):
 class Unit:
     """A module's parameters side by side in one flat buffer, of which each rank owns a shard.
 
-    file: has the shard's values, [length], the moments and the gradient. shard: an empty parameter,
-    the same in all units: autograd needs an input. Its version counts the optimizer's steps.
+    file: has the shard's values, [length], the moments and the gradient. shard: an empty parameter
+    that all units share, see `SpeculativeAdamW`.
     full: the gathered parameters, [N * length], padded, in `dtype`; exists only while unsharded.
     """
 
     def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedDataParallel):
-        self.name, self.fsdp, self.files = name, fsdp, fsdp.optimizer.files
+        self.name, self.fsdp, self.folder = name, fsdp, fsdp.optimizer.folder
         self.n_ranks, rank = dist.get_world_size(), dist.get_rank()
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
         # an embedding's gradient sums many tokens per row, too imprecise in bfloat16
@@ -228,7 +227,7 @@ class Unit:
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
         facts = [checksum(flat), *(buffer.sum() for buffer in module.buffers()), self.dtype]
         check_same(f"initial values or dtypes of {name}", facts, fsdp.device)
-        self.file = StateFile(self.files, name, F.pad(flat, (0, padding))[self.owned])
+        self.file = StateFile(self.folder, name, F.pad(flat, (0, padding))[self.owned])
         self.shard = fsdp.optimizer.shard
         self.forward, module.forward = module.forward, partial(fsdp.run, self)
         self.reading: Future[Tensor] | None = None  # a thread that reads the shard
@@ -255,11 +254,12 @@ class Unit:
     def fetch(self) -> None:
         """Start to read the shard, unless it is being read, or `full` has it."""
         if self.full is None and self.reading is None:
-            self.reading = self.files.threads.submit(self.read)
+            # not by `folder.start`: a read must not wait for the updates in flight
+            self.reading = self.folder.threads.submit(self.read)
 
     def read(self) -> Tensor:
         """In a thread: the shard, on the device, in the dtype in which it is sent."""
-        (shard,) = self.file.read(self.files.slot)
+        (shard,) = self.file.read(self.folder.current_row)
         with torch.cuda.stream(self.fsdp.optimizer.copies):
             return shard.to(self.fsdp.device, self.dtype)  # the thread waits for the copy
 
@@ -268,7 +268,7 @@ class Unit:
         """Start the all-gather that fills `full`, unless it is filled or in flight."""
         self.fetch()
         if self.full is None:
-            sent, self.reading = self.files.finish(self.reading), None
+            sent, self.reading = self.folder.finish(self.reading), None
             if sent.is_cuda:  # its memory is of the other stream
                 sent.record_stream(torch.cuda.current_stream())
             self.full = sent.new_empty(self.n_ranks * len(sent))
@@ -324,39 +324,49 @@ class Gather(torch.autograd.Function):
         return None, None  # the average follows when the reduction has finished
 
 
-# ---- update during backward ----
+# ---- AdamW during backward: speculate, then validate ----
 
 
-class OverlappedAdamW:
+class SpeculativeAdamW:
     """AdamW on files, in threads. A unit is updated as soon as its gradient of the step is reduced.
 
     An update reads the current slot and writes the other one; `step` switches them. Until then the
-    old state is complete. settings: of AdamW.
+    old state is complete. Gradients are clipped by the norm of all of them, which is known only
+    after the last update. So updates during backward assume that nothing is clipped. If that was
+    wrong, `step` repeats them from the current slot, with scaled gradients.
     """
 
-    def __init__(self, files: StateFolder, betas: tuple[float, float], **settings):
+    def __init__(self, folder: StateFolder, *, speculates: bool = True, **adamw_settings):
+        # speculates=False: all updates wait for `step`
+        beta1, beta2 = adamw_settings.pop("betas")
         defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
-        self.param_groups = [defaults | settings | {"beta1": betas[0], "beta2": betas[1]}]
-        self.files, self.state = files, {}  # the state is in the files
-        self.shard = nn.Parameter(torch.empty(0))  # `Unit.shard`
+        self.param_groups = [defaults | adamw_settings | {"beta1": beta1, "beta2": beta2}]
+        self.folder, self.state = folder, {}  # the state is in the files
+        # `Unit.shard`: gives `Gather` an input that requires grad; its version counts steps
+        self.shard = nn.Parameter(torch.empty(0))
         # one stream for all copies to and from a GPU: each stream has a memory pool of its own
         self.copies = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self.settings: dict = {}  # of this step's updates
-        # of the files that have a gradient of this step: whether the last micro-batch is in it
-        self.is_complete: dict[StateFile, bool] = {}
+        self.may_speculate = speculates  # in any step
+        self.speculates = speculates  # in this step
+        self.step_settings: dict = {}  # of this step's updates
+        # of each file with a gradient of this step: whether the last micro-batch is in it
+        self.has_last: dict[StateFile, bool] = {}
+        self.norms: dict[StateFile, Tensor] = {}  # of the rows of each complete gradient
+        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
+        self.n_redone_steps = 0
 
     def take(self, file: StateFile, average: Tensor, is_last: bool) -> None:
         """Take a unit's average gradient of one micro-batch, for a thread."""
-        if self.files.step != self.files.committed:
+        if self.folder.step != self.folder.committed:
             raise RuntimeError("commit() after every step: the next one overwrites the old slot")
-        if self.is_complete.get(file):
+        if self.has_last.get(file):
             raise RuntimeError(f"{file.path.stem}: a backward after the step's last one")
-        if not self.is_complete:
-            self.settings = dict(self.param_groups[0])
+        if not self.has_last:
+            self.step_settings = dict(self.param_groups[0])
         ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
-        is_first = file not in self.is_complete
-        self.is_complete[file] = is_last
-        self.files.start(file, self.accumulate, average, ready, is_first, is_last)
+        is_first = file not in self.has_last
+        self.has_last[file] = is_last
+        self.folder.start(file, self.accumulate, average, ready, is_first, is_last)
 
     def accumulate(
         self, file: StateFile, average: Tensor, ready: Event | None, is_first: bool, is_last: bool
@@ -371,70 +381,68 @@ class OverlappedAdamW:
             gradient += file.read(GRADIENT)
         file.write(GRADIENT, gradient)
         if is_last:
-            self.update(file, gradient)
+            self.norms[file] = torch.cat(norms_of_rows(gradient))
+            if self.speculates:
+                self.update(file, gradient)
 
     def update(self, file: StateFile, gradient: Tensor) -> None:
         """Read the current slot, write the other one."""
-        param, exp_avg, exp_avg_sq = rows = file.read(self.files.slot, SLOT)
-        steps = torch.tensor(float(self.files.step))
+        rows = file.read(self.folder.current_row, SLOT)
+        param, exp_avg, exp_avg_sq = rows
+        steps = torch.tensor(float(self.folder.step))
         # the function, as an object of the class would hold on to the state
-        adamw([param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps], **self.settings)
-        file.write(SLOT - self.files.slot, rows)
-
-    def step(self) -> None:
-        """Switch the slots: the new state becomes the current one."""
-        if self.settings != self.param_groups[0]:
-            raise RuntimeError("set the learning rate before the step's first backward")
-        self.files.step, self.files.slot = self.files.step + 1, SLOT - self.files.slot
-        increment_version(self.shard)  # older graphs are stale
-        self.is_complete.clear()
-
-
-# ---- speculate, then validate ----
-
-
-class SpeculativeAdamW(OverlappedAdamW):
-    """Clip by the norm of all gradients, which is known when the units have been updated.
-
-    So updates during backward assume that nothing is clipped. If that was wrong, `step` repeats
-    them from the current slot, with scaled gradients. speculates: else all updates wait for `step`.
-    """
-
-    def __init__(self, files: StateFolder, *, speculates: bool = True, **settings):
-        super().__init__(files, **settings)
-        self.may_speculate = self.speculates = speculates
-        self.norms: dict[StateFile, Tensor] = {}  # of the rows of each completed gradient
-        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
-        self.n_redone = 0  # steps
-
-    def update(self, file: StateFile, gradient: Tensor) -> None:
-        self.norms[file] = torch.cat(norms_of_rows(gradient))
-        if self.speculates:
-            super().update(file, gradient)
+        adamw([param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps], **self.step_settings)
+        file.write_slot(self.folder.other_slot, rows)
 
     def update_scaled(self, file: StateFile) -> None:
-        super().update(file, file.read(GRADIENT).mul_(self.scale))
-
-    def is_clipped(self) -> bool:
-        if not self.scale.item() > 0.0:  # NaN, or 0 of an infinite norm
-            what = f"the gradient norm of step {self.files.step} is not finite: stopped before it"
-            fail(f"{what}; try a lower --lr or more --warmup-steps", status=1)
-        return self.scale.item() < 1.0
+        self.update(file, file.read(GRADIENT).mul_(self.scale))
 
     def step(self) -> None:
-        """First do the updates that were wrong, or have waited."""
+        """Do the updates that were wrong, or have waited. Then switch the slots."""
         if self.scale is None:
-            raise RuntimeError("step() needs a clip_grad_norm_() before it, of its own")
-        is_clipped = self.is_clipped()
+            raise RuntimeError("call clip_grad_norm_() once before each step()")
+        if self.step_settings != self.param_groups[0]:
+            raise RuntimeError("set the learning rate before the step's first backward")
+        self.check_finite()
+        is_clipped = self.scale.item() < 1.0
         if is_clipped or not self.speculates:
-            self.n_redone += self.speculates
-            for file in self.files.files:
-                self.files.start(file, self.update_scaled)
-            self.files.wait()
-        super().step()
-        self.speculates = self.may_speculate and not is_clipped  # clipped steps come in series
+            if self.speculates:
+                self.n_redone_steps += 1
+            for file in self.folder.files:
+                self.folder.start(file, self.update_scaled)
+            self.folder.wait()
+        self.folder.switch_slots(self.folder.step + 1)
+        increment_version(self.shard)  # parameters gathered before are stale
+        # a clipped step is often followed by another
+        self.speculates = self.may_speculate and not is_clipped
+        self.has_last.clear()
         self.norms.clear()
         self.scale = None
+
+    def check_finite(self) -> None:
+        if not self.scale.item() > 0.0:  # NaN, or 0 of an infinite norm
+            what = f"the gradient norm of step {self.folder.step} is not finite: stopped before it"
+            fail(f"{what}; try a lower --lr or more --warmup-steps", status=1)
+
+    def load_state(self, step: int, states: Iterable[Tensor]) -> None:
+        """Replace all parameters and moments, [3, length] per file, and the number of steps done.
+
+        They are written to the other slot: after a kill in here, the old state is complete.
+        """
+        if self.has_last or self.folder.step != self.folder.committed:
+            raise RuntimeError("load_state() belongs between commit() and the next backward")
+        for file, state in zip(self.folder.files, states, strict=True):
+            self.folder.start(file, self.write_state, state)
+        self.folder.wait()
+        all_reduce_control(torch.zeros(()))  # no rank commits before all have written
+        self.folder.switch_slots(step)
+        increment_version(self.shard)  # parameters gathered before are stale
+        self.folder.commit()
+
+    def write_state(self, file: StateFile, state: Tensor) -> None:
+        copy = file.empty(SLOT)
+        copy[:] = state
+        file.write_slot(self.folder.other_slot, copy)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -458,29 +466,28 @@ def sharded_from_meta(
 
 def state_folder(args, run: Run) -> StateFolder:
     """This rank's files: what they hold belongs to one run, model and number of ranks."""
-    settings = run.checkpoints.run  # the arguments, and what identifies the corpus
-    content = {name: settings["arguments"][name] for name in SHAPE}
-    content["vocabulary"] = settings["vocabulary"]
+    description = run.checkpoints.run  # the arguments, and what identifies the corpus
+    content = {name: description["arguments"][name] for name in SHAPE}
+    content["vocabulary"] = description["vocabulary"]
     path = Path(args.offload_dir or run.folder / "state").resolve()
-    content["run"] = os.path.relpath(run.folder.resolve(), path)  # it may be moved with the files
-    saved = max((int(path.name[5:]) for path in checkpoints(run.checkpoints.path)), default=0)
-    is_resumed = run.is_restart or run.resume == "auto"
-    files = StateFolder(path, content, is_resumed, saved, settings)
-    if files.is_restored:
+    name = os.path.relpath(run.folder.resolve(), path)  # it may be moved with the files
+    steps = [int(each.name.removeprefix("step-")) for each in checkpoints(run.checkpoints.path)]
+    is_resumed, saved = run.is_restart or run.resume == "auto", max(steps, default=0)
+    folder = StateFolder(path, name, content, is_resumed, saved, description)
+    if folder.is_restored:
         run.checkpoints.is_own = True  # the steps in the run's folder are this run's
-        for note in compare_runs(files.earlier, settings):
+        for note in compare_runs(folder.earlier, description):
             print0(note)
-    return files
+    return folder
 
 
 def training_state(model: FullyShardedDataParallel) -> State:
     """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
     state: State = {}
     for unit in model.units:
-        shard, exp_avg, exp_avg_sq = unit.file.mapped()
-        # in place of an optimizer that has the state
-        adamw = SimpleNamespace(state={shard: {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}})
-        state |= state_of_flat_shard(adamw, shard, unit.shapes, unit.owned.start)
+        kinds = ("model", "optim.exp_avg", "optim.exp_avg_sq")
+        tensors = dict(zip(kinds, unit.file.mapped(), strict=True))
+        state |= state_of_flat_tensors(tensors, unit.shapes, unit.owned.start)
     return state
 
 
@@ -488,7 +495,6 @@ def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--offload-dir", help="on a local SSD; default: in the run's folder")
     parser.add_argument("--no-speculation", action="store_true", help="AdamW after backward")
-    parser.add_argument("--timeout", type=seconds, default=600, help="collective timeout, seconds")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
     args.state_on = "disk"
     args.autocast, args.param_dtype = False, args.dtype  # of unsharded units and their inputs
@@ -522,15 +528,16 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model = Transformer(config)
 
     run = Run(args, __file__, config, device, corpus)
-    files = state_folder(args, run)
+    folder = state_folder(args, run)
     settings = adamw_settings(args.lr, args.weight_decay)
-    optimizer = SpeculativeAdamW(files, speculates=not args.no_speculation, **settings)
+    optimizer = SpeculativeAdamW(folder, speculates=not args.no_speculation, **settings)
     model = sharded_from_meta(model, optimizer, args, world)
     guard(model)
-    if not files.is_restored:
-        files.step = run.checkpoints.load(run.resume, training_state(model), optimizer)
-        files.commit()
-    first_step = files.step
+    if not folder.is_restored:
+        steps_done = run.checkpoints.load(run.resume, training_state(model), optimizer)
+        # what was loaded into mapped memory has no checksums yet
+        optimizer.load_state(steps_done, (file.mapped() for file in folder.files))
+    first_step = folder.step
     batches = train_batches(corpus.train, args.batching, device, first_step, world.rank, world.size)
 
     for step in run.steps(first_step):
@@ -549,7 +556,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         loss = all_reduce_control(loss) / world.size
         grad_norm = model.clip_grad_norm_(args.max_norm)
         optimizer.step()
-        run.log(step, loss, grad_norm, lr, **files.traffic, redone=optimizer.n_redone)
+        run.log(step, loss, grad_norm, lr, **folder.traffic, redone=optimizer.n_redone_steps)
 
         if run.evaluates(step):
             run.log_evaluation("val", evaluate(model, corpus.valid, args, device, world))
@@ -558,9 +565,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
         run.write()
         if run.agree_to_save(step):
             run.checkpoints.save(step + 1, training_state(model), args.keep_checkpoints)
-            run.checkpoints.wait()  # it reads the files, and the next step but one overwrites them
-        files.commit()  # last: after a kill in the save, the step and the save are done again
-    files.close()
+            run.checkpoints.wait()  # it reads this slot, which the step after the next overwrites
+        folder.commit()  # last: after a kill in the save, the step and the save are done again
+    folder.close()
     return run.finish()
 
 

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.rows import GPU_SHAPES, ROWS, SHAPES, Row, Shape, Step, device
+from common.arguments import Parser
 from common.run import keep_freed_memory
 from tools.memory import PeakMemory
 from tools.pool import Pool
@@ -206,7 +207,7 @@ def machine() -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME")

@@ -58,8 +58,11 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # else -1e-3 is a flag
 
     def parse_args(self, argv: list[str] | None = None) -> Arguments:
-        args = super().parse_args(argv, Arguments())
-        args.given = sys.argv[1:] if argv is None else argv
+        given = sys.argv[1:] if argv is None else argv
+        # a shell leaves the tilde of --run-dir=~/x as it is
+        words = ["=".join(map(os.path.expanduser, word.split("=", 1))) for word in given]
+        args = super().parse_args(words, Arguments())
+        args.given = given
         return args
 
     def error(self, message: str) -> NoReturn:
@@ -86,7 +89,6 @@ def _number(kind: type, least: float, most: float = math.inf, above: bool = Fals
 positive = _number(float, 0, above=True)
 positive_int = _number(int, 1, 10**9)
 non_negative = _number(float, 0)
-seconds = _number(float, 1, 10**6)
 
 
 def base_parser(description: str | None) -> Parser:
@@ -127,6 +129,7 @@ def base_parser(description: str | None) -> Parser:
     add("--resume", default="auto", metavar=starts, help="auto: the run folder's newest checkpoint")
     add("--run-dir", help="default: runs/STAGE/ID, the launcher's id or the time")
     add("--log-every", type=count, default=10, help="steps between lines")
+    add("--timeout", type=_number(float, 1, 10**6), default=600, help="collective timeout, seconds")
     add("--profile", action="store_true", help="trace some steps with torch.profiler")
     return p
 

@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
-from common import storage
+from common import checkpoint_storage as storage
+from common.atomic_files import exists, move_aside
+from common.checkpoint_storage import checkpoints
 from common.distributed import fail, print0, rank
-from common.files import exists, move_aside
-from common.storage import checkpoints
 
 
 class Shard:
@@ -143,8 +143,15 @@ def state_of_flat_shard(
     shapes: of the tensors by name, in the flat parameter's order, of which `shard` is the part from
     element `start` on. A tensor outside of it gets an empty shard.
     """
+    return state_of_flat_tensors(tensors_of(optimizer, shard), shapes, start)
+
+
+def state_of_flat_tensors(
+    tensors: dict[str, Tensor], shapes: dict[str, torch.Size], start: int
+) -> State:
+    """The same for the flat `tensors`, by the prefixes of their names in a checkpoint."""
     state: State = {}
-    for kind, flat in tensors_of(optimizer, shard).items():
+    for kind, flat in tensors.items():
         begin = -start  # of the tensor, relative to `flat`
         for name, shape in shapes.items():
             first, last = max(begin, 0), max(begin + shape.numel(), 0)
@@ -231,7 +238,7 @@ class Checkpointer:
         if not found:
             if resume == "auto":
                 return 0
-            fail(f"--resume {resume}: no checkpoint there (a folder step-..., or a run's folder)")
+            fail(f"--resume {resume}: no checkpoint there (step-... with .metadata, or a run's)")
         for number, path in enumerate(found):
             try:
                 step, notes = self._fill(state, path)

@@ -24,15 +24,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from common.atomic_files import exists, sync
 from common.counter_rng import generator_of, sample_keys
 from common.distributed import fail, print0
-from common.files import exists, sync
 from common.loss import IGNORED
 
 SPLITS = ("train", "valid", "test")
 FILES = (*(f"{split}.int32" for split in SPLITS), "vocab.txt")  # of a prepared corpus
 EOS, UNKNOWN = "<eos>", "<unk>"
 SAMPLE = Path(__file__).with_name("sample.txt.gz")
+REVISION = "b08601e04326c79dfdd32d625aee71d232d685c3"  # of Salesforce/wikitext on the Hub
+PUBLISHED = ["863f29c46ef9", "0418625c8b4d", "c7b8ce0aa086"]  # SHA-1 of wiki.train.tokens, ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def load_corpus(name: str, download: bool = False) -> Corpus:
     Fails with status 2 if the corpus is not prepared and cannot be.
     """
     root = os.environ.get("DATA_ROOT") or Path(__file__).resolve().parents[1] / "data"
-    prepared = Path(root, _folder_name(name))
+    prepared = Path(os.path.expanduser(root), _folder_name(name))
     again = f"remove {prepared}, and it is prepared again"
     try:
         if not exists(prepared / "digest.txt"):
@@ -74,7 +76,8 @@ def load_corpus(name: str, download: bool = False) -> Corpus:
         contents = [_mapped(prepared / file) for file in FILES]
         recorded = (prepared / "digest.txt").read_text().split()
     except OSError as error:
-        fail(f"--data {name}: {error}: {again}")
+        is_gone = isinstance(error, FileNotFoundError)  # else it may be intact: another user's
+        fail(f"--data {name}: {error}: {again if is_gone else 'set DATA_ROOT to another folder'}")
     found = _digests(contents)
     if found != recorded:
         pairs = zip(FILES, found[1:], recorded[1:], strict=False)
@@ -179,10 +182,14 @@ def _wikitext2_lines() -> dict[str, list[str]]:
     try:
         from datasets import load_dataset
 
-        rows = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
+        rows = load_dataset("Salesforce/wikitext", "wikitext-2-v1", revision=REVISION)
     except Exception as error:
         raise ValueError(f"cannot be fetched, is there internet? {error!r}") from None
-    return {s: rows["validation" if s == "valid" else s]["text"] for s in SPLITS}
+    lines = {s: rows["validation" if s == "valid" else s]["text"] for s in SPLITS}
+    files = ["".join(" ".join(["", *x.split(), "\n"]) for x in lines[s]).encode() for s in SPLITS]
+    if [hashlib.sha1(x, usedforsecurity=False).hexdigest()[:12] for x in files] != PUBLISHED:
+        raise ValueError("is not the text that was published: empty the cache of `datasets`")
+    return lines
 
 
 def _sample_words() -> dict[str, list[str]]:

@@ -15,6 +15,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.utils.weak import WeakTensorKeyDictionary
 
 TWICE = (
     "a gradient came twice: every backward of a step but the last belongs in no_sync(), and "
@@ -25,6 +26,7 @@ NOT_AS_LEFT = (
     "a gradient is not as it was left: zero_grad(set_to_none=True) belongs after the optimizer's "
     "step, nowhere else; after a backward that failed, restart the run"
 )
+GUARDS = WeakTensorKeyDictionary()  # of parameters, which attributes would make unpicklable
 BEFORE = "add, replace, freeze, unfreeze, resize, move or cast parameters before they are wrapped"
 
 
@@ -53,8 +55,8 @@ class Guard:
 
     shards: what the optimizer updates in place of parameters. places: parameters that stay in the
     module and train, and what must not change of them. came: those whose gradient has come in the
-    last backward of the step (ZeRO-2: in the last one so far). left: parameters and shards that
-    have a gradient, and what their `.grad` must be until the next finish.
+    last backward of the step (ZeRO-2: in the last one so far). expected: what `.grad` must be until
+    the next finish, for the parameters and shards that have a gradient.
     """
 
     def __init__(self, sync):
@@ -65,14 +67,14 @@ class Guard:
         self.shards = {each.shard for each in flat if hasattr(each, "shard")}
         self.places = {p: self.place(p) for p in sync.module.parameters() if p.requires_grad}
         self.came: set[Tensor] = set()
-        self.left: dict[Tensor, Tensor | None] = {}
+        self.expected: dict[Tensor, Tensor | None] = {}
         self.grad_places: dict[Tensor, int] = {}
         for param in self.places:
-            if getattr(param, "guard", lambda: None)() is not None:
+            if GUARDS.get(param, lambda: None)() is not None:
                 raise ValueError("another wrapper averages a parameter of this module: use one")
-            param.guard = ref(self)
+            GUARDS[param] = ref(self)
             first = param.register_post_accumulate_grad_hook(weak(self.before_it_is_taken))
-            hooks = first.hooks_dict_ref()
+            hooks = first.hooks_dict_ref()  # in the order in which they run: this one comes first
             hooks.update({i: hooks.pop(i) for i in [*hooks] if i != first.id})
             param.register_post_accumulate_grad_hook(weak(self.after_it_was_taken))
         if not self.places:
@@ -96,21 +98,20 @@ class Guard:
         if param in self.came:
             raise RuntimeError(TWICE)
         if self.sync().synchronizes:
-            if not self.came:
-                for shard in self.shards:
-                    self.forbid_gradient(shard)
+            for shard in () if self.came else self.shards:  # the first gradient
+                self.forbid_gradient(shard)
             self.came.add(param)
 
     def after_it_was_taken(self, param: nn.Parameter) -> None:
         """Called after the wrapper's own hook."""
-        self.left[param] = param.grad
+        self.expected[param] = param.grad
         if not self.shards:  # DDP, whose buckets always stay
             place = param.grad.data_ptr()
             if self.grad_places.setdefault(param, place) != place:
                 raise RuntimeError("p.grad.data was replaced, or the model moved with gradients")
 
     def after_a_unit(self, shard: ref, grad: Tensor | None) -> None:
-        """Called when a unit's backward has ended. grad: None if it is still being reduced."""
+        """Called when a unit's backward has ended. grad: None in 04 and 12, still to be reduced."""
         if grad is None:
             # private; raises within autograd.grad(), which would get no gradient from here
             torch._C._will_engine_execute_node(get_gradient_edge(shard()).node)
@@ -118,26 +119,28 @@ class Guard:
 
     def forbid_gradient(self, shard: Tensor) -> None:
         """Make any use of `shard.grad` an error until the gradients are complete."""
-        if shard.grad is not self.left.get(shard):
+        if shard.grad is not self.expected.get(shard):
             raise RuntimeError(NOT_AS_LEFT)
-        if shard not in self.left:
-            self.left[shard] = shard.grad = NoGradient(shard)
+        if shard not in self.expected:
+            self.expected[shard] = shard.grad = NoGradient(shard)
 
     # ---- after backward ----
 
     def finish(self) -> None:
         """In place of the wrapper's `finish_gradient_synchronization`, which it calls."""
         self.check_parameters()
-        if any(tensor.grad is not grad for tensor, grad in self.left.items()):
+        if any(tensor.grad is not grad for tensor, grad in self.expected.items()):
             raise RuntimeError(NOT_AS_LEFT)
-        for shard in self.shards & self.left.keys():
+        for shard in self.shards & self.expected.keys():
             shard.grad = None
         sync = self.sync()
         type(sync).finish_gradient_synchronization(sync)
-        if self.shards and self.left:  # the optimizer does not use the parameters' own gradients
+        if (
+            self.shards and self.expected
+        ):  # the optimizer does not use the parameters' own gradients
             for param in self.places:
                 param.grad = NoGradient(param)
-        self.left.clear()
+        self.expected.clear()
         self.came.clear()
 
     def check_parameters(self) -> None:
@@ -151,7 +154,7 @@ class Guard:
         return param.shape, param.data_ptr() if self.shards else None  # DDP's values may move
 
     def before_step(self, *_) -> None:
-        if self.left:
+        if self.expected:
             raise RuntimeError("incomplete: step() before finish_gradient_synchronization()")
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from common.modules import first_order
+from common.module_checks import first_order
 
 IGNORED = -100  # a target that the loss leaves out
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from common.atomic_files import exists, replacing
 from common.collectives import ledger
 from common.distributed import print0, rank, warn, world_size
-from common.files import exists, replacing
 
 # fmt: off
 PEAK_FLOPS = {  # dense bf16, in FLOP/s, by a part of the device's name; the longer name first
@@ -36,15 +36,11 @@ COLUMNS = {
     "loss": ("loss/train", "loss {:.4f}"),
     "grad_norm": ("optimizer/grad_norm", "norm {:.3f}"),
     "lr": ("optimizer/lr", "lr {:.1e}"),
-    "load": ("experts/load", "load {:.2f}"),
     "tokens_per_s": ("speed/tokens_per_s", "{:,.0f} tok/s"),
     "step_ms": ("speed/step_ms", ""),
     "model_state_mb": ("memory/model_state_mb", ""),  # said at the first step
     "memory_mb": ("memory/memory_mb", "peak {:,.0f} MB"),
     "comm_mb": ("comm/comm_mb", "sent {:.2f} MB"),
-    "ssd_read_mb": ("ssd/read_mb", "read {:,.2f} MB"),
-    "ssd_written_mb": ("ssd/written_mb", "wrote {:,.2f} MB"),
-    "redone": ("ssd/redone", "redone {:.0f}"),
     "mfu": ("speed/mfu", "MFU {:.1%}"),
     "seconds_left": ("speed/seconds_left", "ETA {}"),
     "save_ms": ("speed/save_ms", "save {:.1f} ms"),
@@ -55,6 +51,10 @@ COLUMNS = {
 }
 
 
+def column(key: str) -> tuple[str, str]:
+    return COLUMNS.get(key, (f"stage/{key}", f"{key} {{:,.2f}}"))  # one that a stage adds
+
+
 def readable(line: dict) -> str:
     """A line as the console shows it; what only some steps have is in a second row."""
     shown = dict(line)
@@ -63,9 +63,9 @@ def readable(line: dict) -> str:
     if not torch.cuda.is_available():  # then `memory_mb` is the process's: mostly PyTorch itself
         shown.pop("memory_mb", None)
     rows = ([], [])
-    for key in (key for key in COLUMNS if key in shown):
+    for key in (key for key in COLUMNS | shown if key in shown):
         is_rare = key == "save_ms" or key.startswith(("val_", "test_"))
-        rows[is_rare].append(COLUMNS[key][1].format(shown[key]))
+        rows[is_rare].append(column(key)[1].format(shown[key]))
     return "\n            ".join("  ".join(filter(None, row)) for row in rows if row)
 
 
@@ -182,7 +182,7 @@ class Metrics:
         self._seconds, self._steps_timed = 0.0, 0
 
     def add(self, values: dict[str, float]) -> None:
-        """Add to the step's line. The keys are those of COLUMNS."""
+        """Add to the step's line."""
         self._line |= values
 
     def write(self) -> None:
@@ -200,7 +200,7 @@ class Metrics:
         with self._going_on(self._path.parent):
             for name, value in line.items():
                 if name != "step" and self._board:
-                    self._board.add_scalar(COLUMNS[name][0], value, line["step"])
+                    self._board.add_scalar(column(name)[0], value, line["step"])
         print0(readable(line))
 
     def close(self) -> None:

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.arguments import Arguments
+from common.atomic_files import replacing
 from common.checkpoint import Checkpointer, checkpoints
 from common.collectives import all_reduce_control, value_of_rank_0
 from common.data import Corpus
 from common.distributed import fail, launch_environment, print0, rank, warn, world_size
-from common.files import replacing
-from common.folder import RunFolder
 from common.metrics import Metrics
 from common.model import TransformerConfig
+from common.run_folder import RunFolder
 
 # Signals that ask a run to save and stop: of a user, Slurm, a closed terminal, and of LSF or Grid
 # Engine before a limit.

@@ -84,7 +84,7 @@ def lend_parameters(
     changes a parameter in place, or a tensor is changed that backward reads; in backward if `shard`
     has changed since, and with create_graph=True. ValueError if it computes in float16.
     """
-    refuse_float16(params[0])
+    refuse_float16(params)
     version = params[0]._version  # all are views of one buffer: they share its version
     if params[0].requires_grad:
         params[0].grad_fn.register_prehook(partial(check_backward, shard, shard._version))
@@ -100,21 +100,22 @@ def lend_parameters(
             raise RuntimeError("a unit has changed a parameter in place")
     finally:
         for owner, name in owners:
-            setattr(owner, name, None)  # an LSTM has a list of its weights, which follows this
+            setattr(owner, name, None)  # clears it from `_flat_weights`, the list of an LSTM
             delattr(owner, name)
 
 
-def refuse_float16(param: Tensor) -> None:
-    """ValueError if a forward computes in float16, by the dtype of a parameter or by autocast."""
-    kind = param.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    if torch.float16 in (param.dtype, autocast):
+def refuse_float16(params: Sequence[Tensor], *_) -> None:
+    """ValueError if a forward that trains is in float16, by a parameter's dtype or by autocast."""
+    kind, dtypes = params[0].device.type, {p.dtype for p in params}
+    if torch.is_autocast_enabled(kind):
+        dtypes.add(torch.get_autocast_dtype(kind))
+    if torch.float16 in dtypes and torch.is_grad_enabled():
         # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
         raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
 
 
 def check_backward(shard: nn.Parameter, version: int, _: object) -> None:
-    """Called before the backward of the function that has made a unit's parameters of `shard`."""
+    """Called before `Gather.backward`."""
     if torch.is_grad_enabled():
         raise RuntimeError("create_graph=True: the reduced gradients have no graph")
     if shard._version != version:
@@ -175,7 +176,7 @@ def is_in_backward() -> bool:
 
 
 def is_lookup(unit: nn.Module) -> bool:
-    """Whether all parameters are those of `nn.Embedding`s, which look rows up and do no more."""
+    """Whether all parameters are those of `nn.Embedding`s, which only look up rows."""
     return all(isinstance(m, nn.Embedding) for m in unit.modules() if list(m.parameters(False)))
 
 

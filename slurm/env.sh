@@ -13,26 +13,49 @@ fi
 if [[ -z ${SLURM_JOB_ID-} ]] || ! command -v scontrol >/dev/null; then
   echo "slurm/env.sh is for a Slurm job, on a node that has scontrol: SLURM_JOB_ID=${SLURM_JOB_ID-}" >&2
   return 2
-elif ((${SLURM_HET_SIZE:-1} > 1)); then
+fi
+
+# A job that is submitted from within another one inherits its variables, and Slurm replaces only some
+# of them. So the controller is asked what this job is.
+for pause in 0 1 10 60; do
+  sleep "$pause"
+  # by the id of an array, which may be a task's SLURM_JOB_ID, too, scontrol shows all its tasks
+  shown=$(scontrol show job "$SLURM_JOB_ID" | awk -v RS= -v id="JobId=$SLURM_JOB_ID" '$1 == id') &&
+    [[ $shown ]] && break
+done
+shown_field() { sed -n "s/.* $1=\([^ ]*\).*/\1/p" <<<"$shown"; }
+if [[ -z $shown ]]; then
+  echo "slurm/env.sh: scontrol show job $SLURM_JOB_ID does not answer: submit the job again" >&2
+  return 2
+elif [[ $(shown_field HetJobId) ]]; then
   echo "slurm/env.sh: heterogeneous jobs are not supported: submit with one group of nodes" >&2
   return 2
 fi
-# of an array's task, and not of all its tasks: the array's id may be a task's SLURM_JOB_ID, too
-JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-export JOB=${JOB:-$SLURM_JOB_ID}
+JOB=$(shown_field ArrayJobId)
+if [[ $JOB ]]; then
+  JOB+=_$(shown_field ArrayTaskId)
+else
+  unset "${!SLURM_ARRAY_@}"
+  JOB=$SLURM_JOB_ID
+fi
+SLURM_RESTART_COUNT=$(shown_field Restarts)
+export JOB SLURM_RESTART_COUNT
+# what srun would take for options; without them a step has all the job's memory and GPUs
+unset "${!SLURM_HET_@}" "${!SLURM_MEM_PER_@}" SLURM_NTASKS_PER_GPU
+unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET
+if ! scontrol show step "$SLURM_JOB_ID.${SLURM_STEP_ID-}" &>/dev/null; then
+  unset "${!SLURM_STEP@}" # this shell is in no step
+fi
 
 # The run's folder is named by the job's number and the time of its submission, because Slurm may count
 # from 1 again. make submit-NN passes the time; after a plain sbatch the first start notes it as the
 # job's comment. The job's environment and comment outlive a requeue (its SubmitTime does not).
 if [[ -z ${SUBMITTED-} ]]; then
-  for pause in 1 10 60 0; do # without an answer a requeued job would begin a new run
-    if comment=$(squeue --noheader --jobs="$JOB" --format=%k); then break; fi
-    sleep "$pause"
-  done
+  comment=$(sed -n 's/^ *Comment=\(.*[^ ]\) *$/\1/p' <<<"$shown")
   SUBMITTED=$(sed -n 's/.*submitted \([0-9]\{8\}-[0-9]\{6\}\).*/\1/p' <<<"$comment")
   if [[ -z $SUBMITTED ]]; then
     SUBMITTED=$(date +%Y%m%d-%H%M%S)
-    if [[ $comment == "(null)" ]]; then comment=''; fi # a user's own stays
+    # a user's own comment stays
     scontrol update JobId="$JOB" Comment="${comment:+$comment, }submitted $SUBMITTED" || true
   fi
 fi

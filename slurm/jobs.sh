@@ -12,6 +12,10 @@ set -euo pipefail
 cd -P "$(dirname "$0")/.."
 # what finds a job and its log again must be as in train.sbatch
 unset SBATCH_JOB_NAME SBATCH_OUTPUT SBATCH_ERROR SBATCH_ARRAY_INX
+# in a job these describe it, and the new job would take them for its own
+for name in "${!SLURM_@}"; do
+  if [[ $name != SLURM_C@(ONF|LUSTERS) ]]; then unset "$name"; fi # which cluster it is
+done
 shopt -s nullglob
 
 # Seconds of a time in sbatch's formats (M, M:S, H:M:S, D-H, D-H:M, D-H:M:S); nothing for other words

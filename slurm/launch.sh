@@ -57,6 +57,11 @@ fi
 cpus=$((SRUN_CPUS_PER_TASK < $(nproc) ? SRUN_CPUS_PER_TASK : $(nproc)))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > per_node ? cpus / per_node : 1))}
 
+# train.py exits with 0 if it saved and stopped, too. node.sh tells this shell about a signal that
+# asked it to: Slurm and scancel signal the steps, and not this shell.
+stopped=''
+trap stopped=1 USR2
+export BATCH_SHELL=$$
 srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
   slurm/node.sh "${command[@]}" "$@" &
 step=$!
@@ -100,6 +105,9 @@ cut_twice_without_a_step() {
   return 1
 }
 
+# Slurm has sent SIGTERM to the step, and would itself requeue the job only at the end of the GraceTime
+preempted() { seconds_of PreemptTime >/dev/null; }
+
 requeue() { # WHY
   echo "$1: job $JOB is to be requeued, and then continues from its newest checkpoint"
   if ! scontrol requeue "$JOB"; then
@@ -108,8 +116,10 @@ requeue() { # WHY
   fi
 }
 
+if [[ $stopped || $status != 0 ]] && preempted; then
+  requeue "preempted by another job"
 # 138: USR1 killed a task before it had anything to save; 143: srun then terminated the other tasks
-if [[ $requeue && $status =~ ^(0|138|143)$ ]] && cut_twice_without_a_step; then
+elif [[ $requeue && $status =~ ^(0|138|143)$ ]] && cut_twice_without_a_step; then
   echo "job $JOB hit its time limit twice before its first step: not requeued;" \
     "pass a longer --time" >&2
 elif [[ $requeue && $status =~ ^(0|138|143)$ ]]; then
@@ -118,5 +128,8 @@ elif [[ $status != 0 ]] && node_is_lost; then
   requeue "a node is lost"
 elif [[ $status != 0 ]]; then
   echo "job $JOB failed with status $status" >&2
+elif [[ $stopped ]]; then
+  echo "job $JOB was asked to stop, and has saved: scontrol requeue $JOB continues it" >&2
+  status=1 # no job that depends on this one's success may start
 fi
 exit "$status"

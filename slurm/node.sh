@@ -6,6 +6,7 @@ set -euo pipefail
 # the signal that asks to save and stop would kill torchrun, or a Python that is still importing
 trap "" USR1
 ulimit -n "$(ulimit -Hn)" || true # Gloo connects every rank with every other, in several groups
+ulimit -t "$(ulimit -Ht)" || true # the login node's limit of CPU time may come with the job
 
 resolves() { python -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "$1" 2>/dev/null; }
 if [[ ${MASTER_ADDR-} ]] && ! resolves "$MASTER_ADDR"; then
@@ -27,13 +28,13 @@ fi
 
 if [[ ${STAGE_DATA-} ]]; then # read the corpora from this node's memory
   copy=/dev/shm/corpora-$SLURM_JOB_ID-$SLURM_NODEID
+  rm -rf "$copy"-* 2>/dev/null || true # left behind if this job was killed earlier
+  copy=$(mktemp -d "$copy-XXXXXX")
   trap 'rm -rf "$copy"' EXIT
-  rm -rf "$copy" # left behind if this job was killed earlier
   if [[ -d ${DATA_ROOT:-data} ]]; then
-    cp -r "${DATA_ROOT:-data}" "$copy"
+    cp -r "${DATA_ROOT:-data}/." "$copy"
   else
     echo "STAGE_DATA: nothing to copy, there is no ${DATA_ROOT:-data} (DATA_ROOT); make data fills it" >&2
-    mkdir "$copy"
   fi
   export DATA_ROOT=$copy
 fi
@@ -44,6 +45,7 @@ child=$!
 # torchrun's children are the ranks; it would give them 30 seconds, too few to save a large model.
 # shellcheck disable=SC2317 # the traps call it
 pass_on() {
+  if [[ ${BATCH_SHELL-} && $SLURM_NODEID == 0 ]]; then kill -USR2 "$BATCH_SHELL" 2>/dev/null || true; fi
   if [[ $1 == -m ]]; then pkill "-$2" -P "$child"; else kill "-$2" "$child"; fi || true
 }
 # shellcheck disable=SC2064 # $2 is -m for torchrun, now

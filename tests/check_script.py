@@ -171,7 +171,7 @@ def main() -> int:
     number, own, own_pool = args.stage, stage_path(args.stage), harness.Pool
     script = (args.script or REPO / "exercises" / own.parent.name / "train.py").resolve()
     try:
-        text = script.read_text()
+        text = script.read_text("utf-8")
         compile(text, script, "exec")
     except OSError as error:
         print(f"{script}: {error.strerror} (make exercise-{number} writes it)", file=sys.stderr)
@@ -192,7 +192,7 @@ def main() -> int:
         loaded = Path(folder) / own.parent.name / "train.py"
         loaded.parent.mkdir()
         text, lines = filled(text, number)
-        loaded.write_text(text)
+        loaded.write_text(text, "utf-8")
         os.environ[f"SCRIPT_{number}"] = str(loaded)
         report = Report(number, loaded, lines)
         files = dict.fromkeys(str(REPO / "tests" / t.split(" ")[0]) for t in report.tests.values())

@@ -5,6 +5,7 @@
     assert_reproduces(run, metrics, reference)      within the tolerance of the stage's file
     with whole_ledger() as ledger: ...              the ledger of a run, without its resets
     with true_ledger(): ...                         it must agree with what arrives
+    with fake_ranks(4): ...                         as rank 0 of 4, without the others
     bytes_written()
 
 Pools (`tools/pool.py`) live as long as the tests. Fixtures for them, for the corpus and for
@@ -25,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from late_backend import Call, recorded_calls
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # for the tests, too
 from tools.memory import PeakMemory, live_bytes  # noqa: F401
@@ -98,6 +100,19 @@ def assert_reproduces(run: StageRun, metrics: list[dict], reference: list[dict])
 
 
 # ---- collectives ----
+
+
+@contextlib.contextmanager
+def fake_ranks(size: int) -> Iterator[None]:
+    """Make this process rank 0 of `size`, with collectives that do nothing.
+
+    With Gloo, the copies that its threads hold for a while would count as memory.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 from harness import load_stage, stage_path
 
+from common.checkpoint_storage import AtomicWriter
 from common.distributed import rank
 from common.run import Run
-from common.storage import AtomicWriter
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 

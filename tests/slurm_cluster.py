@@ -27,6 +27,7 @@ STRAY = re.compile(
 )
 # the states of a job that has not ended: after the last two comes PENDING
 ACTIVE = {*"PENDING RUNNING COMPLETING CONFIGURING REQUEUED NODE_FAIL".split()}
+LOCK = Path("/run/slurm-of-tests.lock")  # names a folder whose cluster root stops: not in /tmp
 SECONDS = 300  # time limit of a wait: generous, because a busy machine is slow
 
 
@@ -47,7 +48,7 @@ def need(*tools: str, packages: str) -> None:
 def copy_of_repository(folder: Path, site: str = "") -> Path:
     """Copy the files that a job needs, with a site.env for the tests and the lines of `site`."""
     ignored = shutil.ignore_patterns("__pycache__", "cluster", "site.env", "*.log")
-    for path in [*REPO.glob("[0-9][0-9]_*"), REPO / "common", REPO / "slurm", REPO / "tools"]:
+    for path in [*REPO.glob("[0-9][0-9]_*/"), REPO / "common", REPO / "slurm", REPO / "tools"]:
         shutil.copytree(path, folder / path.name, ignore=ignored)
     for name in ("Makefile", "requirements.txt"):
         shutil.copy(REPO / name, folder)
@@ -148,7 +149,7 @@ class Job:
 def live_cluster(folder: Path, **variables: str) -> Iterator[Cluster]:
     """A cluster in a copy of the repository. The nodes' network namespaces have fixed names, so
     another run of the tests waits here."""
-    with open("/tmp/slurm-of-tests.lock", "a+") as file:
+    with open(LOCK, "a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         left = file.read().strip()  # a cluster of tests that were killed

@@ -201,6 +201,13 @@ def test_memory_of_where_the_model_state_is_counts(monkeypatch, capsys, state_on
     assert ("have 0.0 GB" in capsys.readouterr().err) == (not fits)
 
 
+@pytest.mark.parametrize("flag", ["--data", "--resume", "--run-dir", "--offload-dir"])
+def test_a_tilde_that_no_shell_has_expanded_is_the_home_folder(monkeypatch, flag):
+    monkeypatch.setenv("HOME", "/home/me")
+    args = load_stage("12").parse_args([f"{flag}=~/a=~"])
+    assert getattr(args, flag[2:].replace("-", "_")) == "/home/me/a=~"
+
+
 def test_what_identifies_a_command_is_as_given_on_any_number_of_ranks(monkeypatch):
     """Not the defaults that follow from the ranks: a requeued job may have others."""
     for ranks in ("1", "2"):

@@ -26,7 +26,8 @@ from slurm_cluster import skip_or_fail
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from common import distributed, storage
+from common import checkpoint_storage as storage
+from common import distributed
 from common.checkpoint import Checkpointer, Shard, checkpoints, training_state
 from common.model import Transformer, TransformerConfig, init_weights
 
@@ -245,15 +246,19 @@ def test_save_in_which_one_rank_dies_is_not_complete(pools, tmp_path):
     assert load_checkpoint(tmp_path, "auto", cut("rows", fill=False)) == 2
 
 
-def test_resume_takes_the_newest_complete_checkpoint(tmp_path):
+def test_resume_takes_the_newest_complete_checkpoint_and_names_a_newer_one(tmp_path, capsys):
     saved(tmp_path, step=3)
     saved(tmp_path, step=20)
     shutil.copytree(tmp_path / "step-00000020", tmp_path / "step-00000100")
     (tmp_path / "step-00000100" / ".metadata").unlink()
     shutil.copytree(tmp_path / "step-00000020", tmp_path / "writing-00000200")
     shutil.copytree(tmp_path / "step-00000020", tmp_path / "step-00000300.bak")
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003", "step-00000020"]
+    (tmp_path / "step-00000101").symlink_to(tmp_path / "gone")
+    (tmp_path / "step-00000102").touch()
     assert loaded(tmp_path)[1] == 20
+    said = capsys.readouterr().out
+    assert all(f"step-00000{n} is corrupt: .metadata: [Errno" in said for n in (100, 101, 102))
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003", "step-00000020"]
 
 
 def test_keep_checkpoints_limits_how_many_are_kept(tmp_path):
@@ -298,8 +303,8 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path, error_of):
     saved(tmp_path)
     for name in ("loop", "step-00000100"):  # nobody can read them, not even root
         (tmp_path / name).symlink_to(name)
-    for folder in (tmp_path / "loop", tmp_path):
-        assert "cannot be read: [Errno 40]" in error_of(loaded, folder, "auto")
+    assert "cannot be read: [Errno 40]" in error_of(loaded, tmp_path / "loop", "auto")
+    assert "cannot be read: [Errno 40]" in error_of(loaded, tmp_path, "auto", status=1)
     assert "cannot be read: [Errno 36]" in error_of(loaded, tmp_path, "x" * 300)
 
 
@@ -380,6 +385,10 @@ def test_resume_of_a_named_corrupt_checkpoint_or_of_the_last_one_is_an_error(tmp
     said = error_of(loaded, tmp_path, str(tmp_path / "step-00000004"))
     assert "checksum differs" in said and "older ones: step-00000002" in said
     assert "no older one is left" in error_of(loaded, tmp_path)
+    for path in tmp_path.glob("*/.metadata"):
+        path.unlink()  # a run does not begin again instead
+    assert "no older one is left" in error_of(loaded, tmp_path)
+    assert ".metadata" in error_of(loaded, tmp_path, str(tmp_path / "step-00000002"))
 
 
 def test_all_ranks_fall_back_when_one_reads_a_corrupt_file(pools, tmp_path):

@@ -41,14 +41,28 @@ PATH = """
 path = f"state-{dist.get_rank()}.pt"
 """
 LOSE = """
-offloaded = [file.mapped() for file in files.files] if "files" in locals() else []
+offloaded = [file.mapped() for file in folder.files] if "folder" in locals() else []
 for p in locals().get("params") or offloaded or [*model.parameters(), *model.buffers()]:
     p.data.zero_()
+for buffer in model.buffers() if offloaded else []:
+    buffer.zero_()
 for value in [v for v in locals().values() if isinstance(v, torch.optim.Optimizer)]:
     for state in getattr(value, "optimizer", value).state.values():
         for moment in state.values():
             if torch.is_tensor(moment):
                 moment.zero_()
+"""
+# in place of an activation: a module with a buffer, on which its output depends
+COUNTER = """
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh(x + self.calls / 10)
+
 """
 # at the end every rank saves the model's output; of a sequence of which it has a part, its part
 AFTER = """
@@ -166,6 +180,15 @@ def outputs(folder: Path, ranks: int) -> list:
 @pytest.fixture(params=COPIED)
 def section(request) -> Section:
     return Section(request.param)
+
+
+@pytest.mark.slow
+def test_a_copied_technique_saves_and_loads_buffers(tmp_path, monkeypatch):
+    section = Section("12")
+    example = section.example.replace("\nunits = [", COUNTER + "\nunits = [")
+    section.example = example.replace("nn.Tanh()", "Counter()")
+    assert section.example != example
+    test_a_copied_technique_trains_another_model(tmp_path, section, monkeypatch)
 
 
 @pytest.mark.slow

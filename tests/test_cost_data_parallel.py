@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
-from harness import PeakMemory, bytes_written, live_bytes, whole_ledger
+from harness import PeakMemory, bytes_written, fake_ranks, live_bytes, whole_ledger
 from techniques import STRATEGIES, Trainer
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 pytestmark = pytest.mark.slow
 
@@ -38,15 +33,15 @@ def test_communication_ledger_matches_the_bytes_written_to_the_kernel(pools, str
     assert sum(written) == pytest.approx(sum(counted), rel=0.01)
 
 
+@fake_ranks(2)
 def forward_alone(strategy: str) -> tuple[dict, int]:
     """Elements gathered by a forward without gradients, and bytes that stay unsharded."""
-    with fake_ranks(2):
-        trainer = Trainer(strategy, stack(), fused=True)
-        before = live_bytes()
-        with whole_ledger() as ledger, torch.no_grad():
-            trainer.model(torch.randn(1, WIDTH))
-        elements = {op: nbytes // 4 for (op, _), nbytes in ledger.payload.items()}
-        return elements, live_bytes() - before
+    trainer = Trainer(strategy, stack(), fused=True)
+    before = live_bytes()
+    with whole_ledger() as ledger, torch.no_grad():
+        trainer.model(torch.randn(1, WIDTH))
+    elements = {op: nbytes // 4 for (op, _), nbytes in ledger.payload.items()}
+    return elements, live_bytes() - before
 
 
 @pytest.mark.parametrize("strategy", ["zero-3", "fsdp", "fsdp-keep"])
@@ -58,7 +53,7 @@ def test_evaluation_gathers_each_unit_once_and_reshards_it(pools, strategy):
 
 # ---- memory: wide units and a batch of one, so that activations are small beside a shard ----
 
-WIDTH, N_UNITS = 256, 6
+WIDTH, N_UNITS, RANKS = 256, 6, 3
 MATRIX = WIDTH * WIDTH
 UNIT = 2 * MATRIX
 ACTIVATION = 4 * WIDTH  # bytes
@@ -79,25 +74,8 @@ PRECISIONS = {
 }
 
 
-@contextlib.contextmanager
-def fake_ranks(size: int) -> Iterator[None]:
-    """Make this process rank 0 of `size`, with collectives that do nothing.
-
-    With Gloo, the copies that its threads hold for a while would count as memory.
-    """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def resident(strategy: str, precision: str, size: int) -> dict[str, int]:
-    with fake_ranks(size):
-        return resident_in_group(strategy, precision)
-
-
-def resident_in_group(strategy: str, precision: str) -> dict[str, int]:
+@fake_ranks(RANKS)
+def resident(strategy: str, precision: str) -> dict[str, int]:
     """Live bytes at several points of the second step; the first creates the optimizer state."""
     before = live_bytes()
     shards_weights = strategy in SHARDED
@@ -148,7 +126,7 @@ def states(strategy: str, shard: int, full: int) -> tuple[int, int, int]:
     }.get(strategy, (shard, shard, 2 * shard))
 
 
-def highest(strategy: str, idle: int, n: int, itemsize: int, mixed: bool) -> int:
+def highest(strategy: str, idle: int, itemsize: int, mixed: bool) -> int:
     """Peak bytes. The peak is in backward, when autograd has computed a unit's last gradient.
 
     In addition to the `idle` bytes between steps, these are live then:
@@ -160,7 +138,7 @@ def highest(strategy: str, idle: int, n: int, itemsize: int, mixed: bool) -> int
       flight, and one more gradient shard: its own in ZeRO-3, else the previous unit's. In bfloat16
       the joined gradients are copied to float32.
     """
-    padded, at_unit = UNIT + -UNIT % n, []
+    padded, n, at_unit = UNIT + -UNIT % RANKS, RANKS, []
     if strategy in ("ddp", "zero-1"):
         return idle + MATRIX * itemsize
     for unit in range(N_UNITS):
@@ -185,20 +163,19 @@ def highest(strategy: str, idle: int, n: int, itemsize: int, mixed: bool) -> int
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_matches_the_table_at_every_point_of_a_step(pools, strategy, precision):
-    (dtype, is_mixed), size = PRECISIONS[precision], 3
-    got = pools(1, group=False).run(resident, strategy, precision, size)[0]
+    dtype, is_mixed = PRECISIONS[precision]
+    got = pools(1, group=False).run(resident, strategy, precision)[0]
     itemsize = dtype.itemsize
-    padded = UNIT + -UNIT % size  # 2 more elements per unit
-    weights, grads, optimizer = states(
-        strategy, padded // size * itemsize, (UNIT if strategy == "ddp" else padded) * itemsize
-    )
+    padded = UNIT + -UNIT % RANKS  # 2 more elements per unit
+    full = (UNIT if strategy == "ddp" else padded) * itemsize
+    weights, grads, optimizer = states(strategy, padded // RANKS * itemsize, full)
     # AdamW's step count, one float32 per tensor
     steps = 4 * N_UNITS * (2 if strategy == "ddp" else 1)
     # the gradients of 02 and of ZeRO's stage 1 are in buffers that stay allocated
     stays = grads if strategy in ("ddp", "zero-1") else 0
     gathers_in = 2 if is_mixed else itemsize
     idle = N_UNITS * (weights + stays + optimizer) + steps
-    assert got["start"] == N_UNITS * (weights + stays)
+    assert got["start"] == N_UNITS * (weights + (grads if strategy == "ddp" else 0))
     assert got["idle"] == idle
     assert got["backward"] == got["step"] == N_UNITS * (weights + grads + optimizer) + steps
 
@@ -209,20 +186,20 @@ def test_memory_matches_the_table_at_every_point_of_a_step(pools, strategy, prec
     stay = {"fsdp": 1, "fsdp-keep": N_UNITS}.get(strategy, 0)  # units that forward does not free
     kept = copies + stay * padded * gathers_in
     assert 0 <= got["kept for backward"] - kept <= little
-    peak = highest(strategy, idle, size, itemsize, is_mixed)
+    peak = highest(strategy, idle, itemsize, is_mixed)
     assert 0 <= got["peak"] - peak <= little + copies
 
 
-def peak_with_accumulation(strategy: str, size: int) -> int:
+@fake_ranks(2)
+def peak_with_accumulation(strategy: str) -> int:
     """Peak bytes above the idle ones, in a step of three micro-batches."""
-    with fake_ranks(size):
-        trainer = Trainer(strategy, stack(), bucket_mb=4 * UNIT / 2**20, fused=True)
-        x = torch.randn(1, WIDTH)
-        losses = [lambda model: model(x).sum()] * 3
-        trainer.step(losses)  # creates the optimizer state
-        with PeakMemory() as peak:
-            trainer.step(losses)
-        return peak.above
+    trainer = Trainer(strategy, stack(), bucket_mb=4 * UNIT / 2**20, fused=True)
+    x = torch.randn(1, WIDTH)
+    losses = [lambda model: model(x).sum()] * 3
+    trainer.step(losses)  # creates the optimizer state
+    with PeakMemory() as peak:
+        trainer.step(losses)
+    return peak.above
 
 
 @pytest.mark.parametrize("strategy", ["zero-2", "zero-3", "fsdp"])
@@ -231,5 +208,5 @@ def test_accumulation_holds_the_full_gradients_of_two_units(pools, strategy):
     ZeRO-3 the gradients, joined, and a shard; in FSDP also a reduction and a prefetched unit."""
     units = {"zero-2": 2.5, "zero-3": 2.5, "fsdp": 4.5}[strategy]
     peak = int(4 * (N_UNITS // 2 + units) * UNIT)
-    got = pools(1, group=False).run(peak_with_accumulation, strategy, 2)[0]
+    got = pools(1, group=False).run(peak_with_accumulation, strategy)[0]
     assert 0 <= got - peak <= 16 * ACTIVATION

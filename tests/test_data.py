@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import itertools
 import math
 import multiprocessing
@@ -300,13 +301,22 @@ def test_failed_preparation_is_reported_without_its_lock(monkeypatch, tmp_path):
 def test_damaged_prepared_data_is_an_error_that_names_the_file(
     monkeypatch, tmp_path, error_of, file, damage
 ):
-    monkeypatch.setenv("DATA_ROOT", str(tmp_path / "root"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DATA_ROOT", "~/root")
     name = folder(tmp_path / "c", "a b c d\n" * 50)
     load_corpus(name)
     (path,) = (tmp_path / "root").glob(f"*/{file}")
     damage(path)
     said = error_of(load_corpus, name)
     assert str(path) in said and f"remove {path.parent}, and it is prepared again" in said
+
+
+def test_prepared_data_that_cannot_be_read_is_not_to_be_removed(monkeypatch, tmp_path, error_of):
+    monkeypatch.setenv("DATA_ROOT", str(tmp_path / "root"))
+    load_corpus(name := folder(tmp_path / "c", "a b c d\n" * 50))
+    monkeypatch.setattr(data, "_mapped", Mock(side_effect=PermissionError(13, "of another user")))
+    said = error_of(load_corpus, name)
+    assert "set DATA_ROOT" in said and "remove" not in said
 
 
 # ---- the sample ----
@@ -325,6 +335,8 @@ REAL = REPO.parent / "shared" / "wikitext-2"
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"the real WikiText-2 is not at {REAL.parent.name}/")
 def test_wikitext2_has_its_published_counts():
+    digests = [hashlib.sha1((REAL / f"{s}.txt").read_bytes()).hexdigest()[:12] for s in data.SPLITS]
+    assert digests[1:] == data.PUBLISHED[1:]  # the articles of `train` are in another order here
     corpus = load_corpus(str(REAL))
     assert [len(corpus.train), len(corpus.valid), len(corpus.test)] == [2088628, 217646, 245569]
     assert len(corpus.vocab) == 33278
@@ -340,11 +352,11 @@ def fake_hub(monkeypatch, tmp_path, load_dataset) -> None:
     monkeypatch.setenv("DATA_ROOT", str(tmp_path))
 
 
-def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_path):
+def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_path, error_of):
     asked = []
 
-    def load_dataset(*args):
-        asked.append(args)
+    def load_dataset(*args, revision):
+        asked.append((*args, revision))
         rows = {
             "train": ["", " = A title = \n", " some <unk> words \n"],
             "validation": [" some words \n", ""],
@@ -353,18 +365,22 @@ def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_p
         return {split: {"text": text} for split, text in rows.items()}
 
     fake_hub(monkeypatch, tmp_path, load_dataset)
+    assert "is not the text that was published" in error_of(load_corpus, "wikitext2", True)
+    files = " \n = A title = \n some <unk> words \n", " some words \n \n", " = words = \n"
+    digests = [hashlib.sha1(text.encode()).hexdigest()[:12] for text in files]
+    monkeypatch.setattr(data, "PUBLISHED", digests)
     corpus = load_corpus("wikitext2", download=True)
     expected = [EOS, *"= A title =".split(), EOS, "some", UNKNOWN, "words", EOS]
     assert words(corpus, "train") == expected
     assert words(corpus, "valid") == ["some", "words", EOS, EOS]
-    assert asked == [("Salesforce/wikitext", "wikitext-2-v1")]
+    assert asked == [("Salesforce/wikitext", "wikitext-2-v1", data.REVISION)] * 2
     command = [sys.executable, "-m", "common.data"]  # of `make data`: it is prepared already
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert "10 / 4 / 4 tokens" in done.stdout and not done.stderr
 
 
 def test_wikitext2_download_failure_is_an_error_and_leaves_nothing(monkeypatch, tmp_path, error_of):
-    def load_dataset(*args):
+    def load_dataset(*args, **kwargs):
         raise ConnectionError("no route\nto host")
 
     fake_hub(monkeypatch, tmp_path, load_dataset)

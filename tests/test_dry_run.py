@@ -62,28 +62,6 @@ def test_dry_run_matches_the_memory_and_communication_of_eight_real_ranks(pools,
         assert dry[rank].peak == pytest.approx(peak[rank], rel=0.02)
 
 
-MEMORY = "--d-model 128 --n-layers 8 --n-heads 4 --seq-len 64 --micro-batch-size 1".split()
-
-
-@pytest.mark.parametrize(
-    "stage, own",
-    [
-        ("05", "--global-batch-size 1"),
-        ("06", "--global-batch-size 8 --schedule zero-bubble"),
-        ("07", "--pp 2 --tp 2 --global-batch-size 8 --schedule 1f1b --sequence-parallel"),
-    ],
-)
-def test_bfloat16_activations_take_at_most_0_8_of_float32_memory(pools, stage, own):
-    """No micro-batch in flight keeps a bfloat16 copy of the weights for backward."""
-    float32, bfloat16 = (
-        pools(1, group=False).run(
-            dry_run, stage, 4, 0, [*MEMORY, *own.split(), "--dtype", dtype], VOCABULARY
-        )[0]
-        for dtype in ("float32", "bfloat16")
-    )
-    assert bfloat16.activations <= 0.8 * float32.activations, (float32, bfloat16)
-
-
 def test_dry_run_of_a_model_larger_than_this_machines_memory(pools):
     giant = "--d-model 131072 --n-layers 2 --n-heads 2 --global-batch-size 8".split()
     (got,) = pools(1, group=False).run(dry_run, "04", 8, 0, giant, VOCABULARY)

@@ -336,6 +336,11 @@ def of_mixture(case: str) -> object:
             model.zero_grad()
             model(x).sum().backward()
             return stage.clip_grad_norm_(model, 1.0).isfinite().item()
+        if case == "meta device":
+            mixture.bias.fill_(7)  # what the memory held before
+            for module in model.modules():
+                getattr(module, "reset_parameters", lambda: None)()
+            return mixture.bias.abs().sum().item()
         if case == "new experts":  # as of to_empty, after the mixture was built
             state = {name: value.clone() for name, value in model.state_dict().items()}
             model.load_state_dict(state, assign=True)
@@ -367,6 +372,7 @@ def test_a_misuse_of_a_mixture_is_an_error(pools, case):
 def test_a_cast_frozen_or_replaced_mixture_is_exact(pools):
     assert pools(2).run(of_mixture, "bfloat16") == pytest.approx([400 * 0.0001] * 2, rel=1e-3)
     assert all(pools(2).run(of_mixture, "frozen"))
+    assert pools(2).run(of_mixture, "meta device") == [0, 0]
     # of 3 tokens per rank the weights add up to 3, for each of 8 features, averaged over the ranks
     assert sum(pools(2).run(of_mixture, "new experts")) == pytest.approx(3 * 8)
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from common.checkpoint import checkpoints
 from common.data import load_corpus
 from common.model import Transformer, TransformerConfig
+from tools import export
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +68,17 @@ def test_an_older_checkpoint_is_exported_by_its_own_path(call, run):
     done = call("export", older)
     assert not done.exit_status and f"{run}/model.pt" in done.stdout, done.stderr
     assert "from " in done.stdout and done.stdout.strip().endswith("step-00000030")
+
+
+def test_a_run_behind_a_link_is_found_and_a_link_without_end_is_not_followed(
+    monkeypatch, run, tmp_path
+):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/scratch").symlink_to(run)
+    for name in ("one", "two"):
+        (tmp_path / "runs" / name).symlink_to(tmp_path / "runs")
+    monkeypatch.setattr(export, "__file__", str(tmp_path / "tools/export.py"))
+    assert export.newest_run().samefile(run)
 
 
 def test_export_to_a_folder_is_an_error_and_to_a_link_writes_what_it_links_to(call, run, tmp_path):

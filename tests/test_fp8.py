@@ -285,29 +285,36 @@ def linear(n_in: int = 32, n_out: int = 16) -> nn.Linear:
     return nn.Linear(n_in, n_out, bias=False)
 
 
-LOST = {  # what is done to a layer that cannot be replaced, and what is said
-    "a bias": (lambda layer: nn.Linear(32, 16), "bias"),
-    "an embedding": (lambda layer: nn.Embedding(32, 16), "Embedding"),
-    "a parametrization": (nn.utils.parametrizations.spectral_norm, "original"),
-    "an older one": (nn.utils.spectral_norm, "weight_orig"),
-    "a subclass of the same name": (
-        lambda layer: type("Linear", (nn.Linear,), {})(32, 16, bias=False),
-        "Linear",
-    ),
-    "a hook": (lambda layer: layer.register_forward_hook(lambda *_: None), "_forward_hooks"),
-    "a buffer": (lambda layer: layer.register_buffer("mask", torch.ones(32)), "mask"),
-    "a forward of its own": (lambda layer: setattr(layer, "forward", torch.abs), "forward"),
-    "an input width": (lambda layer: linear(n_in=24), "multiples of 16"),
-    "an output width": (lambda layer: linear(n_out=40), "multiples of 16"),
-}
+@recipes
+def test_a_layer_from_the_meta_device_is_initialized_as_nn_linear(recipe):
+    with torch.device("meta"):
+        layer = stage.Float8Linear(linear(), recipe)
+    torch.manual_seed(0)
+    layer.to_empty(device="cpu").reset_parameters()
+    torch.manual_seed(0)
+    assert torch.equal(layer.weight, linear().weight)
 
 
-@pytest.mark.parametrize("case", LOST)
-def test_a_layer_that_would_lose_something_is_an_error(case):
-    layer, (change, said) = linear(), LOST[case]
-    changed = change(layer)
+@recipes
+def test_one_token_without_a_batch_is_a_row(recipe):
+    layer, x = stage.Float8Linear(linear(), recipe), torch.randn(32, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(y, layer(x[None])[0]) and x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (nn.Embedding(32, 16), "Embedding"),
+        (linear(n_in=24), "multiples of 16"),
+        (linear(n_out=40), "multiples of 16"),
+    ],
+)
+def test_a_layer_that_does_not_fit_is_an_error(layer, said):
+    """What it would lose: test_tensor_parallel.py."""
     with pytest.raises(ValueError, match=said):
-        stage.Float8Linear(changed if isinstance(changed, nn.Module) else layer, "rowwise")
+        stage.Float8Linear(layer, "rowwise")
 
 
 @recipes

@@ -71,6 +71,7 @@ def test_make_run_starts_one_process_per_gpu(tmp_path, gpus, visible, processes)
     variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     said = dry_make_run(tmp_path, "nvidia-smi", listed, **variables)
     assert f"--nproc-per-node {processes} 04_fsdp/train.py" in said
+    assert "--local-addr 127.0.0.1" in said  # else a host name that does not resolve makes it hang
 
 
 @pytest.mark.quick
@@ -78,6 +79,19 @@ def test_make_runs_of_the_same_second_have_different_ids(tmp_path):
     said = [dry_make_run(tmp_path, "date", "echo 20250101-120000\n") for _ in range(2)]
     ids = [re.search(r"--rdzv-id (\S+)", each)[1] for each in said]
     assert ids[0] != ids[1] and all(x.startswith("20250101-120000-") for x in ids)
+
+
+@pytest.mark.quick
+def test_make_works_whatever_a_users_variables_say_of_python_and_pip(tmp_path):
+    env = {**os.environ, "PYTHONSAFEPATH": "1", "PIP_USER": "1", "PIP_TARGET": str(tmp_path / "x")}
+    subprocess.run(["make", "diff-02"], cwd=REPO, env=env, stdout=subprocess.DEVNULL, check=True)
+    (tmp_path / "v").mkdir()
+    for tool in ("pip", "python"):
+        executable(tmp_path / "v/bin" / tool, '#!/bin/sh\necho "$@" "target=$PIP_TARGET" >>said\n')
+    setup = ["sh", REPO / "tools/setup.sh", sys.executable, "v"]
+    subprocess.run(setup, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, check=True)
+    (install,) = re.findall(".*pip install.*", (tmp_path / "said").read_text())
+    assert "--no-user" in install and install.endswith("target=")
 
 
 # ---- errors where something is missing ----
@@ -134,7 +148,9 @@ case "$*" in
 *) echo gpu:8 ;;
 esac
 """
-SLURM = dict(sbatch='echo "7;$SUBMITTED" >&2; echo "7;cluster"', sinfo=SINFO, squeue="")
+SLURM = dict(
+    sbatch='echo "7;$SUBMITTED$SLURM_MEM_PER_CPU" >&2; echo "7;cluster"', sinfo=SINFO, squeue=""
+)
 
 
 @pytest.mark.parametrize("time", ["4", "4:59", "0:04:59", "0-0:04", "0-00:04:59", "6"])
@@ -165,7 +181,7 @@ def test_time_that_is_long_enough_is_submitted(tmp_path, time):
         ("submit-02 NODES=4", "NODES=4: the partition has 3,"),
         ("submit-02 PARTITION=small", "NODES=2: the partition has 1,"),  # the header's two
         ("submit-04 NODES=2 GPUS=3 ARGS=--shard-degree=4", "--shard-degree 4 does not divide"),
-        ("submit-all ARGS=--timeout=60", "unrecognized arguments: --timeout=60"),  # of 01
+        ("submit-all ARGS=--zero-stage=2", "unrecognized arguments: --zero-stage=2"),  # of 01
     ],
 )
 def test_a_job_that_can_never_run_is_an_error_before_anything_is_submitted(tmp_path, words, says):
@@ -181,7 +197,8 @@ def test_what_sbatch_rejects_is_not_reported_as_a_job(tmp_path):
 
 
 def test_submission_passes_cpus_memory_and_its_time_and_names_the_gpus_it_does_not_take(tmp_path):
-    done = make(tmp_path, "submit-04", "NODES=1", "CPUS=96", "MEM=0", **SLURM)
+    words = ["NODES=1", "CPUS=96", "MEM=0", "SLURM_MEM_PER_CPU=1"]  # the last: of the job around it
+    done = make(tmp_path, "submit-04", *words, **SLURM)
     assert done.returncode == 0 and "job 7, log 04_fsdp-7.log" in done.stdout, done.stderr
     assert "--cpus-per-task=96 --mem=0 04_fsdp/train.sbatch" in done.stdout
     assert "a node has 8: GPUS=8" in done.stdout
@@ -283,16 +300,18 @@ def test_a_job_that_cannot_be_requeued_says_so_and_an_arrays_task_requeues_itsel
 
 ERRORS_OF_ENV = {  # the job's variables: what env.sh says, and returns to the shell with status 2
     "": "SLURM_JOB_ID=",
-    "SLURM_JOB_ID=7 SLURM_HET_SIZE=2": "heterogeneous jobs are not supported",
+    "SLURM_JOB_ID=8": "scontrol show job 8 does not answer",
+    "SLURM_JOB_ID=7 SHOWN=HetJobId=7": "heterogeneous jobs are not supported",
     "SLURM_JOB_ID=7 SUBMITTED=x SLURM_JOB_NODELIST=n VENV=absent": "environment in absent",
 }
 
 
 @pytest.mark.parametrize("variables", ERRORS_OF_ENV)
 def test_an_error_of_env_sh_is_a_line_and_ends_no_shell(tmp_path, variables):
-    executable(tmp_path / "scontrol", "#!/bin/sh\necho NodeAddr=n")
+    executable(tmp_path / "scontrol", '#!/bin/sh\necho "JobId=7 $SHOWN NodeAddr=n"')
+    executable(tmp_path / "sleep", "#!/bin/sh")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
-    env |= dict(word.split("=") for word in variables.split())
+    env |= dict(word.split("=", 1) for word in variables.split())
     script = f"source {REPO}/slurm/env.sh; echo status $?"
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True
@@ -353,11 +372,15 @@ def test_staging_copies_existing_data_or_warns(tmp_path, exists):
         (tmp_path / "corpora/sample").mkdir(parents=True)
     env = dict(os.environ, STAGE_DATA="1", DATA_ROOT=str(tmp_path / "corpora"))
     env |= {"SLURM_NODEID": "0", "SLURM_JOB_ID": f"test-{os.getpid()}"}
+    copy = f"/dev/shm/corpora-test-{os.getpid()}-0"
+    left, others = Path(f"{copy}-killed"), Path(copy)  # nobody can prepare the folder in advance
+    left.mkdir(), others.mkdir()
     command = [REPO / "slurm/node.sh", "sh", "-c", 'echo "in $DATA_ROOT:" $(ls "$DATA_ROOT")']
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    copy = f"/dev/shm/corpora-test-{os.getpid()}-0"
-    assert done.returncode == 0 and done.stdout == f"in {copy}:{' sample' * exists}\n"
-    assert not Path(copy).exists()
+    others.rmdir()  # it is there still, and empty
+    assert done.returncode == 0, done
+    assert re.fullmatch(rf"in {copy}-\w{{6}}:{' sample' * exists}\n", done.stdout)
+    assert not [*Path("/dev/shm").glob(f"{left.name[:-6]}*")]  # nor what a killed start has left
     if not exists:
         assert done.stderr.count("\n") == 1 and "make data" in done.stderr
         assert str(tmp_path / "corpora") in done.stderr

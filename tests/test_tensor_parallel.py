@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import deque
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import PeakMemory, live_bytes, load_stage
+from harness import REPO, PeakMemory, live_bytes, load_stage
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.loss import IGNORED, linear_cross_entropy
+from common.loss import IGNORED
 from common.model import Output, Transformer, TransformerConfig
 
 pytestmark = pytest.mark.slow
@@ -197,41 +200,47 @@ def test_backward_overlaps_the_all_reduce_with_the_weight_gradients_matmul(
 # ---- the contract: what does not fit is an error (07's copies are equal: test_diffs.py) ----
 
 
-class Scaled(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
+def plain_linear(size: int = 8) -> nn.Linear:
+    return nn.Linear(size, size, bias=False)
 
 
-def plain_linear(change: str = "") -> nn.Linear:
-    linear = (Scaled if change == "subclass" else nn.Linear)(8, 8, bias=change == "bias")
-    if change == "hook":
-        linear.register_forward_hook(lambda *_: None)
-    if change == "weight hook":
-        linear.weight.register_hook(lambda grad: 0 * grad)
-    if change == "weight attribute":
-        linear.weight.no_decay = True
-    if change == "buffer":
-        linear.register_buffer("scale", torch.ones(1))
-    if change == "own forward":
-        linear.forward = lambda x: x
-    return nn.utils.parametrizations.spectral_norm(linear) if change == "spectral" else linear
-
-
+LOST = {  # what is done to a linear layer, and what is said by each module that replaces one
+    "a bias": (lambda layer: nn.Linear(16, 16), "bias"),
+    "a parametrization": (nn.utils.parametrizations.spectral_norm, "original|parametrizations"),
+    "an older one": (nn.utils.spectral_norm, "weight_orig"),
+    "a subclass of the same name": (
+        lambda layer: type("Linear", (nn.Linear,), {})(16, 16, bias=False),
+        "class Linear|no subclass",
+    ),
+    "a hook": (lambda layer: layer.register_forward_hook(lambda *_: None), "_forward_hooks"),
+    "a buffer": (lambda layer: layer.register_buffer("mask", torch.ones(16)), "mask|_buffers"),
+    "a forward of its own": (lambda layer: setattr(layer, "forward", torch.abs), "forward"),
+}
+OF_A_WEIGHT = {  # what one that makes another weight would lose, too
+    "a hook": (lambda layer: layer.weight.register_hook(torch.zeros_like), "hooks of a parameter"),
+    "an attribute": (lambda layer: setattr(layer.weight, "no_decay", True), "attributes or"),
+}
 FIELDS = [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
-CHANGES = ["bias", "subclass", "spectral", "hook", "weight hook", "weight attribute", "buffer"]
-CHANGES += ["own forward"]
 
 
 def what_is_replaced() -> None:
     stage = load_stage("05")
     region = stage.TensorParallelRegion(dist.group.WORLD)
-    for module in (stage.ColumnParallelLinear, stage.RowParallelLinear):
-        for change in CHANGES:
-            with pytest.raises(ValueError, match="would lose"):
-                module(plain_linear(change), region)
+    sharded = stage.ColumnParallelLinear, stage.RowParallelLinear
+    deferred = partial(load_stage("06").DeferredLinear, pending=deque())
+    float8 = partial(load_stage("10").Float8Linear, recipe="rowwise")
+    checked = [*(partial(module, region=region) for module in sharded), deferred]
+    cases = [*product((*checked, float8), LOST.values()), *product(checked, OF_A_WEIGHT.values())]
+    for replacement, (change, said) in cases:
+        changed = change(plain := plain_linear(16))
+        with pytest.raises(ValueError, match=said):
+            replacement(changed if isinstance(changed, nn.Module) else plain)
+    for module in sharded:
         with pytest.raises(ValueError, match=r"of \(6, 6\) is not divisible by 4 ranks"):
             module(nn.Linear(6, 6, bias=False), region)
         ours = module(plain_linear().double().requires_grad_(False).eval(), region)
+        with pytest.raises(RuntimeError, match="before it is sharded"):
+            ours.reset_parameters()
         carried = ours.weight.dtype, ours.weight.requires_grad, ours.training
         assert carried == (torch.float64, False, False)
     for fields in FIELDS:
@@ -250,19 +259,15 @@ def test_a_replaced_module_loses_nothing(pools):
 
 
 def out_of_vocabulary() -> None:
-    """Ids outside of the vocabulary; the plain loss and the sharded ones agree about IGNORED."""
     stage, group = load_stage("05"), dist.group.WORLD
     embedding = stage.VocabParallelEmbedding(nn.Embedding(8, 4), stage.TensorParallelRegion(group))
-    x, weight = torch.randn(2, 4), torch.randn(8, 4)
-    local = x @ weight.chunk(2)[dist.get_rank()].t()
+    local = torch.randn(2, 4)
     for wrong in (-1, 8, -101):
         with pytest.raises(IndexError):
             embedding(torch.tensor([[1, wrong]]))
         targets = torch.tensor([1, wrong])
         with pytest.raises(RuntimeError, match=f"index {wrong} is out of bounds"):
             stage.vocab_parallel_cross_entropy(local.clone(), targets, group)
-        with pytest.raises(RuntimeError, match=f"index {wrong} is out of bounds"):
-            linear_cross_entropy(x, weight, targets)
 
 
 @pytest.mark.quick
@@ -306,6 +311,22 @@ def replicated_gradients(number: str) -> None:
 @pytest.mark.parametrize("number", ["05", "07"])
 def test_replicated_gradients_that_differ_or_are_missing_are_errors(pools, number):
     pools(2).run(replicated_gradients, number)
+
+
+def test_dropout_seeded_as_the_readme_says_differs_between_shards():
+    """As a rank's own state and rank tell: other places on another rank, the same ones again."""
+    readme = (REPO / "05_tensor_parallel/README.md").read_text()
+    (lines,) = re.findall(r"`(with torch.random.fork_rng.*?)`", readme)
+
+    def drop(rank: int) -> torch.Tensor:
+        names = {"seed": 1, "step": 2, "layer": 3, "rank": rank, "x": torch.ones(64, 64)}
+        space = {"torch": torch, "dropout": nn.Dropout(0.5), **names}
+        exec(lines, space)
+        return space["x"] == 0
+
+    state = torch.get_rng_state()
+    assert torch.equal(drop(0), drop(0)) and torch.equal(state, torch.get_rng_state())
+    assert 0.4 < (drop(0) == drop(1)).float().mean() < 0.6
 
 
 def norm_with_frozen_layers() -> float:

@@ -24,11 +24,11 @@ from processes import train_and_signal
 from test_checkpoint import metadata_of, write_metadata
 from torch import Tensor
 
-from common import storage
+from common import checkpoint_storage as storage
 from common.arguments import PRESETS
+from common.atomic_files import sync
 from common.checkpoint import checkpoints
 from common.data import load_corpus, train_batches
-from common.files import sync
 from common.metrics import Metrics, peak_flops, readable
 from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import learning_rate

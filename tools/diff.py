@@ -85,7 +85,7 @@ def align(old: Block | None, new: Block) -> list[tuple[str, list[Line], list[Lin
 
 def compare(old: str, new: str, repo: Path = REPO) -> tuple[list, list[Block], list[str]]:
     """All of the newer stage; of the older one what is in no pair; and the names that are gone."""
-    every = {n: split(x.parent.name, x.read_text()) for n, x in stage_paths(repo).items()}
+    every = {n: split(x.parent.name, x.read_text("utf-8")) for n, x in stage_paths(repo).items()}
     older, newer, pairs, continued = every[old], every[new], [], []
     owners, others = {block.owner for block in newer}, renamed(repo)
     known = older + [x for n in every if n < new and n != old for x in every[n]]

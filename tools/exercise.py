@@ -56,7 +56,7 @@ def with_blanks(number: str) -> str:
     for i, name in enumerate(names, 1):
         what = f'"exercise {i} of {len(names)}: {name}"'
         blanks[name] = [" " * (4 + 4 * name.count(".")) + f"raise NotImplementedError({what})"]
-    return with_bodies(stage_path(number).read_text(), blanks)[0]
+    return with_bodies(stage_path(number).read_text("utf-8"), blanks)[0]
 
 
 def blanks_of(source: str) -> list[str]:
@@ -67,7 +67,7 @@ def blanks_of(source: str) -> list[str]:
 
 def filled(source: str, number: str) -> tuple[str, list[int]]:
     """A script whose blanks have the stage's own bodies, and the numbers of its lines."""
-    own = stage_path(number).read_text()
+    own = stage_path(number).read_text("utf-8")
     lines, places = own.splitlines(), bodies(own)
     return with_bodies(source, {name: lines[places[name]] for name in blanks_of(source)})
 
@@ -87,7 +87,7 @@ def main() -> None:
     common = REPO / "exercises/common"
     if not common.is_symlink():
         common.symlink_to("../common")
-    path.write_text(with_blanks(args.stage))
+    path.write_text(with_blanks(args.stage), "utf-8")
     print(f"{shown}: write, in this order,")
     print("\n".join(f"  {i:2}  {name}" for i, name in enumerate(names, 1)))
     print(f"then: make check-{args.stage}, after each of them if you like")

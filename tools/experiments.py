@@ -80,9 +80,9 @@ def sections(text: str) -> dict[str, str]:
 
 def experiments_of(readme: Path) -> list[Experiment]:
     """The experiments of a README, in order; none if it has no such section."""
-    found = re.search(r"^## Experiments\n(.*?)(?=^## |\Z)", readme.read_text(), re.M | re.S)
+    found = re.search(r"^## Experiments\n(.*?)(?=^## |\Z)", readme.read_text("utf-8"), re.M | re.S)
     texts, path = sections(found[1] if found else ""), readme.with_name("experiments.check")
-    checks = sections(path.read_text() if path.exists() else "")
+    checks = sections(path.read_text("utf-8") if path.exists() else "")
     if texts.keys() != checks.keys():
         different = ", ".join(sorted(texts.keys() ^ checks.keys()))
         raise ValueError(f"{path} and the README have different experiments: {different}")

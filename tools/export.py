@@ -10,7 +10,7 @@ run that saved last.
 
 from __future__ import annotations
 
-import argparse
+import os
 import warnings
 from pathlib import Path
 
@@ -18,20 +18,25 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from common.arguments import Parser
+from common.atomic_files import exists, replacing
 from common.checkpoint import checkpoints
+from common.checkpoint_storage import CorruptCheckpointError, LoadPlanner, Reader
 from common.distributed import fail
-from common.files import exists, replacing
-from common.storage import CorruptCheckpointError, LoadPlanner, Reader
 
 
 def newest_run() -> Path:
-    """The folder under `runs/` with the newest checkpoint in it."""
-    repo = Path(__file__).resolve().parents[1]
-    runs = {p.parent.parent for p in repo.glob("runs/**/checkpoints/step-*")}
-    runs = {run for run in runs if checkpoints(run / "checkpoints")}
+    """The folder under `runs/`, or under a link there, with the newest checkpoint in it."""
+    runs, seen = set(), set()
+    for name, folders, _ in os.walk(Path(__file__).resolve().parents[1] / "runs", followlinks=True):
+        if (folder := Path(name)).resolve() in seen:
+            folders.clear()  # a link to a folder above it has no end
+        elif folder.name == "checkpoints" and checkpoints(folder):
+            runs.add(folder.parent)
+        seen.add(folder.resolve())
     if not runs:
         fail("no run here has a checkpoint: name a run's folder, or train --checkpoint-every 100")
-    return max(runs, key=lambda run: checkpoints(run / "checkpoints")[-1].stat().st_mtime)
+    return max(runs, key=lambda run: checkpoints(run / "checkpoints")[-1].lstat().st_mtime)
 
 
 def tensors_of(checkpoint: Path, prefix: str = "model.") -> dict[str, Tensor]:
@@ -64,7 +69,7 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path]:
     except OSError as error:
         fail(f"{path} cannot be read: {error}")
     if not found:
-        fail(f"{path}: no checkpoint there; train with --checkpoint-every")
+        fail(f"{path}: no checkpoint with its .metadata there; train with --checkpoint-every")
     return path, found[-1]
 
 
@@ -81,7 +86,7 @@ def export(checkpoint: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", nargs="?", type=Path, help="a run's folder, or a checkpoint's")
     parser.add_argument("--out", type=Path, help="default: model.pt in the run's folder")
     args = parser.parse_args()

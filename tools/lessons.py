@@ -37,7 +37,7 @@ FRAME = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{title}</
 def lines_of(path: Path) -> list[str]:
     """Lines of HTML, each of which closes what it opens."""
     lexer = (find_lexer_class_for_filename(path.name) or BashLexer)(stripnl=False)
-    return pygments.highlight(path.read_text(), lexer, FORMATTER).split("\n")[:-1]
+    return pygments.highlight(path.read_text("utf-8"), lexer, FORMATTER).split("\n")[:-1]
 
 
 def code_page(path: Path) -> str:
@@ -151,7 +151,7 @@ def readme_page(path: Path, linked: list[Path]) -> str:  # which gets the files 
         linked.append((path.parent / name).resolve())
         return f'{found[1]}="{address(linked[-1])}{hash_}{anchor}"'
 
-    text = re.sub(r"<h(\d)>(.*?)</h\1>", heading, MARKDOWN.render(path.read_text()))
+    text = re.sub(r"<h(\d)>(.*?)</h\1>", heading, MARKDOWN.render(path.read_text("utf-8")))
     return re.sub(r'\b(href|src)="([^"]*)"', link, text)
 
 
@@ -172,12 +172,12 @@ def framed(title: str, content: str, n: str = "", view: str = "") -> str:
 
 def build(out: Path = REPO / "lessons") -> None:
     out.mkdir(parents=True, exist_ok=True)
-    css = Path(__file__).with_suffix(".css").read_text()
+    css = Path(__file__).with_suffix(".css").read_text("utf-8")
     for style, scheme in (("stata-light", "light"), ("github-dark", "dark")):
         rules = HtmlFormatter(style=style).get_style_defs("code").split("\n")
         colours = "\n".join(rule for rule in rules if rule.startswith("code ."))
         css += f"@media (prefers-color-scheme: {scheme}) {{\n{colours}\n}}\n"
-    (out / "style.css").write_text(css)
+    (out / "style.css").write_text(css, "utf-8")
     paths = list(PAGES)
     for path in paths:  # which grows
         if path.suffix in PICTURES:
@@ -187,11 +187,12 @@ def build(out: Path = REPO / "lessons") -> None:
         is_text, linked = path.suffix == ".md", []
         content = readme_page(path, linked) if is_text else code_page(path)
         title = f"{n} {stage_file(n).title}" if n else path.name
-        (out / address(path)).write_text(framed(title, content, n, "README" if is_text else "Code"))
+        page = framed(title, content, n, "README" if is_text else "Code")
+        (out / address(path)).write_text(page, "utf-8")
         paths += dict.fromkeys(x for x in linked if x not in paths)
     for old, new in permutations(STAGES, 2):
         page = framed(f"{old} → {new}", comparison_page(old, new), new, "Comparison")
-        (out / f"{new}-from-{old}.html").write_text(page)
+        (out / f"{new}-from-{old}.html").write_text(page, "utf-8")
     print(f"open {out / 'index.html'} in a browser")
 
 

@@ -163,7 +163,7 @@ class Quickstart:
         if self.gpus:
             backend = "cpu:gloo,cuda:nccl" if row.ranks <= self.gpus else "cpu:gloo,cuda:gloo"
             # CUDA reads it when a process begins to use it: such stages have processes of their own
-            if "CUDA_DEVICE_MAX_CONNECTIONS" in stage_path(row.stage).read_text():
+            if "CUDA_DEVICE_MAX_CONNECTIONS" in stage_path(row.stage).read_text("utf-8"):
                 environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         key = row.ranks, has_group, *environment
         if key not in self.pools:
@@ -235,7 +235,7 @@ def write(heading: str, done: list[str], bad: int, remaining: list[Row], gpus: i
         lines.append("With one GPU, NCCL runs with one rank: between ranks it stays unproven.")
     lines += ["", "```", COLUMNS, *done, "```"]
     lines += ["", "Not run:", "", *(f"- {row.name}" for row in remaining)] * bool(remaining)
-    REPORT.write_text("\n".join(lines) + "\n")
+    REPORT.write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def machine(gpus: int, cores: int) -> str:

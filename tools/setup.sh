@@ -28,7 +28,8 @@ elif [ "$torch" = keep ]; then
 fi
 wanted=$([ "$torch" = keep ] || echo "torch==${torch:-$default}")
 set -- -r requirements.txt ${wanted:+"$wanted"}
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" ||
+unset PIP_TARGET PIP_PREFIX PIP_ROOT # of a user, as --user may be: into another folder
+"$venv/bin/python" -m pip install --no-user --quiet --disable-pip-version-check "$@" ||
   fail "pip could not install requirements.txt (its message is above); is there internet?"
 # PyTorch's own, outside of the environment, would start the Python that it is installed for
 [ -x "$venv/bin/torchrun" ] || {

@@ -198,7 +198,7 @@ def problems(number: str, repo: Path = REPO) -> list[str]:
         if count and purpose in exempt:
             found.append(f"it has runs for {purpose!r} and is exempt from it: remove one of them")
         elif purpose == "bench":
-            has_row = f'    "{number}-' in (repo / "benchmarks/rows.py").read_text()
+            has_row = f'    "{number}-' in (repo / "benchmarks/rows.py").read_text("utf-8")
             if not has_row and purpose not in exempt:
                 found.append(f'add a row "{number}-..." to ROWS in benchmarks/rows.py, or {_why}')
         elif not count and purpose not in exempt:

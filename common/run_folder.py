@@ -14,9 +14,9 @@ import shutil
 import time
 from pathlib import Path
 
-from common.files import exists, make, numbered
+from common.atomic_files import exists, make, numbered
+from common.checkpoint_storage import checkpoints
 from common.metrics import step_of
-from common.storage import checkpoints
 
 
 def launch_name() -> str | None:
@@ -87,7 +87,7 @@ class RunFolder:
             self._lock.close()
             if is_given:
                 who = f"process {before.get('pid')} on {before.get('host')}"
-                raise OSError(f"another run writes there ({who}): pass another --run-dir")
+                raise OSError(f"another run writes to {folder} ({who}): pass another --run-dir")
             return False
         self.ids["began"] = restarted and before["began"]
         self._note()

@@ -24,7 +24,7 @@ from torch.futures import Future
 from torch.utils.serialization import config
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from common.files import exists, move_aside, sync
+from common.atomic_files import exists, move_aside, sync
 
 
 class CheckpointError(Exception):
@@ -172,7 +172,7 @@ class AtomicWriter(dcp.FileSystemWriter):
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first.
+    """The checkpoints in a folder, oldest first. A save that is not complete has another name.
 
     Raises OSError if the folder cannot be read: that does not mean that there are none.
     """
@@ -180,7 +180,7 @@ def checkpoints(folder: str | os.PathLike) -> list[Path]:
         found = [p for p in Path(folder).iterdir() if re.fullmatch(r"step-\d{8,}", p.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((p for p in found if exists(p / ".metadata")), key=lambda p: int(p.name[5:]))
+    return sorted(found, key=lambda p: int(p.name[5:]))
 
 
 def _delete(path: Path) -> None:
@@ -254,7 +254,8 @@ class Reader(dcp.FileSystemReader):
                 if Path(info.relative_path).name != info.relative_path:
                     raise ValueError(f"{info.relative_path} is outside of the checkpoint")
         except Exception as error:
-            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+            if isinstance(error, OSError) and not is_missing:
                 raise  # the checkpoint may be intact
             raise CorruptCheckpointError(f".metadata: {error}") from None
         self.transforms = VerifiedItems(self.metadata.storage_data)

@@ -1,17 +1,18 @@
 """The files of stage 12: each rank has one per unit, with the unit's state and gradient.
 
-    slot 0      parameters, first moment, second moment: float32 [3, length]
+    slot 0      parameters, first moments, second moments: float32 [3, length]
     slot 1      the same: one slot is current, the other one is being written
     gradient    float32 [length]
 
-`step.json` says which slot is current. It is replaced atomically, so after a kill at any moment it
-names a slot that is complete. Linux only.
+`step.json` says which slot is current, and has the slots' checksums. It is replaced atomically, so
+after a kill at any moment it names a slot that is complete. Direct I/O on Linux only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -26,38 +27,53 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from common.collectives import all_reduce_control
 from common.distributed import fail, print0, warn
 
 PAGE = 1024  # float32 elements, 4,096 bytes
-SLOT, GRADIENT, ROWS = 3, 6, 7  # rows of a slot, the gradient's row, rows of a file
-RECORD = ("step", "slot", "content", "boot", "settings")  # attributes that `step.json` has
+DELETE = "delete its folder to resume from the newest checkpoint, if there is one"
+SLOT = 3  # rows of a slot
+GRADIENT = 2 * SLOT  # the gradient's row, which follows the two slots
+ROWS = GRADIENT + 1  # of a file
+# attributes of `StateFolder` that `step.json` has
+RECORD = ("step", "slot", "checksums", "content", "boot", "description")
 
 
 class StateFile:
     """The state of one unit: rows of `length` elements, `stride` elements apart, in whole pages.
 
     Direct I/O bypasses the page cache, which would hold the state in memory again. It needs whole
-    pages, in memory too. shard: the parameters, [length], to begin with, unless it is restored.
+    pages, in memory too. shard: the initial parameters, [length]; not used if the file is restored.
     """
 
     def __init__(self, folder: StateFolder, name: str, shard: Tensor):
         self.folder, self.path, self.length = folder, folder.path / f"{name}.state", len(shard)
         self.stride = -(-self.length // PAGE) * PAGE
-        with one_line(self.path):
-            self.handle = open_direct(self.path, 4 * ROWS * self.stride, folder.is_restored)
-            if not folder.is_restored:
+        self.checksums = folder.checksums.setdefault(name, [None, None])  # of the two slots
+        with exit_on_os_error(self.path):
+            self.fd = open_direct(self.path, 4 * ROWS * self.stride, folder.is_restored)
+            if folder.is_restored:
+                self.verify()
+            else:
                 rows = self.empty(SLOT).zero_()
                 rows[0] = shard
-                self.write(0, rows)
+                self.write_slot(folder.slot, rows)
         folder.files.append(self)
+
+    def verify(self) -> None:
+        """Fail if the current slot is not as it was written."""
+        rows = self.read(self.folder.current_row, SLOT)
+        if xxh3_64_intdigest(self._pages(rows)) != self.checksums[self.folder.slot]:
+            fail(f"{self.path} is corrupt: its checksum differs: {DELETE}")
+        self.folder.traffic.clear()  # it belongs to no step
 
     def empty(self, n_rows: int) -> Tensor:
         """Memory for rows, [n_rows, length], which begins at a page."""
         size, pinned = n_rows * self.stride, torch.cuda.is_available()  # for copies to a GPU
         memory = torch.empty(size + PAGE, dtype=torch.float32, device="cpu", pin_memory=pinned)
-        start = -memory.data_ptr() // 4 % PAGE
+        start = -memory.data_ptr() // 4 % PAGE  # elements up to the next page boundary
         return memory[start : start + size].view(n_rows, -1)[:, : self.length]
 
     def read(self, row: int, n_rows: int = 1) -> Tensor:
@@ -69,42 +85,59 @@ class StateFile:
         """`rows` are those of `empty` or `read`."""
         self._move(os.pwritev, row, rows, "ssd_written_mb")
 
-    def _move(self, way: Callable, row: int, rows: Tensor, metric: str) -> None:
-        """Whole pages, padding included."""
-        pages = rows.as_strided((len(rows) * self.stride,), (1,)).numpy()
-        data, place = memoryview(pages).cast("B"), 4 * self.stride * row
+    def write_slot(self, slot: int, rows: Tensor) -> None:
+        """Write a slot, whose checksum the next commit records."""
+        self.checksums[slot] = xxh3_64_intdigest(self._pages(rows))
+        self.write(SLOT * slot, rows)
+
+    def _pages(self, rows: Tensor) -> memoryview:
+        """The memory of `rows`: whole pages, padding included."""
+        return memoryview(rows.as_strided((len(rows) * self.stride,), (1,)).numpy()).cast("B")
+
+    def _move(self, transfer: Callable, row: int, rows: Tensor, metric: str) -> None:
+        data, offset = self._pages(rows), 4 * self.stride * row
         with self.folder.counting:
             self.folder.traffic[metric] += len(data) / 1e6
         while data:  # Linux moves at most 2 GB at once; on macOS, more is an error
-            count = way(self.handle, [data[: 2**30]], place)
+            count = transfer(self.fd, [data[: 2**30]], offset)
             if count == 0:
-                raise OSError(5, f"{self.path.name} is truncated")
-            data, place = data[count:], place + count
+                raise OSError(errno.EIO, f"{self.path.name}: nothing was moved at byte {offset:,}")
+            data, offset = data[count:], offset + count
 
     def mapped(self) -> Tensor:
-        """The current slot, [3, length], for a checkpoint: memory only for the pages in use."""
+        """The current slot, [3, length], mapped into memory: it takes memory only for the pages in
+        use. What is written there has no checksum."""
         size = ROWS * self.stride
         rows = torch.from_file(str(self.path), True, size, dtype=torch.float32).view(ROWS, -1)
-        return rows[self.folder.slot :][:SLOT, : self.length]
+        return rows[self.folder.current_row :][:SLOT, : self.length]
 
 
 class StateFolder:
     """The files of this rank, which slot of them is current, and threads that read and write.
 
-    Every rank makes one, and opens the same units in the same order. content: the run, and the
-    model, that the files must fit; JSON. saved: steps of the run's newest checkpoint. If the run
-    `is_resumed`, it goes on from the files, unless a rank lacks them or they have fewer steps.
-    settings: of the run, JSON; `earlier` has those of the run that wrote the files.
+    Every rank makes one, and opens the same units in the same order. The files belong to one `run`
+    and must fit `content` (the model; JSON). saved: steps of the run's newest checkpoint. If the
+    run `is_resumed`, it continues from the files, unless a rank lacks them or they are more than a
+    step behind that checkpoint. description: of the run, JSON; `earlier` is that of the run that
+    wrote the files.
     """
 
     def __init__(
-        self, path: Path, content: dict, is_resumed: bool, saved: int, settings: dict | None = None
+        self,
+        path: Path,
+        run: str,
+        content: dict | None = None,
+        is_resumed: bool = False,
+        saved: int = 0,
+        description: dict | None = None,
     ):
         self.path = path / f"rank-{dist.get_rank()}"
-        self.content, self.settings = content | {"ranks": dist.get_world_size()}, settings
+        self.content = {"run": run, **(content or {}), "ranks": dist.get_world_size()}
+        self.description = description
         self.files: list[StateFile] = []
         self.step = 0  # steps done, whose state is in the current slot
-        self.slot = 0  # its first row, 0 or 3
+        self.slot = 0  # the current one, 0 or 1
+        self.checksums: dict[str, list[int | None]] = {}  # of each unit's two slots
         self.threads = ThreadPoolExecutor(6)
         self.jobs: dict[StateFile, Future] = {}  # the oldest first
         self.traffic: Counter[str] = Counter()  # MB since the last commit, by the metric's name
@@ -115,9 +148,22 @@ class StateFolder:
         self.committed = self.step
         return_freed_memory()
 
+    @property
+    def current_row(self) -> int:
+        """The first row of the current slot."""
+        return SLOT * self.slot
+
+    @property
+    def other_slot(self) -> int:
+        return 1 - self.slot
+
+    def switch_slots(self, step: int) -> None:
+        """Make the other slot the current one; it has the state after `step` steps."""
+        self.step, self.slot = step, self.other_slot
+
     def start(self, file: StateFile, function: Callable, *args) -> None:
-        """Start function(file, ...) in a thread, one per file and three in all: else a disk that is
-        slow would fill the memory with buffers."""
+        """Start function(file, ...) in a thread. At most one job per file and three in total are in
+        flight: with a slow disk, more would fill the memory with buffers."""
         self.wait(at_most=0 if file in self.jobs else 2)
         self.jobs[file] = self.threads.submit(function, file, *args)
 
@@ -128,13 +174,13 @@ class StateFolder:
 
     def finish(self, job: Future):
         """The result of a job. If reading or writing has failed, the run ends."""
-        with one_line(self.path, "; it keeps the last step that was done", status=1):
+        with exit_on_os_error(self.path, "; it keeps the last step that was done", status=1):
             return job.result()
 
     def commit(self) -> None:
-        """Make `step` and `slot` what a resumed run goes on from."""
+        """Record `step` and `slot`: a resumed run continues from them."""
         aside = self.path / "step.json.new"
-        with one_line(self.path, "; it keeps the previous step", status=1):
+        with exit_on_os_error(self.path, "; it keeps the previous step", status=1):
             aside.write_text(json.dumps({name: getattr(self, name) for name in RECORD}))
             aside.replace(self.path / "step.json")
         self.committed = self.step
@@ -143,32 +189,37 @@ class StateFolder:
     def close(self) -> None:
         self.threads.shutdown()
         for file in self.files:
-            os.close(file.handle)
+            os.close(file.fd)
         self.lock.close()
 
     # ---- recovery: the step that a run goes on from ----
 
     def restore(self, is_resumed: bool, saved: int) -> bool:
-        """Agree with all ranks on a step, -1 without a record, or delete files of no use."""
-        found = {"step": -1, "boot": self.boot, "content": self.content, "settings": None}
+        """Agree with all ranks on the step to continue from, and return True. If the files of a
+        rank do not have it, delete them all and return False."""
+        found = {"step": -1, "boot": self.boot, "content": self.content, "description": None}
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             record = json.loads((self.path / "step.json").read_text())
             found = {name: record[name] for name in RECORD}
-        self.earlier = found["settings"]
+        self.earlier = found["description"]
         fits = is_resumed and found["content"] == self.content
         # before a restart of the machine, what was written last may not have reached the disk
         step = found["step"] if fits and found["boot"] == self.boot else -1
         bounds = all_reduce_control(torch.tensor([step, -step, -saved]), op=dist.ReduceOp.MIN)
         lowest, highest, saved = bounds[0].item(), -bounds[1].item(), -bounds[2].item()
-        # a rank may have been killed before it committed what another one has committed
-        if lowest >= saved and highest <= lowest + 1:
-            self.step, self.slot = lowest, found["slot"] if step == lowest else SLOT - found["slot"]
-            if step != lowest:
+        # a rank may have been killed before it committed what another one has committed, or all
+        # before they committed the step of a checkpoint, which is not verified yet
+        if lowest >= max(0, saved - 1) and highest <= lowest + 1:
+            self.step, self.slot, self.checksums = lowest, found["slot"], found["checksums"]
+            if step > lowest:
+                self.slot = self.other_slot
                 self.commit()  # the slot that `step.json` names will be overwritten
             print0(f"resumed from {self.path.parent}, {lowest} steps done")
             return True
         if found["content"]["run"] != self.content["run"] or (found["step"] > saved and not fits):
-            what = f"step {found['step']} of {found['content']}"
+            was = found["content"].get
+            differ = [f"{k} {was(k)}, here {v}" for k, v in self.content.items() if was(k) != v]
+            what = f"step {found['step']} of {'; '.join(differ) or 'this run'}"
             fail(f"--offload-dir: {self.path} holds {what}: pass another folder, or delete it")
         all_reduce_control(torch.zeros(()))  # if a rank has failed here, no other deletes its files
         if found["step"] > saved:
@@ -180,7 +231,7 @@ class StateFolder:
 
 
 @contextlib.contextmanager
-def one_line(path: Path, consequence: str = "", status: int = 2) -> Iterator[None]:
+def exit_on_os_error(path: Path, consequence: str = "", status: int = 2) -> Iterator[None]:
     """If the file system fails, end the run with one line."""
     try:
         yield
@@ -196,8 +247,8 @@ def boot_id() -> str:
 
 
 def lock_folder(path: Path) -> TextIO:
-    """Make a folder, for one user at a time. Returns a file: closed, it frees the folder."""
-    with one_line(path):
+    """Create the folder and lock it. Closing the file that is returned releases the lock."""
+    with exit_on_os_error(path):
         path.mkdir(parents=True, exist_ok=True)
         lock = open(path / "lock", "a")
         try:
@@ -206,24 +257,24 @@ def lock_folder(path: Path) -> TextIO:
             fail(f"--offload-dir: another run uses {path}: pass another folder")
     kind = subprocess.run(["stat", "-fc", "%T", path], capture_output=True, text=True)
     if kind.stdout.strip() in ("tmpfs", "ramfs"):
-        warn(f"--offload-dir: {path} is in memory, and saves none")
+        warn(f"--offload-dir: {path} is in memory (tmpfs): offloading to it saves none")
     return lock
 
 
 def open_direct(path: Path, size: int, is_restored: bool) -> int:
-    """Open a file for direct I/O. It gets `size` bytes, which it must have if it `is_restored`."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT)
-    if is_restored and (has := os.fstat(handle).st_size) != size:
-        fail(f"{path} has {has:,} bytes instead of {size:,}: delete its folder to start anew")
+    """Open a file for direct I/O, and allocate `size` bytes. If it `is_restored`, it has them."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    if is_restored and (has := os.fstat(fd).st_size) != size:
+        fail(f"{path} has {has:,} bytes instead of {size:,}: {DELETE}")
     if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not in a step
-        os.posix_fallocate(handle, 0, size)
+        os.posix_fallocate(fd, 0, size)
     else:  # on macOS
-        os.ftruncate(handle, size)
+        os.ftruncate(fd, size)
     try:
-        fcntl.fcntl(handle, fcntl.F_SETFL, os.O_DIRECT)
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
     except (OSError, AttributeError):  # macOS has no O_DIRECT
         warn(f"--offload-dir: {path.parent} has no direct I/O: the page cache takes memory")
-    return handle
+    return fd
 
 
 def return_freed_memory() -> None:
