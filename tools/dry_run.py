@@ -233,6 +233,8 @@ def fake_stage(
         patches["exchange_counts"] = partial(balanced_counts, rows, exchange)
     if hasattr(module, "check_same"):
         patches["check_same"] = nothing_to_compare
+    if hasattr(module, "checksum"):
+        patches["checksum"] = lambda tensor: 0
     if hasattr(module, "state_folder"):
         patches |= {"state_folder": NoFiles, "StateFile": NoFile}
         patches["SpeculativeAdamW"] = unclipped(module.SpeculativeAdamW)
