@@ -300,7 +300,6 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
         {SSD: "another wrapper"},
     ),
     "two guards": ("guard", {(*ALL, *SSD): "already has"}),
-    "other values": (of_linear(lambda it: it.bias.data.add_(dist.get_rank())), {FSDP: DIFFER}),
     "other dtypes": (
         lambda s: Trainer(s, chain(), gathered=(torch.bfloat16, torch.float32)[dist.get_rank()]),
         {FSDP: DIFFER},
