@@ -217,7 +217,7 @@ class Bucket:
         add to the view. Dividing before the sum over the ranks makes that sum the average.
         """
         if self.grads is None:
-            self.grads = torch.zeros_like(self.full)  # the padding stays zero
+            self.grads = torch.empty_like(self.full)
             self.grad_views = self.views_into(self.grads)
         view = self.grad_views[param]
         if param.grad is not view or divide_by > 1:
@@ -226,6 +226,7 @@ class Bucket:
 
     def start_reduction(self) -> None:
         """Start the reduce-scatter: the sum is written into this rank's part of `grads`."""
+        self.grads[sum(p.numel() for p in self.params) :].zero_()  # the padding enters the norm
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
 

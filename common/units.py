@@ -68,7 +68,7 @@ def check_options(
     if torch.float16 in options:
         raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
     facts = [(name, p.shape, p.dtype) for name, p in module.named_parameters()]
-    facts += [*options, *(buffer.sum() for buffer in module.buffers())]
+    facts += [*options, *(buffer.sum() for buffer in module.buffers() if not buffer.is_meta)]
     for each in [group] if replicas is None else [group, replicas]:
         check_same("parameters, buffers or options", facts, device, each)
 
