@@ -421,9 +421,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument(
         "--zero-stage", type=int, choices=(1, 2, 3), default=1, help="what to shard"
     )
-    parser.add_argument(
-        "--bucket-cap-mb", type=positive, default=25, help="MB per bucket in ZeRO-1 and 2"
-    )
+    parser.add_argument("--bucket-cap-mb", type=positive, default=25, help="MB per bucket")
     return check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
 
 
