@@ -190,7 +190,6 @@ STATED = {  # stage: patterns of its README with groups for figures, and what ea
         r"of attention's time in forward: ([\d.]+) %": [100 * 4 * AROUND * F / INSIDE / 131_072],
     },
     "09": {
-        r"400 GB/s = ([\d.]+) ms per step": [1e3 * 4 * (4 * 4096**2 + 64 * 4096) * 7 / 4 / INSIDE],
         **{
             (rf"^\| {width:,} \|" + r" ([\d.]+) \|" * 4): [
                 k * f * F / (9 * b * width) for f, b in ((7 / 8, INSIDE), (1, CARD)) for k in (2, 8)
