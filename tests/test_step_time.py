@@ -152,9 +152,8 @@ STATED = {  # stage: patterns of its README with groups for figures, and what ea
         r"= 2\.7 GB, or ([\d.]+) s": [131_072 * 5120 * 4 / SLOW_NODES],
         r"That takes ([\d.]+) s, and more": [8 * GIANT / SLOW_NODES],
         r"= (\d+) ms on one stage": [1e3 * TURN],
-        r"^1F1B .* ([\d.]+) s +([\d.]+) s$": [(m + 7) * TURN for m in (8, 64)],
-        r"^zero bubble .* ([\d.]+) s +([\d.]+) s$": [(m + 7 / 3) * TURN for m in (8, 64)],
-        r"^FSDP, at best .* ([\d.]+) s +([\d.]+) s$": [max(m * TURN, FSDP) for m in (8, 64)],
+        r"1F1B takes \(m.*? = ([\d.]+) s, and FSDP at least the ([\d.]+) s": [15 * TURN, FSDP],
+        r"1F1B takes ([\d.]+) s, and FSDP ([\d.]+) s if": [71 * TURN, 64 * TURN],
     },
     "07": {
         r"width 4,096 communicates ([\d.]+) times": [communication_over_computation(4096, 16)],
