@@ -178,10 +178,6 @@ STATED = {  # stage: patterns of its README with groups for figures, and what ea
             2.4 * F / CARD,
             16 * 2.4 * F / CARD,
         ],
-        r"would hide (\d+) ms of a step of ([\d.]+) s": [
-            1e3 * 2 * AROUND * 4 * (48 * 12 * 1600**2 + 2 * 33_280 * 1600) / INSIDE,
-            48 * (72 * 131_072 * 1600**2 + 7 * 131_072**2 * 1600) / F / 8,
-        ],
         r"of attention's time in forward: ([\d.]+) %": [100 * 4 * AROUND * F / INSIDE / 131_072],
     },
     "09": {
