@@ -89,17 +89,11 @@ STATED = {  # stage: patterns of its README with groups for figures, and what ea
         r"At ([\d.]+) TB/s that is ([\d.]+) ms": [3.35, ADAMW],
     },
     "02": {
-        r"One H100 needs (\d+) ms .*? would take (\d+) hours": [
-            STEP,
-            STEP * 1e11 / (24 * 1024) / 3.6e6,
-        ],
+        r"One H100 needs (\d+) ms": [STEP],
         r"an eighth of the batch computes for (\d+) ms": [STEP / 8],
-        r"Their backward takes (\d+) ms.*? the backward of (\d+) ms hides it": [
-            2 / 3 * compute(3072),
-            2 / 3 * compute(16_384),
-        ],
+        r"Their backward takes (\d+) ms": [2 / 3 * compute(3072)],
         r"all-reduce of them takes (\d+) ms": [SEND / ONE_CARD],
-        r"hides if T > ([\d,]+) tokens per GPU. With one GPU per node.{0,30} T > ([\d,]+)\.": [
+        r"hides if T > ([\d,]+) tokens per GPU. With one GPU per node, it takes T > ([\d,]+)\.": [
             2 * F / INSIDE * AROUND,
             2 * F / ONE_CARD * AROUND,
         ],
@@ -158,9 +152,8 @@ STATED = {  # stage: patterns of its README with groups for figures, and what ea
         r"= 2\.7 GB, or ([\d.]+) s": [131_072 * 5120 * 4 / SLOW_NODES],
         r"That takes ([\d.]+) s, and more": [8 * GIANT / SLOW_NODES],
         r"= (\d+) ms on one stage": [1e3 * TURN],
-        r"^1F1B .* ([\d.]+) s +([\d.]+) s$": [(m + 7) * TURN for m in (8, 64)],
-        r"^zero bubble .* ([\d.]+) s +([\d.]+) s$": [(m + 7 / 3) * TURN for m in (8, 64)],
-        r"^FSDP, at best .* ([\d.]+) s +([\d.]+) s$": [max(m * TURN, FSDP) for m in (8, 64)],
+        r"1F1B takes \(m.*? = ([\d.]+) s, and FSDP at least the ([\d.]+) s": [15 * TURN, FSDP],
+        r"1F1B takes ([\d.]+) s, and FSDP ([\d.]+) s if": [71 * TURN, 64 * TURN],
     },
     "07": {
         r"width 4,096 communicates ([\d.]+) times": [communication_over_computation(4096, 16)],
@@ -182,10 +175,6 @@ STATED = {  # stage: patterns of its README with groups for figures, and what ea
         r"T must be ([\d,]+) per rank, and sequences ([\d,]+) tokens": [
             2.4 * F / CARD,
             16 * 2.4 * F / CARD,
-        ],
-        r"would hide (\d+) ms of a step of ([\d.]+) s": [
-            1e3 * 2 * AROUND * 4 * (48 * 12 * 1600**2 + 2 * 33_280 * 1600) / INSIDE,
-            48 * (72 * 131_072 * 1600**2 + 7 * 131_072**2 * 1600) / F / 8,
         ],
         r"of attention's time in forward: ([\d.]+) %": [100 * 4 * AROUND * F / INSIDE / 131_072],
     },
