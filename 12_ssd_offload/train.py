@@ -2,15 +2,15 @@
 
 Each unit of stage 04 has a file on every rank, with this rank's shard of its parameters, AdamW's
 moments, and the gradient. When a unit's gradient has been reduced, a thread updates the unit, while
-backward continues. Clipping needs the norm of all gradients, which is known
-only after backward. So the threads speculate that nothing is clipped, and write the new state into
-a second slot of the file. If that was wrong, the step is redone from the old slot. A killed process
-loses at most one step; a machine restart falls back to the checkpoint.
+backward continues. Clipping needs the norm of all gradients, which is known only after backward. So
+the threads speculate that nothing is clipped, and write the new state into a second slot of the
+file. If that was wrong, the step is redone from the old slot. A killed process loses at most one
+step; a machine restart falls back to the checkpoint.
 
     P parameters: E of the embedding, L of a layer, O of the output; N ranks, m micro-batches per
     step; float32
 
-    memory per rank   four full units (six on Gloo) and 22 shards, however many units there are
+    memory per rank   four full units (six on Gloo), 22 shards of a unit, P / (256 N) bytes of norms
     files per rank    28 P / N bytes: two slots of 12, and the gradient
     read per step     (4 m (3 P - E - L - O) + 8 P) / N bytes; if redone 16 P / N more
     written per step  (4 m P + 12 P) / N bytes; if redone 12 P / N more
