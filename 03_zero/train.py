@@ -186,6 +186,7 @@ class Bucket:
 
     full: [N * length], padded. shard: [length], the part of `full` that this rank's optimizer
     updates. grads: [N * length]; grad_views: each parameter's gradient, a view into `grads`.
+    Every step allocates new ones: whoever keeps a gradient keeps its value.
     waiting_for: the parameters whose gradients this backward has not produced yet.
     average: [length], the average gradient of the shard, in ZeRO-2 summed over micro-batches.
     """
@@ -234,6 +235,7 @@ class Bucket:
         self.reduction.wait()
         self.reduction, self.waiting_for = None, set(self.params)
         self.average = self.grads[self.owned]
+        self.grads = self.grad_views = None
 
     def start_all_gather(self) -> Work:
         """Start to replace the old parameters by the shards that all ranks have updated."""
@@ -285,7 +287,6 @@ class ShardedGradientBucket(Bucket):
         earlier = self.average
         super().finish_reduction()
         self.average = self.average.clone() if earlier is None else earlier.add_(self.average)
-        self.grads = self.grad_views = None
 
 
 # ---- ZeRO-3: units, whose full parameters exist only while they compute ----

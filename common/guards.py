@@ -105,7 +105,7 @@ class Guard:
     def after_it_was_taken(self, param: nn.Parameter) -> None:
         """Called after the wrapper's own hook."""
         self.expected[param] = param.grad
-        if not self.shards:  # DDP, whose buckets always stay
+        if not self.shards:  # DDP, whose buckets stay until the next finish
             place = param.grad.data_ptr()
             if self.grad_places.setdefault(param, place) != place:
                 raise RuntimeError("p.grad.data was replaced, or the model moved with gradients")
@@ -131,6 +131,9 @@ class Guard:
         self.check_parameters()
         if any(tensor.grad is not grad for tensor, grad in self.expected.items()):
             raise RuntimeError(NOT_AS_LEFT)
+        for param in self.grad_places:
+            self.after_it_was_taken(param)
+        self.grad_places.clear()
         for shard in self.shards & self.expected.keys():
             shard.grad = None
         sync = self.sync()

@@ -349,7 +349,7 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "zero_grad between micro-batches": ("backward+ zero_grad backward", {FSDP: ONE_STEP}),
     "zero_grad before finish": ("backward zero_grad finish", {(*DDP, *FSDP): ONE_STEP}),
     "gradients replaced before finish": ("backward scale_grads finish", {DDP: "as it was"}),
-    "other data": ("backward finish replace_grads step zero_grad backward", {DDP: "was replaced"}),
+    "other data": ("backward replace_grads finish", {DDP: "was replaced"}),
     # of the model, after it was wrapped
     "a new layer": ("add_layer backward finish", {REPLICAS: "wrapped", SHARDED: "shard"}),
     "another layer": ("replace_layer backward finish", {REPLICAS: "wrapped", SHARDED: "not used"}),
