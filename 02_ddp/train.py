@@ -39,6 +39,7 @@ from common.collectives import (
     broadcast_module,
     split_into_buckets,
 )
+from common.guards import weak
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive
@@ -80,8 +81,8 @@ class DistributedDataParallel(nn.Module):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
-        for param in params:
-            param.register_post_accumulate_grad_hook(self.mark_ready)
+        for param in params:  # a hook that held the wrapper would keep it alive forever
+            param.register_post_accumulate_grad_hook(weak(self.mark_ready))
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)

@@ -53,6 +53,7 @@ from common.collectives import (
     reduce_scatter_single,
     split_into_buckets,
 )
+from common.guards import weak
 from common.units import (
     Place,
     lend_parameters,
@@ -111,8 +112,8 @@ class ZeroRedundancyOptimizer:
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
-        for param in params:
-            param.register_post_accumulate_grad_hook(self.mark_ready)
+        for param in params:  # a hook that held the wrapper would keep it alive forever
+            param.register_post_accumulate_grad_hook(weak(self.mark_ready))
         module.register_forward_pre_hook(partial(refuse_float16, params))
         self.shards = [bucket.shard for bucket in self.buckets]
         self.optimizer = optimizer_class(self.shards, **defaults)
