@@ -55,7 +55,7 @@ def _place(p: Tensor) -> tuple[torch.UntypedStorage, int]:
 
 
 def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tensor]:
-    """Remove a unit's parameters from its modules; any later use of them is an error.
+    """Replace a unit's parameters in its modules by `SHARDED`; any later use is an error.
 
     Returns who owned them, as pairs (module, name), and all their values, flat: [numel].
     """
@@ -64,6 +64,7 @@ def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tenso
     for owner, name in owners:
         param = getattr(owner, name)
         delattr(owner, name)
+        setattr(owner, name, SHARDED)
         param.data = param.new_empty(0)
         param.__class__ = ShardedParameter
     return owners, flat
@@ -100,8 +101,7 @@ def lend_parameters(
             raise RuntimeError("a unit has changed a parameter in place")
     finally:
         for owner, name in owners:
-            setattr(owner, name, None)  # clears it from `_flat_weights`, the list of an LSTM
-            delattr(owner, name)
+            setattr(owner, name, SHARDED)
 
 
 def refuse_float16(params: Sequence[Tensor], *_) -> None:
@@ -157,17 +157,21 @@ def checksum(tensor: Tensor) -> Tensor:
     return sum(chunk.sum() for chunk in tensor.view(torch.int16).split(2**20))
 
 
-class ShardedParameter(nn.Parameter):
-    """What a parameter becomes whose values have been sharded, for whoever still refers to it."""
+class ShardedParameter(Tensor):
+    """What a parameter becomes whose values have been sharded: any use is an error."""
 
     __repr__ = object.__repr__
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         raise RuntimeError(
-            "this parameter has been sharded: a list, closure or optimizer from before still has "
-            "it; read it as an attribute of its module, in its unit's forward"
+            "this parameter has been sharded: read it as an attribute of its module, within its "
+            "unit's forward; not in a checkpoint() within the unit, in the unit's hooks or other "
+            "methods, nor through a list, closure or optimizer from before"
         )
+
+
+SHARDED = torch.empty(0).as_subclass(ShardedParameter)  # a module's attribute outside of forward
 
 
 def is_in_backward() -> bool:
