@@ -23,8 +23,8 @@ TWICE = (
     "run; a checkpoint() needs use_reentrant=False"
 )
 NOT_AS_LEFT = (
-    "a gradient is not as it was left: zero_grad(set_to_none=True) belongs after the optimizer's "
-    "step, nowhere else; after a backward that failed, restart the run"
+    "a gradient is not as it was left: after finish_gradient_synchronization() come step() and "
+    "zero_grad(set_to_none=True), nowhere else; after a backward that failed, restart the run"
 )
 GUARDS = WeakTensorKeyDictionary()  # of parameters, which attributes would make unpicklable
 BEFORE = "add, replace, freeze, unfreeze, resize, move or cast parameters before they are wrapped"
@@ -179,7 +179,8 @@ class NoGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        fix = "call finish_gradient_synchronization(), and clip by the class that shards"
+        fix = "after backward come finish_gradient_synchronization(), clipping by the class that "
+        fix += "shards, step() and zero_grad()"
         raise RuntimeError(f"this gradient is incomplete or sharded ({function}): {fix}")
 
 

@@ -268,7 +268,7 @@ def of_linear(change: Callable[[nn.Linear], object]) -> Callable[[str], None]:
 
 STRIDED = torch.randn(6, 12)[:, ::2]
 AT_THE_END = ("ddp", "zero-1")  # gradients are reduced in a step's last backward
-ONE_STEP = "belongs after the optimizer's step"
+ONE_STEP = "come step() and zero_grad"
 DIFFER = "differ between ranks"
 UNUSED = {SHARDED: "not used all", REPLICAS: "left out"}
 STALE = {REPLICAS: "modified by an inplace operation", SHARDED: "optimizer's last step"}
@@ -347,6 +347,10 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "no clipping": ("backward finish step", {SSD: "call clip_grad_norm_() once"}),
     "no commit": ("backward clip_ours step backward", {SSD: "commit() after every step"}),
     "no zero_grad": ("backward finish step backward", {FSDP: ONE_STEP, STAGES_1_2: "sharded"}),
+    "two rounds and no step": (
+        "backward finish backward finish",
+        {FSDP: ONE_STEP, STAGES_1_2: "step() and zero_grad()"},
+    ),
     "model.zero_grad": ("backward finish step model.zero_grad backward", {STAGES_1_2: ONE_STEP}),
     "clipping before finish": ("backward clip_ours", {(*STAGES_1_2, *FSDP): "incomplete"}),
     "zero_grad between micro-batches": ("backward+ zero_grad backward", {FSDP: ONE_STEP}),
