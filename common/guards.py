@@ -61,6 +61,7 @@ class Guard:
 
     def __init__(self, sync):
         self.sync = ref(sync)
+        sync.__deepcopy__ = self.__deepcopy__  # else a process group would fail first
         self.root = ref(sync if isinstance(sync, nn.Module) else sync.module)
         self.reduces_every_backward = getattr(sync, "zero_stage", 1) == 2
         flat = [*getattr(sync, "buckets", ()), *getattr(sync, "units", ())]

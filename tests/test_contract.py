@@ -224,6 +224,11 @@ def changed_in_an_evaluation(trainer: Trainer) -> None:
         trainer.model(batch())
 
 
+def copied_with_a_group(trainer: Trainer) -> None:
+    flat_buffers(trainer.sync)[0].group = dist.group.WORLD
+    copy.deepcopy(trainer.sync)
+
+
 def train_in_float16(trainer: Trainer) -> None:
     with torch.autocast("cpu", torch.float16):
         train(trainer)
@@ -369,7 +374,7 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "to": (loop(lambda trainer: trainer.model.to(torch.float64)), {SHARDED: "shards only"}),
     "state_dict": (loop(lambda trainer: trainer.model.state_dict()), {SHARDED: "shards only"}),
     "load_state_dict": (loop(lambda t: t.model.load_state_dict({})), {SHARDED: "shards only"}),
-    "a copy": (loop(lambda trainer: copy.deepcopy(trainer.sync)), {(*ALL, *SSD): "copy"}),
+    "a copy": (loop(copied_with_a_group), {(*ALL, *SSD): "copy"}),
 }
 
 
