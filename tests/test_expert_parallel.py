@@ -7,7 +7,6 @@ recorded routing of one process, or one expert.
 from __future__ import annotations
 
 import math
-import re
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -160,28 +159,7 @@ def test_every_gradient_equals_that_of_a_dense_loop_in_float64(pools, size, ep, 
     assert worst[0] < 1e-12, worst
 
 
-# ---- communication ----
-
-
-def test_the_readme_counts_the_ranks_of_a_tokens_experts():
-    """If every set of k experts is as likely."""
-    pattern = r"(\d+) experts on (\d+) ranks and k = (\d+), they are on ([\d.]+) ranks on average"
-    experts, ranks, k, stated = map(float, re.search(pattern, README).groups())
-    others = int(experts - experts / ranks)  # on the other ranks
-    chosen = 1 - math.comb(others, int(k)) / math.comb(int(experts), int(k))  # that a rank is
-    assert stated == pytest.approx(ranks * chosen, abs=0.05)
-    saved = 100 * (1 - chosen * ranks / k)
-    assert float(re.search(r"would be (\d+) % less to dispatch", README)[1]) == round(saved)
-
-
 # ---- memory ----
-
-
-def test_the_readme_states_the_parameters_and_the_model_state_of_an_experiment():
-    experts = 2 * 8 * 2 * 128 * 256
-    dense = TransformerConfig(2304, n_experts=8, top_k=2).num_parameters() - experts
-    assert f"D = {dense:,}, X = {experts:,} and" in README
-    assert f"16 (D + X/2) = {16 * (dense + experts / 2) / 1e6:.2f} MB" in README
 
 
 def balanced(self, scores: Tensor) -> Tensor:
