@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 SIZE = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 RUN = [*SIZE, *"--steps 12 --log-every 1 --resume never".split()]
 README = (REPO / "09_expert_parallel/README.md").read_text()
-CONFIG = TransformerConfig(200, d_model=32, n_layers=2, n_heads=2, seq_len=16, n_experts=8, top_k=2)
+CONFIG = load_stage("09").MixtureConfig(200, d_model=32, n_layers=2, n_heads=2, seq_len=16)
 
 
 def group_of(size: int) -> dist.ProcessGroup:
@@ -357,9 +357,9 @@ def test_a_cast_frozen_or_replaced_mixture_is_exact(pools):
 
 def test_a_configuration_counts_the_active_parameters():
     """`test_dry_run_holds_and_sends_what_a_balanced_run_does` counts all."""
-    dense = replace(CONFIG, n_experts=0, top_k=1).num_parameters()
+    dense = TransformerConfig(200, 32, 2, 2, 16).num_parameters()
     for top_k in (1, 2, 4):
-        active = replace(CONFIG, top_k=top_k).num_parameters(active=True)
+        active = replace(CONFIG, top_k=top_k).num_active_parameters()
         assert active == dense + 2 * 32 * 8  # the routers of two layers
 
 
@@ -391,7 +391,7 @@ def loss_of_exported(run_dir: str, argv: list[str]) -> float:
     stage, world = load_stage("09"), load_stage("09").setup()
     args = stage.parse_args(argv)
     corpus = stage.load_corpus(args.data)
-    model = Transformer(stage.model_config(args, corpus))
+    model = Transformer(stage.model_config(args, corpus, stage.MixtureConfig))
     stage.expert_parallel(model, dist.group.WORLD)
     model.load_state_dict(tensors_of(checkpoints(Path(run_dir, "checkpoints"))[-1]))
     return stage.evaluate(model, corpus.test, args, world.device, world)

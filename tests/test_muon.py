@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -457,15 +456,11 @@ def singular_values() -> dict[int, Tensor]:
     return {n: torch.linalg.svdvals(stage.orthogonalize(grad, n).double()) for n in range(6)}
 
 
-def test_five_iterations_bring_singular_values_near_one_and_two_do_not():
+def test_five_iterations_bring_singular_values_near_one():
     values = singular_values()
     assert 0.6 < values[5].min() and values[5].max() < 1.25
     five = polynomial(torch.linspace(1 / 660, 1, 100_001, dtype=torch.float64))
-    for ends, words in ((five, "is between"), (polynomial(five), "singular values stay between")):
-        assert f"{words} {ends.min():.2f} and {ends.max():.2f}" in README
-    stated = re.search(r"median singular value is ([\d.]+) and the smallest ([\d.]+)", README)
-    found = values[2].median(), values[2].min()
-    assert [float(x) for x in stated.groups()] == pytest.approx([float(x) for x in found], abs=0.01)
+    assert f"is between {five.min():.2f} and {five.max():.2f}" in README
 
 
 # ---- checkpoints ----

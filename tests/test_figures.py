@@ -22,7 +22,6 @@ import torch
 from harness import REPO, PeakMemory, fake_ranks, live_bytes, load_stage, runs_for, stage_path
 from techniques import Trainer
 
-from benchmarks.rows import SHAPES
 from common.arguments import PRESETS
 from common.model import Transformer, TransformerConfig, init_weights
 from tools.costs import costs_of
@@ -131,15 +130,6 @@ def owners_over_all(ranks: int, share: float) -> list[float]:
     return [own, every, own / every]
 
 
-def work_of_owners(preset: str, ranks: int) -> list[float]:
-    """11: the most FLOPs of a rank over the mean, and how many ranks own nothing."""
-    stage, work = load_stage("11"), [0] * ranks
-    owners = stage.choose_owners(matrices_of(preset_of(preset)), ranks)
-    for matrix, owner in owners.items():
-        work[owner] += stage.orthogonalization_flops(matrix)
-    return [max(work) * ranks / sum(work), work.count(0)]
-
-
 # ---- dry runs: functions of `alone` (a fixture) and of what follows in a tuple of the table ----
 
 
@@ -196,11 +186,10 @@ def logits_of_05(alone) -> list[float]:
 
 
 def activations_in_06(alone, schedule: str) -> list[float]:
-    """GB in float32 on ranks 0 and 3, and in bfloat16."""
-    command = text_of("06").split('make dry-run-06 ARGS="--ranks 4 ')[1].split('"')[0]
-    runs = [(dtype, rank) for dtype in ("float32", "bfloat16") for rank in (0, 3)]
-    argv = f"{command} --schedule {schedule} --dtype"
-    return [alone(report_of, "06", 4, f"{argv} {d}", rank).activations / GB for d, rank in runs]
+    """GB on ranks 0 and 3."""
+    argv = text_of("06").split('make dry-run-06 ARGS="--ranks 4 ')[1].split('"')[0]
+    argv += f" --dtype float32 --schedule {schedule}"
+    return [alone(report_of, "06", 4, argv, rank).activations / GB for rank in (0, 3)]
 
 
 def memory_in_07(alone, tp: int, pp: int) -> list[float]:
@@ -210,7 +199,7 @@ def memory_in_07(alone, tp: int, pp: int) -> list[float]:
 
 
 CHECKPOINTING = "--activation-checkpointing"
-COLUMNS = [("02", 1, ""), ("02", 1, CHECKPOINTING), ("08", 8, ""), ("08", 8, CHECKPOINTING)]
+ROOM = 80 - 25  # GB that the model state of --preset gpt2-xl leaves on an H100
 
 
 def with_gradients(stage: str, ranks: int, flags: str) -> Report:
@@ -224,36 +213,19 @@ def with_gradients(stage: str, ranks: int, flags: str) -> Report:
         return report_of(stage, ranks, flags)
 
 
-def activations_of_xl(
-    alone, tokens: int, *columns: tuple[str, int, str], layers: int = 48
-) -> list[float]:
-    """GB of --preset gpt2-xl, on one sequence. They are linear in the number of layers."""
-    argv = f"--preset gpt2-xl --dtype bfloat16 --seq-len {tokens} --global-batch-size 1 --n-layers"
-    found = []
-    for stage, ranks, flags in columns:
-        reports = [alone(with_gradients, stage, ranks, f"{argv} {n} {flags}") for n in (2, 4)]
+def tokens_of_xl(alone, stage: str, ranks: int, flags: str) -> list[float]:
+    """Tokens of a sequence whose activations fit into ROOM. They are linear in the number of
+    layers, and here in the tokens. Rounded to thousands."""
+
+    def activations(tokens: int) -> float:
+        argv = f"--preset gpt2-xl --dtype bfloat16 --global-batch-size 1 --seq-len {tokens} {flags}"
+        reports = [alone(with_gradients, stage, ranks, f"{argv} --n-layers {n}") for n in (2, 4)]
         few, many = (report.activations / GB for report in reports)
-        found.append(few + (layers - 2) * (many - few) / 2)
-    return found
+        return few + 46 * (many - few) / 2
 
-
-def formulas_of_xl(alone) -> list[float]:
-    """For each column, the tensors [tokens, 1600] in bfloat16 of a layer and of the rest."""
-
-    def per_tensor(layers: int) -> list[float]:
-        lengths = (131_072, 2 * 131_072)
-        short, long = (activations_of_xl(alone, n, *COLUMNS, layers=layers) for n in lengths)
-        a = 2 * 1600 * 131_072 / GB
-        return [(y - x) / a * column[1] for x, y, column in zip(short, long, COLUMNS, strict=True)]
-
-    rest, one = per_tensor(0), per_tensor(1)
-    return [x for r, o in zip(rest, one, strict=True) for x in (o - r, r)]
-
-
-def tokens_of_xl(alone, column: tuple[str, int, str]) -> list[float]:
-    """Tokens of a sequence whose activations fit into what the model state leaves of 80 GB."""
-    (short,), (long,) = (activations_of_xl(alone, n * 131_072, column) for n in (1, 2))
-    return [131_072 * (1 + (80 - 25 - short) / (long - short))]
+    start = 16_384 * ranks
+    short, long = activations(start), activations(2 * start)
+    return [start * (1 + (ROOM - short) / (long - short))]
 
 
 STEP = compute(24 * 1024)  # of 01's example
@@ -264,12 +236,10 @@ LAYER_FORWARD = 1e3 * 2 * WIDE * 4096 / F  # of 04's 4,096 tokens
 GIANT = 13e9  # parameters of the pipeline in 06
 TURN = 6 * GIANT / 8 * 2048 / F  # of a micro-batch in one of its eight stages, seconds
 FSDP = 8 * GIANT / SLOW_NODES
-MATRICES = 12 * 12 * 768**2  # elements of gpt2's, in 11
-WIDE_SHARE = muon_share(SHAPES["wide"].config, SHAPES["wide"].batch * SHAPES["wide"].seq_len)
 EXPERTS = 2 * 8 * 2 * 128 * 256  # parameters of 09's experiment
-DENSE = TransformerConfig(2304, n_experts=8, top_k=2).num_parameters() - EXPERTS
+DENSE = load_stage("09").MixtureConfig(2304).num_parameters() - EXPERTS
 CASTS = H100.matmul / H100.memory_bandwidth  # FLOPs of the saved half of a matmul per byte
-LAYOUTS = ((8, 1), (8, 2), (8, 4), (8, 8), (4, 4))  # tp, pp in 07's table
+LAYOUTS = ((8, 1), (8, 4), (8, 8), (4, 4))  # tp, pp in 07's table
 # stage: patterns of its README with groups for figures, and what each group rounds to: numbers, or
 # a function that dry runs, with its arguments
 STATED = {
@@ -287,17 +257,11 @@ STATED = {
         },
     },
     "02": {
-        r"One H100 needs (\d+) ms .*? would take (\d+) hours": [
-            STEP,
-            STEP * 1e11 / (24 * 1024) / 3.6e6,
-        ],
+        r"One H100 needs (\d+) ms": [STEP],
         r"an eighth of the batch computes for (\d+) ms": [STEP / 8],
-        r"Their backward takes (\d+) ms.*? the backward of (\d+) ms hides it": [
-            2 / 3 * compute(3072),
-            2 / 3 * compute(16_384),
-        ],
+        r"Their backward takes (\d+) ms": [2 / 3 * compute(3072)],
         r"all-reduce of them takes (\d+) ms": [SEND / ONE_CARD],
-        r"hides if T > ([\d,]+) tokens per GPU. With one GPU per node.{0,30} T > ([\d,]+)\.": [
+        r"hides if T > ([\d,]+) tokens per GPU. With one GPU per node, it takes T > ([\d,]+)\.": [
             2 * F / INSIDE * AROUND,
             2 * F / ONE_CARD * AROUND,
         ],
@@ -313,13 +277,12 @@ STATED = {
         r"all-gather \| \+ ([\d.]+) ms \| \+ ([\d.]+) ms": [SEND / 2 / INSIDE, SEND / 2 / ONE_CARD],
         r"^\| AdamW on .*? \| − ([\d.]+) ms": [AROUND * ADAMW],
         r"3,072 tokens per GPU, computes for (\d+) ms": [compute(3072)],
-        r"^\| 02 \| nothing \| 16 \| (\d+) GB": [16 * 7],
         **{
             rf"^\| ZeRO-{zero_stage} \| .* \| ([\d.]+) GB": [nbytes * 7]
             for zero_stage, nbytes in ((1, 8 + 8 / 8), (2, 4 + 12 / 8), (3, 16 / 8))
         },
         **{
-            rf"^\| ZeRO-{zero_stage} \| .* \| ([\d.]+) MB \| .* \| ([\d.]+) MB": [
+            rf"^\| ZeRO-{zero_stage} \| .*? = ([\d.]+) MB \| .* = ([\d.]+) MB": [
                 ROTARY + costs("03", f"--micro-batch-size 6 --zero-stage {zero_stage}")[0],
                 costs("03", f"--micro-batch-size 6 --zero-stage {zero_stage}")[1],
             ]
@@ -348,9 +311,6 @@ STATED = {
             6 * LAYER / ONE_CARD,
             1.5 * F / ONE_CARD * AROUND,
         ],
-        r"gathers in ([\d.]+) ms and backward communicates for ([\d.]+) ms per layer": [
-            1e3 * WIDE * times * 63 / 64 / INSIDE for times in (2, 6)
-        ],
         r"^\| model state per rank \| 16P/N \| ([\d.]+) MB": [ROTARY + costs("04")[0]],
         **{
             rf"^\| {row}.* \| ([\d.]+) MB": costs("04", f"--micro-batch-size 6 {flags}")[1:]
@@ -374,11 +334,11 @@ STATED = {
             2 / 3 * 7 * F / INSIDE,
             1 / 2 * 7 * F / INSIDE,
         ],
-        r"for backward \| A \((\d+) \+ (\d+)/N\), with `--seq.*?` A \((\d+) \+ (\d+)/N\)": (
+        r"in float32 \| A \((\d+) \+ (\d+)/N\) \| A \((\d+) \+ (\d+)/N\)": (
             kept_in_05,
             "float32",
         ),
-        r"bfloat16 \| A/2 \((\d+) \+ (\d+)/N\), with `--seq.*?` A/2 \((\d+) \+ (\d+)/N\)": (
+        r"in bfloat16 \| A/2 \((\d+) \+ (\d+)/N\) \| A/2 \((\d+) \+ (\d+)/N\)": (
             kept_in_05,
             "bfloat16",
         ),
@@ -396,18 +356,15 @@ STATED = {
         r"= 2\.7 GB, or ([\d.]+) s": [131_072 * 5120 * 4 / SLOW_NODES],
         r"That takes ([\d.]+) s, and more": [8 * GIANT / SLOW_NODES],
         r"= (\d+) ms on one stage": [1e3 * TURN],
-        r"^1F1B .* ([\d.]+) s +([\d.]+) s$": [(m + 7) * TURN for m in (8, 64)],
-        r"^zero bubble .* ([\d.]+) s +([\d.]+) s$": [(m + 7 / 3) * TURN for m in (8, 64)],
-        r"^FSDP, at best .* ([\d.]+) s +([\d.]+) s$": [max(m * TURN, FSDP) for m in (8, 64)],
+        r"1F1B takes \(m.*? = ([\d.]+) s, and FSDP at least the ([\d.]+) s": [15 * TURN, FSDP],
+        r"1F1B takes ([\d.]+) s, and FSDP ([\d.]+) s if": [71 * TURN, 64 * TURN],
         **{
-            (rf"^\| `{schedule}`" + r" \| (\d\.\d\d)" * 4 + r" \|$"): (activations_in_06, schedule)
+            (rf"^\| `{schedule}` \| (\d\.\d\d) \| (\d\.\d\d) \|$"): (activations_in_06, schedule)
             for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble")
         },
     },
     "07": {
         r"width 4,096 communicates ([\d.]+) times": [communication_over_computation(4096, 16)],
-        # a micro-batch takes bubble / (pp - 1)
-        r"would hide (\d+) ms of it for tp = 8, pp = 4": [1e3 * 2 / 3 * mesh(8, 4)[0] / 3],
         **{
             (rf"^\| {tp} \| {pp} \|(?: [\d.]+ \|){{4}}" + r"[ *]+([\d.]+)[ *]+\|" * 4): mesh(tp, pp)
             for tp, pp in LAYOUTS
@@ -440,28 +397,17 @@ STATED = {
             2.4 * F / CARD,
             16 * 2.4 * F / CARD,
         ],
-        r"would hide (\d+) ms of a step of ([\d.]+) s": [
-            1e3 * 2 * AROUND * 4 * (48 * 12 * 1600**2 + 2 * 33_280 * 1600) / INSIDE,
-            48 * (72 * 131_072 * 1600**2 + 7 * 131_072**2 * 1600) / F / 8,
-        ],
         r"of attention's time in forward: ([\d.]+) %": [100 * 4 * AROUND * F / INSIDE / 131_072],
-        **{
-            (rf"^\| {tokens:,} \|" + r" ([\d,.]+) \|" * 4): (activations_of_xl, tokens, *COLUMNS)
-            for tokens in (32_768, 131_072, 524_288)
-        },
-        r" \| ".join(
-            rf"{name}, \((\d+) L \+ (\d+)\) A"
-            for name in ("plain", "checkpointing", "cp 8", "both")
-        ).replace(r" \| both", r" / 8 \| both"): (formulas_of_xl,),
-        r"up to about ([\d,]+) tokens checkpointing suffices": (tokens_of_xl, COLUMNS[1]),
-        r"alone suffices up to ([\d,]+) tokens": (tokens_of_xl, COLUMNS[2]),
+        r"to about ([\d,]+) tokens with checkpointing": (tokens_of_xl, "02", 1, CHECKPOINTING),
+        r"up to ([\d,]+) tokens with cp 8 alone": (tokens_of_xl, "08", 8, ""),
+        r"leaves (\d+) GB of an H100's memory": [ROOM],
+        r"as much as (\d+) tensors": (example_of_05, 0),
         r"takes ([\d.]+) GB per tensor: (\d+) GB in total": [
             2 * 1600 * 131_072 / GB,
             48 * 22 * 2 * 1600 * 131_072 / GB,
         ],
     },
     "09": {
-        r"400 GB/s = ([\d.]+) ms per step": [1e3 * 4 * (4 * 4096**2 + 64 * 4096) * 7 / 4 / INSIDE],
         **{
             (rf"^\| {width:,} \|" + r" ([\d.]+) \|" * 4): [
                 k * f * F / (9 * b * width) for f, b in ((7 / 8, INSIDE), (1, CARD)) for k in (2, 8)
@@ -472,24 +418,16 @@ STATED = {
         r"16 \(D \+ X/2\) = ([\d.]+) MB": [16 * (DENSE + EXPERTS / 2) / MB],
     },
     "10": {
-        r"that takes ([\d.]+) ms per step": [SEND / INSIDE],
         r"cost / saving = (\d+) ": [CASTS],
-        **{
-            (rf"^\| {how} \(b = {b}, w = {w} − 6\) \|" + r" ([\d.]+) \|" * 3): [
-                CASTS * b / 768,
-                CASTS * b / 4096,
-                CASTS * (w - 6) / 8192,
-            ]
-            for how, b, w in (("not compiled", 9, 17), ("compiled", 5, 9))
-        },
+        (r"^\| compiled \(b = 5, w = 9 − 6\) \|" + r" ([\d.]+) \|" * 3): [
+            CASTS * 5 / 768,
+            CASTS * 5 / 4096,
+            CASTS * 3 / 8192,
+        ],
         # the four layers have 7 d inputs and 12 d^2 weights
-        r"together are at ([\d.]+) for d = 768, compiled, and below 1 from d = ([\d,]+) "
-        r"\(not compiled, ([\d,]+)\)": [
+        r"together are at ([\d.]+) for d = 768, compiled, and below 1 from d = ([\d,]+)\.": [
             CASTS * (5 * 7 / 12 / 768 + 3 / 8192),
-            *(
-                round(CASTS * b * 7 / 12 / (1 - CASTS * w / 8192), digits)
-                for b, w, digits in ((5, 3, -1), (9, 11, -2))
-            ),
+            round(CASTS * 5 * 7 / 12 / (1 - CASTS * 3 / 8192), -1),
         ],
         **{
             (rf"^\| {name} \| {bits} \| \d+" + r" \| ([\d.,e-]+)" * 3): [
@@ -506,17 +444,14 @@ STATED = {
         },
     },
     "11": {
-        r"8 O bytes \| ([\d.]+) MB \(02: ([\d.]+)\)": [costs("11")[0], costs("02")[0]],
-        r"number of micro-batches \| ([\d.]+) MB \(02: ([\d.]+)\)": [
+        r"^\| model state .* \| ([\d.]+) MB \(02: ([\d.]+)\)": [costs("11")[0], costs("02")[0]],
+        r"^\| sent .* \| ([\d.]+) MB \(02: ([\d.]+)\)": [
             costs("11")[1],
             costs("02")[1],
         ],
         r"^\| with `--dtype bfloat16` \| .* \| ([\d.]+) MB": costs("11", "--dtype bfloat16")[1:],
         r"needs ([\d.]+) GB of model state on each of 8 .*? against ([\d.]+) GB in stage 02": [
             costs(stage, "--preset gpt2", 8, 33_280)[0] / 1e3 for stage in ("11", "02")
-        ],
-        r"sends (\d+) MB per rank and step in bfloat16, where 02 sends (\d+)": [
-            costs(stage, "--preset gpt2 --dtype bfloat16", 8, 33_280)[1] for stage in ("11", "02")
         ],
         **{
             rf"^\| `{preset}`.* \| ([\d,]+) \| ([\d.]+) %": [
@@ -529,23 +464,8 @@ STATED = {
             8, muon_share(GPT2, 24 * 1024)
         ),
         # 7/8 of the bytes leave a rank
-        r"take ([\d.]+) ms at 400 GB/s or ([\d.]+) ms .*?, and orthogonalization ([\d.]+) ms": [
-            *(1e3 * 2 * MATRICES * AROUND / bandwidth for bandwidth in (INSIDE, ONE_CARD)),
-            STEP * muon_share(GPT2, 24 * 1024) / 8,
-        ],
-        r"would hide ([\d.]+) or ([\d.]+) ms more": [
-            1e3 * 4 * MATRICES * AROUND / bandwidth for bandwidth in (INSIDE, ONE_CARD)
-        ],
-        r"N s is ([\d.]+), so the ratios by FLOPs are ([\d.]+) on 2 ranks and ([\d.]+) on 4": [
-            WIDE_SHARE,
-            *(owners_over_all(n, WIDE_SHARE / n)[2] for n in (2, 4)),
-        ],
-        r"^\| `gpt2` \| ([\d.]+) \| ([\d.]+), and (\d+) ranks own nothing": [
-            work_of_owners("gpt2", 8)[0],
-            *work_of_owners("gpt2", 64),
-        ],
-        r"^\| `gpt2-xl` \| ([\d.]+) \| ([\d.]+) \|": [
-            work_of_owners("gpt2-xl", ranks)[0] for ranks in (8, 64)
+        r"they take ([\d.]+) ms at 400 GB/s or ([\d.]+) ms": [
+            1e3 * 2 * 12 * 12 * 768**2 * AROUND / bandwidth for bandwidth in (INSIDE, ONE_CARD)
         ],
     },
 }
@@ -623,7 +543,7 @@ def peak_of_a_step(strategy: str, bucket_mb: float) -> float:
     others = live_bytes()
     model = Transformer(TransformerConfig(vocab_size=2304))  # of the sample, padded
     init_weights(model, 0)
-    trainer = Trainer(strategy, model, units=model.units(), bucket_mb=bucket_mb)
+    trainer = Trainer(strategy, model, units=model.units(), bucket_mb=bucket_mb, fused=True)
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     trainer.step([lambda model: model(tokens, tokens)])  # creates the optimizer state
     with PeakMemory() as peak:
@@ -651,7 +571,7 @@ def test_no_layout_of_07_is_2_percent_faster_than_the_one_that_its_readme_recomm
         (tp, pp): step_time.step_time(replace(job, tp=tp, pp=pp)).seconds for tp, pp in LAYOUTS
     }
     readme = (REPO / "07_3d/README.md").read_text()
-    recommended = 8, int(re.search(r"Take pp = (\d+):", readme)[1])
+    recommended = 8, int(re.search(r"Prefer pp = (\d+)", readme)[1])
     assert seconds[recommended] <= 1.02 * min(seconds.values()), seconds
 
 
