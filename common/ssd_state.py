@@ -16,6 +16,7 @@ import errno
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import threading
 from collections import Counter
@@ -250,11 +251,15 @@ def lock_folder(path: Path) -> TextIO:
     """Create the folder and lock it. Closing the file that is returned releases the lock."""
     with exit_on_os_error(path):
         path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / "lock", "a")
+        lock = open(path / "lock", "a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fail(f"--offload-dir: another run uses {path}: pass another folder")
+            lock.seek(0)
+            fail(f"--offload-dir: {path} is used by {lock.read()}: end it, or pass another folder")
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
     kind = subprocess.run(["stat", "-fc", "%T", path], capture_output=True, text=True)
     if kind.stdout.strip() in ("tmpfs", "ramfs"):
         warn(f"--offload-dir: {path} is in memory (tmpfs): offloading to it saves none")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import math
 import os
@@ -320,9 +319,8 @@ def test_bad_folders_are_errors_in_one_line(pools, argv, tmp_path):
         found = error("--offload-dir", str(state), *other)
         assert f"{state}/rank-0 holds step 2 of {differs}: pass another folder" in found
     assert "holds step 2 of ranks 1, here 2:" in error(ranks=2)
-    with open(state / "rank-0/lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "another run uses" in error()
+    with lock_folder(state / "rank-0"):
+        assert f"{state}/rank-0 is used by process" in error()
     large = ["--lr", "1e30", "--warmup-steps", "0"]
     assert "gradient norm of step 3 is not finite" in error("--steps", "9", *large, status=1)
     assert json.loads((state / "rank-0/step.json").read_text())["step"] == 3
@@ -392,4 +390,5 @@ def test_a_restart_goes_on_from_the_files_whatever_the_flag_says_and_changes_are
 
 def test_a_folder_is_for_one_user_also_in_one_process(tmp_path, error_of):
     with lock_folder(tmp_path):
-        assert "another run uses" in error_of(lock_folder, tmp_path)
+        user = f"process {os.getpid()} on {os.uname().nodename}"
+        assert f"{tmp_path} is used by {user}: end it" in error_of(lock_folder, tmp_path)
