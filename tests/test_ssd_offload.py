@@ -23,7 +23,7 @@ import torch
 from harness import assert_same_curve, train
 
 from common.distributed import rank
-from common.ssd_state import StateFolder, lock_folder
+from common.ssd_state import StateFile, StateFolder, lock_folder
 from tools.stages import load_stage
 
 pytestmark = pytest.mark.slow
@@ -280,6 +280,25 @@ def load_too_early(when: str, folder: Path) -> str:
 @pytest.mark.parametrize("when", ["in a step", "before commit"])
 def test_a_state_that_is_loaded_within_a_step_is_an_error(fresh_pool, tmp_path, when):
     assert "between commit()" in fresh_pool(1).run(load_too_early, when, tmp_path)[0]
+
+
+def loaded_in_part(folder: Path) -> float:
+    """What a rank resumes from after rank 1 was killed in a load, before its commit."""
+    files = StateFolder(folder, "part", is_resumed=False)
+    StateFile(files, "unit", torch.zeros(4))
+    optimizer = load_stage("12").SpeculativeAdamW(files, lr=0.1, betas=(0.9, 0.95))
+    optimizer.load_state(3, [torch.ones(3, 4)])
+    with patch.object(files, "commit") if rank() == 1 else contextlib.nullcontext():
+        optimizer.load_state(3, [torch.full((3, 4), 2.0)])
+    files.close()
+    files = StateFolder(folder, "part", is_resumed=True)
+    file = StateFile(files, "unit", torch.zeros(4))
+    files.close()
+    return file.mapped().mean().item()
+
+
+def test_a_load_that_one_rank_has_not_committed_is_undone(pools, tmp_path):
+    assert pools(2).run(loaded_in_part, tmp_path) == [1.0, 1.0]
 
 
 # ---- bad disks and folders ----
