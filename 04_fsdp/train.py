@@ -39,7 +39,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
@@ -88,8 +87,8 @@ class FullyShardedDataParallel(nn.Module):
     the optimizer's `step()` and `zero_grad()`. The optimizer updates `parameters()`, the shards.
 
     A module on the meta device gets its values unit by unit: `materialize(unit, name)` gives a unit
-    memory and values, or `read_shard(name, shapes, owned)` returns the elements `owned` of a unit's
-    parameters, side by side.
+    memory and values, or `read_shard(name, shapes, owned, shard)` fills `shard` with the elements
+    `owned` of a unit's parameters, side by side.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class FullyShardedDataParallel(nn.Module):
         reduce_dtype: torch.dtype | None = None,  # of gradients that are reduced
         reshard_after_forward: bool = True,  # False: each unit stays until its backward
         materialize: Callable[[nn.Module, str], None] | None = None,
-        read_shard: Callable[[str, dict[str, torch.Size], slice], Tensor] | None = None,
+        read_shard: Callable[[str, dict[str, torch.Size], slice, Tensor], None] | None = None,
         device: torch.device | None = None,  # of the unsharded parameters; default: the module's
         cpu_offload: bool = False,  # keep the shards on the CPU; groups then need a CPU backend
     ):
@@ -227,13 +226,13 @@ class Unit:
         facts = [*(buffer.sum() for buffer in module.buffers()), self.dtype]
         facts += [fsdp.reduce_dtype, fsdp.reshard_after_forward]
         owned = slice(*self.owned.indices(len(flat)))  # without padding
+        self.shard = nn.Parameter(flat.new_zeros(length, device=fsdp.shard_device))
+        shard = self.shard.detach()[: owned.stop - owned.start]
         if fsdp.read_shard is None:
-            shard = flat[owned]
+            shard.copy_(flat[owned])
             facts.append(checksum(flat))
         else:  # `flat` is on the meta device
-            shard = fsdp.read_shard(name, self.shapes, owned).view_as(flat[owned]).to(flat.dtype)
-        shard = F.pad(shard, (0, length - len(shard)))
-        self.shard = nn.Parameter(shard.to(fsdp.shard_device))
+            fsdp.read_shard(name, self.shapes, owned, shard)
         what = f"initial values or dtypes of {name}"
         check_same(what, facts, fsdp.device, self.group)
         if fsdp.replicate_group is not None:
