@@ -156,31 +156,33 @@ def write_llama(folder: Path, args: dict, weights: dict[str, Tensor]) -> None:
     """Write our model's configuration, weights, and a tokenizer of words."""
     weights, vocab = as_llama(weights, args["n_heads"]), load_corpus(args["data"]).vocab
     rows, width = weights["model.embed_tokens.weight"].shape
-    config = {"architectures": ["ArceeForCausalLM"], "model_type": "arcee", "hidden_act": "gelu"}
-    config |= {"vocab_size": rows, "hidden_size": width, "intermediate_size": 4 * width}
-    config |= {"num_hidden_layers": args["n_layers"], "num_attention_heads": args["n_heads"]}
-    config |= {"max_position_embeddings": args["seq_len"], "tie_word_embeddings": False}
-    config |= {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
-    config |= {"dtype": "float32", "bos_token_id": None, "eos_token_id": vocab.index(EOS)}
-    special = [word for word in (EOS, UNKNOWN) if word in vocab]
+    ids = {word: i for i, word in enumerate(vocab)}
+    end, unknown = EOS, UNKNOWN if UNKNOWN in ids else EOS
+    config = {
+        **{"architectures": ["ArceeForCausalLM"], "model_type": "arcee", "hidden_act": "gelu"},
+        **{"vocab_size": rows, "hidden_size": width, "intermediate_size": 4 * width},
+        **{"num_hidden_layers": args["n_layers"], "num_attention_heads": args["n_heads"]},
+        **{"max_position_embeddings": args["seq_len"], "rms_norm_eps": 1e-6, "dtype": "float32"},
+        **{"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": ids[end]},
+    }
     split = {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}
     splits = [{"type": "WhitespaceSplit"}, *[split] * (args["data"] == "sample")]
-    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    ids = {word: i for i, word in enumerate(vocab)}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = [
+        {"id": ids[w], "content": w, "special": True} | plain for w in dict.fromkeys((end, unknown))
+    ]
     tokenizer = {
-        "version": "1.0",
-        "added_tokens": [{"id": ids[w], "content": w, "special": True, **added} for w in special],
+        **{"version": "1.0", "added_tokens": special},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
-        "model": {"type": "WordLevel", "vocab": ids, "unk_token": special[-1]},
+        "model": {"type": "WordLevel", "vocab": ids, "unk_token": unknown},
     }
-    tokens = {"eos_token": EOS, "unk_token": special[-1]}
-    tokens["tokenizer_class"] = "PreTrainedTokenizerFast"
-    named = {"config": config, "tokenizer": tokenizer, "tokenizer_config": tokens}
-    for name, content in named.items():
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=1), "utf-8")
-    header, end = {}, 0
+    tokens = {"eos_token": end, "unk_token": unknown, "tokenizer_class": "PreTrainedTokenizerFast"}
+    files = {"config": config, "tokenizer": tokenizer, "tokenizer_config": tokens}
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), "utf-8")
+    header, at = {}, 0
     for name, t in weights.items():
-        places = [end, end := end + t.nbytes]
+        places = [at, at := at + t.nbytes]
         header[name] = {"dtype": "F32", "shape": [*t.shape], "data_offsets": places}
     text = json.dumps(header).encode()
     with open(folder / "model.safetensors", "wb") as file:

@@ -30,7 +30,7 @@ from statistics import median
 from typing import NamedTuple
 
 from tools.pool import Pool, WorkerExit, comparably, fork_server, metrics_of, missing, train
-from tools.stages import BASE, REPO, runs_for, stage_file, stage_path, stages
+from tools.stages import BASE, REPO, needs_model, runs_for, stage_file, stage_path, stages
 
 FOLDER, REPORT = REPO / "runs" / "quickstart", Path("gpu-check.md")
 HALF = int(re.search(r"--steps (\d+)", BASE["quickstart"])[1]) // 2
@@ -145,7 +145,7 @@ class Quickstart:
         if folder.exists():
             folder = FOLDER / f"{folder.name}-{len([*FOLDER.iterdir()])}"
         argv = [*row.flags.split(), *row.more.split(), "--run-dir", str(folder)]
-        if "--model" in stage_file(row.stage).flags:
+        if needs_model(row.stage):
             argv += ["--model", str(self.exported()), "--lr", "1e-3"]
         argv += [] if "--resume" in row.more else ["--resume", "never"]
         if row.by_torchrun:
