@@ -57,7 +57,7 @@ class WeightFiles:
 
     def read_header(self, name: str) -> None:
         path = self.folder / name
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=0) as file:  # nothing is read ahead
             length = file.read(8)
             header = file.read(int.from_bytes(length, "little"))
         self.headers[name] = length + header

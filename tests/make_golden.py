@@ -70,7 +70,7 @@ def make_model(name: str) -> dict:
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for p in model.parameters():  # norms and biases that matter, logits that differ
-            p.mul_(3) if p.dim() > 1 else p.add_(0.3 * torch.randn_like(p))
+            p.mul_(8) if p.dim() > 1 else p.add_(0.3 * torch.randn_like(p))
     model.to(getattr(torch, dtype)).save_pretrained(GOLDEN / name, max_shard_size=shard_size)
     (GOLDEN / name / "generation_config.json").unlink()
     model = transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / name, dtype=torch.float32)

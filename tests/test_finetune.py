@@ -29,7 +29,7 @@ from common.weight_files import DTYPES
 GOLDEN = REPO / "tests/golden"
 LOGITS = torch.load(GOLDEN / "logits.pt", weights_only=True)
 CPU = torch.device("cpu")
-FLAGS = "--steps 8 --global-batch-size 6 --seq-len 200 --lr 1e-3 --warmup-steps 2 --log-every 1"
+FLAGS = "--steps 8 --global-batch-size 6 --seq-len 320 --lr 1e-3 --warmup-steps 2 --log-every 1"
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ def plain_documents(folder: Path, data: Path, longest: int) -> list[tuple[Tensor
 
 def plain_curve(folder: Path, data: Path, n_valid: int = 4) -> tuple[list[dict], Llama]:
     """The metrics of a run with FLAGS, by the definition: the mean over all targets of a step."""
-    documents = plain_documents(folder, data, 200)
+    documents = plain_documents(folder, data, 320)
     train, valid = documents[:-n_valid], documents[-n_valid:]
     model, lines = plain(folder), []
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(1e-3, 0.0))
@@ -401,7 +401,7 @@ def test_prompts_are_no_targets_and_answers_end(models, chat, alpaca):
 
 def test_documents_that_are_too_long_are_cut_or_left_out_and_counted(models, tmp_path, capsys):
     data = tmp_path / "data.jsonl"
-    lines = [{"instruction": "a" * n, "output": "b" * n} for n in (1, 60, 300)]
+    lines = [{"instruction": "a" * n, "output": "b" * n} for n in (1, 100, 300)]
     data.write_text("\n".join(map(json.dumps, lines)))
     found = load_instructions(str(data), models / "llama", 250, 1)
     assert [x.length for x in found.train + found.valid] == [found.train[0].length, 251]
@@ -496,7 +496,9 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_an_error(
 ):
     folder = shutil.copytree(models / "qwen2", tmp_path / "model")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 304, "content": "<new>"})
+    for i in range(300, 305):
+        added = {"id": i, "content": f"<{i}>"}
+        tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | added)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     stage = load_stage("13")
     args = stage.parse_args(argv_of(folder, alpaca, tmp_path))
@@ -521,7 +523,7 @@ BAD = {
     "--shard-degree 3": "--shard-degree 3",
     "--data {absent}": "absent",
     "--data {broken}": "has no output in its object 2",
-    "--valid 1000": "40 documents",
+    "--valid 1000": "documents have an answer",
     "--model {absent}": "--model",
 }
 

@@ -85,7 +85,8 @@ from common.distributed import cleanup, setup
 from tools.stages import load_stage, needs_model, stages
 setup(60)
 for stage in stages()[1:]:
-    needs_model(stage) or load_stage(stage).main([*sys.argv[1:], "--run-dir", f"runs/two-nodes/{stage}"])
+    if not needs_model(stage):
+        load_stage(stage).main([*sys.argv[1:], "--run-dir", f"runs/two-nodes/{stage}"])
 cleanup()
 """
 
