@@ -241,7 +241,7 @@ def parse_args(argv: list[str] | None = None):
 def evaluate(model, data: Instructions, args, device, world: World) -> float:
     """Mean loss in nats over the targets of the documents that training leaves out."""
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, targets
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
     where = args.seq_len, device, world.rank, world.size
     for inputs, targets, lengths in packed_batches(data.tokens, data.valid, *where):
         loss = model(inputs, lengths, targets)

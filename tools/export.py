@@ -129,7 +129,6 @@ def export_folder(run: Path, checkpoint: Path, out: Path) -> None:
         aside.rename(out)
     except (OSError, ValueError) as error:
         fail(f"--out {out}: {error}")
-    print(f"{out}: {len(weights)} tensors, from {checkpoint}")
 
 
 def as_llama(weights: dict[str, Tensor], n_heads: int) -> dict[str, Tensor]:
@@ -199,6 +198,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     run, checkpoint = run_and_checkpoint(args.run or newest_run())
     if args.hf:
-        export_folder(run, checkpoint, args.out or run / "hf")
+        export_folder(run, checkpoint, out := args.out or run / "hf")
+        print(f"{out}, from {checkpoint}")
     else:
         export(checkpoint, args.out or run / "model.pt")
