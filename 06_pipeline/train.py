@@ -93,7 +93,8 @@ class Pipeline:
         self.stages, self.n_stages = stages, self.p * len(stages)
         parameter = next(next(iter(stages.values())).part.parameters(), None)
         if parameter is None or (self.p == 1 and len(stages) > 1):
-            raise ValueError(f"rank {self.rank} needs layers, and one rank alone takes one stage")
+            where = f"rank {self.rank} of the pipeline"
+            raise ValueError(f"{where} needs layers, and one rank alone takes one stage")
         self.device, self.message_shape = parameter.device, message_shape
         self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
@@ -101,7 +102,7 @@ class Pipeline:
 
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
         """Forward and backward of micro-batches (tokens, targets, dropout keys); under `no_grad`
-        forward only. Returns their losses, [m]: zeros except on the last rank."""
+        forward only. Returns their losses, [m]: zeros but on the pipeline's last rank."""
         if torch.is_grad_enabled() and any(x.requires_grad for x, _, _ in micro_batches):
             raise ValueError("an input requires a gradient, which it would not get: detach it")
         losses = torch.zeros(len(micro_batches), device=self.device)

@@ -7,13 +7,13 @@ differ only in one coordinate form a process group, in which that axis communica
     rank = (pp_rank * dp + dp_rank) * tp + tp_rank
 
 `tp` is innermost so that its ranks share a node: its collectives block several times per layer.
-`pp` is outermost: it communicates least.
+`pp` is outermost: its messages travel while other micro-batches compute.
 
 New since 06: the mesh; messages along `pp` that are sharded over `tp`; gradients that are averaged
 over `dp` after the pipeline has drained; and a global norm that counts every parameter once. Below
 the training loop the definitions of 05 and 06 are repeated.
 
-    This rank's units have l layers and Q parameters: P / (pp tp) on average, norms in full.
+    This rank has l layers and Q parameters: on average P / (pp tp), and each norm as a whole.
     m micro-batches; A = micro-batch x seq x d_model elements of hidden states
 
     memory per rank   16 Q bytes, and 06's activations for 1 / dp of the batch, sharded as in 05
@@ -100,7 +100,10 @@ class Mesh(NamedTuple):
 
 
 def build_mesh(pp: int, dp: int, tp: int, timeout: float, device: torch.device) -> Mesh:
-    """This rank's groups on the mesh: rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
+    """This rank's groups on the mesh: rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
+
+    In a mesh of (2, 2, 2), rank 5 is in the groups {4, 5} of tp, {5, 7} of dp and {1, 5} of pp.
+    """
     shape = (pp, dp, tp)
     if pp * dp * tp != dist.get_world_size():
         raise ValueError(f"a mesh of {shape} ranks on {dist.get_world_size()}")
@@ -112,19 +115,20 @@ def build_mesh(pp: int, dp: int, tp: int, timeout: float, device: torch.device) 
     )
     # A group's first collective connects its ranks. In NCCL that allocates device memory, which can
     # wait for a receive in flight, and its sender may be waiting for this rank: a deadlock. So
-    # connect dp and tp before the pipeline posts its first receive.
+    # connect dp and tp before the pipeline posts its first receive; it connects pp itself.
     for group in (mesh.dp, mesh.tp):
         all_reduce_control(torch.zeros(1, device=device), group=group)
     return mesh
 
 
 def message_shape(tokens: Tensor, d_model: int, sequence_shards: int) -> tuple[int, int, int]:
-    """Of what a rank sends along `pp`: with sequence parallelism, its part of each sequence."""
+    """The shape of what a rank sends to the next stage, to the rank with its dp and tp coordinates.
+    With sequence parallelism both hold the same part of each sequence."""
     batch, seq = tokens.shape
     return batch, seq // sequence_shards, d_model
 
 
-# ---- clipping: the norm is that of all ranks' gradients ----
+# ---- clipping: one norm for the whole model ----
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
@@ -165,7 +169,7 @@ def parse_args(argv: list[str] | None = None):
     if rest:
         ranks = f"{world_size()} ranks (--nproc-per-node)"
         fail(f"--pp {args.pp} times --tp {args.tp} does not divide the {ranks}")
-    return check_pipeline(args, args.pp, "--pp", dp, args.tp)
+    return check_pipeline(args, args.pp, "--pp", dp, args.tp)  # with args.dp, args.virtual_stages
 
 
 @torch.no_grad()
@@ -220,7 +224,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         average_gradients(model.named_parameters(), dp)
         if args.sequence_parallel and args.tp > 1:
             all_reduce_replicated_gradients(model, tp)
-        # only the last stage has losses, equal over tp: the sum counts each tp times
+        # losses are zeros but on the last stage, where the ranks of tp have the same ones
         loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
         grad_norm = clip_grad_norm_(model, args.max_norm, mesh)
         optimizer.step()
@@ -555,7 +559,8 @@ class Pipeline:
         self.stages, self.n_stages = stages, self.p * len(stages)
         parameter = next(next(iter(stages.values())).part.parameters(), None)
         if parameter is None or (self.p == 1 and len(stages) > 1):
-            raise ValueError(f"rank {self.rank} needs layers, and one rank alone takes one stage")
+            where = f"rank {self.rank} of the pipeline"
+            raise ValueError(f"{where} needs layers, and one rank alone takes one stage")
         self.device, self.message_shape = parameter.device, message_shape
         self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
@@ -563,7 +568,7 @@ class Pipeline:
 
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
         """Forward and backward of micro-batches (tokens, targets, dropout keys); under `no_grad`
-        forward only. Returns their losses, [m]: zeros except on the last rank."""
+        forward only. Returns their losses, [m]: zeros but on the pipeline's last rank."""
         if torch.is_grad_enabled() and any(x.requires_grad for x, _, _ in micro_batches):
             raise ValueError("an input requires a gradient, which it would not get: detach it")
         losses = torch.zeros(len(micro_batches), device=self.device)

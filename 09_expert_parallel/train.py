@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -56,7 +57,7 @@ from common.checkpoint import training_state
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, fail, group_along, print0, setup, world_size
 from common.loss import IGNORED
-from common.model import MLP, Transformer, init_weights
+from common.model import MLP, Transformer, TransformerConfig, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
 
@@ -257,6 +258,26 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 # ------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class MixtureConfig(TransformerConfig):
+    """The k experts of a token are together as wide as a dense MLP."""
+
+    n_experts: int = 8
+    top_k: int = 2
+
+    @property
+    def d_hidden(self) -> int:
+        return 4 * self.d_model // self.top_k
+
+    def num_parameters(self) -> int:
+        more = (self.n_experts - 1) * 2 * self.d_hidden + self.n_experts  # experts; the router
+        return super().num_parameters() + self.n_layers * self.d_model * more
+
+    def num_active_parameters(self) -> int:
+        idle = (self.n_experts - self.top_k) * 2 * self.d_hidden
+        return self.num_parameters() - self.n_layers * self.d_model * idle
+
+
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--n-experts", type=positive_int, default=8, help="experts per layer")
@@ -300,7 +321,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     device = world.device
     corpus = load_corpus(args.data)
 
-    config = model_config(args, corpus)
+    config = model_config(args, corpus, MixtureConfig)
     mesh = (world.size // args.ep, args.ep)  # ep innermost: its ranks share a node
     ep = group_along(mesh, 1, "ep", args.timeout)
     replicas = group_along(mesh, 0, "replicas", args.timeout)

@@ -114,16 +114,6 @@ def outlier_errors(kind: str, sharing: str) -> list[float]:
     return errors
 
 
-def changed_by_an_outlier(size: float) -> float:
-    """The share of one rank's elements that rounds differently with the scale of a second rank,
-    which has an outlier, than with its own: one scale per tensor."""
-    torch.manual_seed(0)
-    x = torch.randn(512, 512)
-    joined = torch.cat([x, torch.full((1, 512), size)])
-    both = to_float8(joined, E4M3, TENSORWISE).dequantize(x.dtype)[:-1]
-    return (both != rounded(x, "e4m3", "tensor")).float().mean().item()
-
-
 # ---- underflow ----
 
 

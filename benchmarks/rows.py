@@ -8,7 +8,7 @@ same weights and see the same batches. To add a row: two such functions and a li
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -435,8 +435,9 @@ def ring_step(shape: Shape, attend: Callable | None = None) -> Step:
 
 
 def experts(shape: Shape, group: dist.ProcessGroup) -> Transformer:
-    config = replace(shape.config, n_experts=8, top_k=2)
-    model = load_stage("09").expert_parallel(Transformer(config), group)
+    stage = load_stage("09")
+    model = Transformer(stage.MixtureConfig(**vars(shape.config)))
+    stage.expert_parallel(model, group)
     init_weights(model, seed=1)
     return model.to(device())
 

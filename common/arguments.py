@@ -1,6 +1,7 @@
 """The flags that every stage has, their defaults, and the checks that need no model."""
 
 import argparse
+import dataclasses
 import hashlib
 import math
 import os
@@ -210,17 +211,13 @@ def check_degree(config: TransformerConfig, tp: int, sequence_parallel: bool) ->
             fail(f"{name} is not divisible by {by}")
 
 
-def model_config(args: Arguments, corpus: Corpus) -> TransformerConfig:
+def model_config(
+    args: Arguments, corpus: Corpus, kind: type[TransformerConfig] = TransformerConfig
+) -> TransformerConfig:
     """The model's configuration, from the flags and the vocabulary. The ranks must agree."""
     check_ranks(args, corpus)
-    config = TransformerConfig(
-        vocab_size=len(corpus.vocab),
-        **{name: getattr(args, name) for name in SHAPE},
-        dropout=args.dropout,
-        activation_checkpointing=args.activation_checkpointing,
-        n_experts=getattr(args, "n_experts", 0),
-        top_k=getattr(args, "top_k", 1),
-    )
+    of_flags = [field.name for field in dataclasses.fields(kind) if field.name != "vocab_size"]
+    config = kind(len(corpus.vocab), **{name: getattr(args, name) for name in of_flags})
     if args.tp > 1:
         check_degree(config, args.tp, args.sequence_parallel)
     check_memory(args, config)

@@ -35,8 +35,6 @@ class TransformerConfig:
     seq_len: int = 64
     dropout: float = 0.0
     activation_checkpointing: bool = False
-    n_experts: int = 0  # 0: one MLP per layer; else a mixture of experts (stage 09)
-    top_k: int = 1  # experts per token
 
     @property
     def padded_vocab(self) -> int:
@@ -50,16 +48,17 @@ class TransformerConfig:
 
     @property
     def d_hidden(self) -> int:
-        """Hidden width of an MLP. All experts of a token together are as wide as a dense MLP."""
-        return 4 * self.d_model // self.top_k
+        """Hidden width of an MLP."""
+        return 4 * self.d_model
 
-    def num_parameters(self, active: bool = False) -> int:
-        """All parameters, or those that one token uses: of the experts only its own."""
+    def num_parameters(self) -> int:
         d = self.d_model
-        mlps = self.top_k if active else max(1, self.n_experts)
-        layer = 4 * d * d + 2 * d  # wqkv 3, wo 1; two norms
-        layer += mlps * 2 * self.d_hidden * d + self.n_experts * d  # w1 and w2; the router
+        layer = 4 * d * d + 2 * d + 2 * self.d_hidden * d  # wqkv 3, wo 1; two norms; w1 and w2
         return 2 * self.padded_vocab * d + self.n_layers * layer + d  # embedding and head; a norm
+
+    def num_active_parameters(self) -> int:
+        """Those that one token uses: here all."""
+        return self.num_parameters()
 
     def flops_per_token(self) -> float:
         """Forward and backward: 6 per parameter of a matmul, plus attention's two matmuls.
@@ -67,7 +66,7 @@ class TransformerConfig:
         Chowdhery et al., "PaLM", 2022, appendix B. The embedding is a lookup and counts as zero;
         the half that the causal mask saves is not subtracted.
         """
-        matrices = self.num_parameters(active=True) - self.padded_vocab * self.d_model
+        matrices = self.num_active_parameters() - self.padded_vocab * self.d_model
         return 6.0 * matrices + 12.0 * self.n_layers * self.d_model * self.seq_len
 
 

@@ -7,7 +7,6 @@ recorded routing of one process, or one expert.
 from __future__ import annotations
 
 import math
-import re
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.slow
 SIZE = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 RUN = [*SIZE, *"--steps 12 --log-every 1 --resume never".split()]
 README = (REPO / "09_expert_parallel/README.md").read_text()
-CONFIG = TransformerConfig(200, d_model=32, n_layers=2, n_heads=2, seq_len=16, n_experts=8, top_k=2)
+CONFIG = load_stage("09").MixtureConfig(200, d_model=32, n_layers=2, n_heads=2, seq_len=16)
 
 
 def group_of(size: int) -> dist.ProcessGroup:
@@ -160,26 +159,12 @@ def test_every_gradient_equals_that_of_a_dense_loop_in_float64(pools, size, ep, 
     assert worst[0] < 1e-12, worst
 
 
-# ---- communication ----
-
-
-def test_the_readme_counts_the_ranks_of_a_tokens_experts():
-    """If every set of k experts is as likely."""
-    pattern = r"(\d+) experts on (\d+) ranks and k = (\d+), they are on ([\d.]+) ranks on average"
-    experts, ranks, k, stated = map(float, re.search(pattern, README).groups())
-    others = int(experts - experts / ranks)  # on the other ranks
-    chosen = 1 - math.comb(others, int(k)) / math.comb(int(experts), int(k))  # that a rank is
-    assert stated == pytest.approx(ranks * chosen, abs=0.05)
-    saved = 100 * (1 - chosen * ranks / k)
-    assert float(re.search(r"would be (\d+) % less to dispatch", README)[1]) == round(saved)
-
-
 # ---- memory ----
 
 
 def test_the_readme_states_the_parameters_and_the_model_state_of_an_experiment():
     experts = 2 * 8 * 2 * 128 * 256
-    dense = TransformerConfig(2304, n_experts=8, top_k=2).num_parameters() - experts
+    dense = type(CONFIG)(2304).num_parameters() - experts
     assert f"D = {dense:,}, X = {experts:,} and" in README
     assert f"16 (D + X/2) = {16 * (dense + experts / 2) / 1e6:.2f} MB" in README
 
@@ -379,9 +364,9 @@ def test_a_cast_frozen_or_replaced_mixture_is_exact(pools):
 
 def test_a_configuration_counts_the_active_parameters():
     """`test_dry_run_holds_and_sends_what_a_balanced_run_does` counts all."""
-    dense = replace(CONFIG, n_experts=0, top_k=1).num_parameters()
+    dense = TransformerConfig(200, 32, 2, 2, 16).num_parameters()
     for top_k in (1, 2, 4):
-        active = replace(CONFIG, top_k=top_k).num_parameters(active=True)
+        active = replace(CONFIG, top_k=top_k).num_active_parameters()
         assert active == dense + 2 * 32 * 8  # the routers of two layers
 
 
@@ -413,7 +398,7 @@ def loss_of_exported(run_dir: str, argv: list[str]) -> float:
     stage, world = load_stage("09"), load_stage("09").setup()
     args = stage.parse_args(argv)
     corpus = stage.load_corpus(args.data)
-    model = Transformer(stage.model_config(args, corpus))
+    model = Transformer(stage.model_config(args, corpus, stage.MixtureConfig))
     stage.expert_parallel(model, dist.group.WORLD)
     model.load_state_dict(tensors_of(checkpoints(Path(run_dir, "checkpoints"))[-1]))
     return stage.evaluate(model, corpus.test, args, world.device, world)

@@ -36,11 +36,10 @@ stated_in_08 = partial(stated, "08_context_parallel")
 
 # ---- 05: what a layer keeps ----
 
-KEPT = {  # dtype: the factors of A / 2 in README, with and without sequence parallelism
-    "float32": r"for backward \| A \((\d+) \+ (\d+)/N\), with `--seq.*?` A \((\d+) \+ (\d+)/N\)",
-    "bfloat16": r"bfloat16 \| A/2 \((\d+) \+ (\d+)/N\), with `--seq.*?` A/2 \((\d+) \+ (\d+)/N\)",
+KEPT = {  # dtype: the factors of A or A / 2 in README, without and with sequence parallelism
+    "float32": r"in float32 \| A \((\d+) \+ (\d+)/N\) \| A \((\d+) \+ (\d+)/N\)",
+    "bfloat16": r"in bfloat16 \| A/2 \((\d+) \+ (\d+)/N\) \| A/2 \((\d+) \+ (\d+)/N\)",
 }
-FUSED = r"makes (\d+) \+ (\d+)/N, or (\d+) \+ (\d+)/N with `--sequence-parallel`: (\d+) tensors"
 
 
 def halves(factors: list[float], n: int, sequence_parallel: bool, dtype: str) -> float:
@@ -79,9 +78,6 @@ def test_the_example_of_05_follows_from_the_formulas():
     assert (layer, count, megabytes) == (round(22 * tensor, 2), tensors, round(1e3 * tensor))
     every, checkpointed = stated_in_05(r"that is (\d+) GB, and FSDP.*?leaves ([\d.]+) GB")
     assert (every, checkpointed) == (round(80 * 22 * tensor), round(80 * 2 * tensor, 1))
-    full, sharded, *_, fused = stated_in_05(FUSED)
-    assert fused == full + sharded
-    assert stated_in_05(r"on one rank, ([\d.]+) GB") == [round(fused * tensor, 1)]
 
 
 def test_the_logits_are_in_the_figures_of_05s_experiment(pools):
@@ -129,24 +125,15 @@ def activations(stage: str, ranks: int, flags: str, layers: int, tokens: int) ->
     return report.activations / GB
 
 
-COLUMNS = [  # stage, ranks, flags, the heading of the column, what its text says about 80 GB
-    ("02", 1, "", r"plain, \((\d+) L \+ (\d+)\) A", None),
-    (
-        "02",
-        1,
-        "--activation-checkpointing",
-        r"checkpointing, \((\d+) L \+ (\d+)\) A",
-        r"up to about ([\d,]+) tokens checkpointing suffices",
-    ),
-    ("08", 8, "", r"cp 8, \((\d+) L \+ (\d+)\) A", r"alone suffices up to ([\d,]+) tokens"),
-    ("08", 8, "--activation-checkpointing", r"both, \((\d+) L \+ (\d+)\) A", None),
+LIMITS = [  # stage, ranks, flags, what the text says
+    ("02", 1, "--activation-checkpointing", r"to about ([\d,]+) tokens with checkpointing"),
+    ("08", 8, "", r"up to ([\d,]+) tokens with cp 8 alone"),
 ]
 
 
-@pytest.mark.parametrize("column", range(4))
-def test_the_table_of_08_is_that_of_dry_runs(pools, column):
+@pytest.mark.parametrize(("stage", "ranks", "flags", "limit"), LIMITS)
+def test_the_limits_in_08_are_those_of_dry_runs(pools, stage, ranks, flags, limit):
     """Dry runs are linear in the layers, and from 16,384 tokens per rank on in the tokens."""
-    stage, ranks, flags, heading, limit = COLUMNS[column]
 
     def counted(layers: int, tokens: int) -> float:
         return pools(1, group=False).run(activations, stage, ranks, flags, layers, tokens)[0]
@@ -157,18 +144,8 @@ def test_the_table_of_08_is_that_of_dry_runs(pools, column):
     others = (counted(2, 2 * start) - base) / start - 2 * per_layer
     fixed = base - start * (2 * per_layer + others)
     per_token = LAYERS * per_layer + others
-    for tokens in (32_768, 131_072, 524_288):
-        expected = tokens * per_token + fixed
-        if tokens < start:
-            expected = counted(2, tokens) + (LAYERS - 2) * per_layer * tokens
-        figure = stated_in_08(rf"^\| {tokens:,} \|" + r" ([\d,.]+) \|" * 4)[column]
-        assert expected == pytest.approx(figure, rel=0.005, abs=0.06), tokens
-    a = 2 * WIDTH / ranks / GB
-    layer, rest = stated_in_08(heading)
-    assert per_layer / a == pytest.approx(layer, abs=0.1)
-    assert per_token / a == pytest.approx(layer * LAYERS + rest, rel=0.01)
-    if limit:
-        assert stated_in_08(limit) == [pytest.approx((ROOM - fixed) / per_token, rel=0.01)]
+    assert stated_in_08(limit) == [pytest.approx((ROOM - fixed) / per_token, rel=0.01)]
+    assert stated_in_08(r"leaves (\d+) GB of an H100's memory") == [ROOM]
 
 
 def kept_by_a_layer_of_08(ranks: int, kind: str) -> float:
@@ -188,7 +165,7 @@ def test_what_layers_of_08_keep_is_divided_by_the_ranks(pools, kind):
 
 def test_other_memory_figures_of_08():
     tensor = 2 * WIDTH * 131_072 / GB
-    (layer,) = stated_in_08(r"plain, \((\d+) L")
+    (layer,) = stated_in_08(r"as much as (\d+) tensors")
     each, every = stated_in_08(r"takes ([\d.]+) GB per tensor: (\d+) GB in total")
     assert (each, every) == (round(tensor, 2), round(LAYERS * layer * tensor))
 

@@ -465,23 +465,13 @@ def test_the_stated_memory_and_step_of_gpt2_on_eight_ranks():
     states = 4 * p + 12 * (p - matrices) + 8 * owned
     assert f"needs {states / 1e9:.2f} GB of model state on each of 8 ranks" in README
     assert f"against {16 * p / 1e9:.2f} GB in stage 02" in README
-    for bandwidth in (400, 50):  # GB/s; 7/8 of the bytes leave a rank
-        exposed = [nbytes * matrices * 7 / 8 / bandwidth / 1e6 for nbytes in (2, 4)]
-        assert re.search(rf"they take .*{exposed[0]:.1f} ms at {bandwidth} GB/s", README)
-        assert re.search(rf"would hide .*{exposed[1]:.1f}(?= or| ms more)", README)
+    for bandwidth in (400, 50):  # GB/s; 7/8 of the bytes leave a rank, 2 per element
+        exposed = 2 * matrices * 7 / 8 / bandwidth / 1e6
+        assert re.search(rf"they take .*{exposed:.1f} ms at {bandwidth} GB/s", README)
     work = sum(map(stage.orthogonalization_flops, shapes))
     c = 8 * work / (24 * config.seq_len * config.flops_per_token())
     ratio = (1 + c / 8) / (1 + c)
     assert f"gpt2 on 8 ranks: {1 + c / 8:.2f} / {1 + c:.2f} = {ratio:.2f}" in README
-
-
-def test_the_expected_ratios_of_the_benchmark_follow_from_flops():
-    config = TransformerConfig(2048, n_layers=4)
-    work = sum(map(stage.orthogonalization_flops, matrices_of(config.d_model, 4)))
-    c = work / (512 * config.flops_per_token())
-    of_2, of_4 = ((1 + c / n) / (1 + c) for n in (2, 4))
-    words = f"N s is {c:.2f}, so the ratios by FLOPs are {of_2:.2f} on 2 ranks and {of_4:.2f} on 4"
-    assert words in README
 
 
 def singular_values() -> dict[int, Tensor]:
@@ -495,15 +485,11 @@ def singular_values() -> dict[int, Tensor]:
     return {n: torch.linalg.svdvals(stage.orthogonalize(grad, n).double()) for n in range(6)}
 
 
-def test_five_iterations_bring_singular_values_near_one_and_two_do_not():
+def test_five_iterations_bring_singular_values_near_one():
     values = singular_values()
     assert 0.6 < values[5].min() and values[5].max() < 1.25
     five = polynomial(torch.linspace(1 / 660, 1, 100_001, dtype=torch.float64))
-    for ends, words in ((five, "is between"), (polynomial(five), "singular values stay between")):
-        assert f"{words} {ends.min():.2f} and {ends.max():.2f}" in README
-    stated = re.search(r"median singular value is ([\d.]+) and the smallest ([\d.]+)", README)
-    found = values[2].median(), values[2].min()
-    assert [float(x) for x in stated.groups()] == pytest.approx([float(x) for x in found], abs=0.01)
+    assert f"is between {five.min():.2f} and {five.max():.2f}" in README
 
 
 # ---- checkpoints ----

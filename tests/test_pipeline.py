@@ -7,7 +7,7 @@ import re
 from collections import Counter, deque
 from dataclasses import replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 
 import pytest
 import torch
@@ -348,10 +348,10 @@ MODEL += " --global-batch-size 8 --micro-batch-size 1"
 def test_activations_in_the_readme_are_those_of_the_dry_run(pools, schedule):
     readme = (REPO / "06_pipeline/README.md").read_text()
     assert f'ARGS="--ranks 4 {MODEL}"' in readme
-    (row,) = re.findall(rf"^\| `{schedule}`((?: \| \d\.\d\d){{4}}) \|$", readme, re.M)
+    (row,) = re.findall(rf"^\| `{schedule}`((?: \| \d\.\d\d){{2}}) \|$", readme, re.M)
     found = []
-    for dtype, rank in product(("float32", "bfloat16"), (0, 3)):
-        argv = [*MODEL.split(), "--schedule", schedule, "--dtype", dtype]
+    for rank in (0, 3):
+        argv = [*MODEL.split(), "--schedule", schedule, "--dtype", "float32"]
         (report,) = pools(1, group=False).run(dry_run, "06", 4, rank, argv)
         found.append(report.activations / 1e9)
     stated = [float(figure) for figure in row.split("|")[1:]]
