@@ -179,6 +179,11 @@ def write_llama(folder: Path, args: dict, weights: dict[str, Tensor]) -> None:
     files = {"config": config, "tokenizer": tokenizer, "tokenizer_config": tokens}
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content), "utf-8")
+    write_weights(folder, weights)
+
+
+def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Write float32 tensors as one file, whose format common/weight_files.py describes."""
     header, at = {}, 0
     for name, t in weights.items():
         places = [at, at := at + t.nbytes]
