@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from harness import Pool, StageRun, cases, stage_file, stage_path
+from harness import REPO, Pool, StageRun, cases, stage_file, stage_path
 from slurm_cluster import need
 from test_memory_figures import FUSED, halves, held, stated_in_05
 
@@ -74,6 +74,13 @@ def test_the_host_waits_and_computes_in_a_step_only_where_the_stages_file_says(p
     assert found.get("step", set()) == named(run)
     for phase, known in OUTSIDE.items():
         assert found[phase] <= known | named(run) and found[phase] & known, phase
+
+
+@pytest.mark.parametrize("flags", ["", "--activation-checkpointing --shard-degree 2"])
+def test_the_host_does_not_wait_in_a_step_of_13(process, flags):
+    argv = f"--model {REPO}/tests/golden/qwen3 --data any --seq-len 32 --dtype bfloat16 {flags}"
+    ((_, found),) = process.run(on_fake_cuda, "13", 4, 3, argv.split())
+    assert not found.get("step") and found["log"] & OUTSIDE["log"]
 
 
 def held_on_fake_cuda(n: int, flags: str, layers: int) -> int:

@@ -25,10 +25,12 @@ from common.llama import Llama, LlamaConfig
 from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate
 from common.weight_files import DTYPES
+from tools.dry_run import dry_run
 
 GOLDEN = REPO / "tests/golden"
 LOGITS = torch.load(GOLDEN / "logits.pt", weights_only=True)
 CPU = torch.device("cpu")
+KEPT = "--no-reshard-after-forward"
 FLAGS = "--steps 8 --global-batch-size 6 --seq-len 320 --lr 1e-3 --warmup-steps 2 --log-every 1"
 
 
@@ -381,6 +383,21 @@ def test_a_model_that_is_there_is_only_accepted_from_the_same_job(
 def with_environment(variables: dict[str, str], argv: list[str]) -> list[dict]:
     with patch.dict(os.environ, variables):
         return load_stage("13").main(argv)
+
+
+@pytest.mark.parametrize("name, flags", [("qwen2", ""), ("qwen2-tied", ""), ("llama", KEPT)])
+def test_a_step_sends_and_holds_what_the_readme_says(pools, models, name, flags):
+    argv = f"--model {models / name} --data any --seq-len 32 {flags}".split()
+    (report,) = pools(1, group=False).run(dry_run, "13", 4, 0, argv)
+    config = LlamaConfig.of_folder(models / name)
+    P, E, d = config.num_parameters(), config.vocab_size * config.d_model, config.d_model
+    # the final norm stays from forward to backward
+    gathered = P + E * config.tied * (not flags) + (not flags) * (P - (2 - config.tied) * E - d)
+    reduced = P + E * config.tied
+    padding = 4 * 4 * 3 * 10  # bytes: of at most ten units that do not divide by four
+    for op, count in (("all_gather_single", gathered), ("reduce_scatter_single", reduced)):
+        assert 0 <= report.sent.ring[op, "shard"] - 4 * count * 3 / 4 <= padding, op
+    assert 0 <= report.states - 16 * P / 4 <= padding
 
 
 # ---- instructions ----
