@@ -7,8 +7,8 @@ then of the gradients, too (ZeRO-2), and finally of the parameters (ZeRO-3).
 
 New since stage 02: `ZeroRedundancyOptimizer` in place of DDP and AdamW. A reduce-scatter leaves
 each rank the average gradient of its shard. The rank updates that shard, and an all-gather
-distributes the updated parameters. ZeRO-3 all-gathers the parameters of a unit (here a layer)
-before its forward and again for its backward, and frees them afterwards.
+distributes the updated parameters. ZeRO-3 all-gathers the parameters of a unit (embedding, layer
+or output) before its forward, again if its backward reads them, and frees them afterwards.
 
     P parameters, N ranks, m micro-batches per step; E of the embedding, O of the output; float32
 
@@ -18,7 +18,8 @@ before its forward and again for its backward, and frees them afterwards.
     3             16 P / N + one unsharded unit  reduce-scatter m P + all-gather m (2 P - E - O)
 
     During backward, ZeRO-2 also holds the full gradients of two buckets: backward fills one while
-    the other is being reduced. ZeRO-3 holds those of one unit, twice while it joins them.
+    the other is being reduced. ZeRO-3 holds those of one unit, twice while it joins them. Backward
+    reads neither the embedding nor the output, whose loss computes its gradients in forward.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
@@ -30,7 +31,6 @@ Run it:
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -55,7 +55,9 @@ from common.collectives import (
 )
 from common.units import (
     Place,
+    checked_saved_tensors_hooks,
     lend_parameters,
+    owned_by,
     place_in,
     refuse_float16,
     take_parameters,
@@ -177,7 +179,7 @@ class ZeroRedundancyOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None, whatever `set_to_none` is."""
         self.optimizer.zero_grad()
-        for param in self.bucket_of:  # outside of this rank's shard, `param.grad` is not reduced
+        for param in self.bucket_of:  # else the next backward adds to this step's gradient
             param.grad = None
 
 
@@ -193,10 +195,8 @@ class Bucket:
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
         self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
         flat = torch.cat([p.detach().flatten() for p in params])
-        length = math.ceil(len(flat) / self.n_ranks)
-        start = dist.get_rank(group) * length
-        self.owned = slice(start, start + length)
-        self.full = F.pad(flat, (0, self.n_ranks * length - len(flat)))
+        self.owned, padding = owned_by(len(flat), group)
+        self.full = F.pad(flat, (0, padding))
         for param, view in self.views_into(self.full).items():
             param.data = view
         self.shard = nn.Parameter(self.full[self.owned])
@@ -210,11 +210,11 @@ class Bucket:
         chunks = flat[: sum(sizes)].split(sizes)
         return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
 
-    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+    def collect(self, param: nn.Parameter, divide_by: int) -> None:
         """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
 
         After `zero_grad` backward allocates a new gradient outside the buffer; later micro-batches
-        add to the view. Dividing before the sum makes it the average.
+        add to the view. Dividing before the sum over the ranks makes that sum the average.
         """
         if self.grads is None:
             self.grads = torch.empty_like(self.full)
@@ -226,7 +226,7 @@ class Bucket:
 
     def start_reduction(self) -> None:
         """Start the reduce-scatter: the sum is written into this rank's part of `grads`."""
-        self.grads[sum(p.numel() for p in self.params) :].zero_()  # else garbage enters the norm
+        self.grads[sum(p.numel() for p in self.params) :].zero_()  # the padding enters the norm
         owned = self.grads[self.owned]
         self.reduction = reduce_scatter_single(owned, self.grads, group=self.group, async_op=True)
 
@@ -273,7 +273,7 @@ class ZeroStage2(ZeroRedundancyOptimizer):
 class ShardedGradientBucket(Bucket):
     """A bucket whose `grads` exist only from its first gradient until they are reduced."""
 
-    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+    def collect(self, param: nn.Parameter, divide_by: int) -> None:
         """Copy the gradient of `param` into the buffer, and free it."""
         super().collect(param, divide_by)
         param.grad = None
@@ -284,6 +284,7 @@ class ShardedGradientBucket(Bucket):
             return
         earlier = self.average
         super().finish_reduction()
+        # a copy: the view would keep `grads` alive
         self.average = self.average.clone() if earlier is None else earlier.add_(self.average)
         self.grads = self.grad_views = None
 
@@ -293,6 +294,9 @@ class ShardedGradientBucket(Bucket):
 
 class ZeroStage3(ZeroStage2):
     """ZeRO-3: shard the parameters, too, and gather them unit by unit.
+
+    It has units in place of buckets and of hooks on gradients. Clipping, `step` and `zero_grad` are
+    those of ZeRO-1: they see the shards alone.
 
     The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
     in every forward of its unit and nowhere else. All ranks run the same units in the same order.
@@ -313,7 +317,7 @@ class ZeroStage3(ZeroStage2):
         broadcast_module(module, process_group)
         pairs = units_with_values(module, units)
         self.units = [Unit(name, unit, process_group) for name, unit in pairs]
-        self.bucket_of = {}  # the module has no parameters any more
+        self.bucket_of = {}  # no full gradients to clear
         self.shards = [unit.shard for unit in self.units]
         self.optimizer = optimizer_class(self.shards, **defaults)  # the next forward gathers
 
@@ -329,26 +333,23 @@ class Unit:
     """
 
     def __init__(self, name: str, module: nn.Module, group: ProcessGroup | None):
-        self.name, self.group = name, group
-        self.n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self.name, self.group, self.n_ranks = name, group, dist.get_world_size(group)
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
         self.owners, flat = take_parameters(module)  # the module has no parameters any more
-        length = math.ceil(len(flat) / self.n_ranks)
-        self.owned = slice(rank * length, (rank + 1) * length)
-        padding = self.n_ranks * length - len(flat)
+        self.owned, padding = owned_by(len(flat), group)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
         self.shard = nn.Parameter(F.pad(flat, (0, padding))[self.owned].clone())
         self.full: Tensor | None = None
-        self.forward, module.forward = module.forward, self.run
+        self.module_forward, module.forward = module.forward, self.run
 
     def run(self, *args, **kwargs):
         """Replaces the module's `forward`; only in here does the module have parameters."""
-        # `autograd.grad` of inputs alone never reaches `Gather.backward`: this may be stale
-        self.full = None
+        self.full = None  # stale if the last backward did not reach `Gather.backward`
         params = Gather.apply(self.shard, self)
+        hooks = checked_saved_tensors_hooks(self, params)  # of autograd: `pack` and `unpack`
         try:
-            with lend_parameters(self.shard, self.owners, params, self.pack, self.unpack):
-                return self.forward(*args, **kwargs)
+            with lend_parameters(self.owners, params), hooks:
+                return self.module_forward(*args, **kwargs)
         finally:
             self.full = None  # frees it: `pack` has kept no reference for backward
 
@@ -372,7 +373,7 @@ class Unit:
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard, [length]. Its adjoint is a reduce-scatter."""
+    """A unit's parameters as a function of its shard, [length]; the adjoint is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
@@ -385,8 +386,6 @@ class Gather(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor, None]:
         """Autograd calls it when it has all gradients of the unit."""
         unit = ctx.unit
-        if any(grad is None for grad in grads):
-            raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
         unit.full = None  # backward is done with the parameters
         padding = grads[0].new_zeros(unit.sizes[-1])
         flat = torch.cat([*(grad.flatten() for grad in grads), padding])

@@ -1,10 +1,10 @@
 """Stage 04: fully sharded data parallelism (FSDP): ZeRO-3 that overlaps with computation.
 
-Every rank owns a shard of each unit's parameters, gradients and optimizer state. The parameters of
-a unit (here a layer) are all-gathered while the previous unit computes (prefetch), and freed right
-after use. In backward, the reduce-scatter of a unit's gradients overlaps with the computation of
-the preceding unit. The autograd function `Gather` connects the two: when its forward runs, the
-all-gather has ended, and its backward starts the reduce-scatter.
+Every rank owns a shard of the parameters, gradients and optimizer state of each unit: embedding,
+layer or output. A unit's parameters are all-gathered while the previous unit computes (prefetch),
+and freed right after use. In backward, the reduce-scatter of a unit's gradients overlaps with the
+computation of the preceding unit. The autograd function `Gather` connects the two: its forward
+returns the gathered parameters, and its backward starts the reduce-scatter.
 
 New since stage 03: prefetching; reductions in flight; the model is built on the meta device, unit
 by unit; bfloat16; groups of ranks that shard the model and are replicas of each other
@@ -14,11 +14,13 @@ by unit; bfloat16; groups of ranks that shard the model and are replicas of each
     micro-batches per step; float32
 
     units      memory per rank, bytes  communication per step, elements
-    resharded  16 P / N + three units  reduce-scatter m P + all-gather m (2 P - E - L - O)
+    resharded  16 P / N + four units   reduce-scatter m P + all-gather m (2 P - E - L - O)
     kept       16 P / N + all units    reduce-scatter m P + all-gather m P
 
-    During backward two units are unsharded, and two have full gradients. Units are kept until their
-    backward with --no-reshard-after-forward. Hybrid sharding adds an all-reduce of P / N elements.
+    In backward two units are unsharded, and two have full gradients. Backward gathers neither the
+    embedding, nor the output, whose loss computes its gradients in forward, nor the last layer.
+    Units are kept until their backward with --no-reshard-after-forward. Hybrid sharding adds an
+    all-reduce of P / N elements.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 
@@ -29,7 +31,6 @@ Run it:
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
@@ -46,17 +48,19 @@ from common.collectives import (
     all_gather_single,
     all_reduce,
     all_reduce_control,
-    check_same,
+    broadcast,
     global_norm,
     reduce_scatter_single,
 )
 from common.units import (
     Place,
     cast_inputs,
-    checksum,
+    check_options,
+    checked_saved_tensors_hooks,
     is_in_backward,
     is_lookup,
     lend_parameters,
+    owned_by,
     place_in,
     take_parameters,
     units_with_values,
@@ -69,7 +73,7 @@ from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, fail, group_along, setup, world_size
 from common.guards import guard
 from common.loss import IGNORED
-from common.model import Transformer, init_weights
+from common.model import Transformer, initial_shard
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
 
@@ -86,31 +90,24 @@ class FullyShardedDataParallel(nn.Module):
     After the last backward of a step come `finish_gradient_synchronization()`, `clip_grad_norm_()`,
     the optimizer's `step()` and `zero_grad()`. The optimizer updates `parameters()`, the shards.
 
-    A module on the meta device gets its values unit by unit: `materialize(unit, name)` gives a unit
-    memory and values, or `read_shard(name, shapes, owned, shard)` fills `shard` with the elements
-    `owned` of a unit's parameters, side by side.
+    All ranks start with the values of the first one. Or the module is on the meta device, and
+    `read_shard(name, shapes, owned)` returns the elements `owned` of a unit's parameters, which lie
+    side by side (`owned` may reach beyond them): then no rank ever holds more than its shards.
     """
 
     def __init__(
         self,
-        module: nn.Module,  # equal on all ranks, or on the meta device
+        module: nn.Module,
         units: list[nn.Module],  # in the order to prefetch in
         shard_group: ProcessGroup | None = None,  # the N ranks that shard each unit; default: all
         replicate_group: ProcessGroup | None = None,  # those with the same shard; default: none
         param_dtype: torch.dtype | None = None,  # of gathered units and their inputs
         reduce_dtype: torch.dtype | None = None,  # of gradients that are reduced
         reshard_after_forward: bool = True,  # False: each unit stays until its backward
-        materialize: Callable[[nn.Module, str], None] | None = None,
-        read_shard: Callable[[str, dict[str, torch.Size], slice, Tensor], None] | None = None,
+        read_shard: Callable[[str, dict[str, torch.Size], slice], Tensor] | None = None,
         device: torch.device | None = None,  # of the unsharded parameters; default: the module's
         cpu_offload: bool = False,  # keep the shards on the CPU; groups then need a CPU backend
     ):
-        if replicate_group is not None and shard_group is None:
-            raise ValueError("replicate_group needs a shard_group: by default all ranks shard")
-        if device is None and (materialize or read_shard):
-            raise ValueError("materialize and read_shard need a device: the meta device is none")
-        if torch.float16 in (param_dtype, reduce_dtype):
-            raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
         super().__init__()
         self.module, self.read_shard = module, read_shard
         self.group, self.replicate_group = shard_group, replicate_group
@@ -120,12 +117,12 @@ class FullyShardedDataParallel(nn.Module):
         self.shard_device = torch.device("cpu") if cpu_offload else self.device
         self.kept: Unit | None = None  # the last unit that forward has not freed
         self.in_flight: Unit | None = None  # whose reduction was started last
-        self.units: list[Unit] = []
-        # each unit gets its values and is sharded before the next one: no rank holds the full model
-        for named_module in units_with_values(module, units, materialize, read_shard is not None):
-            unit = Unit(*named_module, self)
-            self.register_parameter(f"shard_{len(self.units)}", unit.shard)
-            self.units.append(unit)
+        options = [param_dtype, reduce_dtype, reshard_after_forward]
+        check_options(module, self.device, options, shard_group, replicate_group)
+        named_units = units_with_values(module, units, may_be_meta=read_shard is not None)
+        self.units = [Unit(*named_unit, self) for named_unit in named_units]
+        for i, unit in enumerate(self.units):
+            self.register_parameter(f"shard_{i}", unit.shard)
 
     def forward(self, *args, **kwargs):
         if not is_in_backward():
@@ -140,9 +137,10 @@ class FullyShardedDataParallel(nn.Module):
         self.enter(unit, in_backward)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         params = Gather.apply(unit.shard, unit)
-        with lend_parameters(unit.shard, unit.owners, params, unit.pack, unit.unpack) as recomputes:
-            output = unit.forward(*args, **kwargs)
-        unit.used_in_backward |= recomputes  # of other units `pack` knows it
+        hooks = checked_saved_tensors_hooks(unit, params)  # of autograd: `unit.pack` and `unpack`
+        with lend_parameters(unit.owners, params), hooks as in_checkpoint:
+            output = unit.module_forward(*args, **kwargs)
+        unit.used_in_backward |= in_checkpoint  # where `pack` is not called
         if not in_backward and (self.reshard_after_forward or not torch.is_grad_enabled()):
             self.after_forward(unit)
         return output
@@ -150,7 +148,7 @@ class FullyShardedDataParallel(nn.Module):
     def enter(self, unit: Unit, in_backward: bool) -> None:
         """Gather the unit's parameters, and prefetch those of the next unit that will be used."""
         unit.unshard()
-        order = self.units[::-1] if in_backward else self.units
+        order = self.units[::-1] if in_backward else self.units  # the same on all ranks
         rest = order[order.index(unit) + 1 :]
         following = [each for each in rest if each.used_in_backward or not in_backward]
         for each in following[:1]:
@@ -160,15 +158,16 @@ class FullyShardedDataParallel(nn.Module):
     def after_forward(self, unit: Unit) -> None:
         """Free the unit. If backward needs it, free its predecessor instead: the last one stays
         gathered, because nothing would hide its second all-gather."""
+        to_free = unit
         if torch.is_grad_enabled() and unit.used_in_backward:
-            unit, self.kept = self.kept, unit
-        if unit is not None:
-            unit.reshard()
+            to_free, self.kept = self.kept, unit
+        if to_free is not None:
+            to_free.reshard()
 
     def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
         unit.reshard()
-        unit.finish_reduction()  # still in flight only if there is a single unit
+        unit.finish_reduction()  # of an earlier micro-batch, if no other unit came in between
         unit.start_reduction(grads)
         previous, self.in_flight = self.in_flight, unit
         if previous not in (None, unit):  # so at most two units have full gradients
@@ -180,16 +179,10 @@ class FullyShardedDataParallel(nn.Module):
         for unit in self.units:
             unit.reshard()  # if it was prefetched and not used
             unit.finish_reduction()
-        units = [unit for unit in self.units if unit.average is not None]
-        # hybrid sharding: average over the replicas, other ranks with the same shards
-        if (group := self.replicate_group) is not None:
-            works = []
-            for unit in units:
-                unit.average /= dist.get_world_size(group)
-                works.append(all_reduce(unit.average, group=group, async_op=True))
-            for work in works:
-                work.wait()
-        for unit in units:
+        for unit in [unit for unit in self.units if unit.average is not None]:
+            if self.replicate_group is not None:  # hybrid sharding: over the ranks with this shard
+                unit.average /= dist.get_world_size(self.replicate_group)
+                all_reduce(unit.average, group=self.replicate_group)
             unit.shard.grad, unit.average = unit.average, None
 
     @torch.no_grad()
@@ -213,32 +206,28 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedDataParallel):
         self.name, self.fsdp, self.group = name, fsdp, fsdp.group
-        self.n_ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.n_ranks = dist.get_world_size(self.group)
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
         # an embedding's gradient sums many tokens per row, too imprecise in bfloat16
         param_dtype = None if is_lookup(module) else fsdp.param_dtype
         self.owners, flat = take_parameters(module)  # the module has no parameters any more
         self.dtype = param_dtype or flat.dtype
-        length = math.ceil(len(flat) / self.n_ranks)
-        self.owned = slice(rank * length, (rank + 1) * length)
-        padding = self.n_ranks * length - len(flat)
+        self.owned, padding = owned_by(len(flat), self.group)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        facts = [*(buffer.sum() for buffer in module.buffers()), self.dtype]
-        facts += [fsdp.reduce_dtype, fsdp.reshard_after_forward]
-        owned = slice(*self.owned.indices(len(flat)))  # without padding
-        self.shard = nn.Parameter(flat.new_zeros(length, device=fsdp.shard_device))
-        shard = self.shard.detach()[: owned.stop - owned.start]
         if fsdp.read_shard is None:
-            shard.copy_(flat[owned])
-            facts.append(checksum(flat))
+            flat = flat.to(fsdp.device)
+            broadcast(flat, group=self.group, group_src=0)
+            shard = flat[self.owned]
         else:  # `flat` is on the meta device
-            fsdp.read_shard(name, self.shapes, owned, shard)
-        what = f"initial values or dtypes of {name}"
-        check_same(what, facts, fsdp.device, self.group)
+            shard = fsdp.read_shard(name, self.shapes, self.owned).view_as(flat[self.owned])
+        shard = shard.to(fsdp.shard_device, flat.dtype)
+        missing = self.owned.stop - self.owned.start - len(shard)  # the last ranks' padding
+        if missing or fsdp.read_shard is None:
+            shard = F.pad(shard, (0, missing))  # a copy: frees `flat`
         if fsdp.replicate_group is not None:
-            facts.append(checksum(self.shard.detach()))
-            check_same(what, facts, fsdp.device, fsdp.replicate_group)
-        self.forward, module.forward = module.forward, partial(fsdp.run, self)
+            broadcast(shard, group=fsdp.replicate_group, group_src=0)
+        self.shard = nn.Parameter(shard)
+        self.module_forward, module.forward = module.forward, partial(fsdp.run, self)
         self.full: Tensor | None = None
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
         self.used_in_backward = False  # known from the first forward on
@@ -298,22 +287,22 @@ class Unit:
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard, [length]. Its adjoint is a reduce-scatter."""
+    """A unit's parameters as a function of its shard, [length]; the adjoint is a reduce-scatter.
+
+    Forward returns views of `full`, which `enter` has gathered; backward has `leave` reduce.
+    """
 
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
-        *chunks, _ = unit.full.split(unit.sizes)  # the all-gather has ended
+        *chunks, _ = unit.full.split(unit.sizes)
         return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
-        unit = ctx.unit
-        if any(grad is None for grad in grads):
-            raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
-        unit.fsdp.leave(unit, grads)
+        ctx.unit.fsdp.leave(ctx.unit, grads)
         return None, None  # the average follows when the reduction has finished
 
 
@@ -333,7 +322,7 @@ def sharded_from_meta(model: Transformer, args, world: World) -> FullyShardedDat
         param_dtype=getattr(torch, args.param_dtype),
         reduce_dtype=getattr(torch, args.reduce_dtype),
         reshard_after_forward=not args.no_reshard_after_forward,
-        materialize=lambda unit, name: init_weights(unit.to_empty(device="cpu"), args.seed, name),
+        read_shard=partial(initial_shard, args.seed),
         device=world.device,
         cpu_offload=args.cpu_offload,
     )

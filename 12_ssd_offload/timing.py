@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.bench import interval
 from common.distributed import cleanup, setup
-from common.model import Transformer, TransformerConfig, init_weights
+from common.model import Transformer, TransformerConfig, initial_shard
 from common.optimization import adamw_settings
 from common.run import keep_freed_memory
 from common.ssd_state import GRADIENT, SLOT, StateFile, StateFolder, return_freed_memory
@@ -45,10 +45,9 @@ PAIRS = (
 def shard(stage: str, config: TransformerConfig, *optimizer, **flags):
     with torch.device("meta"):
         model = Transformer(config)
-    init = lambda unit, name: init_weights(unit.to_empty(device="cpu"), 0, name)  # noqa: E731
     fsdp = load_stage(stage).FullyShardedDataParallel
-    cpu = torch.device("cpu")
-    return fsdp(model, model.units(), *optimizer, materialize=init, device=cpu, **flags)
+    flags |= {"read_shard": partial(initial_shard, 0), "device": torch.device("cpu")}
+    return fsdp(model, model.units(), *optimizer, **flags)
 
 
 def at_once(function: Callable, *args) -> Future:

@@ -1,16 +1,16 @@
 """Stage 12: FSDP whose state is in files on an SSD, with AdamW in threads during backward.
 
-Each unit of stage 04 (here a layer) has a file on every rank, with this rank's shard of its
-parameters, AdamW's moments, and the gradient. As soon as a unit's gradient is reduced, a thread
-updates the unit, while backward continues. Clipping needs the norm of all gradients, which is known
-only after backward. So the threads speculate that nothing is clipped, and write the new state into
-a second slot of the file. If that was wrong, the step is redone from the old slot. A killed process
-loses at most one step; a machine restart falls back to the checkpoint.
+Each unit of stage 04 has a file on every rank, with this rank's shard of its parameters, AdamW's
+moments, and the gradient. When a unit's gradient has been reduced, a thread updates the unit, while
+backward continues. Clipping needs the norm of all gradients, which is known only after backward. So
+the threads speculate that nothing is clipped, and write the new state into a second slot of the
+file. If that was wrong, the step is redone from the old slot. A killed process loses at most one
+step; a machine restart falls back to the checkpoint.
 
     P parameters: E of the embedding, L of a layer, O of the output; N ranks, m micro-batches per
     step; float32
 
-    memory per rank   four full units (six on Gloo) and 22 shards, however many units there are
+    memory per rank   four full units (six on Gloo), 22 shards of a unit, P / (256 N) bytes of norms
     files per rank    28 P / N bytes: two slots of 12, and the gradient
     read per step     (4 m (3 P - E - L - O) + 8 P) / N bytes; if redone 16 P / N more
     written per step  (4 m P + 12 P) / N bytes; if redone 12 P / N more
@@ -26,7 +26,6 @@ Run it:
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -50,7 +49,7 @@ from torch.optim.adamw import adamw
 from common.collectives import (
     all_gather_single,
     all_reduce_control,
-    check_same,
+    broadcast,
     norms_of_rows,
     reduce_scatter_single,
 )
@@ -59,10 +58,12 @@ from common.ssd_state import GRADIENT, SLOT, StateFile, StateFolder
 from common.units import (
     Place,
     cast_inputs,
-    checksum,
+    check_options,
+    checked_saved_tensors_hooks,
     is_in_backward,
     is_lookup,
     lend_parameters,
+    owned_by,
     place_in,
     take_parameters,
     units_with_values,
@@ -76,49 +77,161 @@ from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, print0, setup, world_size
 from common.guards import guard
 from common.loss import IGNORED
-from common.model import Transformer, init_weights
+from common.model import Transformer, initial_shard
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: shards in files, which are read ahead of their use
+# The technique: AdamW on files, during backward
 # ------------------------------------------------------------------------------------------------
+
+
+class SpeculativeAdamW:
+    """AdamW on files, in threads. A unit is updated as soon as its gradient of the step is reduced.
+
+    An update reads the current slot and writes the other one; `step` switches them. Until then the
+    old state is complete. Gradients are clipped by the norm of all of them, which is known only
+    after the last update. So updates during backward assume that nothing is clipped. If that was
+    wrong, `step` repeats them from the current slot, with scaled gradients.
+    """
+
+    def __init__(self, folder: StateFolder, *, speculates: bool = True, **adamw_settings):
+        # speculates=False: all updates wait for `step`
+        beta1, beta2 = adamw_settings.pop("betas")
+        defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
+        self.param_groups = [defaults | adamw_settings | {"beta1": beta1, "beta2": beta2}]
+        self.folder, self.state = folder, {}  # the state is in the files
+        # `Unit.shard`: gives `Gather` an input that requires grad; its version counts steps
+        self.shard = nn.Parameter(torch.empty(0))
+        # one stream for all copies to and from a GPU: each stream has a memory pool of its own
+        self.copies = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self.may_speculate = speculates  # in any step
+        self.speculates = speculates  # in this step
+        self.step_settings: dict = {}  # of this step's updates
+        # of each file with a gradient of this step: whether the last micro-batch is in it
+        self.has_last: dict[StateFile, bool] = {}
+        self.norms: dict[StateFile, Tensor] = {}  # of the rows of each complete gradient
+        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
+        self.n_redone_steps = 0
+
+    def take(self, file: StateFile, average: Tensor, is_last: bool) -> None:
+        """Take a unit's average gradient of one micro-batch, for a thread."""
+        if self.folder.step != self.folder.committed:
+            raise RuntimeError("commit() after every step: the next one overwrites the old slot")
+        if self.has_last.get(file):
+            raise RuntimeError(f"{file.path.stem}: a backward after the step's last one")
+        if not self.has_last:
+            self.step_settings = dict(self.param_groups[0])
+        ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
+        is_first = file not in self.has_last
+        self.has_last[file] = is_last
+        self.folder.start(file, self.accumulate, average, ready, is_first, is_last)
+
+    def accumulate(
+        self, file: StateFile, average: Tensor, ready: Event | None, is_first: bool, is_last: bool
+    ) -> None:
+        """Sum the micro-batches' gradients in the file. After the last one, update the unit."""
+        gradient = file.empty(1)
+        if ready is not None:
+            ready.synchronize()
+        with torch.cuda.stream(self.copies):
+            gradient[0] = average  # the thread waits for the copy
+        if not is_first:
+            gradient += file.read(GRADIENT)
+        file.write(GRADIENT, gradient)
+        if is_last:
+            self.norms[file] = torch.cat(norms_of_rows(gradient))
+            if self.speculates:
+                self.update(file, gradient)
+
+    def update(self, file: StateFile, gradient: Tensor) -> None:
+        """Read the current slot, write the other one."""
+        rows = file.read(self.folder.current_row, SLOT)
+        param, exp_avg, exp_avg_sq = rows
+        steps = torch.tensor(float(self.folder.step))
+        # the function, as an object of the class would hold on to the state
+        adamw([param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps], **self.step_settings)
+        file.write_slot(self.folder.other_slot, rows)
+
+    def update_scaled(self, file: StateFile) -> None:
+        self.update(file, file.read(GRADIENT).mul_(self.scale))
+
+    def step(self) -> None:
+        """Do the updates that were wrong, or have waited. Then switch the slots."""
+        self.check_step()
+        is_clipped = self.scale.item() < 1.0
+        if is_clipped or not self.speculates:
+            if self.speculates:
+                self.n_redone_steps += 1
+            for file in self.folder.files:
+                self.folder.start(file, self.update_scaled)
+            self.folder.wait()
+        self.folder.switch_slots(self.folder.step + 1)
+        increment_version(self.shard)  # parameters gathered before are stale
+        # a clipped step is often followed by another
+        self.speculates = self.may_speculate and not is_clipped
+        self.has_last.clear()
+        self.norms.clear()
+        self.scale = None
+
+    def check_step(self) -> None:
+        if self.scale is None:
+            raise RuntimeError("call clip_grad_norm_() once before each step()")
+        if self.step_settings != self.param_groups[0]:
+            raise RuntimeError("set the learning rate before the step's first backward")
+        if not self.scale.item() > 0.0:  # NaN, or 0 of an infinite norm
+            what = f"the gradient norm of step {self.folder.step} is not finite: stopped before it"
+            fail(f"{what}; try a lower --lr or more --warmup-steps", status=1)
+
+    def load_state(self, step: int, states: Iterable[Tensor]) -> None:
+        """Replace all parameters and moments, [3, length] per file, and the number of steps done.
+
+        They are written to the other slot: after a kill in here, the old state is complete.
+        """
+        if self.has_last or self.folder.step != self.folder.committed:
+            raise RuntimeError("load_state() belongs between commit() and the next backward")
+        self.folder.replace(step, states)
+        increment_version(self.shard)  # parameters gathered before are stale
+
+
+# ---- stage 04, but with each shard in a file, which is read ahead of its use ----
 
 
 class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters, gradients and optimizer state; unshard them unit by unit.
 
-    The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
+    The contract. Each parameter is in exactly one unit, trains, is float32, and is used
     in every forward of its unit and nowhere else. All ranks run the same units in the same order,
     each once per micro-batch. Every backward of a step but the last is under `no_sync()`. A step is
     `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`, and `commit()` of
-    the optimizer's folder. materialize(unit, name) gives a unit on the meta device its values.
+    the optimizer's folder.
+
+    All ranks start with the values of the first one. Or the module is on the meta device, and
+    `read_shard(name, shapes, owned)` returns the elements `owned` of a unit's parameters, which lie
+    side by side (`owned` may reach beyond them): then no rank ever holds more than its shards.
     """
 
     def __init__(
         self,
-        module: nn.Module,  # equal on all ranks, or on the meta device
+        module: nn.Module,
         units: list[nn.Module],  # in the order to prefetch in
         optimizer: SpeculativeAdamW,  # it has the files, and gets the gradients
         param_dtype: torch.dtype | None = None,  # of gathered units and their inputs
-        materialize: Callable[[nn.Module, str], None] | None = None,
+        read_shard: Callable[[str, dict[str, torch.Size], slice], Tensor] | None = None,
         device: torch.device | None = None,  # of the unsharded parameters; default: the module's
     ):
-        if materialize is not None and device is None:
-            raise ValueError("materialize needs a device: a module on the meta device has none")
         if optimizer.folder.files:
             raise ValueError("the optimizer belongs to another wrapper")
         super().__init__()
-        self.module = module
+        self.module, self.read_shard = module, read_shard
         self.optimizer, self.param_dtype = optimizer, param_dtype
         self.device = device or next(module.parameters()).device
         self.kept: Unit | None = None  # the last unit that forward has not freed
         self.in_flight: Unit | None = None  # whose reduction was started last
         self.synchronizes = True
-        self.units: list[Unit] = []
-        # each unit gets its values and is sharded before the next one: no rank holds the full model
-        for named_module in units_with_values(module, units, materialize):
-            self.units.append(Unit(*named_module, self))
+        check_options(module, self.device, [param_dtype])
+        named_units = units_with_values(module, units, may_be_meta=read_shard is not None)
+        self.units = [Unit(*named_unit, self) for named_unit in named_units]
 
     def forward(self, *args, **kwargs):
         if not is_in_backward():
@@ -142,9 +255,10 @@ class FullyShardedDataParallel(nn.Module):
         self.enter(unit, in_backward)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         params = Gather.apply(unit.shard, unit)
-        with lend_parameters(unit.shard, unit.owners, params, unit.pack, unit.unpack) as recomputes:
-            output = unit.forward(*args, **kwargs)
-        unit.used_in_backward |= recomputes  # of other units `pack` knows it
+        hooks = checked_saved_tensors_hooks(unit, params)  # of autograd: `unit.pack` and `unpack`
+        with lend_parameters(unit.owners, params), hooks as in_checkpoint:
+            output = unit.module_forward(*args, **kwargs)
+        unit.used_in_backward |= in_checkpoint  # where `pack` is not called
         if not in_backward:
             self.after_forward(unit)
         return output
@@ -153,7 +267,7 @@ class FullyShardedDataParallel(nn.Module):
         """Gather the unit's parameters, prefetch those of the next unit that will be used, and read
         those of the one after it."""
         unit.unshard()
-        order = self.units[::-1] if in_backward else self.units
+        order = self.units[::-1] if in_backward else self.units  # the same on all ranks
         rest = order[order.index(unit) + 1 :]
         following = [each for each in rest if each.used_in_backward or not in_backward]
         for each in following[:2]:
@@ -165,15 +279,16 @@ class FullyShardedDataParallel(nn.Module):
     def after_forward(self, unit: Unit) -> None:
         """Free the unit. If backward needs it, free its predecessor instead: the last one stays
         gathered, because nothing would hide its second all-gather."""
+        to_free = unit
         if torch.is_grad_enabled() and unit.used_in_backward:
-            unit, self.kept = self.kept, unit
-        if unit is not None:
-            unit.reshard()
+            to_free, self.kept = self.kept, unit
+        if to_free is not None:
+            to_free.reshard()
 
     def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
         unit.reshard()
-        unit.finish_reduction()  # still in flight only if there is a single unit
+        unit.finish_reduction()  # of an earlier micro-batch, if no other unit came in between
         unit.start_reduction(grads)
         previous, self.in_flight = self.in_flight, unit
         if previous not in (None, unit):  # so at most two units have full gradients
@@ -213,23 +328,24 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedDataParallel):
         self.name, self.fsdp, self.folder = name, fsdp, fsdp.optimizer.folder
-        self.n_ranks, rank = dist.get_world_size(), dist.get_rank()
+        self.n_ranks = dist.get_world_size()
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
         # an embedding's gradient sums many tokens per row, too imprecise in bfloat16
         param_dtype = None if is_lookup(module) else fsdp.param_dtype
         self.owners, flat = take_parameters(module)  # the module has no parameters any more
-        if flat.dtype != torch.float32:
-            raise ValueError(f"the parameters of {name} are not float32")
-        self.dtype = param_dtype or torch.float32
-        length = math.ceil(len(flat) / self.n_ranks)
-        self.owned = slice(rank * length, (rank + 1) * length)
-        padding = self.n_ranks * length - len(flat)
+        self.dtype = param_dtype or flat.dtype
+        self.owned, padding = owned_by(len(flat), None)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        facts = [checksum(flat), *(buffer.sum() for buffer in module.buffers()), self.dtype]
-        check_same(f"initial values or dtypes of {name}", facts, fsdp.device)
-        self.file = StateFile(self.folder, name, F.pad(flat, (0, padding))[self.owned])
+        if fsdp.read_shard is None:
+            flat = flat.to(fsdp.device)
+            broadcast(flat, group_src=0)
+            shard = flat[self.owned]
+        else:  # `flat` is on the meta device
+            shard = fsdp.read_shard(name, self.shapes, self.owned).view_as(flat[self.owned])
+        missing = self.owned.stop - self.owned.start - len(shard)  # the last ranks' padding
+        self.file = StateFile(self.folder, name, F.pad(shard, (0, missing)))
         self.shard = fsdp.optimizer.shard
-        self.forward, module.forward = module.forward, partial(fsdp.run, self)
+        self.module_forward, module.forward = module.forward, partial(fsdp.run, self)
         self.reading: Future[Tensor] | None = None  # a thread that reads the shard
         self.full: Tensor | None = None
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
@@ -305,144 +421,23 @@ class Unit:
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard, [length]. Its adjoint is a reduce-scatter."""
+    """A unit's parameters as a function of its shard, [length]; the adjoint is a reduce-scatter.
+
+    Forward returns views of `full`, which `enter` has gathered; backward has `leave` reduce.
+    """
 
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
-        *chunks, _ = unit.full.split(unit.sizes)  # the all-gather has ended
+        *chunks, _ = unit.full.split(unit.sizes)
         return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
-        unit = ctx.unit
-        if any(grad is None for grad in grads):
-            raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
-        unit.fsdp.leave(unit, grads)
+        ctx.unit.fsdp.leave(ctx.unit, grads)
         return None, None  # the average follows when the reduction has finished
-
-
-# ---- AdamW during backward: speculate, then validate ----
-
-
-class SpeculativeAdamW:
-    """AdamW on files, in threads. A unit is updated as soon as its gradient of the step is reduced.
-
-    An update reads the current slot and writes the other one; `step` switches them. Until then the
-    old state is complete. Gradients are clipped by the norm of all of them, which is known only
-    after the last update. So updates during backward assume that nothing is clipped. If that was
-    wrong, `step` repeats them from the current slot, with scaled gradients.
-    """
-
-    def __init__(self, folder: StateFolder, *, speculates: bool = True, **adamw_settings):
-        # speculates=False: all updates wait for `step`
-        beta1, beta2 = adamw_settings.pop("betas")
-        defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
-        self.param_groups = [defaults | adamw_settings | {"beta1": beta1, "beta2": beta2}]
-        self.folder, self.state = folder, {}  # the state is in the files
-        # `Unit.shard`: gives `Gather` an input that requires grad; its version counts steps
-        self.shard = nn.Parameter(torch.empty(0))
-        # one stream for all copies to and from a GPU: each stream has a memory pool of its own
-        self.copies = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self.may_speculate = speculates  # in any step
-        self.speculates = speculates  # in this step
-        self.step_settings: dict = {}  # of this step's updates
-        # of each file with a gradient of this step: whether the last micro-batch is in it
-        self.has_last: dict[StateFile, bool] = {}
-        self.norms: dict[StateFile, Tensor] = {}  # of the rows of each complete gradient
-        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
-        self.n_redone_steps = 0
-
-    def take(self, file: StateFile, average: Tensor, is_last: bool) -> None:
-        """Take a unit's average gradient of one micro-batch, for a thread."""
-        if self.folder.step != self.folder.committed:
-            raise RuntimeError("commit() after every step: the next one overwrites the old slot")
-        if self.has_last.get(file):
-            raise RuntimeError(f"{file.path.stem}: a backward after the step's last one")
-        if not self.has_last:
-            self.step_settings = dict(self.param_groups[0])
-        ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
-        is_first = file not in self.has_last
-        self.has_last[file] = is_last
-        self.folder.start(file, self.accumulate, average, ready, is_first, is_last)
-
-    def accumulate(
-        self, file: StateFile, average: Tensor, ready: Event | None, is_first: bool, is_last: bool
-    ) -> None:
-        """Sum the micro-batches' gradients in the file. After the last one, update the unit."""
-        gradient = file.empty(1)
-        if ready is not None:
-            ready.synchronize()
-        with torch.cuda.stream(self.copies):
-            gradient[0] = average  # the thread waits for the copy
-        if not is_first:
-            gradient += file.read(GRADIENT)
-        file.write(GRADIENT, gradient)
-        if is_last:
-            self.norms[file] = torch.cat(norms_of_rows(gradient))
-            if self.speculates:
-                self.update(file, gradient)
-
-    def update(self, file: StateFile, gradient: Tensor) -> None:
-        """Read the current slot, write the other one."""
-        rows = file.read(self.folder.current_row, SLOT)
-        param, exp_avg, exp_avg_sq = rows
-        steps = torch.tensor(float(self.folder.step))
-        # the function, as an object of the class would hold on to the state
-        adamw([param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps], **self.step_settings)
-        file.write_slot(self.folder.other_slot, rows)
-
-    def update_scaled(self, file: StateFile) -> None:
-        self.update(file, file.read(GRADIENT).mul_(self.scale))
-
-    def step(self) -> None:
-        """Do the updates that were wrong, or have waited. Then switch the slots."""
-        if self.scale is None:
-            raise RuntimeError("call clip_grad_norm_() once before each step()")
-        if self.step_settings != self.param_groups[0]:
-            raise RuntimeError("set the learning rate before the step's first backward")
-        self.check_finite()
-        is_clipped = self.scale.item() < 1.0
-        if is_clipped or not self.speculates:
-            if self.speculates:
-                self.n_redone_steps += 1
-            for file in self.folder.files:
-                self.folder.start(file, self.update_scaled)
-            self.folder.wait()
-        self.folder.switch_slots(self.folder.step + 1)
-        increment_version(self.shard)  # parameters gathered before are stale
-        # a clipped step is often followed by another
-        self.speculates = self.may_speculate and not is_clipped
-        self.has_last.clear()
-        self.norms.clear()
-        self.scale = None
-
-    def check_finite(self) -> None:
-        if not self.scale.item() > 0.0:  # NaN, or 0 of an infinite norm
-            what = f"the gradient norm of step {self.folder.step} is not finite: stopped before it"
-            fail(f"{what}; try a lower --lr or more --warmup-steps", status=1)
-
-    def load_state(self, step: int, states: Iterable[Tensor]) -> None:
-        """Replace all parameters and moments, [3, length] per file, and the number of steps done.
-
-        They are written to the other slot: after a kill in here, the old state is complete.
-        """
-        if self.has_last or self.folder.step != self.folder.committed:
-            raise RuntimeError("load_state() belongs between commit() and the next backward")
-        for file, state in zip(self.folder.files, states, strict=True):
-            self.folder.start(file, self.write_state, state)
-        self.folder.wait()
-        all_reduce_control(torch.zeros(()))  # no rank commits before all have written
-        self.folder.switch_slots(step)
-        increment_version(self.shard)  # parameters gathered before are stale
-        self.folder.commit()
-
-    def write_state(self, file: StateFile, state: Tensor) -> None:
-        copy = file.empty(SLOT)
-        copy[:] = state
-        file.write_slot(self.folder.other_slot, copy)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -459,7 +454,7 @@ def sharded_from_meta(
         model.units(),
         optimizer,
         param_dtype=getattr(torch, args.param_dtype),
-        materialize=lambda unit, name: init_weights(unit.to_empty(device="cpu"), args.seed, name),
+        read_shard=partial(initial_shard, args.seed),
         device=world.device,
     )
 

@@ -293,6 +293,14 @@ def initial_value(full_name: str, full_shape: Sequence[int], seed: int) -> Tenso
     return torch.randn(full_shape, generator=generator_of("init", seed, full_name)) * std
 
 
+def initial_shard(seed: int, _: str, shapes: dict[str, Sequence[int]], owned: slice) -> Tensor:
+    """The elements `owned` of a unit's parameters, which lie side by side in the order of `shapes`.
+
+    shapes: by the parameters' full names.
+    """
+    return torch.cat([initial_value(*each, seed).flatten() for each in shapes.items()])[owned]
+
+
 @torch.no_grad()
 def init_weights(module: nn.Module, seed: int, prefix: str = "") -> None:
     """Give every parameter of `module` its initial value; `prefix` is the module's full name.

@@ -19,7 +19,7 @@ import os
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
@@ -49,6 +49,8 @@ class StateFile:
     """
 
     def __init__(self, folder: StateFolder, name: str, shard: Tensor):
+        if shard.dtype != torch.float32:
+            raise ValueError(f"the parameters of {name} are not float32")
         self.folder, self.path, self.length = folder, folder.path / f"{name}.state", len(shard)
         self.stride = -(-self.length // PAGE) * PAGE
         self.checksums = folder.checksums.setdefault(name, [None, None])  # of the two slots
@@ -185,6 +187,23 @@ class StateFolder:
             aside.replace(self.path / "step.json")
         self.committed = self.step
         self.traffic.clear()
+
+    def replace(self, step: int, states: Iterable[Tensor]) -> None:
+        """Commit other states, [3, length] per file, as those after `step` steps.
+
+        They are written to the other slot: after a kill in here, the old states are complete.
+        """
+        for file, state in zip(self.files, states, strict=True):
+            self.start(file, self._write_state, state)
+        self.wait()
+        all_reduce_control(torch.zeros(()))  # no rank commits before all have written
+        self.switch_slots(step)
+        self.commit()
+
+    def _write_state(self, file: StateFile, state: Tensor) -> None:
+        rows = file.empty(SLOT)
+        rows[:] = state
+        file.write_slot(self.other_slot, rows)
 
     def close(self) -> None:
         self.threads.shutdown()

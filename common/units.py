@@ -1,5 +1,6 @@
 """What stages 03, 04, 12 and 13 do with a model's units and parameters, and what they check."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -7,21 +8,20 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import ProcessGroup
+
+from common.collectives import check_same
 
 
 def units_with_values(
-    module: nn.Module,
-    units: list[nn.Module],
-    materialize: Callable[[nn.Module, str], None] | None = None,
-    may_be_meta: bool = False,
+    module: nn.Module, units: list[nn.Module], may_be_meta: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield each unit's full name and the unit. ValueError if the contract fails.
 
-    materialize(unit, name) gives the parameters of a unit memory and values. It is called when the
-    unit is due, so that the caller can shard the previous one before. may_be_meta: units need no
-    values.
+    may_be_meta: the parameters, but not the buffers, may be on the meta device.
     """
     names = {unit: name for name, unit in module.named_modules()}
     users = Counter(p for unit in units for p in unit.parameters())
@@ -40,8 +40,6 @@ def units_with_values(
         if buffer.is_meta:
             raise ValueError(f"{name}: a buffer without values on the meta device")
     for unit in units:
-        if materialize is not None:
-            materialize(unit, names[unit])
         params = list(unit.parameters())
         if not params or (any(p.is_meta for p in params) and not may_be_meta):
             raise ValueError(f"{names[unit]}: no parameters, or without values on the meta device")
@@ -52,6 +50,27 @@ def units_with_values(
 def _place(p: Tensor) -> tuple[torch.UntypedStorage, int]:
     """Where its values are. Fake tensors have no `data_ptr`."""
     return p.untyped_storage(), p.storage_offset()
+
+
+def check_options(
+    module: nn.Module,
+    device: torch.device,
+    options: list,
+    group: ProcessGroup | None = None,
+    replicas: ProcessGroup | None = None,
+) -> None:
+    """ValueError if a wrapper's options do not fit, or if they, the parameters' names, shapes and
+    dtypes, or the buffers differ between the ranks of a group."""
+    if replicas is not None and group is None:
+        raise ValueError("replicate_group needs a shard_group: by default all ranks shard")
+    if device.type == "meta":
+        raise ValueError("read_shard needs a device: the meta device is none")
+    if torch.float16 in options:
+        raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
+    facts = [(name, p.shape, p.dtype) for name, p in module.named_parameters()]
+    facts += [*options, *(buffer.sum() for buffer in module.buffers() if not buffer.is_meta)]
+    for each in [group] if replicas is None else [group, replicas]:
+        check_same("parameters, buffers or options", facts, device, each)
 
 
 def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tensor]:
@@ -71,37 +90,39 @@ def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tenso
 
 @contextmanager
 def lend_parameters(
-    shard: nn.Parameter,
-    owners: list[tuple[nn.Module, str]],
-    params: Sequence[Tensor],
-    pack: Callable,
-    unpack: Callable,
-) -> Iterator[bool]:
-    """Give a unit's modules their parameters as attributes, while the unit computes.
-
-    `pack` says what autograd saves for backward and `unpack` what backward reads, except within
-    checkpoint(), which decides this itself: yields whether it does. RuntimeError if the unit
-    changes a parameter in place, or a tensor is changed that backward reads; in backward if `shard`
-    has changed since, and with create_graph=True. ValueError if it computes in float16.
-    """
-    refuse_float16(params)
-    version = params[0]._version  # all are views of one buffer: they share its version
-    if params[0].requires_grad:
-        params[0].grad_fn.register_prehook(partial(check_backward, shard, shard._version))
-    pack, unpack = partial(checked_pack, shard, pack), partial(checked_unpack, unpack)
+    owners: list[tuple[nn.Module, str]], params: Sequence[Tensor]
+) -> Iterator[None]:
+    """Give a unit's modules their parameters as attributes, while the unit computes."""
     for (owner, name), param in zip(owners, params, strict=True):
         setattr(owner, name, param)
-    # whether a checkpoint() decides here what is saved (no public function tells this)
-    in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(True)
     try:
-        with nullcontext() if in_checkpoint else saved_tensors_hooks(pack, unpack):
-            yield in_checkpoint is not None
-        if params[0]._version != version:
-            raise RuntimeError("a unit has changed a parameter in place")
+        yield
     finally:
         for owner, name in owners:
             setattr(owner, name, None)  # clears it from `_flat_weights`, the list of an LSTM
             delattr(owner, name)
+
+
+@contextmanager
+def checked_saved_tensors_hooks(unit, params: Sequence[Tensor]) -> Iterator[bool]:
+    """`saved_tensors_hooks(unit.pack, unit.unpack)` while `unit` computes with `params`, checked.
+
+    Within checkpoint(), which decides itself what is saved, the hooks are left out: yields whether
+    they are. RuntimeError if the unit changes a parameter in place, or if a tensor is changed that
+    backward reads; in backward if `unit.shard` has changed since, if a parameter has no gradient,
+    and with create_graph=True. ValueError if the unit computes in float16.
+    """
+    refuse_float16(params)
+    version = params[0]._version  # all are views of one buffer: they share its version
+    if params[0].requires_grad:
+        params[0].grad_fn.register_prehook(partial(check_backward, unit, unit.shard._version))
+    pack, unpack = partial(checked_pack, unit), partial(checked_unpack, unit.unpack)
+    # no public function tells whether a checkpoint() decides
+    in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    with nullcontext() if in_checkpoint else saved_tensors_hooks(pack, unpack):
+        yield in_checkpoint
+    if params[0]._version != version:
+        raise RuntimeError("a unit has changed a parameter in place")
 
 
 def refuse_float16(params: Sequence[Tensor], *_) -> None:
@@ -114,18 +135,20 @@ def refuse_float16(params: Sequence[Tensor], *_) -> None:
         raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
 
 
-def check_backward(shard: nn.Parameter, version: int, _: object) -> None:
+def check_backward(unit, version: int, grads: tuple[Tensor | None, ...]) -> None:
     """Called before `Gather.backward`."""
     if torch.is_grad_enabled():
         raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-    if shard._version != version:
+    if unit.shard._version != version:
         raise RuntimeError("backward through a graph from before the optimizer's last step")
+    if any(grad is None for grad in grads):
+        raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
 
 
-def checked_pack(shard: nn.Parameter, pack: Callable, tensor: Tensor) -> tuple:
+def checked_pack(unit, tensor: Tensor) -> tuple:
     """Save a version too: of the tensor that `pack` keeps, or, if it keeps none, of the shard."""
-    saved = pack(tensor)
-    source = shard if isinstance(saved, Place) else saved
+    saved = unit.pack(tensor)
+    source = unit.shard if isinstance(saved, Place) else saved
     return source, source._version, saved
 
 
@@ -134,6 +157,13 @@ def checked_unpack(unpack: Callable, packed: tuple) -> Tensor:
     if source._version != version:
         raise RuntimeError("changed in place, or by the optimizer's last step")
     return unpack(saved)
+
+
+def owned_by(numel: int, group: ProcessGroup | None) -> tuple[slice, int]:
+    """This rank's part of a flat buffer that is padded to equal parts, and the padding's length."""
+    n_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    length = math.ceil(numel / n_ranks)
+    return slice(rank * length, (rank + 1) * length), n_ranks * length - numel
 
 
 class Place(NamedTuple):
@@ -150,11 +180,6 @@ def place_in(full: Tensor, tensor: Tensor) -> Place | None:
     if is_plain and tensor.untyped_storage() is full.untyped_storage():
         return Place(tensor.shape, tensor.stride(), tensor.storage_offset())
     return None
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, as 16-bit integers. In chunks, as `sum` makes a copy in int64."""
-    return sum(chunk.sum() for chunk in tensor.view(torch.int16).split(2**20))
 
 
 class ShardedParameter(nn.Parameter):

@@ -300,7 +300,6 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
         {SSD: "another wrapper"},
     ),
     "two guards": ("guard", {(*ALL, *SSD): "already has"}),
-    "other values": (of_linear(lambda it: it.bias.data.add_(dist.get_rank())), {FSDP: DIFFER}),
     "other dtypes": (
         lambda s: Trainer(s, chain(), gathered=(torch.bfloat16, torch.float32)[dist.get_rank()]),
         {FSDP: DIFFER},
@@ -495,6 +494,7 @@ def checkpointed_units(model: nn.Module, _, use_reentrant: bool = False) -> Tens
 
 ALLOWED = {
     "a step": (of_batch, chain()),
+    "other values": (of_batch, chain()),
     "a forward of stale parameters": (of_batch, chain()),
     "two forwards": (lambda model, _: model(batch()) * model(batch(1)).cos(), chain()),
     "evaluations around a backward": (evaluate_around_a_backward, chain()),
@@ -536,6 +536,9 @@ def distance(strategy: str, name: str) -> float:
     plain, ours = copy.deepcopy(model), copy.deepcopy(model)
     # without a guard a step leaves the versions of what it changes as they are
     is_guarded = name != "a forward of stale parameters"
+    if name == "other values":
+        for p in ours.parameters():
+            p.data += dist.get_rank()  # the first rank's values count
     trainer, replicas = trainer_of(strategy, ours, guarded=is_guarded), "/" in strategy
     optimizer = SGD(plain.parameters(), lr=0.1)
     for _ in range(2):

@@ -234,12 +234,11 @@ def train_from_shards(shard_degree: int, spoil: str = "") -> float:
     plain = Units()
     values = {name: p.detach().clone() for name, p in plain.named_parameters()}
 
-    def read_shard(name: str, shapes: dict[str, torch.Size], owned: slice, shard: Tensor) -> None:
+    def read_shard(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
         assert [*shapes] == [full_name for full_name in values if full_name.startswith(f"{name}.")]
         flat = torch.cat([values[full_name].flatten() for full_name in shapes])
-        assert owned.start <= owned.stop <= len(flat)
         is_last = dist.get_rank() == dist.get_world_size() - 1
-        shard.copy_(flat[owned][spoil == "one less" :] + (spoil == "a replica" and is_last))
+        return flat[owned][spoil == "one less" :] + (spoil == "a replica" and is_last)
 
     with torch.device("meta"):
         model = Units()
@@ -268,10 +267,7 @@ def test_a_unit_may_be_read_shard_by_shard(pools, shard_degree):
     assert max(pools(4).run(train_from_shards, shard_degree)) <= 1e-6
 
 
-SPOILED = {"one less": "must match the size of tensor", "a replica": "differ between ranks"}
-
-
-@pytest.mark.parametrize("spoil", SPOILED)
-def test_what_is_read_must_fit_and_be_equal_on_replicas(pools, spoil):
-    ended = pools(4).attempt(train_from_shards, 2, spoil)
-    assert any(SPOILED[spoil] in (outcome.traceback or "") for outcome in ended), ended
+def test_what_is_read_must_fit_and_is_that_of_the_first_replica(pools):
+    assert max(pools(4).run(train_from_shards, 2, "a replica")) <= 1e-6
+    ended = pools(4).attempt(train_from_shards, 2, "one less")
+    assert any("invalid for input of size" in (x.traceback or "") for x in ended), ended

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 from harness import REPO, Pool, StageRun, cases, stage_file, stage_path
 from slurm_cluster import need
-from test_memory_figures import FUSED, halves, held, stated_in_05
 
 pytestmark = pytest.mark.slow
 
@@ -81,23 +80,6 @@ def test_the_host_does_not_wait_in_a_step_of_13(process, flags):
     argv = f"--model {REPO}/tests/golden/qwen3 --data any --seq-len 32 --dtype bfloat16 {flags}"
     ((_, found),) = process.run(on_fake_cuda, "13", 4, 3, argv.split())
     assert not found.get("step") and found["log"] & OUTSIDE["log"]
-
-
-def held_on_fake_cuda(n: int, flags: str, layers: int) -> int:
-    from tools import fake_cuda
-
-    return held(n, flags, layers, lambda *run: fake_cuda.run(*run, VOCABULARY)[0])
-
-
-@pytest.mark.parametrize("n, flags", [(1, ""), (4, ""), (4, "--sequence-parallel")])
-def test_with_a_gpus_operators_a_layer_of_05_keeps_what_its_readme_says(process, n, flags):
-    few, many = (
-        process.run(held_on_fake_cuda, n, f"--dtype bfloat16 {flags}", layers)[0]
-        for layers in (2, 4)
-    )
-    expected = halves(stated_in_05(FUSED), n, bool(flags), "bfloat16")
-    # and the log-sum-exp of attention, 1/rms, and the norms' factors
-    assert expected <= (many - few) / 2 / (2 * 8 * 2048 * 256) <= expected + 0.1
 
 
 # ---- planted bugs ----

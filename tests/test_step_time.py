@@ -130,9 +130,6 @@ STATED = {  # stage: patterns of its README with groups for figures, and what ea
             6 * LAYER / ONE_CARD,
             1.5 * F / ONE_CARD * AROUND,
         ],
-        r"gathers in ([\d.]+) ms and backward communicates for ([\d.]+) ms per layer": [
-            1e3 * WIDE * times * 63 / 64 / INSIDE for times in (2, 6)
-        ],
     },
     "05": {
         **{

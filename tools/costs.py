@@ -93,6 +93,8 @@ def fsdp(x: Costs) -> None:
     x.send("all_gather_single", "shard", s, m * parameters)
     x.send("reduce_scatter_single", "shard", s, m * reduced * x.P)
     x.send("all_reduce", "replicate", x.n // s, 4 * x.P / s)
+    if s < x.n:
+        x.start_equal("replicate", x.n // s, 4 * x.P / s)
 
 
 def ssd_offload(x: Costs) -> None:
