@@ -220,10 +220,8 @@ class Unit:
             shard = flat[self.owned]
         else:  # `flat` is on the meta device
             shard = fsdp.read_shard(name, self.shapes, self.owned).view_as(flat[self.owned])
-        shard = shard.to(fsdp.shard_device, flat.dtype)
         missing = self.owned.stop - self.owned.start - len(shard)  # the last ranks' padding
-        if missing or fsdp.read_shard is None:
-            shard = F.pad(shard, (0, missing))  # a copy: frees `flat`
+        shard = F.pad(shard.to(fsdp.shard_device, flat.dtype), (0, missing))  # a copy: frees `flat`
         if fsdp.replicate_group is not None:
             broadcast(shard, group=fsdp.replicate_group, group_src=0)
         self.shard = nn.Parameter(shard)

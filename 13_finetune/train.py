@@ -85,26 +85,26 @@ from common.run import Run
 CHUNK = 2**20  # elements that are converted at a time
 
 
-def read_shard(
-    files: WeightFiles, name: str, shapes: dict[str, torch.Size], owned: slice
-) -> Tensor:
-    """The elements `owned` of a unit's parameters side by side, float32, from the files.
+def read_model(model: FullyShardedDataParallel, files: WeightFiles) -> None:
+    """Fill the shards of this rank from the files, of which no other bytes are read."""
+    for unit in model.units:
+        shard = unit.shard.detach()
+        for tensor, first, part in ranges_in(unit.shapes, unit.owned):
+            file_name, start, dtype, _ = files.values[tensor]
+            with open(files.folder / file_name, "rb", buffering=0) as file:
+                file.seek(start + first * dtype.itemsize)  # it may be within a row of a matrix
+                for chunk in shard[part].split(CHUNK):
+                    values = torch.empty(len(chunk), dtype=dtype)
+                    if file.readinto(values.view(torch.uint8).numpy()) < values.nbytes:
+                        raise OSError(f"{files.folder / file_name} has become shorter")
+                    chunk.copy_(values)  # to the shard's dtype and device
+                    files.bytes_read += values.nbytes
 
-    A range may begin and end within a row of a matrix. No other bytes are read.
-    """
+
+def no_values(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
+    """Zeros that take no memory, for shards that are read later."""
     numel = sum(shape.numel() for shape in shapes.values())
-    shard = torch.empty(len(range(*owned.indices(numel))))
-    for tensor, first, part in ranges_in(shapes, owned):
-        file_name, start, dtype, _ = files.values[tensor]
-        with open(files.folder / file_name, "rb", buffering=0) as file:
-            file.seek(start + first * dtype.itemsize)
-            for chunk in shard[part].split(CHUNK):
-                values = torch.empty(len(chunk), dtype=dtype)
-                if file.readinto(values.view(torch.uint8).numpy()) < values.nbytes:
-                    raise OSError(f"{files.folder / file_name} has become shorter")
-                chunk.copy_(values)
-                files.bytes_read += values.nbytes
-    return shard
+    return torch.zeros(1).expand(len(range(*owned.indices(numel))))
 
 
 def write_shard(
@@ -184,10 +184,8 @@ def output_folder(args, run: Run) -> Path | None:
     return None if is_there else out
 
 
-def sharded_from_meta(
-    model: Llama, files: WeightFiles, args, world: World
-) -> FullyShardedDataParallel:
-    """Shard a model that is on the meta device; each rank reads its shards, unit by unit."""
+def sharded_from_meta(model: Llama, args, world: World) -> FullyShardedDataParallel:
+    """Shard a model that is on the meta device; its shards have no values yet."""
     mesh = (world.size // args.shard_degree, args.shard_degree)
     return FullyShardedDataParallel(
         model,
@@ -197,7 +195,7 @@ def sharded_from_meta(
         param_dtype=getattr(torch, args.param_dtype),
         reduce_dtype=getattr(torch, args.reduce_dtype),
         reshard_after_forward=not args.no_reshard_after_forward,
-        read_shard=partial(read_shard, files),
+        read_shard=no_values,
         device=world.device,
         cpu_offload=args.cpu_offload,
     )
@@ -269,13 +267,15 @@ def main(argv: list[str] | None = None) -> list[dict]:
     out = output_folder(args, run)
     with torch.device("meta"):
         model = Llama(config)
-    model = sharded_from_meta(model, files, args, world)
-    print0(f"read {files.bytes_read:,} bytes of {files.folder} on rank 0")
+    model = sharded_from_meta(model, args, world)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
     guard(model, optimizer)
 
     state = training_state(model, optimizer)
     first_step = run.checkpoints.load(run.resume, state, optimizer)
+    if not first_step:
+        read_model(model, files)
+        print0(f"read {files.bytes_read:,} bytes of {files.folder} on rank 0")
     batches = instruction_batches(data, args.batching, device, first_step, world.rank, world.size)
 
     step = first_step - 1
@@ -453,10 +453,8 @@ class Unit:
             shard = flat[self.owned]
         else:  # `flat` is on the meta device
             shard = fsdp.read_shard(name, self.shapes, self.owned).view_as(flat[self.owned])
-        shard = shard.to(fsdp.shard_device, flat.dtype)
         missing = self.owned.stop - self.owned.start - len(shard)  # the last ranks' padding
-        if missing or fsdp.read_shard is None:
-            shard = F.pad(shard, (0, missing))  # a copy: frees `flat`
+        shard = F.pad(shard.to(fsdp.shard_device, flat.dtype), (0, missing))  # a copy: frees `flat`
         if fsdp.replicate_group is not None:
             broadcast(shard, group=fsdp.replicate_group, group_src=0)
         self.shard = nn.Parameter(shard)
