@@ -39,6 +39,7 @@ from common.collectives import (
     broadcast_module,
     split_into_buckets,
 )
+from common.guards import weak
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive
@@ -80,8 +81,8 @@ class DistributedDataParallel(nn.Module):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
-        for param in params:
-            param.register_post_accumulate_grad_hook(self.mark_ready)
+        for param in params:  # a hook that held the wrapper would keep it alive forever
+            param.register_post_accumulate_grad_hook(weak(self.mark_ready))
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -124,13 +125,13 @@ class Bucket:
     """Parameters whose gradients lie side by side in one flat buffer: one all-reduce sends all.
 
     grads: [numel of all parameters]; grad_views: each parameter's gradient, a view into `grads`.
+    Every step allocates new ones: whoever keeps a gradient keeps its value.
     waiting_for: the parameters whose gradients the step's last backward has not produced yet.
     """
 
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup | None):
         self.params, self.group, self.n_ranks = params, group, dist.get_world_size(group)
-        self.grads = params[0].new_zeros(sum(p.numel() for p in params))
-        self.grad_views = self.views_into(self.grads)
+        self.grads: Tensor | None = None
         self.waiting_for = set(params)
         self.reduction: Work | None = None  # the collective in flight
 
@@ -145,6 +146,9 @@ class Bucket:
         After `zero_grad` backward allocates a new gradient outside the buffer; later micro-batches
         add to the view. Dividing before the sum makes it the average.
         """
+        if self.grads is None:
+            self.grads = param.new_empty(sum(p.numel() for p in self.params))
+            self.grad_views = self.views_into(self.grads)
         view = self.grad_views[param]
         if param.grad is not view or divide_by > 1:
             torch.div(param.grad, divide_by, out=view)  # copies and divides, or divides in place
@@ -156,6 +160,7 @@ class Bucket:
     def finish_reduction(self) -> None:
         self.reduction.wait()
         self.reduction, self.waiting_for = None, set(self.params)
+        self.grads = self.grad_views = None
 
 
 # ------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ from common.collectives import (
     reduce_scatter_single,
     split_into_buckets,
 )
+from common.guards import weak
 from common.units import (
     Place,
     checked_saved_tensors_hooks,
@@ -113,8 +114,8 @@ class ZeroRedundancyOptimizer:
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
-        for param in params:
-            param.register_post_accumulate_grad_hook(self.mark_ready)
+        for param in params:  # a hook that held the wrapper would keep it alive forever
+            param.register_post_accumulate_grad_hook(weak(self.mark_ready))
         module.register_forward_pre_hook(partial(refuse_float16, params))
         self.shards = [bucket.shard for bucket in self.buckets]
         self.optimizer = optimizer_class(self.shards, **defaults)
@@ -188,6 +189,7 @@ class Bucket:
 
     full: [N * length], padded. shard: [length], the part of `full` that this rank's optimizer
     updates. grads: [N * length]; grad_views: each parameter's gradient, a view into `grads`.
+    Every step allocates new ones: whoever keeps a gradient keeps its value.
     waiting_for: the parameters whose gradients this backward has not produced yet.
     average: [length], the average gradient of the shard, in ZeRO-2 summed over micro-batches.
     """
@@ -234,6 +236,7 @@ class Bucket:
         self.reduction.wait()
         self.reduction, self.waiting_for = None, set(self.params)
         self.average = self.grads[self.owned]
+        self.grads = self.grad_views = None
 
     def start_all_gather(self) -> Work:
         """Start to replace the old parameters by the shards that all ranks have updated."""
@@ -286,7 +289,6 @@ class ShardedGradientBucket(Bucket):
         super().finish_reduction()
         # a copy: the view would keep `grads` alive
         self.average = self.average.clone() if earlier is None else earlier.add_(self.average)
-        self.grads = self.grad_views = None
 
 
 # ---- ZeRO-3: units, whose full parameters exist only while they compute ----

@@ -106,10 +106,10 @@ class SpeculativeAdamW:
         # one stream for all copies to and from a GPU: each stream has a memory pool of its own
         self.copies = torch.cuda.Stream() if torch.cuda.is_available() else None
         self.may_speculate = speculates  # in any step
-        self.speculates = speculates  # in this step
+        self.speculates_now = speculates  # in this step
         self.step_settings: dict = {}  # of this step's updates
         # of each file with a gradient of this step: whether the last micro-batch is in it
-        self.has_last: dict[StateFile, bool] = {}
+        self.is_complete: dict[StateFile, bool] = {}
         self.norms: dict[StateFile, Tensor] = {}  # of the rows of each complete gradient
         self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
         self.n_redone_steps = 0
@@ -118,13 +118,13 @@ class SpeculativeAdamW:
         """Take a unit's average gradient of one micro-batch, for a thread."""
         if self.folder.step != self.folder.committed:
             raise RuntimeError("commit() after every step: the next one overwrites the old slot")
-        if self.has_last.get(file):
+        if self.is_complete.get(file):
             raise RuntimeError(f"{file.path.stem}: a backward after the step's last one")
-        if not self.has_last:
+        if not self.is_complete:
             self.step_settings = dict(self.param_groups[0])
         ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
-        is_first = file not in self.has_last
-        self.has_last[file] = is_last
+        is_first = file not in self.is_complete
+        self.is_complete[file] = is_last
         self.folder.start(file, self.accumulate, average, ready, is_first, is_last)
 
     def accumulate(
@@ -141,7 +141,7 @@ class SpeculativeAdamW:
         file.write(GRADIENT, gradient)
         if is_last:
             self.norms[file] = torch.cat(norms_of_rows(gradient))
-            if self.speculates:
+            if self.speculates_now:
                 self.update(file, gradient)
 
     def update(self, file: StateFile, gradient: Tensor) -> None:
@@ -160,8 +160,8 @@ class SpeculativeAdamW:
         """Do the updates that were wrong, or have waited. Then switch the slots."""
         self.check_step()
         is_clipped = self.scale.item() < 1.0
-        if is_clipped or not self.speculates:
-            if self.speculates:
+        if is_clipped or not self.speculates_now:
+            if self.speculates_now:
                 self.n_redone_steps += 1
             for file in self.folder.files:
                 self.folder.start(file, self.update_scaled)
@@ -169,8 +169,8 @@ class SpeculativeAdamW:
         self.folder.switch_slots(self.folder.step + 1)
         increment_version(self.shard)  # parameters gathered before are stale
         # a clipped step is often followed by another
-        self.speculates = self.may_speculate and not is_clipped
-        self.has_last.clear()
+        self.speculates_now = self.may_speculate and not is_clipped
+        self.is_complete.clear()
         self.norms.clear()
         self.scale = None
 
@@ -188,7 +188,7 @@ class SpeculativeAdamW:
 
         They are written to the other slot: after a kill in here, the old state is complete.
         """
-        if self.has_last or self.folder.step != self.folder.committed:
+        if self.is_complete or self.folder.step != self.folder.committed:
             raise RuntimeError("load_state() belongs between commit() and the next backward")
         self.folder.replace(step, states)
         increment_version(self.shard)  # parameters gathered before are stale
@@ -301,7 +301,7 @@ class FullyShardedDataParallel(nn.Module):
             unit.reshard()  # if it was prefetched and not used
             unit.finish_reduction()
         self.optimizer.folder.wait()
-        missing = [u.name for u in self.units if not self.optimizer.has_last.get(u.file)]
+        missing = [u.name for u in self.units if not self.optimizer.is_complete.get(u.file)]
         if missing:
             raise RuntimeError(f"no backward outside of no_sync() has reached the units {missing}")
 

@@ -23,8 +23,8 @@ TWICE = (
     "run; a checkpoint() needs use_reentrant=False"
 )
 NOT_AS_LEFT = (
-    "a gradient is not as it was left: zero_grad(set_to_none=True) belongs after the optimizer's "
-    "step, nowhere else; after a backward that failed, restart the run"
+    "a gradient is not as it was left: after finish_gradient_synchronization() come step() and "
+    "zero_grad(set_to_none=True), nowhere else; after a backward that failed, restart the run"
 )
 GUARDS = WeakTensorKeyDictionary()  # of parameters, which attributes would make unpicklable
 BEFORE = "add, replace, freeze, unfreeze, resize, move or cast parameters before they are wrapped"
@@ -61,6 +61,7 @@ class Guard:
 
     def __init__(self, sync):
         self.sync = ref(sync)
+        sync.__deepcopy__ = self.__deepcopy__  # else a process group would fail first
         self.root = ref(sync if isinstance(sync, nn.Module) else sync.module)
         self.reduces_every_backward = getattr(sync, "zero_stage", 1) == 2
         flat = [*getattr(sync, "buckets", ()), *getattr(sync, "units", ())]
@@ -105,7 +106,7 @@ class Guard:
     def after_it_was_taken(self, param: nn.Parameter) -> None:
         """Called after the wrapper's own hook."""
         self.expected[param] = param.grad
-        if not self.shards:  # DDP, whose buckets always stay
+        if not self.shards:  # DDP, whose buckets stay until the next finish
             place = param.grad.data_ptr()
             if self.grad_places.setdefault(param, place) != place:
                 raise RuntimeError("p.grad.data was replaced, or the model moved with gradients")
@@ -131,6 +132,9 @@ class Guard:
         self.check_parameters()
         if any(tensor.grad is not grad for tensor, grad in self.expected.items()):
             raise RuntimeError(NOT_AS_LEFT)
+        for param in self.grad_places:
+            self.after_it_was_taken(param)
+        self.grad_places.clear()
         for shard in self.shards & self.expected.keys():
             shard.grad = None
         sync = self.sync()
@@ -176,7 +180,8 @@ class NoGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        fix = "call finish_gradient_synchronization(), and clip by the class that shards"
+        fix = "after backward come finish_gradient_synchronization(), clipping by the class that "
+        fix += "shards, step() and zero_grad()"
         raise RuntimeError(f"this gradient is incomplete or sharded ({function}): {fix}")
 
 

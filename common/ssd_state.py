@@ -16,6 +16,7 @@ import errno
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import threading
 from collections import Counter
@@ -38,7 +39,7 @@ SLOT = 3  # rows of a slot
 GRADIENT = 2 * SLOT  # the gradient's row, which follows the two slots
 ROWS = GRADIENT + 1  # of a file
 # attributes of `StateFolder` that `step.json` has
-RECORD = ("step", "slot", "checksums", "content", "boot", "description")
+RECORD = ("commits", "step", "previous", "slot", "checksums", "content", "boot", "description")
 
 
 class StateFile:
@@ -137,7 +138,9 @@ class StateFolder:
         self.content = {"run": run, **(content or {}), "ranks": dist.get_world_size()}
         self.description = description
         self.files: list[StateFile] = []
+        self.commits = 0  # the ranks' differ by one if some were killed before the last one
         self.step = 0  # steps done, whose state is in the current slot
+        self.previous = 0  # steps done, of the other slot
         self.slot = 0  # the current one, 0 or 1
         self.checksums: dict[str, list[int | None]] = {}  # of each unit's two slots
         self.threads = ThreadPoolExecutor(6)
@@ -161,7 +164,8 @@ class StateFolder:
 
     def switch_slots(self, step: int) -> None:
         """Make the other slot the current one; it has the state after `step` steps."""
-        self.step, self.slot = step, self.other_slot
+        self.commits += 1
+        self.previous, self.step, self.slot = self.step, step, self.other_slot
 
     def start(self, file: StateFile, function: Callable, *args) -> None:
         """Start function(file, ...) in a thread. At most one job per file and three in total are in
@@ -216,24 +220,26 @@ class StateFolder:
     def restore(self, is_resumed: bool, saved: int) -> bool:
         """Agree with all ranks on the step to continue from, and return True. If the files of a
         rank do not have it, delete them all and return False."""
-        found = {"step": -1, "boot": self.boot, "content": self.content, "description": None}
+        found = dict.fromkeys(RECORD, -1) | {"boot": self.boot, "content": self.content}
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             record = json.loads((self.path / "step.json").read_text())
             found = {name: record[name] for name in RECORD}
         self.earlier = found["description"]
         fits = is_resumed and found["content"] == self.content
         # before a restart of the machine, what was written last may not have reached the disk
-        step = found["step"] if fits and found["boot"] == self.boot else -1
-        bounds = all_reduce_control(torch.tensor([step, -step, -saved]), op=dist.ReduceOp.MIN)
+        commits = found["commits"] if fits and found["boot"] == self.boot else -1
+        bounds = all_reduce_control(torch.tensor([commits, -commits, -saved]), op=dist.ReduceOp.MIN)
         lowest, highest, saved = bounds[0].item(), -bounds[1].item(), -bounds[2].item()
         # a rank may have been killed before it committed what another one has committed, or all
         # before they committed the step of a checkpoint, which is not verified yet
-        if lowest >= max(0, saved - 1) and highest <= lowest + 1:
-            self.step, self.slot, self.checksums = lowest, found["slot"], found["checksums"]
-            if step > lowest:
+        step = found["step"] if commits == lowest else found["previous"]
+        if lowest >= 0 and highest <= lowest + 1 and step >= saved - 1:
+            self.commits, self.step, self.previous = lowest, step, step
+            self.slot, self.checksums = found["slot"], found["checksums"]
+            if commits > lowest:
                 self.slot = self.other_slot
                 self.commit()  # the slot that `step.json` names will be overwritten
-            print0(f"resumed from {self.path.parent}, {lowest} steps done")
+            print0(f"resumed from {self.path.parent}, {step} steps done")
             return True
         if found["content"]["run"] != self.content["run"] or (found["step"] > saved and not fits):
             was = found["content"].get
@@ -269,11 +275,15 @@ def lock_folder(path: Path) -> TextIO:
     """Create the folder and lock it. Closing the file that is returned releases the lock."""
     with exit_on_os_error(path):
         path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / "lock", "a")
+        lock = open(path / "lock", "a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fail(f"--offload-dir: another run uses {path}: pass another folder")
+            lock.seek(0)
+            fail(f"--offload-dir: {path} is used by {lock.read()}: end it, or pass another folder")
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
     kind = subprocess.run(["stat", "-fc", "%T", path], capture_output=True, text=True)
     if kind.stdout.strip() in ("tmpfs", "ramfs"):
         warn(f"--offload-dir: {path} is in memory (tmpfs): offloading to it saves none")

@@ -74,7 +74,7 @@ def check_options(
 
 
 def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tensor]:
-    """Remove a unit's parameters from its modules; any later use of them is an error.
+    """Replace a unit's parameters in its modules by `SHARDED`; any later use is an error.
 
     Returns who owned them, as pairs (module, name), and all their values, flat: [numel].
     """
@@ -83,6 +83,7 @@ def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tenso
     for owner, name in owners:
         param = getattr(owner, name)
         delattr(owner, name)
+        setattr(owner, name, SHARDED)
         param.data = param.new_empty(0)
         param.__class__ = ShardedParameter
     return owners, flat
@@ -99,8 +100,7 @@ def lend_parameters(
         yield
     finally:
         for owner, name in owners:
-            setattr(owner, name, None)  # clears it from `_flat_weights`, the list of an LSTM
-            delattr(owner, name)
+            setattr(owner, name, SHARDED)
 
 
 @contextmanager
@@ -182,17 +182,21 @@ def place_in(full: Tensor, tensor: Tensor) -> Place | None:
     return None
 
 
-class ShardedParameter(nn.Parameter):
-    """What a parameter becomes whose values have been sharded, for whoever still refers to it."""
+class ShardedParameter(Tensor):
+    """What a parameter becomes whose values have been sharded: any use is an error."""
 
     __repr__ = object.__repr__
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         raise RuntimeError(
-            "this parameter has been sharded: a list, closure or optimizer from before still has "
-            "it; read it as an attribute of its module, in its unit's forward"
+            "this parameter has been sharded: read it as an attribute of its module, within its "
+            "unit's forward; not in a checkpoint() within the unit, in the unit's hooks or other "
+            "methods, nor through a list, closure or optimizer from before"
         )
+
+
+SHARDED = torch.empty(0).as_subclass(ShardedParameter)  # a module's attribute outside of forward
 
 
 def is_in_backward() -> bool:

@@ -224,6 +224,11 @@ def changed_in_an_evaluation(trainer: Trainer) -> None:
         trainer.model(batch())
 
 
+def copied_with_a_group(trainer: Trainer) -> None:
+    flat_buffers(trainer.sync)[0].group = dist.group.WORLD
+    copy.deepcopy(trainer.sync)
+
+
 def train_in_float16(trainer: Trainer) -> None:
     with torch.autocast("cpu", torch.float16):
         train(trainer)
@@ -268,7 +273,7 @@ def of_linear(change: Callable[[nn.Linear], object]) -> Callable[[str], None]:
 
 STRIDED = torch.randn(6, 12)[:, ::2]
 AT_THE_END = ("ddp", "zero-1")  # gradients are reduced in a step's last backward
-ONE_STEP = "belongs after the optimizer's step"
+ONE_STEP = "come step() and zero_grad"
 DIFFER = "differ between ranks"
 UNUSED = {SHARDED: "not used all", REPLICAS: "left out"}
 STALE = {REPLICAS: "modified by an inplace operation", SHARDED: "optimizer's last step"}
@@ -320,7 +325,10 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "a unit alone": ("unit_alone finish", {REPLICAS: "left out"}),
     "a backward that misses units": (like("detached"), {REPLICAS: "left out"}),
     "a saved tensor changed": (like("in place", "saves its output"), {SHARDED: "changed in place"}),
-    "a part of a unit recomputed": (like("", "a part recomputed"), {SHARDED: "no attribute"}),
+    "a part of a unit recomputed": (
+        like("", "a part recomputed"),
+        {SHARDED: "not in a checkpoint()"},
+    ),
     "changed in place": (like("", "changes a parameter"), {SHARDED: "modified inplace"}),
     "two nested backwards": (like("two nested backwards"), {REPLICAS: "use_reentrant=False"}),
     "create_graph": ("double_backward", {(*ALL, *SSD): "create_graph=True"}),
@@ -343,12 +351,16 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "no clipping": ("backward finish step", {SSD: "call clip_grad_norm_() once"}),
     "no commit": ("backward clip_ours step backward", {SSD: "commit() after every step"}),
     "no zero_grad": ("backward finish step backward", {FSDP: ONE_STEP, STAGES_1_2: "sharded"}),
+    "two rounds and no step": (
+        "backward finish backward finish",
+        {FSDP: ONE_STEP, STAGES_1_2: "step() and zero_grad()"},
+    ),
     "model.zero_grad": ("backward finish step model.zero_grad backward", {STAGES_1_2: ONE_STEP}),
     "clipping before finish": ("backward clip_ours", {(*STAGES_1_2, *FSDP): "incomplete"}),
     "zero_grad between micro-batches": ("backward+ zero_grad backward", {FSDP: ONE_STEP}),
     "zero_grad before finish": ("backward zero_grad finish", {(*DDP, *FSDP): ONE_STEP}),
     "gradients replaced before finish": ("backward scale_grads finish", {DDP: "as it was"}),
-    "other data": ("backward finish replace_grads step zero_grad backward", {DDP: "was replaced"}),
+    "other data": ("backward replace_grads finish", {DDP: "was replaced"}),
     # of the model, after it was wrapped
     "a new layer": ("add_layer backward finish", {REPLICAS: "wrapped", SHARDED: "shard"}),
     "another layer": ("replace_layer backward finish", {REPLICAS: "wrapped", SHARDED: "not used"}),
@@ -357,11 +369,11 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "unfrozen": (loop("unfreeze train", frozen), {REPLICAS: "unfreeze"}),
     "resized": ("shorten_bias train", {REPLICAS: "resize"}),
     "another tensor as data": ("clone_bias train", {STAGES_1_2: "move or cast"}),
-    "a parameter changed in place": ("train zero_bias train", {SHARDED: "no attribute 'bias'"}),
+    "a parameter changed in place": ("train zero_bias train", {SHARDED: "has been sharded"}),
     "to": (loop(lambda trainer: trainer.model.to(torch.float64)), {SHARDED: "shards only"}),
     "state_dict": (loop(lambda trainer: trainer.model.state_dict()), {SHARDED: "shards only"}),
     "load_state_dict": (loop(lambda t: t.model.load_state_dict({})), {SHARDED: "shards only"}),
-    "a copy": (loop(lambda trainer: copy.deepcopy(trainer.sync)), {(*ALL, *SSD): "copy"}),
+    "a copy": (loop(copied_with_a_group), {(*ALL, *SSD): "copy"}),
 }
 
 

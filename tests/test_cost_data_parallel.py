@@ -131,6 +131,7 @@ def highest(strategy: str, idle: int, itemsize: int, mixed: bool) -> int:
 
     In addition to the `idle` bytes between steps, these are live then:
     - that gradient, which 02 and ZeRO-1 and -2 copy into the bucket next;
+    - in 02 and ZeRO-1 the buffers of all buckets;
     - with sharded gradients, the buffer that it is copied into, the buffer of the previous unit,
       whose reduce-scatter is in flight, and the gradient shards of all units before;
     - with sharded weights, the gradient of each parameter of the unit and the buffer in which they
@@ -140,7 +141,8 @@ def highest(strategy: str, idle: int, itemsize: int, mixed: bool) -> int:
     """
     padded, n, at_unit = UNIT + -UNIT % RANKS, RANKS, []
     if strategy in ("ddp", "zero-1"):
-        return idle + MATRIX * itemsize
+        buffers = N_UNITS * (UNIT if strategy == "ddp" else padded)
+        return idle + (buffers + MATRIX) * itemsize
     for unit in range(N_UNITS):
         later = N_UNITS - 1 - unit  # units that backward has left
         if strategy == "zero-2":
@@ -171,11 +173,9 @@ def test_memory_matches_the_table_at_every_point_of_a_step(pools, strategy, prec
     weights, grads, optimizer = states(strategy, padded // RANKS * itemsize, full)
     # AdamW's step count, one float32 per tensor
     steps = 4 * N_UNITS * (2 if strategy == "ddp" else 1)
-    # the gradients of 02 and of ZeRO's stage 1 are in buffers that stay allocated
-    stays = grads if strategy in ("ddp", "zero-1") else 0
     gathers_in = 2 if is_mixed else itemsize
-    idle = N_UNITS * (weights + stays + optimizer) + steps
-    assert got["start"] == N_UNITS * (weights + (grads if strategy == "ddp" else 0))
+    idle = N_UNITS * (weights + optimizer) + steps
+    assert got["start"] == N_UNITS * weights
     assert got["idle"] == idle
     assert got["backward"] == got["step"] == N_UNITS * (weights + grads + optimizer) + steps
 

@@ -271,3 +271,20 @@ def test_what_is_read_must_fit_and_is_that_of_the_first_replica(pools):
     assert max(pools(4).run(train_from_shards, 2, "a replica")) <= 1e-6
     ended = pools(4).attempt(train_from_shards, 2, "one less")
     assert any("invalid for input of size" in (x.traceback or "") for x in ended), ended
+
+
+def is_kept(strategy: str) -> bool:
+    """Whether a gradient stays as it was while the next one is computed."""
+    trainer = Trainer(strategy, nn.Sequential(nn.Linear(3, 2)), SGD, lr=0.1)
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    param = optimizer.param_groups[0]["params"][0]
+    trainer.backward([lambda model: model(torch.ones(3)).sum()])
+    kept, expected = param.grad, param.grad.clone()
+    trainer.optimizer.zero_grad()
+    trainer.backward([lambda model: model(torch.zeros(3)).sum()])
+    return torch.equal(kept, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gradient_that_someone_keeps_does_not_change(pools, strategy):
+    assert all(pools(2).run(is_kept, strategy))

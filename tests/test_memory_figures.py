@@ -118,9 +118,9 @@ def allocate_gradients(model: torch.nn.Module, *_) -> None:
 
 
 def activations(stage: str, ranks: int, flags: str, layers: int, tokens: int) -> float:
-    """GB of a dry run of gpt2-xl. In 08 gradients have memory from the start, as in 02."""
+    """GB of a dry run of gpt2-xl, in which gradients have memory from the start."""
     argv = f"--preset gpt2-xl --dtype bfloat16 --n-layers {layers} --seq-len {tokens} {flags}"
-    with patch.object(load_stage("08"), "init_weights", allocate_gradients):
+    with patch.object(load_stage(stage), "init_weights", allocate_gradients):
         report = dry_run(stage, ranks, 0, f"{argv} --global-batch-size 1".split())
     return report.activations / GB
 
@@ -185,7 +185,7 @@ def peak_of_a_step(strategy: str, bucket_mb: float) -> float:
     others = live_bytes()
     model = Transformer(TransformerConfig(vocab_size=2304))  # of the sample, padded
     init_weights(model, 0)
-    trainer = Trainer(strategy, model, units=model.units(), bucket_mb=bucket_mb)
+    trainer = Trainer(strategy, model, units=model.units(), bucket_mb=bucket_mb, fused=True)
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     trainer.step([lambda model: model(tokens, tokens)])  # creates the optimizer state
     with PeakMemory() as peak:

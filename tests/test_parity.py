@@ -5,8 +5,11 @@ The runs stand in the stages' files (`NN_*/stage.toml`, see `tools/stages.py`).
 
 from __future__ import annotations
 
+import gc
+
 import pytest
-from harness import StageRun, assert_reproduces, cases, runs_for, stage_file
+from harness import StageRun, assert_reproduces, cases, load_stage, runs_for, stage_file
+from torch import nn
 
 pytestmark = pytest.mark.slow
 
@@ -38,3 +41,21 @@ def test_parity_with_the_reference(reproduce, run):
     every, expected = reproduce(run, flags=flags_of(run))
     for metrics in every:
         assert_reproduces(run, metrics, expected)
+
+
+def modules_left_by(stage: str, argv: list[str]) -> list[str]:
+    before = modules()
+    load_stage(stage).main(argv)
+    return [type(each).__name__ for name, each in modules().items() if name not in before]
+
+
+def modules() -> dict[int, nn.Module]:
+    gc.collect()
+    return {id(each): each for each in gc.get_objects() if issubclass(type(each), nn.Module)}
+
+
+@pytest.mark.parametrize("run", cases("late"))
+def test_a_run_leaves_no_module_behind(pools, corpus_dir, tmp_path, run):
+    """Hooks that hold a wrapper would: the garbage collector does not see them."""
+    argv = [*run.argv, "--data", str(corpus_dir), "--run-dir", str(tmp_path), "--steps", "2"]
+    assert pools(run.ranks).run(modules_left_by, run.stage, argv) == [[]] * run.ranks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import math
 import os
@@ -24,7 +23,7 @@ import torch
 from harness import assert_same_curve, train
 
 from common.distributed import rank
-from common.ssd_state import StateFolder, lock_folder
+from common.ssd_state import StateFile, StateFolder, lock_folder
 from tools.stages import load_stage
 
 pytestmark = pytest.mark.slow
@@ -283,6 +282,25 @@ def test_a_state_that_is_loaded_within_a_step_is_an_error(fresh_pool, tmp_path, 
     assert "between commit()" in fresh_pool(1).run(load_too_early, when, tmp_path)[0]
 
 
+def loaded_in_part(folder: Path) -> float:
+    """What a rank resumes from after rank 1 was killed in a load, before its commit."""
+    files = StateFolder(folder, "part", is_resumed=False)
+    StateFile(files, "unit", torch.zeros(4))
+    optimizer = load_stage("12").SpeculativeAdamW(files, lr=0.1, betas=(0.9, 0.95))
+    optimizer.load_state(3, [torch.ones(3, 4)])
+    with patch.object(files, "commit") if rank() == 1 else contextlib.nullcontext():
+        optimizer.load_state(3, [torch.full((3, 4), 2.0)])
+    files.close()
+    files = StateFolder(folder, "part", is_resumed=True)
+    file = StateFile(files, "unit", torch.zeros(4))
+    files.close()
+    return file.mapped().mean().item()
+
+
+def test_a_load_that_one_rank_has_not_committed_is_undone(pools, tmp_path):
+    assert pools(2).run(loaded_in_part, tmp_path) == [1.0, 1.0]
+
+
 # ---- bad disks and folders ----
 
 
@@ -320,9 +338,8 @@ def test_bad_folders_are_errors_in_one_line(pools, argv, tmp_path):
         found = error("--offload-dir", str(state), *other)
         assert f"{state}/rank-0 holds step 2 of {differs}: pass another folder" in found
     assert "holds step 2 of ranks 1, here 2:" in error(ranks=2)
-    with open(state / "rank-0/lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "another run uses" in error()
+    with lock_folder(state / "rank-0"):
+        assert f"{state}/rank-0 is used by process" in error()
     large = ["--lr", "1e30", "--warmup-steps", "0"]
     assert "gradient norm of step 3 is not finite" in error("--steps", "9", *large, status=1)
     assert json.loads((state / "rank-0/step.json").read_text())["step"] == 3
@@ -392,4 +409,5 @@ def test_a_restart_goes_on_from_the_files_whatever_the_flag_says_and_changes_are
 
 def test_a_folder_is_for_one_user_also_in_one_process(tmp_path, error_of):
     with lock_folder(tmp_path):
-        assert "another run uses" in error_of(lock_folder, tmp_path)
+        user = f"process {os.getpid()} on {os.uname().nodename}"
+        assert f"{tmp_path} is used by {user}: end it" in error_of(lock_folder, tmp_path)

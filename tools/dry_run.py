@@ -196,7 +196,7 @@ class NoFiles(StateFolder):
 
     def __init__(self, *_):
         self.files, self.jobs, self.is_restored = [], {}, False
-        self.step = self.slot = self.committed = 0
+        self.step = self.slot = self.commits = self.committed = 0
         self.path, self.traffic, self.threads = Path(), {}, self
 
     def submit(self, function, *args) -> Future:

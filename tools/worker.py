@@ -81,18 +81,11 @@ def tidy_up() -> None:
     """Destroy process groups that a job leaves behind: each Gloo group's threads wake 100 times a
     second.
 
-    A run that ended with an error has destroyed none of its groups. A model whose parameters have
-    hooks that refer to it is a reference cycle through C++, which the garbage collector cannot see;
-    it keeps groups alive too.
+    A run that ended with an error has destroyed none of its groups.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    for obj in gc.get_objects():
-        if type(obj) is torch.nn.Parameter:
-            for hooks in (obj._post_accumulate_grad_hooks, obj._backward_hooks):
-                if hooks:
-                    hooks.clear()
 
 
 def do(job: bytes) -> Outcome:

@@ -167,9 +167,7 @@ def memory_of_rank(stage: str, job: Job, rows: int, last: bool) -> float:
         peak = max(peak, 4 * job.vocab * d / job.tp + 12 * tokens * d - layers / job.virtual * kept)
     messages += 0 if job.reshards else job.gather_bytes * table.P
     first = in_flight * layers * kept + peak + messages
-    if stage == "02":  # its buffers: gradients exist from the first step on
-        return state + gradients + first
-    # elsewhere gradients come with the first backward: full where the second one begins, or ends
+    # gradients come with the first backward: full where the second one begins, or ends
     more = min(most, job.micro_batches - 1)
     second = more * layers * kept + (peak if more else backward) + messages
     return state + max(first, gradients + second)
