@@ -26,6 +26,9 @@ from common.optimization import adamw_settings, learning_rate
 from common.weight_files import DTYPES
 from tools.dry_run import dry_run
 
+pytestmark = pytest.mark.slow
+quick = pytest.mark.quick
+
 GOLDEN = REPO / "tests/golden"
 LOGITS = torch.load(GOLDEN / "logits.pt", weights_only=True)
 CPU = torch.device("cpu")
@@ -95,6 +98,7 @@ def alpaca(tmp_path_factory) -> Path:
 # ---- the model ----
 
 
+@quick
 @pytest.mark.parametrize("name", LOGITS)
 def test_logits_are_those_of_transformers(models, name):
     """Of documents side by side; the golden ones are of one document per forward."""
@@ -118,6 +122,7 @@ def test_the_golden_logits_are_those_of_the_installed_transformers(models):
         torch.testing.assert_close(logits[:, ::16], golden["logits"], rtol=0, atol=1e-5)
 
 
+@quick
 def test_a_document_has_no_influence_on_another(models):
     model = plain(models / "qwen3")
     a, b, c = (torch.randint(0, 300, (n,)) for n in (40, 40, 30))
@@ -217,6 +222,7 @@ CURVES = [  # ranks, model, further flags, backend
 ]
 
 
+@pytest.mark.quick_cases("2-qwen2-tied--gloo", "3-qwen3---activation-checkpointing-gloo")
 @pytest.mark.parametrize("ranks, name, flags, backend", CURVES)
 def test_a_curve_is_that_of_single_documents_in_one_process(
     pools, models, chat, curve, tmp_path, ranks, name, flags, backend
@@ -295,6 +301,7 @@ def read_and_write(folder: Path, out: Path | None) -> dict:
     return found
 
 
+@pytest.mark.quick_cases("2-llama")
 @pytest.mark.parametrize("ranks, name", [(1, "qwen2"), (2, "llama"), (3, "qwen2"), (4, "arcee")])
 def test_bytes_read_and_written_are_those_of_the_shards(pools, models, tmp_path, ranks, name):
     """And a model that is read and written is the same, bit by bit."""
@@ -402,6 +409,7 @@ def test_a_step_sends_and_holds_what_the_readme_says(pools, models, name, flags)
 # ---- instructions ----
 
 
+@quick
 def test_prompts_are_no_targets_and_answers_end(models, chat, alpaca):
     """Against tokens and targets that are built from the text here."""
     for name, data in (("qwen2", chat), ("llama", alpaca)):
@@ -415,6 +423,7 @@ def test_prompts_are_no_targets_and_answers_end(models, chat, alpaca):
         assert batch[2] == tuple(len(expected[k][0]) for k in order)
 
 
+@quick
 def test_documents_that_are_too_long_are_cut_or_left_out_and_counted(models, tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     lines = [{"instruction": "a" * n, "output": "b" * n} for n in (1, 100, 300)]
@@ -425,6 +434,7 @@ def test_documents_that_are_too_long_are_cut_or_left_out_and_counted(models, tmp
     assert said in capsys.readouterr().out
 
 
+@quick
 def test_packing_wastes_little_and_gives_every_rank_the_same_number():
     rng = random.Random(0)
     for _ in range(500):
@@ -495,6 +505,7 @@ UNSUPPORTED = {
 }
 
 
+@quick
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_what_is_not_supported_is_an_error_in_one_line(models, alpaca, tmp_path, error_of, case):
     change, said = UNSUPPORTED[case]
@@ -507,6 +518,7 @@ def test_what_is_not_supported_is_an_error_in_one_line(models, alpaca, tmp_path,
     assert said in line
 
 
+@quick
 def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_an_error(
     models, alpaca, tmp_path, error_of
 ):
@@ -521,6 +533,7 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_an_error(
     assert "305 tokens, the embedding 304 rows" in error_of(stage.load, args)
 
 
+@quick
 def test_rotary_frequencies_of_old_versions_are_skipped(models, alpaca, tmp_path):
     folder = shutil.copytree(models / "qwen2", tmp_path / "model")
     header(lambda entries: entries.update({INV_FREQ: entries[NORM]}))(folder)
@@ -544,6 +557,7 @@ BAD = {
 }
 
 
+@quick
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_arguments_are_an_error_in_one_line(models, alpaca, tmp_path, error_of, flags):
     (tmp_path / "broken.jsonl").write_text('{"instruction": 1, "output": ""}\n{"instruction": 1}')
