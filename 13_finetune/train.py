@@ -72,10 +72,11 @@ from common.atomic_files import exists
 from common.checkpoint import State, state_of_flat_shard
 from common.distributed import World, cleanup, fail, group_along, print0, setup, world_size
 from common.guards import guard
-from common.instructions import Instructions, instruction_batches, load_instructions, packed_batches
+from common.instructions import Instructions, load_instructions
 from common.llama import Llama, LlamaConfig
 from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.packing import document_batches, packed_batches
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
@@ -276,7 +277,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if not first_step:
         read_model(model, files)
         print0(f"read {files.bytes_read:,} bytes of {files.folder} on rank 0")
-    batches = instruction_batches(data, args.batching, device, first_step, world.rank, world.size)
+    where = device, first_step, world.rank, world.size
+    batches = document_batches(data.tokens, data.train, args.batching, *where)
 
     step = first_step - 1
     for step in run.steps(first_step):

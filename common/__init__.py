@@ -19,7 +19,8 @@ checkpoint_storage.py  how checkpoints are stored: checksums, and loading that r
 ssd_state.py           for stage 12: a rank's files, and how they survive a kill
 guards.py              what breaks the contract of a wrapper is an error, seen from outside
 llama.py               for stage 13: models with the parameter names of Hugging Face
-instructions.py        its data: instructions and answers, packed
+instructions.py        its data: instructions and answers as tokens
+packing.py             its micro-batches: documents side by side
 weight_files.py        its files: where the values of a tensor are
 units.py               for ZeRO and FSDP: what they check of a model's units
 """

@@ -137,7 +137,7 @@ def empty_batches(_, batching, device, first_step: int, rank: int = 0, size: int
         yield [(tokens, tokens, keys)] * (share // micro)
 
 
-def full_documents(_, batching, device, *__):
+def full_documents(_, __, batching, device, *___):
     """In place of 13's batches: a micro-batch per rank, full with one document."""
     tokens = torch.zeros(batching.seq_len, dtype=torch.int64, device=device)
     while True:
@@ -146,10 +146,10 @@ def full_documents(_, batching, device, *__):
 
 def without_files() -> dict:
     """Patches of 13, which then needs config.json of --model alone."""
-    data = SimpleNamespace(name="fake", train=[0], valid=[], vocab=[], vocab_size=0, digest="0")
+    data = dict(name="fake", train=[0], valid=[], vocab=[], vocab_size=0, digest="0", tokens=None)
     return {
-        "load_instructions": lambda *_: data,
-        "instruction_batches": full_documents,
+        "load_instructions": lambda *_: SimpleNamespace(**data),
+        "document_batches": full_documents,
         "WeightFiles": lambda folder, _: SimpleNamespace(folder=folder, bytes_read=0),
         "read_model": lambda *_: None,
         "output_folder": lambda *_: None,
