@@ -4,20 +4,12 @@ PYTHON ?= python3
 VENV ?= .venv
 python := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 READY := $(if $(VENV),$(VENV)/.installed,packages)
-
-OMP_NUM_THREADS ?= 1
-# CUDA ignores what follows an entry that is no GPU (-1, NoDevFiles)
-gpus = $(shell echo "$${CUDA_VISIBLE_DEVICES-$$(nvidia-smi -L 2>/dev/null | grep GPU)}" | tr , '\n' | \
-	sed '/^ *-/,$$d; /NoDevFiles/,$$d' | grep -c .)
-NPROC ?= $(or $(filter-out 0,$(gpus)),2)
-
 folders := $(patsubst %/train.py,%,$(sort $(wildcard [0-9][0-9]_*/train.py)))
 # the folder of stage $*, or one line on stderr and status 2
 folder = $(or $(filter $*_%,$(folders)),$(error Stage $* does not exist; the stages: $(folders)))
-
 .DEFAULT_GOAL := help
 .SECONDEXPANSION: # for the prerequisite $$(folder)/train.py, which is checked before the environment
-.PHONY: FORCE $(shell sed -n 's/^\([a-z0-9 -]*\):.*\#\#.*/\1/p' Makefile)
+.PHONY: FORCE packages $(shell sed -n 's/^\([a-z0-9 -]*\):.*\#\#.*/\1/p' Makefile)
 
 help help-all: ### this list
 	@awk -F ': .*##+ ' '/^[^#\t].*: $(if $(filter %-all,$@),.*##,(.*[^#])?##) / { sub("%", "NN", $$1); \
@@ -34,13 +26,9 @@ help help-all: ### this list
 # PYTHON=...  the python3 that creates the virtual environment
 # VENV=       (empty) run-NN with PYTHON= itself, of a cluster's module or image, without setup
 
-ifneq ($(EDIT),)
-ifneq ($(filter-out run-%,$(MAKECMDGOALS)),)
-$(error EDIT= is for run-NN: it does not change what $(filter-out run-%,$(MAKECMDGOALS)) does)
-endif
-endif
-# with it, `python -m tools.X` would not find tools/
-unexport PYTHONSAFEPATH
+others := $(filter-out run-%,$(MAKECMDGOALS))
+$(if $(EDIT),$(if $(others),$(error EDIT= is for run-NN: it does not change what $(others) does)))
+unexport PYTHONSAFEPATH # with it, `python -m tools.X` would not find tools/
 # passed in the environment and unexpanded, because a path may contain any character
 override SCRIPT := $(value SCRIPT)
 export SCRIPT
@@ -49,47 +37,25 @@ export SCRIPT
 setup: $(READY) ## create a virtual environment in .venv and install requirements.txt
 	@echo "$(or $(VENV),$(PYTHON)) is ready: $$($(python) --version), PyTorch" \
 		"$$($(python) -c 'from importlib.metadata import version; print(version("torch"))')"
-ifeq ($(VENV),)
-.PHONY: packages
-packages:
+packages: # with VENV=: are those of requirements.txt there?
 	@$(python) -c 'import sys; from tools.pool import missing; sys.exit(missing() or 0)'
-else
-$(READY): requirements.txt $(if $(TORCH),$(if $(filter setup,$(MAKECMDGOALS)),FORCE))
+$(VENV)/.installed: requirements.txt $(if $(TORCH),$(if $(filter setup,$(MAKECMDGOALS)),FORCE))
 	@sh tools/setup.sh "$(PYTHON)" "$(VENV)" "$(TORCH)"
-endif
 data: $(READY) ## download and prepare WikiText-2, once, where there is internet access
 	$(python) -m common.data
 # ---- run ----
 quickstart: $(READY) ## train every stage for 50 steps and compare the losses; on GPUs, write gpu-check.md
 	@$(python) -m tools.quickstart $(ARGS)
-
-# --standalone would name the run by a UUID. A time sorts, and stays the same when torchrun restarts
-# the ranks; the process id of make distinguishes runs that start in the same second.
-store = $(if $(filter-out 0,$(PET_MAX_RESTARTS)),TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
-launch = $(if $(filter 01,$*),$(python),OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(store) \
-	$(python) -m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-	--local-addr 127.0.0.1 --rdzv-id $(shell date +%Y%m%d-%H%M%S)-$(shell echo $$PPID) --nproc-per-node $(or $(filter-out 0 -%,$(NPROC)),$(error NPROC=$(NPROC): pass 1 or more)))
-
 run-%: $$(folder)/train.py $(READY) ## train stage NN here
-ifdef EDIT
-	@script=$$(sh tools/edited.sh $< "$$EDIT") && $(launch) $$script $(ARGS)
-else
-	$(launch) $< $(ARGS)
-endif
+	@sh tools/run.sh $(python) $< $(ARGS)
 # ---- Slurm ----
-# if the cluster of `make cluster` is up, use it instead of any other
-ifneq ($(wildcard slurm/cluster/slurm.conf),)
-export SLURM_CONF := $(CURDIR)/slurm/cluster/slurm.conf
-endif
-export NODES GPUS CPUS MEM PARTITION ACCOUNT TIME EDIT
-
 submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
 	@slurm/jobs.sh submit $(folder) $(ARGS)
 # stages with a model of their own, which need other flags than all the others
-others = $(filter-out $(patsubst %/stage.toml,%,$(shell grep -l '^flags = "--model ' */stage.toml)),$(folders))
+alike = $(filter-out $(patsubst %/stage.toml,%,$(shell grep -l '^flags = "--model ' */stage.toml)),$(folders))
 submit-all: ## submit all stages, each to start when the previous one has succeeded
-	@slurm/jobs.sh submit "$(others)" $(ARGS)
-	@$(foreach x,$(filter-out $(others),$(folders)),echo "left out: $x, which needs --model and --data";)
+	@slurm/jobs.sh submit "$(alike)" $(ARGS)
+	@$(foreach x,$(filter-out $(alike),$(folders)),echo "left out: $x, which needs --model and --data";)
 status: ## the jobs from here: pending, running, recently ended, and why
 	@slurm/jobs.sh status
 logs-%: ## follow the log of stage NN's newest job to its end
@@ -126,8 +92,7 @@ check-%: $$(folder)/train.py $(READY) ## check that exercise, or SCRIPT= a chang
 first-difference: $(READY) ### where two runs begin to differ: ARGS="RUN REFERENCE"
 	@$(python) -m tools.first_difference $(or $(ARGS),--help)
 # ---- check ----
-WORKERS ?= auto
-pytest = $(python) -m pytest tests -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+pytest = $(python) -m pytest tests -n $(or $(WORKERS),auto) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(READY) ## the tests to run after every change, in at most three minutes on two cores
 	$(pytest) -m "quick or not slow" $(ARGS)
 test-all: $(READY) ### all tests: every topology, launcher and signal, and jobs on Slurm
@@ -138,13 +103,11 @@ chaos: $(READY) ### kill -9 runs of every stage at any time: they must end with 
 mutants: $(READY) ### break the code on purpose: the tests must fail
 	$(python) tests/mutants.py $(ARGS)
 lint: $(READY) ### ruff, and shellcheck where it is installed
-	$(python) -m ruff check
-	$(python) -m ruff format --check
+	$(python) -m ruff check && $(python) -m ruff format --check
 	@! command -v shellcheck >/dev/null || shellcheck */*.sh */*.sbatch .ci/run
 experiments: $(READY) ### run the experiments of the READMEs and check the figures they state; ONLY=02
 	@$(python) -m tools.experiments $(ONLY)
 bench: $(READY) ### compare speed and memory with PyTorch's own classes, in ten minutes
 	$(python) -m benchmarks.bench $(ARGS)
 clean: ### remove caches; .venv, data and runs stay
-	rm -rf .pytest_cache .ruff_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -path ./.venv -prune -o '(' -name __pycache__ -o -name '.*_cache' ')' -prune -exec rm -rf {} +

@@ -67,7 +67,7 @@ from common.units import (
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive
-from common.checkpoint import State, state_of_flat_shard
+from common.checkpoint import State, state_of_flat_tensors, tensors_of
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, setup, world_size
 from common.guards import guard
@@ -407,13 +407,14 @@ def training_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Stat
     state: State = {}
     if optimizer.zero_stage == 3:
         for unit in optimizer.units:
-            offset = unit.owned.start
-            state |= state_of_flat_shard(optimizer.optimizer, unit.shard, unit.shapes, offset)
+            tensors = tensors_of(optimizer.optimizer, unit.shard)
+            state |= state_of_flat_tensors(tensors, unit.shapes, unit.owned.start)
         return state
     names = {p: name for name, p in model.named_parameters()}
     for bucket in optimizer.buckets:
-        shapes, offset = {names[p]: p.shape for p in bucket.params}, bucket.owned.start
-        state |= state_of_flat_shard(optimizer.optimizer, bucket.shard, shapes, offset)
+        tensors = tensors_of(optimizer.optimizer, bucket.shard)
+        shapes = {names[p]: p.shape for p in bucket.params}
+        state |= state_of_flat_tensors(tensors, shapes, bucket.owned.start)
     # every rank loads the full parameters, not only its shards of them
     return state | {f"model.{name}": p.detach() for p, name in names.items()}
 
@@ -493,7 +494,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         run.write()
         if run.agree_to_save(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
-    return run.finish()
+    return run.finish(state)
 
 
 if __name__ == "__main__":

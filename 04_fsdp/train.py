@@ -68,7 +68,7 @@ from common.units import (
 
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config, positive_int
-from common.checkpoint import State, state_of_flat_shard
+from common.checkpoint import State, state_of_flat_tensors, tensors_of
 from common.data import eval_batches, load_corpus, train_batches
 from common.distributed import World, cleanup, fail, group_along, setup, world_size
 from common.guards import guard
@@ -330,7 +330,8 @@ def training_state(model: FullyShardedDataParallel, optimizer: torch.optim.Optim
     """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
     state: State = {}
     for unit in model.units:
-        state |= state_of_flat_shard(optimizer, unit.shard, unit.shapes, unit.owned.start)
+        tensors = tensors_of(optimizer, unit.shard)
+        state |= state_of_flat_tensors(tensors, unit.shapes, unit.owned.start)
     return state
 
 
@@ -410,7 +411,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         run.write()
         if run.agree_to_save(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
-    return run.finish()
+    return run.finish(state)
 
 
 if __name__ == "__main__":

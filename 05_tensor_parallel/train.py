@@ -459,7 +459,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         run.write()
         if run.agree_to_save(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
-    return run.finish()
+    return run.finish(state)
 
 
 if __name__ == "__main__":

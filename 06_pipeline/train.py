@@ -522,7 +522,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     for group in groups:
         dist.destroy_process_group(group)
-    return run.finish()
+    return run.finish(state)
 
 
 if __name__ == "__main__":

@@ -240,7 +240,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     for group in mesh:
         dist.destroy_process_group(group)
-    return run.finish()
+    return run.finish(state)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -438,7 +438,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.agree_to_save(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     dist.destroy_process_group(group)
-    return run.finish()
+    return run.finish(state)
 
 
 if __name__ == "__main__":

@@ -562,8 +562,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.checkpoints.save(step + 1, training_state(model), args.keep_checkpoints)
             run.checkpoints.wait()  # it reads this slot, which the step after the next overwrites
         folder.commit()  # last: after a kill in the save, the step and the save are done again
+    state = training_state(model)
     folder.close()
-    return run.finish()
+    return run.finish(state)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ from common.weight_files import WeightFiles
 # isort: split
 from common.arguments import base_parser, check_memory, check_ranks, natural, positive_int
 from common.atomic_files import exists
-from common.checkpoint import State, state_of_flat_shard
+from common.checkpoint import State, state_of_flat_tensors, tensors_of
 from common.distributed import World, cleanup, fail, group_along, print0, setup, world_size
 from common.guards import guard
 from common.instructions import Instructions, load_instructions
@@ -206,7 +206,8 @@ def training_state(model: FullyShardedDataParallel, optimizer: torch.optim.Optim
     """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
     state: State = {}
     for unit in model.units:
-        state |= state_of_flat_shard(optimizer, unit.shard, unit.shapes, unit.owned.start)
+        tensors = tensors_of(optimizer, unit.shard)
+        state |= state_of_flat_tensors(tensors, unit.shapes, unit.owned.start)
     return state
 
 
@@ -309,7 +310,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if out and step + 1 >= args.steps:  # else it was asked to stop
         write_model(model, files, out)
         print0(f"wrote {out}")
-    return run.finish()
+    return run.finish(state)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -7,9 +7,12 @@ same weights and see the same batches. To add a row: two such functions and a li
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from common.model import Linear, Transformer, TransformerConfig, init_weights, linear_cross_entropy
+from common.run import keep_freed_memory
+from common.ssd_state import StateFolder, return_freed_memory
 from tools.stages import load_stage
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -66,6 +71,7 @@ SHAPES = {
     "deep": Shape(vocab_size=2048, n_layers=8, batch=16),
     "deep-large-vocabulary": Shape(vocab_size=33_280, n_layers=8, batch=16),
     "long": Shape(vocab_size=2048, seq_len=4096, batch=1),
+    "wide": Shape(vocab_size=2048, d_model=512, n_heads=8),
 }
 GPU_SHAPES = {
     "small": Shape(2048, d_model=512, n_layers=8, n_heads=8, seq_len=512),
@@ -73,6 +79,7 @@ GPU_SHAPES = {
     "deep": Shape(2048, d_model=512, n_layers=16, n_heads=8, seq_len=512, batch=32),
     "deep-large-vocabulary": Shape(33_280, 512, n_layers=16, n_heads=8, seq_len=512, batch=32),
     "long": Shape(2048, d_model=512, n_layers=4, n_heads=8, seq_len=16_384, batch=1),
+    "wide": Shape(2048, d_model=2048, n_layers=4, n_heads=16, seq_len=512),
 }
 
 
@@ -222,7 +229,9 @@ def torch_zero(shape: Shape) -> Step:
 # ---- 04: fully_shard ----
 
 
-def our_fsdp(shape: Shape, reshard: bool = True, dtype: torch.dtype | None = None) -> Step:
+def our_fsdp(
+    shape: Shape, reshard: bool = True, dtype: torch.dtype | None = None, cpu_offload: bool = False
+) -> Step:
     module = transformer(shape)
     model = load_stage("04").FullyShardedDataParallel(
         module,
@@ -230,6 +239,7 @@ def our_fsdp(shape: Shape, reshard: bool = True, dtype: torch.dtype | None = Non
         param_dtype=dtype,
         reduce_dtype=torch.float32,
         reshard_after_forward=reshard,
+        cpu_offload=cpu_offload,
     )
     return plain_step(model, finish=model.finish_gradient_synchronization)
 
@@ -505,6 +515,31 @@ def torch_muon(shape: Shape) -> Step:
     return muon_step(replica, muon, others)
 
 
+# ---- 12: the state in files, against 04's in the host's memory ----
+
+
+def our_ssd(shape: Shape) -> Step:
+    stage, module = load_stage("12"), transformer(shape)
+    Path("runs").mkdir(exist_ok=True)  # on a disk, as /tmp may not be
+    folder = tempfile.TemporaryDirectory(dir="runs")
+    files = StateFolder(Path(folder.name), folder.name)
+    optimizer = stage.SpeculativeAdamW(files, **ADAMW)
+    model = stage.FullyShardedDataParallel(module, module.units(), optimizer)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        return_freed_memory()  # as a run of 12 does, and one of 04 does not
+        loss = model(tokens, targets)
+        loss.backward()
+        model.clip_grad_norm_(math.inf)
+        optimizer.step()
+        files.commit()
+        keep_freed_memory()
+        return loss.detach()
+
+    step.folder = folder  # it is deleted with the step
+    return step
+
+
 # ---- the table ----
 
 
@@ -591,6 +626,15 @@ ROWS = {
         our_float8, our_model, "01's model: PyTorch has no float8 layer", (1,), same_loss=False
     ),
     "11-muon": Row(
-        our_muon, torch_muon, "torch.optim.Muon on every rank, under DistributedDataParallel"
+        our_muon,
+        torch_muon,
+        "torch.optim.Muon on every rank, under DistributedDataParallel",
+        shapes=("wide",),
+    ),
+    "12-ssd": Row(
+        our_ssd,
+        partial(our_fsdp, cpu_offload=True),
+        "04 with --cpu-offload: PyTorch has no counterpart",
+        shapes=("wide",),
     ),
 }

@@ -127,6 +127,7 @@ def base_parser(description: str | None) -> Parser:
     add("--eval-every", type=natural, default=0, help="steps; 0: only at the end")
     add("--checkpoint-every", type=natural, default=0, help="steps; 0: never")
     add("--keep-checkpoints", type=count, default=2, help="how many of the newest to keep")
+    add("--save-model", metavar="FILE", help="write the full weights there after the last step")
     starts = "{auto,never,PATH}"
     add("--resume", default="auto", metavar=starts, help="auto: the run folder's newest checkpoint")
     add("--run-dir", help="default: runs/STAGE/ID, the launcher's id or the time")

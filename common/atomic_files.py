@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,14 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
         sync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError if no file can be written at `path`, whose folder is made here."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def sync(path: Path) -> None:

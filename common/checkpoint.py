@@ -135,21 +135,14 @@ def training_state(
     return state
 
 
-def state_of_flat_shard(
-    optimizer: torch.optim.Optimizer, shard: Tensor, shapes: dict[str, torch.Size], start: int
-) -> State:
-    """A `Shard` of each tensor in a flat parameter, and of its first and second moments.
-
-    shapes: of the tensors by name, in the flat parameter's order, of which `shard` is the part from
-    element `start` on. A tensor outside of it gets an empty shard.
-    """
-    return state_of_flat_tensors(tensors_of(optimizer, shard), shapes, start)
-
-
 def state_of_flat_tensors(
     tensors: dict[str, Tensor], shapes: dict[str, torch.Size], start: int
 ) -> State:
-    """The same for the flat `tensors`, by the prefixes of their names in a checkpoint."""
+    """A `Shard` of each tensor in a flat parameter, and of its first and second moments.
+
+    tensors: as `tensors_of` a shard of the flat parameter, which begins at its element `start`.
+    shapes: by name, in the flat parameter's order. A tensor outside of it gets an empty shard.
+    """
     state: State = {}
     for kind, flat in tensors.items():
         begin = -start  # of the tensor, relative to `flat`
@@ -218,6 +211,34 @@ class Checkpointer:
         self.wait()
         if self.group is not None:
             dist.destroy_process_group(self.group)
+
+    def full_weights(self, state: State) -> dict[str, Tensor]:
+        """The full weights by the plain model's names: in rank 0's memory, elsewhere none.
+
+        Every rank calls it. The chunks are those that a checkpoint of `state` would have. They
+        travel one at a time, so no device holds more than its own.
+        """
+        self.wait()  # the save in flight uses the same process group
+        planner = storage.SavePlanner(flatten_state_dict=False)
+        named = [(n.removeprefix("model."), t) for n, t in state.items() if n.startswith("model.")]
+        planner.set_up_planner(dict(named))
+        plans, metadata = planner.create_global_plan(self._gather(planner.create_local_plan()))
+        if rank() > 0:
+            for item in plans[rank()].items:
+                dist.send(planner.lookup_object(item.index).cpu(), 0, group=self.group)
+            return {}
+        entries = sorted(metadata.state_dict_metadata.items())
+        full = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries}
+        for owner, plan in enumerate(plans):
+            for item in plan.items:
+                place, chunk = full[item.index.fqn], item.tensor_data.chunk
+                for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                    place = place.narrow(dim, start, size)
+                if owner > 0:
+                    received = torch.empty(chunk.sizes, dtype=place.dtype)
+                    dist.recv(received, owner, group=self.group)
+                place.copy_(received if owner > 0 else planner.lookup_object(item.index))
+        return full
 
     def load(self, resume: str, state: State, optimizer: torch.optim.Optimizer) -> int:
         """Fill `state` in place from a checkpoint; return the steps done, 0 for a new run.

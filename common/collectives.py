@@ -264,14 +264,6 @@ def check_same(what: str, values: list, device: torch.device, group: Group = Non
         raise ValueError(f"{what} differ between ranks; this rank's: {text[:200]}")
 
 
-def value_of_rank_0(value: object, group: Group) -> object:
-    """Broadcast a picklable value of rank 0, on Gloo: its size, then its bytes."""
-    ledger.control[("broadcast", group_name(group))] += 2
-    values = [value]
-    dist.broadcast_object_list(values, src=0, group=group)
-    return values[0]
-
-
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Euclidean norm of all elements of all tensors: a float32 scalar, float64 if any tensor is.
 

@@ -273,6 +273,17 @@ def print0(*values: Any, **kwargs: Any) -> None:
         say(*values, **kwargs)
 
 
+def save0(state: object, path: str | os.PathLike, group: dist.ProcessGroup | None = None) -> None:
+    """`torch.save` on rank 0: the file is complete or absent. All ranks go on when it is there."""
+    from common.atomic_files import replacing  # which imports this file
+
+    if rank() == 0:
+        with replacing(path) as aside, open(aside, "wb") as file:
+            torch.save(state, file)
+    if dist.is_initialized():
+        dist.barrier(group)
+
+
 def say(*values: Any, **kwargs: Any) -> None:
     """`print`, flushed. A full disk or a closed terminal is reported once and ends no run."""
     try:

@@ -10,7 +10,6 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.arguments import Arguments
-from common.atomic_files import replacing
-from common.checkpoint import Checkpointer, checkpoints
-from common.collectives import all_reduce_control, value_of_rank_0
+from common.atomic_files import check_writable, replacing
+from common.checkpoint import Checkpointer, State, checkpoints
+from common.collectives import all_reduce_control
 from common.data import Corpus
-from common.distributed import fail, launch_environment, print0, rank, warn, world_size
+from common.distributed import fail, launch_environment, print0, rank, save0, warn, world_size
 from common.metrics import Metrics
 from common.model import TransformerConfig
 from common.run_folder import RunFolder
@@ -63,8 +62,10 @@ class Run:
             timeout = timedelta(seconds=args.timeout)
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="stop")
         self._claim: RunFolder | None = None  # on rank 0
-        claimed = self._of_rank_0(self._claim_folder, Path("runs", stage))
+        claimed = self._of_rank_0("run_dir", self._claim_folder, Path("runs", stage))
         self.folder, self.is_restart, has_checkpoint = claimed
+        if args.save_model:  # an error now, and not after the last step
+            self._of_rank_0("save_model", check_writable, Path(args.save_model))
         self.resume = "auto" if self.is_restart and has_checkpoint else args.resume
         # documents of instructions are shorter than --seq-len
         tokens = round(args.global_batch_size * getattr(corpus, "mean_length", args.seq_len))
@@ -96,16 +97,19 @@ class Run:
         data = f"data {corpus.name} (hash {corpus.digest})"
         print0(f"{stage}: {size}, {data}, run folder {self.folder}")
 
-    def _of_rank_0(self, function: Callable, *args):
-        """What `function` returns on rank 0. An OSError there ends the run on all ranks."""
-        value = error = None
+    def _of_rank_0(self, name: str, function: Callable, *args):
+        """What `function` returns on rank 0. An OSError there ends the run on all ranks: it cannot
+        write where the argument `name` says."""
+        answer = [None, None]  # its value, an error
         if rank() == 0:
             try:
-                value = function(*args)
+                answer[0] = function(*args)
             except OSError as found:
-                error = f"--run-dir {self.args.run_dir or 'runs'}: cannot write there: {found}"
+                where = f"--{name.replace('_', '-')} {getattr(self.args, name) or 'runs'}"
+                answer[1] = f"{where}: cannot write there: {found}"
         if self._group is not None:
-            value, error = value_of_rank_0((value, error), self._group)
+            dist.broadcast_object_list(answer, src=0, group=self._group)
+        value, error = answer
         if error:
             fail(error)
         return value
@@ -113,8 +117,7 @@ class Run:
     def _claim_folder(self, parent: Path) -> tuple[Path, bool, bool]:
         self._claim = RunFolder(self.args.run_dir, parent, self.args.given)
         folder = self._claim.path / "checkpoints"
-        folder.mkdir(exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        check_writable(folder / "step")
         return self._claim.path, self._claim.ids["began"], bool(checkpoints(folder))
 
     def _begin(self, first: int) -> None:
@@ -130,10 +133,11 @@ class Run:
 
         `--profile` traces the 4th to 6th of these steps.
         """
+        self._steps_done = first
         if first >= self.args.steps:
             print0(f"nothing left to do: {first} steps are done, --steps is {self.args.steps}")
             return
-        self._of_rank_0(self._begin, first)
+        self._of_rank_0("run_dir", self._begin, first)
         self.metrics.start(first)
         for number in STOPS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
@@ -143,6 +147,7 @@ class Run:
             for step in range(first, self.args.steps):
                 self.metrics.start_step()
                 yield step
+                self._steps_done = step + 1
                 if profiler:
                     profiler.step()
                 if self._stopping:
@@ -219,8 +224,12 @@ class Run:
         """Write the step's line, before a checkpoint that counts the step as done."""
         self.metrics.write()
 
-    def finish(self) -> list[dict]:
-        """Wait for the last save, which no signal ends; returns the lines of this process."""
+    def finish(self, state: State) -> list[dict]:
+        """Wait for the last save, and write `--save-model` if all steps are done: no signal ends
+        either. Returns the lines of this process. state: what a checkpoint would hold now."""
+        if self.args.save_model and self._steps_done >= self.args.steps:
+            save0(self.checkpoints.full_weights(state), self.args.save_model, self._group)
+            print0(f"the weights after {self._steps_done} steps are in {self.args.save_model}")
         self.checkpoints.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)

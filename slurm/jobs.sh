@@ -16,6 +16,8 @@ unset SBATCH_JOB_NAME SBATCH_OUTPUT SBATCH_ERROR SBATCH_ARRAY_INX
 for name in "${!SLURM_@}"; do
   if [[ $name != SLURM_C@(ONF|LUSTERS) ]]; then unset "$name"; fi # which cluster it is
 done
+# if the cluster of `make cluster` is up, use it instead of any other
+if [[ -e slurm/cluster/slurm.conf ]]; then export SLURM_CONF=$PWD/slurm/cluster/slurm.conf; fi
 shopt -s nullglob
 
 # Seconds of a time in sbatch's formats (M, M:S, H:M:S, D-H, D-H:M, D-H:M:S); nothing for other words

@@ -8,6 +8,7 @@ import pytest
 from harness import Pool, StageRun, assert_same_curve, runs_for
 
 from common.checkpoint import checkpoints
+from tools.export import export
 
 pytestmark = pytest.mark.slow
 
@@ -60,3 +61,15 @@ PAIRS += list(zip(STAGES[1:], STAGES[2:], strict=False))
 def test_resume_in_any_other_stage_has_the_same_loss_curve(train, curve, saved, of, into):
     rest = train(LOADS[into], "--resume", saved(of))
     assert_same_curve(rest, [line for line in curve if line["step"] >= AFTER])
+
+
+RUNS = {run.id: run for purpose in ("parity", "load", "save") for run in runs_for(purpose)}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_the_saved_model_equals_what_export_makes_of_the_checkpoint(train, tmp_path, run):
+    flags = "--steps", 2, "--eval-every", 0, "--checkpoint-every", 2, "--run-dir", tmp_path
+    train(run, *flags, "--save-model", tmp_path / "new" / "saved.pt")
+    export(checkpoints(tmp_path / "checkpoints")[-1], tmp_path / "exported.pt")
+    saved = (tmp_path / "new" / "saved.pt").read_bytes()
+    assert saved == (tmp_path / "exported.pt").read_bytes()

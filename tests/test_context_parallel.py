@@ -121,9 +121,9 @@ def test_bfloat16_error_of_dk_does_not_grow_with_the_ring():
 
     for n in (1, 2, 8, 32):
         found = ring_of_threads(n, *args)
-        for i in (0, 2, 3):  # the output, dK and dV
+        for i, most in ((0, 1.5), (2, 1.2), (3, 1.2)):  # the output, dK and dV
             assert found[i].dtype == torch.bfloat16, (n, i)
-            assert error(found, i) < 1.2 * error(alone, i), (n, i)
+            assert error(found, i) < most * error(alone, i), (n, i)
 
 
 @pytest.mark.quick

@@ -162,13 +162,6 @@ def test_every_gradient_equals_that_of_a_dense_loop_in_float64(pools, size, ep, 
 # ---- memory ----
 
 
-def test_the_readme_states_the_parameters_and_the_model_state_of_an_experiment():
-    experts = 2 * 8 * 2 * 128 * 256
-    dense = type(CONFIG)(2304).num_parameters() - experts
-    assert f"D = {dense:,}, X = {experts:,} and" in README
-    assert f"16 (D + X/2) = {16 * (dense + experts / 2) / 1e6:.2f} MB" in README
-
-
 def balanced(self, scores: Tensor) -> Tensor:
     """In place of `choose`: every expert gets as many rows."""
     return (torch.arange(len(scores) * self.top_k) % self.n_experts).view(-1, self.top_k)

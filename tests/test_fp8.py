@@ -449,7 +449,7 @@ def test_the_gradient_error_tells_a_broken_recipe_from_a_working_one():
     for variant in ("rowwise", "tensorwise", "rowwise, e4m3 gradients"):
         scaled_loss, scaled = errors.gradient_errors(variant)
         print(f"{variant:28}", *(f"{name} {error:.3f}" for name, error in scaled.items()))
-        assert abs(scaled_loss - loss) < 0.01 and max(scaled.values()) < 0.12
+        assert abs(scaled_loss - loss) < 0.01 and max(scaled.values()) < 0.14
         worst = max(worst, scaled["all"] if variant in stage.RECIPES else 0.0)
     broken_loss, broken = errors.gradient_errors("tensorwise, scales of 1")
     assert abs(broken_loss - loss) < 0.01  # the loss does not show it

@@ -44,12 +44,12 @@ def test_readmes_command_of_mpirun_starts_a_stage(tmp_path, reference, corpus_di
     assert_same_curve(metrics_of(tmp_path), reference(flags))
 
 
-def dry_make_run(bin: Path, tool: str, script: str, **variables: str) -> str:
-    """What `make run-04` would run where `tool` is this script."""
+def launched(bin: Path, tool: str, script: str, **variables: str) -> str:
+    """What `make run-04` starts where `tool` is this script."""
     executable(bin / tool, f"#!/bin/sh\n{script}")
     settings = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}"}
     settings = {k: v for k, v in settings.items() if k != "CUDA_VISIBLE_DEVICES"} | variables
-    command = ["make", "-n", "run-04"]
+    command = ["sh", "tools/run.sh", "true", "04_fsdp/train.py"]
     return subprocess.run(command, cwd=REPO, env=settings, capture_output=True, text=True).stdout
 
 
@@ -69,14 +69,14 @@ def dry_make_run(bin: Path, tool: str, script: str, **variables: str) -> str:
 def test_make_run_starts_one_process_per_gpu(tmp_path, gpus, visible, processes):
     listed = "".join(f"echo GPU {i}: H100\n" for i in range(gpus))
     variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    said = dry_make_run(tmp_path, "nvidia-smi", listed, **variables)
+    said = launched(tmp_path, "nvidia-smi", listed, **variables)
     assert f"--nproc-per-node {processes} 04_fsdp/train.py" in said
     assert "--local-addr 127.0.0.1" in said  # else a host name that does not resolve makes it hang
 
 
 @pytest.mark.quick
 def test_make_runs_of_the_same_second_have_different_ids(tmp_path):
-    said = [dry_make_run(tmp_path, "date", "echo 20250101-120000\n") for _ in range(2)]
+    said = [launched(tmp_path, "date", "echo 20250101-120000\n") for _ in range(2)]
     ids = [re.search(r"--rdzv-id (\S+)", each)[1] for each in said]
     assert ids[0] != ids[1] and all(x.startswith("20250101-120000-") for x in ids)
 
@@ -320,15 +320,16 @@ def test_an_error_of_env_sh_is_a_line_and_ends_no_shell(tmp_path, variables):
 
 
 @pytest.mark.parametrize(
-    "words, says",
+    "command, says",
     [
-        (["submit-01", "EDIT=s/a/b/"], "EDIT= is for run-NN"),
-        (["run-02", "NPROC=0"], "NPROC=0: pass 1 or more"),
-        (["run-02", "NPROC=-2"], "NPROC=-2: pass 1 or more"),
+        ("make -n submit-01 EDIT=s/a/b/", "EDIT= is for run-NN"),
+        ("env NPROC=0 sh tools/run.sh true 02_ddp/train.py", "NPROC=0: pass 1 or more"),
+        ("env NPROC=-2 sh tools/run.sh true 02_ddp/train.py", "NPROC=-2: pass 1 or more"),
+        ("env EDIT=s/aaa/b/ sh tools/run.sh true 01_single_gpu/train.py", "changes nothing"),
     ],
 )
-def test_make_with_a_variable_that_cannot_work_is_an_error(words, says):
-    done = subprocess.run(["make", "-n", *words], cwd=REPO, capture_output=True, text=True)
+def test_a_variable_that_cannot_work_is_an_error(command, says):
+    done = subprocess.run(command.split(), cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and says in done.stderr
 
 
@@ -336,10 +337,11 @@ def test_edits_at_the_same_time_have_scripts_of_their_own(tmp_path):
     script = tmp_path / "02_ddp/train.py"
     script.parent.mkdir()
     script.write_text("a = 1\n")
-    edits = [["sh", REPO / "tools/edited.sh", "02_ddp/train.py", f"s/1/{x}/"] for x in (2, 3, 2)]
+    command = ["sh", REPO / "tools/run.sh", "true", "02_ddp/train.py"]
     pipe = {"cwd": tmp_path, "stdout": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(command, **pipe) for command in edits]
-    copies = [tmp_path / each.communicate()[0].strip() for each in started]
+    edits = [os.environ | {"EDIT": f"s/1/{x}/"} for x in (2, 3, 2)]
+    started = [subprocess.Popen(command, env=env, **pipe) for env in edits]
+    copies = [tmp_path / each.communicate()[0].split()[-1] for each in started]
     assert [copy.read_text() for copy in copies] == ["a = 2\n", "a = 3\n", "a = 2\n"]
     assert [*script.parent.iterdir()] == [script]
 

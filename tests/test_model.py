@@ -218,9 +218,9 @@ def test_gradient_of_a_bf16_head_is_as_exact_with_many_chunks():
     x, weight = normal(1024, 32).bfloat16(), normal(64, 32, seed=1).bfloat16()
     targets = torch.arange(1024) % 64
     _, _, exact = loss_and_gradients(plain_loss, x.double(), weight.double(), targets)
-    for rows in (1024, 16):
+    for rows in (1024, 2):
         _, _, grad = loss_and_gradients(linear_cross_entropy, x, weight, targets, rows=rows)
-        assert grad.dtype == torch.bfloat16 and (grad - exact).norm() / exact.norm() < 5e-3
+        assert grad.dtype == torch.bfloat16 and (grad - exact).norm() / exact.norm() < 6e-3
 
 
 def test_chunked_loss_never_materializes_the_logits():

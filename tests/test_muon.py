@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -440,38 +439,10 @@ def test_a_misuse_is_an_error_on_every_rank(case, pools):
     assert all(pools(2).run(error_of, case))
 
 
-# ---- the figures of the README ----
+# ---- the singular values of the README ----
 
 
 README = (stage_path("11").parent / "README.md").read_text()
-
-
-@pytest.mark.parametrize(("preset", "batch"), [("tiny", 16), ("gpt2", 24), ("gpt2-xl", 24)])
-def test_the_stated_share_of_flops_is_that_of_the_matmuls(preset, batch):
-    config = TransformerConfig(33_278, *PRESETS[preset])
-    tokens = batch * config.seq_len
-    muon = sum(map(stage.orthogonalization_flops, matrices_of(*PRESETS[preset][:2])))
-    share = 100 * muon / (tokens * config.flops_per_token())
-    assert re.search(rf"^\| `{preset}`.* \| {tokens:,} \| {share:.1f} %", README, re.M)
-
-
-def test_the_stated_memory_and_step_of_gpt2_on_eight_ranks():
-    config = TransformerConfig(33_278, *PRESETS["gpt2"])
-    p, d = config.num_parameters(), config.d_model
-    matrices = config.n_layers * 12 * d * d
-    shapes = matrices_of(d, config.n_layers)
-    owners = stage.choose_owners(shapes, 8)
-    owned = sum(matrix.numel() for matrix, owner in owners.items() if owner == 0)
-    states = 4 * p + 12 * (p - matrices) + 8 * owned
-    assert f"needs {states / 1e9:.2f} GB of model state on each of 8 ranks" in README
-    assert f"against {16 * p / 1e9:.2f} GB in stage 02" in README
-    for bandwidth in (400, 50):  # GB/s; 7/8 of the bytes leave a rank, 2 per element
-        exposed = 2 * matrices * 7 / 8 / bandwidth / 1e6
-        assert re.search(rf"they take .*{exposed:.1f} ms at {bandwidth} GB/s", README)
-    work = sum(map(stage.orthogonalization_flops, shapes))
-    c = 8 * work / (24 * config.seq_len * config.flops_per_token())
-    ratio = (1 + c / 8) / (1 + c)
-    assert f"gpt2 on 8 ranks: {1 + c / 8:.2f} / {1 + c:.2f} = {ratio:.2f}" in README
 
 
 def singular_values() -> dict[int, Tensor]:

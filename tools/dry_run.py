@@ -121,7 +121,7 @@ class OneStep:
     def write(self) -> None:
         pass
 
-    def finish(self) -> Report:
+    def finish(self, state: dict) -> Report:
         return self.report
 
 

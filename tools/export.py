@@ -22,11 +22,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from common.arguments import Parser
-from common.atomic_files import exists, replacing
+from common.atomic_files import exists
 from common.checkpoint import checkpoints
 from common.checkpoint_storage import CorruptCheckpointError, LoadPlanner, Reader
 from common.data import EOS, UNKNOWN, load_corpus
-from common.distributed import fail
+from common.distributed import fail, save0
 from common.weight_files import WeightFiles
 from tools.stages import load_stage
 
@@ -66,7 +66,7 @@ def tensors_of(checkpoint: Path, prefix: str = "model.") -> dict[str, Tensor]:
         entries = reader.read_metadata().state_dict_metadata
         state = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in entries.items()
+            for name, entry in sorted(entries.items())
             if name.startswith(prefix)
         }
         planner = LoadPlanner(set(entries))
@@ -97,8 +97,7 @@ def export(checkpoint: Path, out: Path) -> None:
     weights = tensors_of(checkpoint)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out) as aside, open(aside, "wb") as file:
-            torch.save(weights, file)
+        save0(weights, out)
     except OSError as error:  # a folder, for example, or another user's
         fail(f"--out {out}: {error}: name a file that can be written")
     millions = sum(t.numel() for t in weights.values()) / 1e6
