@@ -51,8 +51,11 @@ run-%: $$(folder)/train.py $(READY) ## train stage NN here
 # ---- Slurm ----
 submit-%: ## submit stage NN to Slurm, by NN_*/train.sbatch
 	@slurm/jobs.sh submit $(folder) $(ARGS)
+# stages with a model of their own, which need other flags than all the others
+alike = $(filter-out $(patsubst %/stage.toml,%,$(shell grep -l '^flags = "--model ' */stage.toml)),$(folders))
 submit-all: ## submit all stages, each to start when the previous one has succeeded
-	@slurm/jobs.sh submit "$(folders)" $(ARGS)
+	@slurm/jobs.sh submit "$(alike)" $(ARGS)
+	@$(foreach x,$(filter-out $(alike),$(folders)),echo "left out: $x, which needs --model and --data";)
 status: ## the jobs from here: pending, running, recently ended, and why
 	@slurm/jobs.sh status
 logs-%: ## follow the log of stage NN's newest job to its end

@@ -18,5 +18,9 @@ checkpoint.py          sharded checkpoints in the format of torch.distributed.ch
 checkpoint_storage.py  how checkpoints are stored: checksums, and loading that runs no code
 ssd_state.py           for stage 12: a rank's files, and how they survive a kill
 guards.py              what breaks the contract of a wrapper is an error, seen from outside
+llama.py               for stage 13: models with the parameter names of Hugging Face
+instructions.py        its data: instructions and answers as tokens
+packing.py             its micro-batches: documents side by side
+weight_files.py        its files: where the values of a tensor are
 units.py               for ZeRO and FSDP: what they check of a model's units
 """

@@ -89,6 +89,7 @@ def _number(kind: type, least: float, most: float = math.inf, above: bool = Fals
 
 positive = _number(float, 0, above=True)
 positive_int = _number(int, 1, 10**9)
+natural = _number(int, 0)
 non_negative = _number(float, 0)
 
 
@@ -101,7 +102,7 @@ def base_parser(description: str | None) -> Parser:
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    count, natural, amount = positive_int, _number(int, 0), non_negative
+    count, amount = positive_int, non_negative
     add = p.add_argument
     add("--data", default="wikitext2", help="wikitext2, sample, a folder of {train,valid,test}.txt")
     add("--preset", choices=PRESETS, default="tiny", help="shape of the model")
@@ -259,10 +260,11 @@ def check_memory(args: Arguments, config: TransformerConfig) -> None:
         memory.fill_(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     if dist.is_initialized():
         all_reduce_control(memory)  # nodes may differ, but all ranks must agree
-    hidden = args.dp * args.micro_batch_size * config.seq_len * config.d_model * 2  # in bfloat16
+    hidden = args.dp * args.micro_batch_size * args.seq_len * config.d_model * 2  # in bfloat16
     needed = 16 * config.num_parameters() + hidden
     if needed > memory.item():
         names = ("d_model", "n_layers", "seq_len", "micro_batch_size")
+        names = ("model", "seq_len") if "model" in args else names
         sizes = " ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names)
         has = f"and the ranks together have {memory.item() / 1e9:,.1f} GB: pass smaller ones"
         fail(f"{sizes} needs at least {needed / 1e9:,.1f} GB {has}")

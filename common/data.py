@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -67,27 +67,43 @@ def load_corpus(name: str, download: bool = False) -> Corpus:
 
     Fails with status 2 if the corpus is not prepared and cannot be.
     """
+
+    def write(folder: Path) -> None:
+        _write(_read_words(name), folder)
+
+    must_exist = name == "wikitext2" and not download
+    contents, digest = load_prepared(name, _folder_name(name), FILES, None if must_exist else write)
+    if small := [file for file, content in zip(FILES, contents, strict=True) if len(content) < 8]:
+        fail(f"--data {name}: too few tokens in {small[0]}: fewer than 2")
+    tokens = (torch.frombuffer(content, dtype=torch.int32) for content in contents[:-1])
+    vocab = bytes(contents[-1]).decode().split("\n")[:-1]
+    return Corpus(name, *tokens, vocab=vocab, digest=digest)
+
+
+def load_prepared(
+    name: str, folder: str, files: Sequence[str], write: Callable[[Path], None] | None
+) -> tuple[list, str]:
+    """Map the files of a prepared folder, and return their digest. name: of `--data`.
+
+    If the folder is not there, `write` fills a new one. Fails with status 2 if that is impossible.
+    """
     root = os.environ.get("DATA_ROOT") or Path(__file__).resolve().parents[1] / "data"
-    prepared = Path(os.path.expanduser(root), _folder_name(name))
+    prepared = Path(os.path.expanduser(root), folder)
     again = f"remove {prepared}, and it is prepared again"
     try:
         if not exists(prepared / "digest.txt"):
-            _prepare(name, prepared, download)
-        contents = [_mapped(prepared / file) for file in FILES]
+            _prepare(name, prepared, files, write)
+        contents = [_mapped(prepared / file) for file in files]
         recorded = (prepared / "digest.txt").read_text().split()
     except OSError as error:
         is_gone = isinstance(error, FileNotFoundError)  # else it may be intact: another user's
         fail(f"--data {name}: {error}: {again if is_gone else 'set DATA_ROOT to another folder'}")
     found = _digests(contents)
     if found != recorded:
-        pairs = zip(FILES, found[1:], recorded[1:], strict=False)
+        pairs = zip(files, found[1:], recorded[1:], strict=False)
         wrong = next((file for file, ours, theirs in pairs if ours != theirs), "digest.txt")
         fail(f"--data {name}: {prepared / wrong} has changed since it was prepared: {again}")
-    if small := [file for file, content in zip(FILES, contents, strict=True) if len(content) < 8]:
-        fail(f"--data {name}: too few tokens in {small[0]}: fewer than 2")
-    tokens = (torch.frombuffer(content, dtype=torch.int32) for content in contents[:-1])
-    vocab = bytes(contents[-1]).decode().split("\n")[:-1]
-    return Corpus(name, *tokens, vocab=vocab, digest=recorded[0])
+    return contents, recorded[0]
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
@@ -127,8 +143,8 @@ def _folder_name(name: str) -> str:
     return f"{re.sub('[^A-Za-z0-9.-]', '_', folder.name)[:60]}-{content.hexdigest()[:12]}"
 
 
-def _prepare(name: str, prepared: Path, download: bool) -> None:
-    if name == "wikitext2" and not download:
+def _prepare(name: str, prepared: Path, files: Sequence[str], write: Callable | None) -> None:
+    if write is None:
         other = "--data sample, or --data DIR with train.txt, valid.txt and test.txt"
         fail(f"--data {name} is not prepared: run `make data` where there is internet, or {other}")
     try:
@@ -138,13 +154,16 @@ def _prepare(name: str, prepared: Path, download: bool) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if exists(prepared / "digest.txt"):
                 return  # another process prepared it while this one waited
-            words = _read_words(name)
             with tempfile.TemporaryDirectory(
                 dir=prepared.parent, prefix=".", ignore_cleanup_errors=True
             ) as temporary:
                 aside = Path(temporary, prepared.name)
                 aside.mkdir()
-                _write(words, aside)
+                write(aside)
+                digests = _digests([(aside / file).read_bytes() for file in files])
+                (aside / "digest.txt").write_text("\n".join(digests))
+                for path in (*aside.iterdir(), aside):
+                    sync(path)
                 try:
                     aside.rename(prepared)
                     sync(prepared.parent)
@@ -161,7 +180,7 @@ def _prepare(name: str, prepared: Path, download: bool) -> None:
 def _read_words(name: str) -> dict[str, list[str]]:
     """The words of each split, `<eos>` at each line's end."""
     if name == "sample":
-        return _sample_words()
+        return sample_words()
     lines = _wikitext2_lines() if name == "wikitext2" else _lines_of_folder(Path(name))
     return {s: [word for line in lines[s] for word in (*line.split(), EOS)] for s in SPLITS}
 
@@ -192,7 +211,7 @@ def _wikitext2_lines() -> dict[str, list[str]]:
     return lines
 
 
-def _sample_words() -> dict[str, list[str]]:
+def sample_words() -> dict[str, list[str]]:
     """The Python 3.11 language reference, split by topic.
 
     Of six topics one goes to `valid` and one to `test`, without the lines that `train` has too:
@@ -215,7 +234,7 @@ def _sample_words() -> dict[str, list[str]]:
 
 
 def _write(words: dict[str, list[str]], folder: Path) -> None:
-    """Write tokens, vocabulary (the words of `train` by frequency; others are <unk>) and digest."""
+    """Write tokens and vocabulary: the words of `train` by frequency; others are <unk>."""
     seen = Counter(words["train"])
     if any(word not in seen for s in ("valid", "test") for word in words[s]):
         seen.setdefault(UNKNOWN, 0)
@@ -225,10 +244,6 @@ def _write(words: dict[str, list[str]], folder: Path) -> None:
         numbers = [number.get(word, number.get(UNKNOWN)) for word in words[split]]
         (folder / f"{split}.int32").write_bytes(torch.tensor(numbers, dtype=torch.int32).numpy())
     (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in vocab), encoding="utf-8")
-    digests = _digests([(folder / name).read_bytes() for name in FILES])
-    (folder / "digest.txt").write_text("\n".join(digests))
-    for path in (*folder.iterdir(), folder):
-        sync(path)
 
 
 # ---- batches ----

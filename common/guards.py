@@ -1,4 +1,4 @@
-"""Errors for training loops that break the contract of a wrapper of stage 02, 03, 04 or 12.
+"""Errors for training loops that break the contract of a wrapper of stage 02, 03, 04, 12 or 13.
 
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())

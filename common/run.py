@@ -67,7 +67,8 @@ class Run:
         if args.save_model:  # an error now, and not after the last step
             self._of_rank_0("save_model", check_writable, Path(args.save_model))
         self.resume = "auto" if self.is_restart and has_checkpoint else args.resume
-        tokens = args.global_batch_size * args.seq_len
+        # documents of instructions are shorter than --seq-len
+        tokens = round(args.global_batch_size * getattr(corpus, "mean_length", args.seq_len))
         flops = tokens * config.flops_per_token()
         self.metrics = Metrics(args.steps, tokens, flops, device, self.folder)
         saved = {  # with every checkpoint

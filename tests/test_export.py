@@ -12,11 +12,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from harness import Outcome
+from test_finetune import weights_of
+from tokenizers import Tokenizer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.checkpoint import checkpoints
 from common.data import load_corpus
-from common.model import Transformer, TransformerConfig
+from common.llama import Llama, LlamaConfig
+from common.model import Transformer, TransformerConfig, init_weights
 from tools import export
 
 pytestmark = pytest.mark.slow
@@ -68,6 +71,38 @@ def test_an_older_checkpoint_is_exported_by_its_own_path(call, run):
     done = call("export", older)
     assert not done.exit_status and f"{run}/model.pt" in done.stdout, done.stderr
     assert "from " in done.stdout and done.stdout.strip().endswith("step-00000030")
+
+
+def test_a_folder_of_hugging_faces_form_computes_the_same(call, run, tmp_path, corpus_dir):
+    done = call("export", run, "--hf", "--out", tmp_path / "hf")
+    assert not done.exit_status, done.stderr
+    corpus = load_corpus(str(corpus_dir))
+    ours = Transformer(TransformerConfig(len(corpus.vocab), 32, 2, 2, 16))
+    ours.load_state_dict(export.tensors_of(checkpoints(run / "checkpoints")[-1]))
+    theirs = Llama(LlamaConfig.of_folder(tmp_path / "hf"))
+    theirs.load_state_dict(weights_of(tmp_path / "hf"))
+    tokens = corpus.valid[:48].long()
+    with torch.no_grad():
+        expected, found = ours(tokens.view(3, 16)).flatten(0, 1), theirs(tokens, (16, 16, 16))
+    assert expected.std() > 0.5
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "hf/tokenizer.json"))
+    text = " ".join(corpus.vocab[i] for i in tokens)
+    assert tokenizer.encode(f"{text} <eos> unheard-of").ids[:48] == tokens.tolist()
+    again = call("export", run, "--hf", "--out", tmp_path / "hf")
+    assert again.exit_status == 2 and "already there" in again.stderr
+
+
+def test_the_folder_of_a_run_of_the_sample_has_the_samples_words(tmp_path):
+    corpus = load_corpus("sample")
+    model = Transformer(TransformerConfig(len(corpus.vocab), 32, 2, 2, 16))
+    init_weights(model, 0)
+    args = {"data": "sample", "n_heads": 2, "n_layers": 2, "seq_len": 16}
+    export.write_llama(tmp_path, args, model.state_dict())
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    words = [corpus.vocab[i] for i in corpus.train[:500]]
+    assert tokenizer.encode("".join(f"{word} " for word in words)).tokens == words
+    assert tokenizer.encode("return(x)").tokens == ["return", "(", "x", ")"]
 
 
 def test_a_run_behind_a_link_is_found_and_a_link_without_end_is_not_followed(

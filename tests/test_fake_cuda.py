@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from harness import Pool, StageRun, cases, stage_file, stage_path
+from harness import REPO, Pool, StageRun, cases, stage_file, stage_path
 from slurm_cluster import need
 
 pytestmark = pytest.mark.slow
@@ -73,6 +73,13 @@ def test_the_host_waits_and_computes_in_a_step_only_where_the_stages_file_says(p
     assert found.get("step", set()) == named(run)
     for phase, known in OUTSIDE.items():
         assert found[phase] <= known | named(run) and found[phase] & known, phase
+
+
+@pytest.mark.parametrize("flags", ["", "--activation-checkpointing --shard-degree 2"])
+def test_the_host_does_not_wait_in_a_step_of_13(process, flags):
+    argv = f"--model {REPO}/tests/golden/qwen3 --data any --seq-len 32 --dtype bfloat16 {flags}"
+    ((_, found),) = process.run(on_fake_cuda, "13", 4, 3, argv.split())
+    assert not found.get("step") and found["log"] & OUTSIDE["log"]
 
 
 # ---- planted bugs ----

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -137,6 +137,27 @@ def empty_batches(_, batching, device, first_step: int, rank: int = 0, size: int
         yield [(tokens, tokens, keys)] * (share // micro)
 
 
+def full_documents(_, __, batching, device, *___):
+    """In place of 13's batches: a micro-batch per rank, full with one document."""
+    tokens = torch.zeros(batching.seq_len, dtype=torch.int64, device=device)
+    while True:
+        yield [(tokens, tokens, (batching.seq_len,))]
+
+
+def without_files() -> dict:
+    """Patches of 13, which then needs config.json of --model alone."""
+    data = dict(name="fake", train=[0], valid=[], vocab=[], vocab_size=0, digest="0", tokens=None)
+    return {
+        "load_instructions": lambda *_: SimpleNamespace(**data),
+        "document_batches": full_documents,
+        "WeightFiles": lambda folder, _: SimpleNamespace(folder=folder, bytes_read=0),
+        "read_model": lambda *_: None,
+        "output_folder": lambda *_: None,
+        "check_ranks": lambda *_: None,
+        "check_memory": lambda *_: None,
+    }
+
+
 def exchange_nothing(counts: Tensor, group: dist.ProcessGroup) -> None:
     all_to_all_single(torch.empty_like(counts), counts, group=group)  # for the ledger
 
@@ -236,13 +257,16 @@ def fake_stage(
     if hasattr(module, "state_folder"):
         patches |= {"state_folder": NoFiles, "StateFile": NoFile}
         patches["SpeculativeAdamW"] = unclipped(module.SpeculativeAdamW)
+    if hasattr(module, "load_instructions"):
+        patches |= without_files()
     words, tokens = [str(i) for i in range(vocabulary)], torch.zeros(2, dtype=torch.int32)
     corpus = Corpus("fake", tokens[:1].expand(2**20), tokens, tokens, words, "0")
     rotary_table.cache_clear()  # real tensors and fake ones do not mix
     ledger.reset()  # of an earlier run of this process
+    patches["load_corpus"] = lambda _: corpus
     try:
         with (
-            patch.multiple(module, load_corpus=lambda _: corpus, **patches),
+            patch.multiple(module, **{k: v for k, v in patches.items() if hasattr(module, k)}),
             patch("common.collectives.check_same", nothing_to_compare),
             patch("common.units.check_same", nothing_to_compare),
             patch("common.arguments.check_ranks"),  # there is one process

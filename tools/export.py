@@ -2,14 +2,17 @@
 
     python -m tools.export runs/04_fsdp/20250101-120000 [--out model.pt]
     python -m tools.export runs/04_fsdp/20250101-120000/checkpoints/step-00000100
+    python -m tools.export runs/04_fsdp/20250101-120000 --hf
 
 `torch.load(..., weights_only=True)` reads it: the full `state_dict` of a
 `common.model.Transformer`, whatever stage and topology the run had. Without a folder it exports the
-run that saved last.
+run that saved last. With --hf it writes a folder that `transformers` loads, and stage 13: our model
+is `ArceeForCausalLM` there, and a run of stage 13 gets a folder like the one that it has read.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from pathlib import Path
@@ -22,7 +25,24 @@ from common.arguments import Parser
 from common.atomic_files import exists
 from common.checkpoint import checkpoints
 from common.checkpoint_storage import CorruptCheckpointError, LoadPlanner, Reader
+from common.data import EOS, UNKNOWN, load_corpus
 from common.distributed import fail, save0
+from common.weight_files import WeightFiles
+from tools.stages import load_stage
+
+# our names, and those of Hugging Face; the keys are in the order in which they are replaced
+NAMES = {
+    "embed.tokens.": "model.embed_tokens.",
+    "output.head.": "lm_head.",
+    "output.norm.offset": "model.norm.weight",
+    "layers.": "model.layers.",
+    "attn_norm.offset": "input_layernorm.weight",
+    "mlp_norm.offset": "post_attention_layernorm.weight",
+    "attn.wo.": "self_attn.o_proj.",
+    "mlp.w1.": "mlp.up_proj.",
+    "mlp.w2.": "mlp.down_proj.",
+}
+WORDS = r"\w+|([^\w\s])\1*"  # of the sample, as in common/data.py
 
 
 def newest_run() -> Path:
@@ -84,10 +104,105 @@ def export(checkpoint: Path, out: Path) -> None:
     print(f"{out}: {len(weights)} tensors, {millions:.2f} M parameters, from {checkpoint}")
 
 
+# ---- in the form of Hugging Face ----
+
+
+def export_folder(run: Path, checkpoint: Path, out: Path) -> None:
+    """Write a folder with configuration, weights and tokenizer: complete, or absent."""
+    args = json.loads((run / "config.json").read_text("utf-8"))["arguments"]
+    if args.get("n_experts"):
+        fail(f"{run}: a mixture of experts has no such form")
+    weights, aside = tensors_of(checkpoint), out.with_name(f".{out.name}.writing")
+    try:
+        if exists(out):
+            raise FileExistsError("it is already there")
+        if "model" in args:
+            files = WeightFiles(Path(args["model"]), {n: t.shape for n, t in weights.items()})
+            files.prepare(aside)
+            for name, t in weights.items():
+                whole = {name: t.shape}, slice(0, t.numel()), t.flatten()
+                load_stage("13").write_shard(files, aside, *whole)
+        else:
+            aside.mkdir(parents=True, exist_ok=True)
+            write_llama(aside, args, weights)
+        aside.rename(out)
+    except (OSError, ValueError) as error:
+        fail(f"--out {out}: {error}")
+
+
+def as_llama(weights: dict[str, Tensor], n_heads: int) -> dict[str, Tensor]:
+    """The tensors of our model as those of `ArceeForCausalLM`, a Llama whose MLP has no gate.
+
+    q, k and v are matrices of their own, and rotary positions pair features half a head apart. A
+    norm's weight is 1 + offset.
+    """
+    found = {}
+    for name, t in weights.items():
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        if not name.endswith("attn.wqkv.weight"):
+            found[name] = 1 + t if t.dim() == 1 else t
+            continue
+        qkv = t.view(n_heads, 3, -1, 2, t.shape[1])  # heads, q/k/v, pairs, in a pair, d_model
+        q, k = (part.transpose(1, 2).reshape(-1, t.shape[1]) for part in (qkv[:, 0], qkv[:, 1]))
+        for letter, matrix in zip("qkv", (q, k, qkv[:, 2].reshape(-1, t.shape[1])), strict=True):
+            found[name.replace("attn.wqkv", f"self_attn.{letter}_proj")] = matrix
+    return found
+
+
+def write_llama(folder: Path, args: dict, weights: dict[str, Tensor]) -> None:
+    """Write our model's configuration, weights, and a tokenizer of words."""
+    weights, vocab = as_llama(weights, args["n_heads"]), load_corpus(args["data"]).vocab
+    rows, width = weights["model.embed_tokens.weight"].shape
+    ids = {word: i for i, word in enumerate(vocab)}
+    end, unknown = EOS, UNKNOWN if UNKNOWN in ids else EOS
+    config = {
+        **{"architectures": ["ArceeForCausalLM"], "model_type": "arcee", "hidden_act": "gelu"},
+        **{"vocab_size": rows, "hidden_size": width, "intermediate_size": 4 * width},
+        **{"num_hidden_layers": args["n_layers"], "num_attention_heads": args["n_heads"]},
+        **{"max_position_embeddings": args["seq_len"], "rms_norm_eps": 1e-6, "dtype": "float32"},
+        **{"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": ids[end]},
+    }
+    split = {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}
+    splits = [{"type": "WhitespaceSplit"}, *[split] * (args["data"] == "sample")]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = [
+        {"id": ids[w], "content": w, "special": True} | plain for w in dict.fromkeys((end, unknown))
+    ]
+    tokenizer = {
+        **{"version": "1.0", "added_tokens": special},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
+        "model": {"type": "WordLevel", "vocab": ids, "unk_token": unknown},
+    }
+    tokens = {"eos_token": end, "unk_token": unknown, "tokenizer_class": "PreTrainedTokenizerFast"}
+    files = {"config": config, "tokenizer": tokenizer, "tokenizer_config": tokens}
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), "utf-8")
+    write_weights(folder, weights)
+
+
+def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Write float32 tensors as one file, whose format common/weight_files.py describes."""
+    header, at = {}, 0
+    for name, t in weights.items():
+        places = [at, at := at + t.nbytes]
+        header[name] = {"dtype": "F32", "shape": [*t.shape], "data_offsets": places}
+    text = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for t in weights.values():
+            file.write(t.contiguous().numpy())
+
+
 if __name__ == "__main__":
     parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", nargs="?", type=Path, help="a run's folder, or a checkpoint's")
-    parser.add_argument("--out", type=Path, help="default: model.pt in the run's folder")
+    parser.add_argument("--out", type=Path, help="default: model.pt or hf in the run's folder")
+    parser.add_argument("--hf", action="store_true", help="a folder in the form of Hugging Face")
     args = parser.parse_args()
     run, checkpoint = run_and_checkpoint(args.run or newest_run())
-    export(checkpoint, args.out or run / "model.pt")
+    if args.hf:
+        export_folder(run, checkpoint, out := args.out or run / "hf")
+        print(f"{out}, from {checkpoint}")
+    else:
+        export(checkpoint, args.out or run / "model.pt")

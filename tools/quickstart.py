@@ -30,7 +30,7 @@ from statistics import median
 from typing import NamedTuple
 
 from tools.pool import Pool, WorkerExit, comparably, fork_server, metrics_of, missing, train
-from tools.stages import BASE, REPO, runs_for, stage_file, stage_path, stages
+from tools.stages import BASE, REPO, needs_model, runs_for, stage_file, stage_path, stages
 
 FOLDER, REPORT = REPO / "runs" / "quickstart", Path("gpu-check.md")
 HALF = int(re.search(r"--steps (\d+)", BASE["quickstart"])[1]) // 2
@@ -145,6 +145,8 @@ class Quickstart:
         if folder.exists():
             folder = FOLDER / f"{folder.name}-{len([*FOLDER.iterdir()])}"
         argv = [*row.flags.split(), *row.more.split(), "--run-dir", str(folder)]
+        if needs_model(row.stage):
+            argv += ["--model", str(self.exported()), "--lr", "1e-3"]
         argv += [] if "--resume" in row.more else ["--resume", "never"]
         if row.by_torchrun:
             self.by_torchrun(row, argv, deadline - time.monotonic())
@@ -157,6 +159,15 @@ class Quickstart:
         if row.ranks == 1 and "--resume" not in row.more:
             self.known[row.stage, row.flags] = lines
         return lines
+
+    def exported(self) -> Path:
+        """The folder of a model, for a stage that needs one: of what stage 01 has trained."""
+        out = FOLDER / "model"
+        if not out.exists():
+            from tools.export import export_folder, run_and_checkpoint
+
+            export_folder(*run_and_checkpoint(FOLDER / f"{stages()[0]}-1-float32"), out)
+        return out
 
     def pool(self, row: Row) -> Pool:
         has_group, environment, backend = row.stage != stages()[0], {}, "gloo"

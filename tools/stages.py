@@ -155,6 +155,11 @@ def stage_paths(repo: Path = REPO) -> dict[str, Path]:
     return {path.parent.name[:2]: path for path in sorted(repo.glob("[0-9][0-9]_*/train.py"))}
 
 
+def needs_model(number: str) -> bool:
+    """Whether a stage trains a model and data of its own, so that it has other flags."""
+    return "--model" in stage_file(number).flags
+
+
 def stage_path(number: str) -> Path:
     return stage_paths()[number]
 

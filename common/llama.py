@@ -1,0 +1,249 @@
+"""Llama-shaped models as a list of units, with the parameter names of Hugging Face.
+
+    embed_tokens -> layers.0 -> ... -> layers.L-1 -> norm -> lm_head (tied: embed_tokens again)
+
+The families: Llama 2 and 3, Qwen2 and 2.5 (with biases of q, k and v), Qwen3 (with norms of q and
+k), and Arcee (an MLP without a gate), in which form the other stages' models are exported.
+
+A micro-batch has no rows. It is one vector of tokens, documents side by side, and their lengths.
+The positions of each document start at 0, and its tokens attend to that document alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from common.loss import linear_cross_entropy
+
+FAMILIES = ("llama", "qwen2", "qwen3", "arcee")  # each has a model "...ForCausalLM"
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu2": lambda x: F.relu(x).square()}
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shapes of the model, and what distinguishes the families."""
+
+    vocab_size: int
+    d_model: int
+    d_hidden: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    max_positions: int
+    eps: float  # of the norms
+    theta: float  # base of the rotary frequencies
+    llama3: tuple[float, ...] | None  # the values of LLAMA3, which stretch slow rotations
+    tied: bool  # the head is the embedding
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    gated: bool
+    activation: str
+    activation_checkpointing: bool = False
+
+    @classmethod
+    def of_folder(cls, folder: Path, activation_checkpointing: bool = False) -> LlamaConfig:
+        """Read `config.json`. ValueError for a model that this file would compute wrongly."""
+        c = json.loads((folder / "config.json").read_text("utf-8"))
+        family, heads, bias = c["model_type"], c["num_attention_heads"], c.get("attention_bias")
+        # transformers 5 writes `rope_parameters`, older versions the other two
+        rope = {"rope_theta": c.get("rope_theta", 10000.0), **(c.get("rope_scaling") or {})}
+        rope |= c.get("rope_parameters") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        sliding = c.get("use_sliding_window") or "sliding" in str(c.get("layer_types"))
+        unsupported = {
+            f"model_type {family}": family not in FAMILIES,
+            f"architectures {c['architectures']}": "ForCausalLM" not in str(c["architectures"]),
+            f"positions of the type {rope_type}": rope_type not in ("default", "llama3"),
+            "partial_rotary_factor": {**c, **rope}.get("partial_rotary_factor", 1.0) != 1.0,
+            f"hidden_act {c['hidden_act']}": c["hidden_act"] not in ACTIVATIONS,
+            "a sliding window": sliding,
+            "quantized weights": "quantization_config" in c,
+            "dropout in attention": c.get("attention_dropout", 0) != 0,
+        }
+        if found := [what for what, is_so in unsupported.items() if is_so]:
+            raise ValueError(f"not supported: {', '.join(found)}")
+        return cls(
+            vocab_size=c["vocab_size"],
+            d_model=c["hidden_size"],
+            d_hidden=c["intermediate_size"],
+            n_layers=c["num_hidden_layers"],
+            n_heads=heads,
+            n_kv_heads=c.get("num_key_value_heads") or heads,
+            head_dim=c.get("head_dim") or c["hidden_size"] // heads,
+            max_positions=c["max_position_embeddings"],
+            eps=c["rms_norm_eps"],
+            theta=rope["rope_theta"],
+            llama3=tuple(rope[name] for name in LLAMA3) if rope_type == "llama3" else None,
+            tied=c.get("tie_word_embeddings", False),
+            qkv_bias=bool(bias) or family == "qwen2",
+            o_bias=bool(bias) and family != "qwen2",
+            mlp_bias=bool(c.get("mlp_bias")),
+            qk_norm=family == "qwen3",
+            gated=family != "arcee",
+            activation=c["hidden_act"],
+            activation_checkpointing=activation_checkpointing,
+        )
+
+    def num_parameters(self) -> int:
+        with torch.device("meta"):
+            return sum(p.numel() for p in Llama(self).parameters())
+
+    def flops_per_token(self) -> float:
+        """Forward and backward, without attention's matmuls, which depend on the documents."""
+        return 6.0 * (self.num_parameters() - (not self.tied) * self.vocab_size * self.d_model)
+
+
+class RMSNorm(nn.Module):
+    """y = x / rms(x) * weight, over the last dimension; computes in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return normed.to(x.dtype)
+
+
+def rotation_table(c: LlamaConfig, lengths: Sequence[int], device: torch.device) -> Tensor:
+    """cos and sin of the angle of each token and feature: float32 [2, tokens, 1, head_dim]."""
+    exponent = torch.arange(0, c.head_dim, 2, dtype=torch.float32, device=device) / c.head_dim
+    frequency = 1.0 / c.theta**exponent
+    if c.llama3 is not None:  # long waves are stretched by `factor`, short ones stay
+        factor, low, high, old_length = c.llama3
+        waves = old_length * frequency / (2 * math.pi)  # in the length of the first training
+        stays = ((waves - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (stays + (1 - stays) / factor)
+    position = torch.cat([torch.arange(n, device=device) for n in lengths])
+    angle = (position[:, None, None] * frequency).repeat(1, 1, 2)
+    return torch.stack((angle.cos(), angle.sin()))
+
+
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
+    """Rotary positions of x: [tokens, heads, head_dim]. Features i and i + head_dim / 2 are a pair,
+    where `common/model.py` pairs neighbours."""
+    (cos, sin), (a, b) = rotations, x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Causal attention of each document to itself. [tokens, heads, head_dim] each, and the result.
+
+    A call per document: its time grows with the sum of the squared lengths. A mask over all tokens
+    would take the square of the sum.
+    """
+    parts = (x.transpose(0, 1)[None].split(lengths, dim=2) for x in (q, k, v))
+    outputs = [
+        F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+        for qkv in zip(*parts, strict=True)  # [1, heads, length, head_dim] each
+    ]
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; several heads of q may share one of k and v."""
+
+    def __init__(self, c: LlamaConfig):
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(c.d_model, c.n_heads * c.head_dim, c.qkv_bias)
+        self.k_proj = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, c.qkv_bias)
+        self.v_proj = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, c.qkv_bias)
+        self.o_proj = nn.Linear(c.n_heads * c.head_dim, c.d_model, c.o_bias)
+        self.q_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rotations: Tensor, lengths: Sequence[int]) -> Tensor:
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in projections)
+        q, k = rotate(self.q_norm(q), rotations), rotate(self.k_norm(k), rotations)
+        return self.o_proj(attend(q, k, v, lengths).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, c: LlamaConfig):
+        super().__init__()
+        if c.gated:
+            self.gate_proj = nn.Linear(c.d_model, c.d_hidden, c.mlp_bias)
+        self.up_proj = nn.Linear(c.d_model, c.d_hidden, c.mlp_bias)
+        self.down_proj = nn.Linear(c.d_hidden, c.d_model, c.mlp_bias)
+        self.gated, self.activation = c.gated, ACTIVATIONS[c.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up_proj(x)
+        if self.gated:
+            return self.down_proj(self.activation(self.gate_proj(x)) * up)
+        return self.down_proj(self.activation(up))
+
+
+class Layer(nn.Module):
+    """A unit: attention, then MLP, each with a norm before it and a residual around it."""
+
+    def __init__(self, c: LlamaConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.d_model, c.eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = RMSNorm(c.d_model, c.eps)
+        self.mlp = MLP(c)
+
+    def forward(self, x: Tensor, rotations: Tensor, lengths: Sequence[int]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotations, lengths)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Head(nn.Linear):
+    """A unit: logits, or with targets their mean loss."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return F.linear(x, self.weight.to(x.dtype))
+        return linear_cross_entropy(x, self.weight, targets)
+
+
+class Embedding(nn.Embedding):
+    """A unit: the rows of tokens. Of hidden states, where it is tied, what `Head` computes."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        return Head.forward(self, x, targets) if x.is_floating_point() else super().forward(x)
+
+
+class Llama(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config, self.model = config, nn.Module()
+        self.model.embed_tokens = Embedding(config.vocab_size, config.d_model)
+        self.model.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
+        self.model.norm = RMSNorm(config.d_model, config.eps)
+        if not config.tied:
+            self.lm_head = Head(config.d_model, config.vocab_size, bias=False)
+
+    def units(self) -> list[nn.Module]:
+        """In the order to prefetch in: the head during the last layer, not during the norm."""
+        heads = [] if self.config.tied else [self.lm_head]
+        return [self.model.embed_tokens, *self.model.layers, *heads, self.model.norm]
+
+    def forward(self, tokens: Tensor, lengths: Sequence[int], targets: Tensor | None = None):
+        """Logits [tokens, vocab], or with targets [tokens] the mean loss over them."""
+        x = self.model.embed_tokens(tokens)
+        rotations = rotation_table(self.config, lengths, x.device).to(x.dtype)
+        for layer in self.model.layers:
+            if self.config.activation_checkpointing and torch.is_grad_enabled():
+                kwargs = dict(use_reentrant=False, preserve_rng_state=False)  # nothing is random
+                x = checkpoint(layer, x, rotations, lengths, **kwargs)
+            else:
+                x = layer(x, rotations, lengths)
+        head = self.model.embed_tokens if self.config.tied else self.lm_head
+        return head(self.model.norm(x), targets)
