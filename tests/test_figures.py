@@ -22,6 +22,7 @@ import torch
 from harness import REPO, PeakMemory, fake_ranks, live_bytes, load_stage, runs_for
 from techniques import Trainer
 
+from benchmarks.rows import SHAPES
 from common.arguments import PRESETS
 from common.model import Transformer, TransformerConfig, init_weights
 from tools.costs import costs_of
@@ -236,6 +237,7 @@ LAYER_FORWARD = 1e3 * 2 * WIDE * 4096 / F  # of 04's 4,096 tokens
 GIANT = 13e9  # parameters of the pipeline in 06
 TURN = 6 * GIANT / 8 * 2048 / F  # of a micro-batch in one of its eight stages, seconds
 FSDP = 8 * GIANT / SLOW_NODES
+MUON_IN_BENCH = muon_share(SHAPES["wide"].config, SHAPES["wide"].batch * SHAPES["wide"].seq_len)
 EXPERTS = 2 * 8 * 2 * 128 * 256  # parameters of 09's experiment
 DENSE = load_stage("09").MixtureConfig(2304).num_parameters() - EXPERTS
 CASTS = H100.matmul / H100.memory_bandwidth  # FLOPs of the saved half of a matmul per byte
@@ -466,6 +468,12 @@ STATED = {
         # 7/8 of the bytes leave a rank
         r"they take ([\d.]+) ms at 400 GB/s or ([\d.]+) ms": [
             1e3 * 2 * 12 * 12 * 768**2 * AROUND / bandwidth for bandwidth in (INSIDE, ONE_CARD)
+        ],
+    },
+    "benchmarks": {
+        r"takes ([\d.]+) times\s+as\s+many FLOPs[^|]*?([\d.]+) times as long on two ranks": [
+            MUON_IN_BENCH,
+            (1 + MUON_IN_BENCH / 2) / (1 + MUON_IN_BENCH),
         ],
     },
 }
