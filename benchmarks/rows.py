@@ -552,6 +552,7 @@ class Row:
     against: str
     ranks: tuple[int, ...] = (2, 4)
     same_loss: bool = True  # both contenders compute the same function
+    may_be_slower: bool = False  # the other one is ours as well
     shapes: tuple[str, ...] = ("small", "large-vocabulary")
     share_of: Callable[[int], int] = lambda rank: rank  # the rank's share of the batch
 
@@ -635,6 +636,7 @@ ROWS = {
         our_ssd,
         partial(our_fsdp, cpu_offload=True),
         "04 with --cpu-offload: PyTorch has no counterpart",
+        may_be_slower=True,
         shapes=("wide",),
     ),
 }
