@@ -511,6 +511,10 @@ UNSUPPORTED = {
     "int8": (header(lambda entries: entries[NORM].update(dtype="I8")), "is I8"),
     "no field": (lambda folder: (folder / "config.json").write_text("{}"), "model_type"),
     "truncated": (shorter, "is truncated in"),
+    "git lfs": (
+        lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"),
+        "no safetensors file",
+    ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "No such file"),
 }
 
@@ -541,6 +545,13 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_an_error(
     stage = load_stage("13")
     args = stage.parse_args(argv_of(folder, alpaca, tmp_path))
     assert "305 tokens, the embedding 304 rows" in error_of(stage.load, args)
+
+
+@quick
+def test_without_tokenizers_the_error_names_the_package(monkeypatch, models, error_of):
+    """In these words, by which `make quickstart` knows what to skip."""
+    monkeypatch.setattr("common.instructions.find_spec", lambda _: None)
+    assert " has no tokenizers" in error_of(load_instructions, "sample", models / "llama", 64, 0)
 
 
 @quick
