@@ -71,7 +71,7 @@ SHAPES = {
     "deep": Shape(vocab_size=2048, n_layers=8, batch=16),
     "deep-large-vocabulary": Shape(vocab_size=33_280, n_layers=8, batch=16),
     "long": Shape(vocab_size=2048, seq_len=4096, batch=1),
-    "wide": Shape(vocab_size=2048, d_model=512, n_heads=8),
+    "wide": Shape(vocab_size=2048, d_model=256),
 }
 GPU_SHAPES = {
     "small": Shape(2048, d_model=512, n_layers=8, n_heads=8, seq_len=512),

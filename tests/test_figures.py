@@ -19,9 +19,10 @@ from unittest.mock import patch
 import pytest
 import step_errors
 import torch
-from harness import REPO, PeakMemory, fake_ranks, live_bytes, load_stage, runs_for, stage_path
+from harness import REPO, PeakMemory, fake_ranks, live_bytes, load_stage, runs_for
 from techniques import Trainer
 
+from benchmarks.rows import SHAPES
 from common.arguments import PRESETS
 from common.model import Transformer, TransformerConfig, init_weights
 from tools.costs import costs_of
@@ -236,12 +237,13 @@ LAYER_FORWARD = 1e3 * 2 * WIDE * 4096 / F  # of 04's 4,096 tokens
 GIANT = 13e9  # parameters of the pipeline in 06
 TURN = 6 * GIANT / 8 * 2048 / F  # of a micro-batch in one of its eight stages, seconds
 FSDP = 8 * GIANT / SLOW_NODES
+MUON_IN_BENCH = muon_share(SHAPES["wide"].config, SHAPES["wide"].batch * SHAPES["wide"].seq_len)
 EXPERTS = 2 * 8 * 2 * 128 * 256  # parameters of 09's experiment
 DENSE = load_stage("09").MixtureConfig(2304).num_parameters() - EXPERTS
 CASTS = H100.matmul / H100.memory_bandwidth  # FLOPs of the saved half of a matmul per byte
 LAYOUTS = ((8, 1), (8, 4), (8, 8), (4, 4))  # tp, pp in 07's table
-# stage: patterns of its README with groups for figures, and what each group rounds to: numbers, or
-# a function that dry runs, with its arguments
+# beginning of a folder: patterns of its README with groups for figures, and what each group rounds
+# to: numbers, or a function that dry runs, with its arguments
 STATED = {
     "01": {
         r"of its peak of (\d+) needs (\d+) ms": [H100.matmul / 1e12, STEP],
@@ -468,11 +470,17 @@ STATED = {
             1e3 * 2 * 12 * 12 * 768**2 * AROUND / bandwidth for bandwidth in (INSIDE, ONE_CARD)
         ],
     },
+    "benchmarks": {
+        r"takes ([\d.]+) times\s+as\s+many FLOPs[^|]*?([\d.]+) times as long on two ranks": [
+            MUON_IN_BENCH,
+            (1 + MUON_IN_BENCH / 2) / (1 + MUON_IN_BENCH),
+        ],
+    },
 }
 
 
 def text_of(stage: str) -> str:
-    return stage_path(stage).with_name("README.md").read_text()
+    return next(REPO.glob(f"{stage}*/README.md")).read_text()
 
 
 @pytest.fixture(scope="module")

@@ -352,9 +352,9 @@ def figures(number: str, ranks: int, argv: list[str]) -> str:
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
-            # where ranks differ, along a pipeline, they do so most at its ends
-            ends = (0, ranks - 1) if stage_file(number).ranks_differ else (0,)
-            reports = [dry_run(number, ranks, rank, argv) for rank in ends]
+            # along a pipeline its ends hold most, and the ranks between them send most
+            differ = (0, ranks // 2, ranks - 1) if stage_file(number).ranks_differ else (0,)
+            reports = [dry_run(number, ranks, rank, argv) for rank in differ]
     except SystemExit:
         why = stderr.getvalue().removeprefix("dry-run: ").split(":")[0].split(" (")[0].strip()
         return f"no: {why} | | "
