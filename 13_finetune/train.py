@@ -14,8 +14,8 @@ a tied embedding, one unit that runs twice per forward. 04's definitions are rep
 
     read and written per rank    b P / N bytes, once, and the files' headers
     memory                       that of 04; while reading 4 P / N bytes
-    sent per step                reduce-scatter m P + all-gather m (2 P - E - O); tied: m (P + E)
-                                 + m 2 P
+    sent per step, elements      reduce-scatter m P + all-gather m (2 P - E - O)
+                                 tied: reduce-scatter m (P + E) + all-gather m 2 P
 
 Taori et al., "Stanford Alpaca: An Instruction-following LLaMA Model", 2023; Krell et al.,
 "Efficient Sequence Packing without Cross-contamination", 2021.

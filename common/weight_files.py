@@ -59,7 +59,10 @@ class WeightFiles:
         path = self.folder / name
         with open(path, "rb", buffering=0) as file:  # nothing is read ahead
             length = file.read(8)
-            header = file.read(int.from_bytes(length, "little"))
+            size = int.from_bytes(length, "little")
+            if size > path.stat().st_size:
+                raise ValueError(f"{name} is no safetensors file; a pointer of Git LFS, perhaps?")
+            header = file.read(size)
         self.headers[name] = length + header
         for tensor, entry in json.loads(header).items():
             if tensor == "__metadata__":

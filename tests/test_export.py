@@ -93,12 +93,17 @@ def test_a_folder_of_hugging_faces_form_computes_the_same(call, run, tmp_path, c
     assert again.exit_status == 2 and "already there" in again.stderr
 
 
+def test_a_mixture_of_experts_has_no_such_form(tmp_path, error_of):
+    (tmp_path / "config.json").write_text('{"arguments": {"n_experts": 8}}')
+    assert "experts" in error_of(export.export_folder, tmp_path, tmp_path, tmp_path / "hf")
+
+
 def test_the_folder_of_a_run_of_the_sample_has_the_samples_words(tmp_path):
     corpus = load_corpus("sample")
     model = Transformer(TransformerConfig(len(corpus.vocab), 32, 2, 2, 16))
     init_weights(model, 0)
     args = {"data": "sample", "n_heads": 2, "n_layers": 2, "seq_len": 16}
-    export.write_llama(tmp_path, args, model.state_dict())
+    export.write_llama(tmp_path, args, model.state_dict(), corpus.vocab)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     words = [corpus.vocab[i] for i in corpus.train[:500]]
     assert tokenizer.encode("".join(f"{word} " for word in words)).tokens == words

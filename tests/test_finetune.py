@@ -26,6 +26,7 @@ from common.optimization import adamw_settings, learning_rate
 from common.packing import pack, packed_batches
 from common.weight_files import DTYPES
 from tools.dry_run import dry_run
+from tools.export import export_folder, run_and_checkpoint
 
 pytestmark = pytest.mark.slow
 quick = pytest.mark.quick
@@ -261,6 +262,8 @@ def test_a_resumed_run_ends_with_the_same_bits(pools, models, chat, tmp_path):
     lines = [[{n: x[n] for n in names if n in x} for x in run] for run in (whole, resumed)]
     assert lines[0][4:] == lines[1] and len(lines[1]) == 4
     assert files_of(tmp_path / "a/model") == files_of(tmp_path / "b/model")
+    export_folder(*run_and_checkpoint(tmp_path / "a"), tmp_path / "exported")
+    assert files_of(tmp_path / "exported") == files_of(tmp_path / "a/model")
 
 
 # ---- reading and writing ----
@@ -311,6 +314,7 @@ def read_and_write(folder: Path, out: Path | None) -> dict:
 @pytest.mark.parametrize("ranks, name", [(1, "qwen2"), (2, "llama"), (3, "qwen2"), (4, "arcee")])
 def test_bytes_read_and_written_are_those_of_the_shards(pools, models, tmp_path, ranks, name):
     """And a model that is read and written is the same, bit by bit."""
+    pools(ranks).run(read_and_write, models / name, None)  # imports what it needs
     each = pools(ranks).run(read_and_write, models / name, tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(models / name)
     size = next(iter(weights_of(models / name).values())).itemsize
@@ -507,6 +511,10 @@ UNSUPPORTED = {
     "int8": (header(lambda entries: entries[NORM].update(dtype="I8")), "is I8"),
     "no field": (lambda folder: (folder / "config.json").write_text("{}"), "model_type"),
     "truncated": (shorter, "is truncated in"),
+    "git lfs": (
+        lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"),
+        "no safetensors file",
+    ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "No such file"),
 }
 
@@ -537,6 +545,13 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_an_error(
     stage = load_stage("13")
     args = stage.parse_args(argv_of(folder, alpaca, tmp_path))
     assert "305 tokens, the embedding 304 rows" in error_of(stage.load, args)
+
+
+@quick
+def test_without_tokenizers_the_error_names_the_package(monkeypatch, models, error_of):
+    """In these words, by which `make quickstart` knows what to skip."""
+    monkeypatch.setattr("common.instructions.find_spec", lambda _: None)
+    assert " has no tokenizers" in error_of(load_instructions, "sample", models / "llama", 64, 0)
 
 
 @quick

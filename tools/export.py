@@ -12,6 +12,7 @@ is `ArceeForCausalLM` there, and a run of stage 13 gets a folder like the one th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import warnings
@@ -30,7 +31,7 @@ from common.distributed import fail, save0
 from common.weight_files import WeightFiles
 from tools.stages import load_stage
 
-# our names, and those of Hugging Face; the keys are in the order in which they are replaced
+# our names, and those of Hugging Face
 NAMES = {
     "embed.tokens.": "model.embed_tokens.",
     "output.head.": "lm_head.",
@@ -109,13 +110,12 @@ def export(checkpoint: Path, out: Path) -> None:
 
 def export_folder(run: Path, checkpoint: Path, out: Path) -> None:
     """Write a folder with configuration, weights and tokenizer: complete, or absent."""
-    args = json.loads((run / "config.json").read_text("utf-8"))["arguments"]
-    if args.get("n_experts"):
-        fail(f"{run}: a mixture of experts has no such form")
-    weights, aside = tensors_of(checkpoint), out.with_name(f".{out.name}.writing")
     try:
-        if exists(out):
-            raise FileExistsError("it is already there")
+        description = json.loads((run / "config.json").read_text("utf-8"))
+        args, aside = description["arguments"], out.with_name(f".{out.name}.writing")
+        if exists(out) or args.get("n_experts"):
+            raise ValueError("it is already there" if exists(out) else "experts have no such form")
+        weights = tensors_of(checkpoint)
         if "model" in args:
             files = WeightFiles(Path(args["model"]), {n: t.shape for n, t in weights.items()})
             files.prepare(aside)
@@ -123,8 +123,12 @@ def export_folder(run: Path, checkpoint: Path, out: Path) -> None:
                 whole = {name: t.shape}, slice(0, t.numel()), t.flatten()
                 load_stage("13").write_shard(files, aside, *whole)
         else:
+            vocab = load_corpus(args["data"]).vocab
+            digest = hashlib.sha256("\n".join(vocab).encode()).hexdigest()  # as in common/run.py
+            if not digest.startswith(description["vocabulary"]):
+                raise ValueError(f"--data {args['data']} has other words than in the run")
             aside.mkdir(parents=True, exist_ok=True)
-            write_llama(aside, args, weights)
+            write_llama(aside, args, weights, vocab)
         aside.rename(out)
     except (OSError, ValueError) as error:
         fail(f"--out {out}: {error}")
@@ -150,9 +154,9 @@ def as_llama(weights: dict[str, Tensor], n_heads: int) -> dict[str, Tensor]:
     return found
 
 
-def write_llama(folder: Path, args: dict, weights: dict[str, Tensor]) -> None:
+def write_llama(folder: Path, args: dict, weights: dict[str, Tensor], vocab: list[str]) -> None:
     """Write our model's configuration, weights, and a tokenizer of words."""
-    weights, vocab = as_llama(weights, args["n_heads"]), load_corpus(args["data"]).vocab
+    weights = as_llama(weights, args["n_heads"])
     rows, width = weights["model.embed_tokens.weight"].shape
     ids = {word: i for i, word in enumerate(vocab)}
     end, unknown = EOS, UNKNOWN if UNKNOWN in ids else EOS
