@@ -1,10 +1,10 @@
 """Stage 13: fine-tuning a pretrained model on instructions, sharded by 04.
 
 Every rank reads from the files of a Hugging Face folder the byte ranges of its own shards, and at
-the end writes the same ranges of new files: no rank ever holds the model. The documents of a step
-are packed side by side into micro-batches, as many on every rank, and attend to themselves alone.
-The loss is the mean over all targets of the step, which micro-batches and ranks have in unequal
-numbers.
+the end writes the same ranges of new files. Neither takes the memory of a full unit. The documents
+of a step are packed side by side into micro-batches, as many on every rank, and attend to
+themselves alone. The loss is the mean over all targets of the step, which micro-batches and ranks
+have in unequal numbers.
 
 New since stage 04: sharded reading and writing of safetensors; a loss that is weighted by targets;
 a tied embedding, one unit that runs twice per forward. 04's definitions are repeated at the end.
@@ -117,7 +117,9 @@ def write_shard(
         with open(folder / file_name, "r+b", buffering=0) as file:
             file.seek(start + first * dtype.itemsize)
             for chunk in shard[part].split(CHUNK):
-                file.write(chunk.to("cpu", dtype).view(torch.uint8).numpy())
+                values = memoryview(chunk.to("cpu", dtype).view(torch.uint8).numpy())
+                while values:  # a disk that becomes full takes a part, and then raises OSError
+                    values = values[file.write(values) :]
             os.fsync(file.fileno())
 
 
@@ -137,11 +139,11 @@ def write_model(model: FullyShardedDataParallel, files: WeightFiles, out: Path) 
     aside = out.with_name(f".{out.name}.writing")
     if dist.get_rank() == 0:
         files.prepare(aside)
-    all_reduce_control(torch.zeros(()))  # the files are there
+    all_reduce_control(torch.zeros((), device=model.device))  # the files are there
     if model.replicate_group is None or dist.get_rank(model.replicate_group) == 0:
         for unit in model.units:
             write_shard(files, aside, unit.shapes, unit.owned, unit.shard.detach())
-    all_reduce_control(torch.zeros(()))  # all ranks have written
+    all_reduce_control(torch.zeros((), device=model.device))  # all ranks have written
     if dist.get_rank() == 0:
         sync(aside)
         aside.rename(out)
@@ -179,6 +181,7 @@ def load(args) -> tuple[LlamaConfig, WeightFiles, Instructions]:
 def output_folder(args, run: Run) -> Path | None:
     """Where to write the model; None: this job has written it, before it was started again."""
     out = Path(args.out or run.folder / "model")
+    run.check_output("out", out.parent / "check")
     is_there = all_reduce_control(torch.tensor(float(exists(out)))).item() > 0
     if is_there and not run.is_restart:
         fail(f"--out {out} is already there: move it away, or pass another folder")
@@ -214,7 +217,9 @@ def training_state(model: FullyShardedDataParallel, optimizer: torch.optim.Optim
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument("--model", help="a Hugging Face folder: config, safetensors, tokenizer")
-    parser.add_argument("--out", help="the folder to write (default: model/ in the run's)")
+    parser.add_argument(
+        "--out", help="folder to write, seen by all ranks (default: model/ of the run)"
+    )
     parser.add_argument("--valid", type=natural, default=0, help="last documents, to evaluate on")
     parser.add_argument(
         "--shard-degree", type=positive_int, default=world_size(), help="ranks that shard a unit"
@@ -223,7 +228,7 @@ def parse_args(argv: list[str] | None = None):
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--no-reshard-after-forward", action="store_true", help="until backward")
     parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
-    # a step of AdamW moves a weight by about the rate; a flat buffer would also decay the norms
+    # AdamW moves a weight by about the rate per step; decay would also reach the norms
     parser.set_defaults(lr=2e-5, weight_decay=0.0, steps=None, seq_len=2048)
     parser.set_defaults(data=None, preset=None, dropout=None)
     args = parser.parse_args(argv)
@@ -286,13 +291,13 @@ def main(argv: list[str] | None = None) -> list[dict]:
         lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
         set_learning_rate(optimizer, lr)
         micro_batches = next(batches)
-        counts = [(targets != IGNORED).sum() for _, targets, _ in micro_batches]
-        total = all_reduce_control(sum(counts))  # the targets of this step, on all ranks
+        n_targets = sum((targets != IGNORED).sum() for _, targets, _ in micro_batches)
+        total = all_reduce_control(n_targets)  # of this step, on all ranks
         loss = torch.zeros((), device=device)
-        for (inputs, targets, lengths), count in zip(micro_batches, counts, strict=True):
-            # a mean over the step's targets, not of the micro-batches' means; times the number of
-            # ranks, because gradients are averaged over them
-            micro_loss = model(inputs, lengths, targets) * (count * world.size / total)
+        for inputs, targets, lengths in micro_batches:
+            # a sum over `total`: the mean of the step's targets, not of the micro-batches' means;
+            # times the number of ranks, because gradients are averaged over them
+            micro_loss = model(inputs, lengths, targets, total) * world.size
             micro_loss.backward()
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
@@ -308,6 +313,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.agree_to_save(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     if out and step + 1 >= args.steps:  # else it was asked to stop
+        run.checkpoints.wait()  # so that a kill from here on costs no step
         write_model(model, files, out)
         print0(f"wrote {out}")
     return run.finish(state)

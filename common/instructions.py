@@ -22,7 +22,7 @@ from common.packing import Document
 
 FILES = ("tokens.int32", "lengths.int32", "prompts.int32", "vocab.int32")  # of a prepared file
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-ALPACA = (  # the prompts of Stanford Alpaca
+ALPACA = (  # the prompts of Stanford Alpaca, and a line break
     "Below is an instruction that describes a task{}. Write a response that appropriately completes"
     " the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
 )
@@ -87,6 +87,9 @@ def _write(name: str, content: bytes, folder: Path, prepared: Path) -> None:
     """Tokenize prompt and answer apart: a prompt has the tokens that it will have in use."""
     from tokenizers import Tokenizer
 
+    for needed in ("tokenizer.json", "tokenizer_config.json"):
+        if not (folder / needed).exists():
+            raise ValueError(f"with {folder}: there is no {needed}")
     examples = sample_questions() if name == "sample" else read_examples(content)
     is_chat = "messages" in examples[0]
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -118,6 +121,8 @@ def read_examples(content: bytes) -> list[dict]:
     if not text.startswith("["):
         text = f"[{','.join(line for line in text.split(chr(10)) if line.strip())}]"
     examples = json.loads(text)
+    if not examples:
+        raise ValueError("has no examples")
     names = {"messages"} if "messages" in examples[0] else {"instruction", "output"}
     for i, example in enumerate(examples, 1):
         if missing := names - example.keys():
@@ -154,6 +159,7 @@ def chat_splitter(folder: Path, config: dict, special: dict[str, str]) -> Callab
     )
     jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    jinja.globals["raise_exception"] = refuse
     render = partial(jinja.from_string(source).render, **special)
 
     def split(example: dict) -> tuple[str, str]:
@@ -165,6 +171,10 @@ def chat_splitter(folder: Path, config: dict, special: dict[str, str]) -> Callab
         return prompt, full.removeprefix(prompt)
 
     return split
+
+
+def refuse(message: str) -> None:
+    raise ValueError(f"has messages that the chat template refuses: {message}")
 
 
 def text_of(token: str | dict | None) -> str:

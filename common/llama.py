@@ -205,19 +205,19 @@ class Layer(nn.Module):
 
 
 class Head(nn.Linear):
-    """A unit: logits, or with targets their mean loss."""
+    """A unit: logits, or with targets their loss (`linear_cross_entropy`)."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, count: Tensor | None = None):
         if targets is None:
             return F.linear(x, self.weight.to(x.dtype))
-        return linear_cross_entropy(x, self.weight, targets)
+        return linear_cross_entropy(x, self.weight, targets, count=count)
 
 
 class Embedding(nn.Embedding):
     """A unit: the rows of tokens. Of hidden states, where it is tied, what `Head` computes."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        return Head.forward(self, x, targets) if x.is_floating_point() else super().forward(x)
+    def forward(self, x: Tensor, *of_head) -> Tensor:
+        return Head.forward(self, x, *of_head) if x.is_floating_point() else super().forward(x)
 
 
 class Llama(nn.Module):
@@ -235,8 +235,11 @@ class Llama(nn.Module):
         heads = [] if self.config.tied else [self.lm_head]
         return [self.model.embed_tokens, *self.model.layers, *heads, self.model.norm]
 
-    def forward(self, tokens: Tensor, lengths: Sequence[int], targets: Tensor | None = None):
-        """Logits [tokens, vocab], or with targets [tokens] the mean loss over them."""
+    def forward(
+        self, tokens: Tensor, lengths: Sequence[int], targets=None, count: Tensor | None = None
+    ) -> Tensor:
+        """Logits [tokens, vocab], or with targets [tokens] the sum of their losses over `count`, by
+        default their number: the mean."""
         x = self.model.embed_tokens(tokens)
         rotations = rotation_table(self.config, lengths, x.device).to(x.dtype)
         for layer in self.model.layers:
@@ -246,4 +249,4 @@ class Llama(nn.Module):
             else:
                 x = layer(x, rotations, lengths)
         head = self.model.embed_tokens if self.config.tied else self.lm_head
-        return head(self.model.norm(x), targets)
+        return head(self.model.norm(x), targets, count)

@@ -22,13 +22,14 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, rows: int, count) -> Tensor:
         # x: [tokens, d_model], weight: [vocab, d_model], targets: [tokens]
         dtype = in_autocast_dtype(x[:0]).dtype  # of the matmuls
         grad_x = grad_weight = None
         with torch.autocast(x.device.type, enabled=False):
             w = weight.to(dtype)
-            count = (targets != IGNORED).sum().clamp(min=1)
+            if count is None:
+                count = (targets != IGNORED).sum().clamp(min=1)
             loss = torch.zeros((), dtype=torch.float32, device=x.device)
             if any(ctx.needs_input_grad):
                 grad_x = torch.empty_like(x)
@@ -49,7 +50,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         # not in place: a second backward (retain_graph) must find them unchanged
         grad_x, grad_weight = (g * grad.to(g.dtype) for g in ctx.saved_tensors)
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 def _loss_of_chunk(x, weight, targets, count, grad_x, grad_weight) -> Tensor:
@@ -77,13 +78,18 @@ def _loss_of_chunk(x, weight, targets, count, grad_x, grad_weight) -> Tensor:
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, rows: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rows: int | None = None,
+    count: Tensor | None = None,
 ) -> Tensor:
     """Mean cross-entropy (float32 scalar) of logits x W^T against targets, in chunks of `rows`.
 
     x: [tokens, d_model], weight: [vocab, d_model], targets: int64 [tokens]. The mean is over the
-    targets that are not IGNORED; if all are, the loss is 0. Another target outside the vocabulary
-    is an error, on a GPU a device-side assertion.
+    targets that are not IGNORED; if all are, the loss is 0. With `count`, a number, it is their sum
+    divided by it. Another target outside the vocabulary is an error, on a GPU a device-side
+    assertion.
     """
     if targets.shape != x.shape[:1]:
         raise ValueError(f"{list(targets.shape)} targets for x {list(x.shape)}")
@@ -93,4 +99,4 @@ def linear_cross_entropy(
     rows = rows or (2048 if x.is_cuda else 256)
     if not torch.is_grad_enabled():  # the function computes gradients for inputs that require one
         x, weight = x.detach(), weight.detach()
-    return LinearCrossEntropy.apply(x, weight, targets, rows)
+    return LinearCrossEntropy.apply(x, weight, targets, rows, count)

@@ -64,8 +64,8 @@ class Run:
         self._claim: RunFolder | None = None  # on rank 0
         claimed = self._of_rank_0("run_dir", self._claim_folder, Path("runs", stage))
         self.folder, self.is_restart, has_checkpoint = claimed
-        if args.save_model:  # an error now, and not after the last step
-            self._of_rank_0("save_model", check_writable, Path(args.save_model))
+        if args.save_model:
+            self.check_output("save_model", Path(args.save_model))
         self.resume = "auto" if self.is_restart and has_checkpoint else args.resume
         # documents of instructions are shorter than --seq-len
         tokens = round(args.global_batch_size * getattr(corpus, "mean_length", args.seq_len))
@@ -96,6 +96,10 @@ class Run:
         size = f"{config.num_parameters() / 1e6:.2f} M parameters, {world_size()} x {device.type}"
         data = f"data {corpus.name} (hash {corpus.digest})"
         print0(f"{stage}: {size}, {data}, run folder {self.folder}")
+
+    def check_output(self, name: str, path: Path) -> None:
+        """Fail now, and not after the last step, if rank 0 cannot write what the argument names."""
+        self._of_rank_0(name, check_writable, path)
 
     def _of_rank_0(self, name: str, function: Callable, *args):
         """What `function` returns on rank 0. An OSError there ends the run on all ranks: it cannot

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.atomic_files import exists
+from common.atomic_files import exists, sync
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -84,7 +84,7 @@ class WeightFiles:
         folder.mkdir(parents=True)
         for path in self.folder.iterdir():  # the configuration, the tokenizer, the index
             if path.suffix in (".json", ".jinja", ".model", ".txt"):
-                shutil.copy(path, folder)
+                sync(Path(shutil.copy(path, folder)))
         for name, header in self.headers.items():
             (folder / name).write_bytes(header)
             os.truncate(folder / name, (self.folder / name).stat().st_size)
