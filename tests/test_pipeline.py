@@ -71,7 +71,7 @@ MISUSES = {  # what is wrong, and the message of at least one rank
     "another width": "ranks differ",
     "another number": "ranks differ",
     "one evaluates": "ranks differ",
-    "no layers": "rank 0 needs",
+    "no layers": "needs layers",
     "float16": "float16",
     "all frozen": "all frozen",
     "odd": "multiple of 2",

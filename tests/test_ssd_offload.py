@@ -242,7 +242,7 @@ def loaded(folder: Path) -> tuple[torch.Tensor, ...]:
         model.clip_grad_norm_(1.0)
         optimizer.step()
         files.commit()
-    record = folder / "rank-0/step.json"
+    record = folder / f"rank-{torch.distributed.get_rank()}/step.json"
     with torch.no_grad():
         units[0](x)
     during = []
