@@ -48,8 +48,8 @@ class Instructions:
 def load_instructions(name: str, folder: Path, longest: int, n_valid: int) -> Instructions:
     """Load a file of instructions, or `sample`, as tokens of the model in `folder`.
 
-    A document is cut to `longest` + 1 tokens, and left out if no target remains: both are counted.
-    `valid` are the last ones.
+    A document is truncated to `longest` + 1 tokens, and left out if no target remains: both are
+    counted. `valid` are the last ones.
     """
     if find_spec("tokenizers") is None:
         fail("this Python has no tokenizers: pip install tokenizers jinja2")
@@ -73,7 +73,8 @@ def load_instructions(name: str, folder: Path, longest: int, n_valid: int) -> In
     n_cut = sum(length > longest + 1 for length in lengths)
     if n_cut:
         left_out = f"{len(every) - len(used)} left out, of which no answer remained"
-        print0(f"{name}: {n_cut} of {len(every)} documents cut to {longest} tokens; {left_out}")
+        truncated = f"{n_cut} of {len(every)} documents truncated to {longest} tokens"
+        print0(f"{name}: {truncated}; {left_out}")
     if len(used) <= n_valid:
         fail(f"--data {name}: {len(used)} documents have an answer within {longest} tokens")
     train, valid = used[: len(used) - n_valid], used[len(used) - n_valid :]
@@ -159,7 +160,7 @@ def chat_splitter(folder: Path, config: dict, special: dict[str, str]) -> Callab
     )
     jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    jinja.globals["raise_exception"] = refuse
+    jinja.globals["raise_exception"] = raise_exception
     render = partial(jinja.from_string(source).render, **special)
 
     def split(example: dict) -> tuple[str, str]:
@@ -173,8 +174,8 @@ def chat_splitter(folder: Path, config: dict, special: dict[str, str]) -> Callab
     return split
 
 
-def refuse(message: str) -> None:
-    raise ValueError(f"has messages that the chat template refuses: {message}")
+def raise_exception(message: str) -> None:
+    raise ValueError(f"has messages that the chat template does not take: {message}")
 
 
 def text_of(token: str | dict | None) -> str:

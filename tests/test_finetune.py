@@ -246,7 +246,7 @@ def test_a_curve_is_that_of_single_documents_in_one_process(
 
 
 def test_a_curve_of_alpacas_examples(pools, models, alpaca, tmp_path):
-    """Long documents, of which some are cut."""
+    """Long documents, of which some are truncated."""
     argv = argv_of(models / "qwen3", alpaca, tmp_path)
     expected, _ = plain_curve(models / "qwen3", alpaca)
     assert_same_curve(pools(2).train("13", argv)[0], expected)
@@ -440,7 +440,7 @@ def test_documents_that_are_too_long_are_cut_or_left_out_and_counted(models, tmp
     data.write_text("\n".join(map(json.dumps, lines)))
     found = load_instructions(str(data), models / "llama", 250, 1)
     assert [x.length for x in found.train + found.valid] == [found.train[0].length, 251]
-    said = "2 of 3 documents cut to 250 tokens; 1 left out, of which no answer remained"
+    said = "2 of 3 documents truncated to 250 tokens; 1 left out, of which no answer remained"
     assert said in capsys.readouterr().out
 
 
