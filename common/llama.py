@@ -238,8 +238,7 @@ class Llama(nn.Module):
     def forward(
         self, tokens: Tensor, lengths: Sequence[int], targets=None, count: Tensor | None = None
     ) -> Tensor:
-        """Logits [tokens, vocab], or with targets [tokens] the sum of their losses over `count`, by
-        default their number: the mean."""
+        """Logits [tokens, vocab], or with targets [tokens] their loss (`linear_cross_entropy`)."""
         x = self.model.embed_tokens(tokens)
         rotations = rotation_table(self.config, lengths, x.device).to(x.dtype)
         for layer in self.model.layers:
