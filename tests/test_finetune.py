@@ -352,9 +352,11 @@ def large(tmp_path_factory, models) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_memory_while_reading_is_that_of_the_shards(fresh_pool, large, ranks):
+def test_memory_while_reading_is_that_of_the_shards(fresh_pool, models, large, ranks):
     total = LlamaConfig.of_folder(large).num_parameters()
-    for found in fresh_pool(ranks).run(read_and_write, large, None):
+    pool = fresh_pool(ranks)
+    pool.run(read_and_write, models / "qwen2", None)  # pages of the libraries count as well
+    for found in pool.run(read_and_write, large, None):
         assert found["peak"] <= 4 * total / ranks + 16 * 2**20, f"{found['peak'] / 2**20:.0f} MB"
 
 
