@@ -199,7 +199,7 @@ def exchange_counts(counts: Tensor, group: ProcessGroup) -> list[list[list[int]]
     return torch.stack([counts, received]).view(2, group.size(), -1).tolist()
 
 
-# ---- what else a step needs ----
+# ---- after backward ----
 
 
 def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:

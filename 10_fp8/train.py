@@ -180,7 +180,7 @@ def to_float8(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
     # minimum gives an amax of 0 a scale, and keeps scale and inverse normal numbers
     bits = amax.clamp(min=1e-24).view(torch.int32) + 0x1FFFFF
     exponent = (bits >> 23) - (8 if dtype == E4M3 else 15)  # of the scale, plus 127
-    # a cast to e4m3 could turn an infinity into 448, so all that share its scale become NaN
+    # a cast to e4m3 would turn an infinity into 448, so all that share its scale become NaN
     scale = torch.where(amax.isfinite(), (exponent << 23).view(torch.float32), torch.nan)
     # 2^-e has the bits 127 - e = 254 - (e + 127). No division: compiled code may round one
     inverse = ((254 - exponent) << 23).view(torch.float32)
