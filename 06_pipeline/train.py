@@ -133,7 +133,7 @@ class Pipeline:
         digest = torch.full((), hash(facts) % 2**32, device=self.device)
         extremes = torch.stack([digest, -digest])
         all_reduce_control(extremes, self.to_lower, ReduceOp.MAX)
-        # the public way to raise, `if`, would wait for the GPU
+        # a private function, because `if` would wait for the GPU
         torch._assert_async(extremes.sum() == 0, "ranks differ in no_grad or micro-batch shapes")
 
     def actions_for(self, m: int) -> list[Action]:
