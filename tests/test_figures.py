@@ -356,7 +356,7 @@ STATED = {
         r"which take ([\d.]+) s to compute on these 64 GPUs": [6 * GIANT * 131_072 / (64 * F)],
         r"= 2\.7 GB, or ([\d.]+) s": [131_072 * 5120 * 4 / SLOW_NODES],
         r"That takes ([\d.]+) s, and more": [8 * GIANT / SLOW_NODES],
-        r"= (\d+) ms on one stage": [1e3 * TURN],
+        r"= (\d+) ms for a micro-batch": [1e3 * TURN],
         r"1F1B takes \(m.*? = ([\d.]+) s, and FSDP at least the ([\d.]+) s": [15 * TURN, FSDP],
         r"1F1B takes ([\d.]+) s, and FSDP ([\d.]+) s if": [71 * TURN, 64 * TURN],
         **{
