@@ -74,7 +74,7 @@ from common.run import Run
 class Action(NamedTuple):
     kind: str  # F: forward, B: backward (zero bubble: of the inputs), W: backward of the weights
     micro: int  # micro-batch
-    stage: int
+    stage: int  # on rank stage % p
 
 
 def source_and_destination(action: Action, n_stages: int) -> tuple[int | None, int | None]:
@@ -86,7 +86,7 @@ def source_and_destination(action: Action, n_stages: int) -> tuple[int | None, i
     return ends[action.kind]
 
 
-Schedule = Callable[[int, int, int], list[Action]]  # of rank, p, m
+Schedule = Callable[[int, int, int], list[Action]]  # of a rank, p ranks and m micro-batches
 
 
 def gpipe(rank: int, p: int, m: int) -> list[Action]:
@@ -177,7 +177,7 @@ class Pipeline:
         torch._assert_async(extremes.sum() == 0, "ranks differ in no_grad or micro-batch shapes")
 
     def actions_for(self, m: int) -> list[Action]:
-        """This rank's actions with m micro-batches; under `no_grad` only its forwards, any m."""
+        """This rank's actions with m micro-batches, under `no_grad` only its forwards (any m)."""
         trains = torch.is_grad_enabled()
         micros = range(m if trains else ceil(m / self.p) * self.p)  # interleaving: p divides m
         actions = self.schedule(self.rank, self.p, len(micros))
