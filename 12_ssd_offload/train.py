@@ -110,8 +110,8 @@ class SpeculativeAdamW:
         self.norms: dict[StateFile, Tensor] = {}  # of a complete gradient, per 1,024 elements
         self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
         self.n_redone_steps = 0
-        # every unit's shard: `Gather` needs an input that requires grad. Its version counts steps, so
-        # that a backward through a graph from before the last one is an error
+        # `Unit.shard`, without elements: `Gather` needs an input that requires grad. Its version
+        # counts steps, so that a backward through an older graph is an error
         self.shard = nn.Parameter(torch.empty(0))
         # one stream for all copies to and from a GPU: each stream has a memory pool of its own
         self.copies = torch.cuda.Stream() if torch.cuda.is_available() else None
