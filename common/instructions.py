@@ -132,7 +132,7 @@ def read_examples(content: bytes) -> list[dict]:
 
 
 def sample_questions() -> list[dict]:
-    """Each line of the sample that has eight words or more: its first half, answered by the rest."""
+    """The first half of each line of the sample (of eight words or more), answered by the rest."""
     splits = sample_words()
     lines = [line.split() for s in ("train", "valid") for line in " ".join(splits[s]).split(EOS)]
     halves = [(line[: len(line) // 2], line[len(line) // 2 :]) for line in lines if len(line) >= 8]
