@@ -10,7 +10,7 @@ New since stage 04: sharded reading and writing of safetensors; a loss that is w
 a tied embedding, one unit that runs twice per forward. 04's definitions are repeated at the end.
 
     P parameters, b bytes each in the files; N ranks that shard, m micro-batches per step;
-    E of the embedding, O of the head
+    E of the embedding, O of the head; float32
 
     read and written per rank    b P / N bytes, once, and the files' headers
     memory                       that of 04; while reading 4 P / N bytes
