@@ -1,16 +1,16 @@
 """Stage 13: fine-tuning a pretrained model on instructions, sharded by 04.
 
-Every rank reads from the files of a Hugging Face folder the byte ranges of its own shards, and at
+Every rank reads the byte ranges of its own shards from the files of a Hugging Face folder, and at
 the end writes the same ranges of new files. Neither takes the memory of a full unit. The documents
-of a step are packed side by side into micro-batches, as many on every rank, and attend to
-themselves alone. The loss is the mean over all targets of the step, which micro-batches and ranks
-have in unequal numbers.
+of a step are packed side by side into micro-batches, equally many on every rank. Each attends to
+itself alone. The loss is the mean over all targets of the step: micro-batches have unequal numbers
+of them.
 
 New since stage 04: sharded reading and writing of safetensors; a loss that is weighted by targets;
 a tied embedding, one unit that runs twice per forward. 04's definitions are repeated at the end.
 
     P parameters, b bytes each in the files; N ranks that shard, m micro-batches per step;
-    E of the embedding, O of the head
+    E of the embedding, O of the head; float32
 
     read and written per rank    b P / N bytes, once, and the files' headers
     memory                       that of 04; while reading 4 P / N bytes
@@ -87,7 +87,7 @@ CHUNK = 2**20  # elements that are converted at a time
 
 
 def read_model(model: FullyShardedDataParallel, files: WeightFiles) -> None:
-    """Fill the shards of this rank from the files, of which no other bytes are read."""
+    """Fill this rank's shards from the files. No other values are read."""
     for unit in model.units:
         shard = unit.shard.detach()
         for tensor, first, part in ranges_in(unit.shapes, unit.owned):
@@ -103,7 +103,7 @@ def read_model(model: FullyShardedDataParallel, files: WeightFiles) -> None:
 
 
 def no_values(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
-    """Zeros that take no memory, for shards that are read later."""
+    """A `read_shard` that reads nothing: zeros without memory, until `read_model` fills a shard."""
     numel = sum(shape.numel() for shape in shapes.values())
     return torch.zeros(1).expand(len(range(*owned.indices(numel))))
 
@@ -111,7 +111,7 @@ def no_values(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
 def write_shard(
     files: WeightFiles, folder: Path, shapes: dict[str, torch.Size], owned: slice, shard: Tensor
 ) -> None:
-    """Write these elements to the same places of the files in `folder`, in the same dtypes."""
+    """Write a shard to its places in the files of `folder`, in the dtypes that were read."""
     for tensor, first, part in ranges_in(shapes, owned):
         file_name, start, dtype, _ = files.values[tensor]
         with open(folder / file_name, "r+b", buffering=0) as file:
@@ -124,13 +124,13 @@ def write_shard(
 
 
 def ranges_in(shapes: dict[str, torch.Size], owned: slice) -> Iterator[tuple[str, int, slice]]:
-    """Which tensors a range of a unit's flat parameter touches: of each the name, the first of its
-    elements, and their part of the range."""
-    begin = 0
+    """Split a range of a unit's flat parameter by tensors. Yields of each its name, the index of
+    its first element in the range, and its part of the range."""
+    begin = 0  # of the tensor
     for name, shape in shapes.items():
-        first, last = max(owned.start, begin), min(owned.stop, begin + shape.numel())
-        if first < last:
-            yield name, first - begin, slice(first - owned.start, last - owned.start)
+        start, stop = max(owned.start, begin), min(owned.stop, begin + shape.numel())
+        if start < stop:
+            yield name, start - begin, slice(start - owned.start, stop - owned.start)
         begin += shape.numel()
 
 
@@ -140,7 +140,7 @@ def write_model(model: FullyShardedDataParallel, files: WeightFiles, out: Path) 
     if dist.get_rank() == 0:
         files.prepare(aside)
     all_reduce_control(torch.zeros((), device=model.device))  # the files are there
-    if model.replicate_group is None or dist.get_rank(model.replicate_group) == 0:
+    if model.replicate_group is None or dist.get_rank(model.replicate_group) == 0:  # one replica
         for unit in model.units:
             write_shard(files, aside, unit.shapes, unit.owned, unit.shard.detach())
     all_reduce_control(torch.zeros((), device=model.device))  # all ranks have written
@@ -295,8 +295,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         total = all_reduce_control(n_targets)  # of this step, on all ranks
         loss = torch.zeros((), device=device)
         for inputs, targets, lengths in micro_batches:
-            # a sum over `total`: the mean of the step's targets, not of the micro-batches' means;
-            # times the number of ranks, because gradients are averaged over them
+            # the sum of the losses / total: a mean over the step's targets, no mean of means.
+            # Times the number of ranks, because gradients are averaged over them
             micro_loss = model(inputs, lengths, targets, total) * world.size
             micro_loss.backward()
             loss += micro_loss.detach()

@@ -24,6 +24,7 @@ from techniques import Trainer
 
 from benchmarks.rows import SHAPES
 from common.arguments import PRESETS
+from common.llama import LlamaConfig
 from common.model import Transformer, TransformerConfig, init_weights
 from tools.costs import costs_of
 from tools.dry_run import Report, dry_run, figures
@@ -241,6 +242,15 @@ MUON_IN_BENCH = muon_share(SHAPES["wide"].config, SHAPES["wide"].batch * SHAPES[
 EXPERTS = 2 * 8 * 2 * 128 * 256  # parameters of 09's experiment
 DENSE = load_stage("09").MixtureConfig(2304).num_parameters() - EXPERTS
 CASTS = H100.matmul / H100.memory_bandwidth  # FLOPs of the saved half of a matmul per byte
+LLAMA = LlamaConfig(
+    32_000, 4096, 11_008, 32, 32, 32, 128, 2048, 1e-6, 1e4, None, *[False] * 5, True, "silu"
+)
+LLAMA_TOKEN = LLAMA.flops_per_token() / 160e12  # seconds on an A100
+LLAMA_LAYER = 4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096
+SENT_BY_LLAMA = [  # GB per micro-batch on four ranks: gathered, the embedding in float32; reduced
+    3 / 4 * 2 * (2 * LLAMA.num_parameters() - 32_000 * 4096 - LLAMA_LAYER) / GB,
+    3 / 4 * 4 * LLAMA.num_parameters() / GB,
+]
 LAYOUTS = ((8, 1), (8, 4), (8, 8), (4, 4))  # tp, pp in 07's table
 # beginning of a folder: patterns of its README with groups for figures, and what each group rounds
 # to: numbers, or a function that dry runs, with its arguments
@@ -467,6 +477,29 @@ STATED = {
         # 7/8 of the bytes leave a rank
         r"they take ([\d.]+) ms at 400 GB/s or ([\d.]+) ms": [
             1e3 * 2 * 12 * 12 * 768**2 * AROUND / bandwidth for bandwidth in (INSIDE, ONE_CARD)
+        ],
+    },
+    "12": {
+        r"T must be ([\d,]+) tokens per step\. With four disks each it is ([\d,]+)": [
+            32 / 6 * F / 7e9,
+            32 / 6 * F / 28e9,
+        ],
+    },
+    "13": {
+        r"per rank: ([\d.]+) of ([\d.]+) GB, into ([\d.]+) GB of shards": [
+            n * LLAMA.num_parameters() / GB for n in (2 / 4, 2, 4 / 4)
+        ],
+        r"\*\*State\*\* per rank: ([\d.]+) GB": [16 / 4 * LLAMA.num_parameters() / GB],
+        r"([\d.]+) GB gathered .*?, ([\d.]+) GB reduced .* is ([\d.]+) s\. .* takes ([\d.]+)": [
+            *SENT_BY_LLAMA,
+            sum(SENT_BY_LLAMA) / 250,
+            2048 * LLAMA_TOKEN,
+        ],
+        r"are ([\d,]+) tokens per rank, or ([\d.]+) s\. The ([\d,]+) steps take some (\d+)": [
+            129 * 32,
+            129 * 32 * LLAMA_TOKEN,
+            52_002 * 3 / 128,
+            52_002 * 3 / 128 * 129 * 32 * LLAMA_TOKEN / 60,
         ],
     },
     "benchmarks": {
