@@ -149,7 +149,7 @@ class ZeroRedundancyOptimizer:
             self.launched += 1
 
     def finish_gradient_synchronization(self) -> None:
-        """After a step's last backward, which reaches every parameter: wait for the averages."""
+        """Wait for the averages. The step's last backward must have reached every parameter."""
         missing = {p for bucket in self.buckets[self.launched :] for p in bucket.waiting_for}
         if missing:
             names = [name for name, p in self.module.named_parameters() if p in missing]
@@ -189,7 +189,7 @@ class Bucket:
 
     full: [N * length], padded. shard: [length], the part of `full` that this rank's optimizer
     updates. grads: [N * length]; grad_views: each parameter's gradient, a view into `grads`.
-    Every step allocates new ones: whoever keeps a gradient keeps its value.
+    Every step allocates new ones, so a gradient that somebody keeps does not change.
     waiting_for: the parameters whose gradients this backward has not produced yet.
     average: [length], the average gradient of the shard, in ZeRO-2 summed over micro-batches.
     """

@@ -260,16 +260,16 @@ STATED = {
     },
     "02": {
         r"One H100 needs (\d+) ms": [STEP],
-        r"an eighth of the batch computes for (\d+) ms": [STEP / 8],
+        r"an eighth of the batch each need (\d+) ms": [STEP / 8],
         r"Their backward takes (\d+) ms": [2 / 3 * compute(3072)],
-        r"all-reduce of them takes (\d+) ms": [SEND / ONE_CARD],
-        r"hides if T > ([\d,]+) tokens per GPU. With one GPU per node, it takes T > ([\d,]+)\.": [
+        r"card of 50 GB/s, this takes (\d+) ms": [SEND / ONE_CARD],
+        r"hidden if T > ([\d,]+) tokens per GPU. With one GPU per node, T > ([\d,]+) is": [
             2 * F / INSIDE * AROUND,
             2 * F / ONE_CARD * AROUND,
         ],
         (
-            r"MB: ([\d.]+) ms inside a node, hidden, and (\d+) ms with one GPU per node, of which"
-            r" (\d+) ms"
+            r"this takes ([\d.]+) ms and is hidden. With one GPU per node it takes (\d+) ms, of"
+            r" which (\d+) ms"
         ): [SEND / INSIDE, SEND / ONE_CARD, SEND / ONE_CARD - 1e3 * TINY * 3072 / F],
         r"^\| model state per rank \| 16 P \| ([\d.]+) MB": costs("02")[:1],
         r"^\| sent per rank and step \| 2 \(N−1\)/N · 4 P.*? \| ([\d.]+) MB": costs("02")[1:],
