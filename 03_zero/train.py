@@ -57,10 +57,10 @@ from common.guards import weak
 from common.units import (
     Place,
     checked_saved_tensors_hooks,
+    forbid_float16,
     lend_parameters,
     owned_by,
     place_in,
-    refuse_float16,
     take_parameters,
     units_with_values,
 )
@@ -116,7 +116,7 @@ class ZeroRedundancyOptimizer:
         self.synchronizes = True
         for param in params:  # a hook that held the wrapper would keep it alive forever
             param.register_post_accumulate_grad_hook(weak(self.mark_ready))
-        module.register_forward_pre_hook(partial(refuse_float16, params))
+        module.register_forward_pre_hook(partial(forbid_float16, params))
         self.shards = [bucket.shard for bucket in self.buckets]
         self.optimizer = optimizer_class(self.shards, **defaults)
         # a hook, so that the parameters are gathered no matter who calls step()
@@ -170,8 +170,8 @@ class ZeroRedundancyOptimizer:
         return norm
 
     def step(self) -> None:
-        """Update this rank's shards, and send them to all ranks."""
-        self.optimizer.step()  # its hook calls the all-gathers
+        """Update this rank's shards, and all-gather the parameters."""
+        self.optimizer.step()  # its hook calls `all_gather_parameters`
 
     def all_gather_parameters(self) -> None:
         for gather in [bucket.start_all_gather() for bucket in self.buckets]:
@@ -239,7 +239,7 @@ class Bucket:
         self.grads = self.grad_views = None
 
     def start_all_gather(self) -> Work:
-        """Start to replace the old parameters by the shards that all ranks have updated."""
+        """Start to fill `full` with the other ranks' updated shards; this rank's is in place."""
         return all_gather_single(self.full, self.shard.detach(), group=self.group, async_op=True)
 
 
@@ -262,15 +262,15 @@ class ZeroStage2(ZeroRedundancyOptimizer):
         return nullcontext()
 
     def mark_ready(self, param: nn.Parameter) -> None:
-        """As in ZeRO-1. Two buckets have full gradients: backward fills one while the previous one
-        is being reduced (more if a parameter of an earlier bucket gets its gradient late)."""
+        """As in ZeRO-1, but finish a reduction once the next one has started. So two buckets have
+        full gradients (more if a parameter of an earlier bucket gets its gradient late)."""
         if self.launched == len(self.buckets):
             # a new micro-batch has begun, and the last bucket of the previous one is in flight
             self.buckets[-1].finish_reduction()
             self.launched = 0
         super().mark_ready(param)
         for bucket in self.buckets[: max(0, self.launched - 1)]:
-            bucket.finish_reduction()  # after the next launch: the network is busy meanwhile
+            bucket.finish_reduction()  # after the next launch, so that the network stays busy
 
 
 class ShardedGradientBucket(Bucket):
@@ -297,8 +297,8 @@ class ShardedGradientBucket(Bucket):
 class ZeroStage3(ZeroStage2):
     """ZeRO-3: shard the parameters, too, and gather them unit by unit.
 
-    It has units in place of buckets and of hooks on gradients. Clipping, `step` and `zero_grad` are
-    those of ZeRO-1: they see the shards alone.
+    Units take the place of buckets, and autograd that of the hooks on gradients. Clipping, `step`
+    and `zero_grad` are inherited, because they need only the shards.
 
     The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
     in every forward of its unit and nowhere else. All ranks run the same units in the same order.
@@ -321,14 +321,14 @@ class ZeroStage3(ZeroStage2):
         self.units = [Unit(name, unit, process_group) for name, unit in pairs]
         self.bucket_of = {}  # no full gradients to clear
         self.shards = [unit.shard for unit in self.units]
-        self.optimizer = optimizer_class(self.shards, **defaults)  # the next forward gathers
+        self.optimizer = optimizer_class(self.shards, **defaults)  # needs no hook: forward gathers
 
     def finish_gradient_synchronization(self) -> None:
         """Nothing to do: autograd has reduced and accumulated every gradient."""
 
 
 class Unit:
-    """One unit's parameters side by side, of which this rank keeps its shard alone.
+    """One unit's parameters side by side in a flat buffer, of which this rank keeps its shard.
 
     shard: [length], a parameter, whose gradient autograd computes and accumulates. full: the
     gathered parameters, [N * length], padded; exists only while the unit computes.
@@ -337,7 +337,7 @@ class Unit:
     def __init__(self, name: str, module: nn.Module, group: ProcessGroup | None):
         self.name, self.group, self.n_ranks = name, group, dist.get_world_size(group)
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
-        self.owners, flat = take_parameters(module)  # the module has no parameters any more
+        self.owners, flat = take_parameters(module)  # leaves the module without parameters
         self.owned, padding = owned_by(len(flat), group)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
         self.shard = nn.Parameter(F.pad(flat, (0, padding))[self.owned].clone())
@@ -345,10 +345,10 @@ class Unit:
         self.module_forward, module.forward = module.forward, self.run
 
     def run(self, *args, **kwargs):
-        """Replaces the module's `forward`; only in here does the module have parameters."""
-        self.full = None  # stale if the last backward did not reach `Gather.backward`
+        """Called as the module's `forward`. Only in here does the module have parameters."""
+        self.full = None  # old values, if the last backward has not reached `Gather.backward`
         params = Gather.apply(self.shard, self)
-        hooks = checked_saved_tensors_hooks(self, params)  # of autograd: `pack` and `unpack`
+        hooks = checked_saved_tensors_hooks(self, params)  # calls `pack` and `unpack`
         try:
             with lend_parameters(self.owners, params), hooks:
                 return self.module_forward(*args, **kwargs)
@@ -356,16 +356,16 @@ class Unit:
             self.full = None  # frees it: `pack` has kept no reference for backward
 
     def pack(self, tensor: Tensor) -> Tensor | Place:
-        """What autograd keeps for backward: a tensor or, of a view of `full`, its place there."""
+        """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
         place = place_in(self.full, tensor)
-        # detached: a node that saved its own output would keep itself alive
+        # detached: a node that saved its own output would form a reference cycle
         return tensor.detach() if place is None else place
 
     def unpack(self, saved: Tensor | Place) -> Tensor:
-        """What backward reads: the tensor, or the view, for which the unit is gathered again."""
+        """Called when backward needs a saved tensor. For a parameter, gather the unit again."""
         return self.unshard().as_strided(*saved) if isinstance(saved, Place) else saved
 
-    @torch.inference_mode(False)  # an inference tensor has no version counter
+    @torch.inference_mode(False)  # under it, `full` would have no version counter
     def unshard(self) -> Tensor:
         """All-gather the parameters, unless they are here. Returns them: [N * length]."""
         if self.full is None:
@@ -375,12 +375,12 @@ class Unit:
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard, [length]; the adjoint is a reduce-scatter."""
+    """A unit's parameters as a function of the ranks' shards; its backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a missing gradient is None, which is an error
         *chunks, _ = unit.unshard().split(unit.sizes)  # the all-gather
         return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 

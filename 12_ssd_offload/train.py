@@ -205,9 +205,9 @@ class FullyShardedDataParallel(nn.Module):
     `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`, and `commit()` of
     the optimizer's folder.
 
-    All ranks start with the values of the first one. Or the module is on the meta device, and
-    `read_shard(name, shapes, owned)` returns the elements `owned` of a unit's parameters, which lie
-    side by side (`owned` may reach beyond them): then no rank ever holds more than its shards.
+    All ranks start with the values of the first one. Or the module is on the meta device, so that
+    no rank ever holds more than its shards. Then `read_shard(name, shapes, owned)` returns a unit's
+    values: the slice `owned` of its parameters, laid side by side (it may reach beyond them).
     """
 
     def __init__(
@@ -225,8 +225,8 @@ class FullyShardedDataParallel(nn.Module):
         self.module, self.read_shard = module, read_shard
         self.optimizer, self.param_dtype = optimizer, param_dtype
         self.device = device or next(module.parameters()).device
-        self.kept: Unit | None = None  # the last unit that forward has not freed
-        self.in_flight: Unit | None = None  # whose reduction was started last
+        self.kept: Unit | None = None  # the unit that stays gathered for backward
+        self.in_flight: Unit | None = None  # the unit whose reduction was started last
         self.synchronizes = True
         check_options(module, self.device, [param_dtype])
         named_units = units_with_values(module, units, may_be_meta=read_shard is not None)
@@ -249,15 +249,15 @@ class FullyShardedDataParallel(nn.Module):
             self.synchronizes = True
 
     def run(self, unit: Unit, *args, **kwargs):
-        """Replaces the module's `forward`; only in here does the module have parameters."""
+        """Called as the module's `forward`. Only in here does the module have parameters."""
         in_backward = is_in_backward()
         self.enter(unit, in_backward)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         params = Gather.apply(unit.shard, unit)
-        hooks = checked_saved_tensors_hooks(unit, params)  # of autograd: `unit.pack` and `unpack`
+        hooks = checked_saved_tensors_hooks(unit, params)  # calls `unit.pack` and `unpack`
         with lend_parameters(unit.owners, params), hooks as in_checkpoint:
             output = unit.module_forward(*args, **kwargs)
-        unit.used_in_backward |= in_checkpoint  # where `pack` is not called
+        unit.used_in_backward |= in_checkpoint  # checkpoint() calls `run` in backward, not `pack`
         if not in_backward:
             self.after_forward(unit)
         return output
@@ -267,17 +267,17 @@ class FullyShardedDataParallel(nn.Module):
         start to read those of the unit after it."""
         unit.unshard()
         order = self.units[::-1] if in_backward else self.units  # the same on all ranks
-        rest = order[order.index(unit) + 1 :]
-        following = [each for each in rest if each.used_in_backward or not in_backward]
+        later = order[order.index(unit) + 1 :]
+        following = [each for each in later if each.used_in_backward or not in_backward]
         for each in following[:2]:
             each.fetch()
-        for each in following[:1]:
+        for each in following[:1]:  # none after the last unit
             each.unshard()  # before the unit's own kernels, with which it overlaps
         unit.wait()
 
     def after_forward(self, unit: Unit) -> None:
-        """Free the unit. If backward needs it, free its predecessor instead: the last one stays
-        gathered, because nothing would hide its second all-gather."""
+        """Free the unit. If backward needs it, keep it, and free the one kept before: the last one
+        stays until backward, because nothing would hide its second all-gather."""
         to_free = unit
         if torch.is_grad_enabled() and unit.used_in_backward:
             to_free, self.kept = self.kept, unit
@@ -287,11 +287,11 @@ class FullyShardedDataParallel(nn.Module):
     def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
         unit.reshard()
-        unit.finish_reduction()  # of an earlier micro-batch, if no other unit came in between
+        unit.finish_reduction()  # if the last reduction was of this unit, too
         unit.start_reduction(grads)
         previous, self.in_flight = self.in_flight, unit
         if previous not in (None, unit):  # so at most two units have full gradients
-            previous.finish_reduction()  # after the launch: the network is busy meanwhile
+            previous.finish_reduction()  # after the launch, so that the network stays busy
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
@@ -329,9 +329,9 @@ class Unit:
         self.name, self.fsdp, self.folder = name, fsdp, fsdp.optimizer.folder
         self.n_ranks = dist.get_world_size()
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
-        # an embedding's gradient sums many tokens per row, too imprecise in bfloat16
+        # a row of an embedding's gradient sums many tokens: bfloat16 is too imprecise
         param_dtype = None if is_lookup(module) else fsdp.param_dtype
-        self.owners, flat = take_parameters(module)  # the module has no parameters any more
+        self.owners, flat = take_parameters(module)  # leaves the module without parameters
         self.dtype = param_dtype or flat.dtype
         self.owned, padding = owned_by(len(flat), None)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
@@ -347,20 +347,20 @@ class Unit:
         self.module_forward, module.forward = module.forward, partial(fsdp.run, self)
         self.reading: Future[Tensor] | None = None  # what `read` will return
         self.full: Tensor | None = None
-        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
-        self.used_in_backward = False  # known from the first forward on
+        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, its input
+        self.used_in_backward = False  # set by the first forward
         # the reduce-scatter in flight, its buffer, whether it belongs to the last micro-batch
         self.reduction: tuple[Work, Tensor, bool] | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | Place:
-        """What autograd keeps for backward: a tensor or, of a view of `full`, its place there."""
+        """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
         place = place_in(self.full, tensor)
         self.used_in_backward |= place is not None
-        # detached: a node that saved its own output would keep itself alive
+        # detached: a node that saved its own output would form a reference cycle
         return tensor.detach() if place is None else place
 
     def unpack(self, saved: Tensor | Place) -> Tensor:
-        """What backward reads: the tensor, or the view, for which the unit is gathered again."""
+        """Called when backward needs a saved tensor. For a parameter, gather the unit again."""
         if not isinstance(saved, Place):
             return saved
         self.fsdp.enter(self, in_backward=True)
@@ -378,7 +378,7 @@ class Unit:
         with torch.cuda.stream(self.fsdp.optimizer.copies):
             return shard.to(self.fsdp.device, self.dtype)  # the thread waits for the copy
 
-    @torch.inference_mode(False)  # an inference tensor has no version counter
+    @torch.inference_mode(False)  # under it, `full` would have no version counter
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is filled or in flight."""
         self.fetch()
@@ -420,15 +420,15 @@ class Unit:
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard, [length]; the adjoint is a reduce-scatter.
+    """A unit's parameters as a function of the ranks' shards; its backward is a reduce-scatter.
 
-    Forward returns views of `full`, which `enter` has gathered; backward has `leave` reduce.
+    Forward returns views of `full`, which `enter` has gathered. Backward calls `leave`.
     """
 
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a missing gradient is None, which is an error
         *chunks, _ = unit.full.split(unit.sizes)
         return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 
@@ -436,7 +436,7 @@ class Gather(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
         ctx.unit.fsdp.leave(ctx.unit, grads)
-        return None, None  # the average follows when the reduction has finished
+        return None, None  # no gradient yet: `finish_reduction` will have it
 
 
 # ------------------------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ STATED = {
         },
     },
     "04": {
-        r"400 TFLOP/s, takes ([\d.]+) ms": [LAYER_FORWARD],
+        r"its forward computes for ([\d.]+) ms": [LAYER_FORWARD],
         r"forward: computes ([\d.]+) ms \| backward: computes ([\d.]+) ms": [
             LAYER_FORWARD,
             2 * LAYER_FORWARD,
@@ -312,7 +312,7 @@ STATED = {
             6 * LAYER / ONE_CARD - 2 * LAYER_FORWARD,
         ],
         r"a layer takes (\d+) ms instead of (\d+)": [8 * LAYER / ONE_CARD, 3 * LAYER_FORWARD],
-        r"from the others: ([\d.]+) ms": [2 * LAYER / ONE_CARD],
+        r"Its all-gather takes ([\d.]+) ms": [2 * LAYER / ONE_CARD],
         r"inside a node, 400 GB/s \| ([\d.]+) ms, hidden \| ([\d.]+) ms, hidden \| T > ([\d,]+)": [
             2 * LAYER / INSIDE,
             6 * LAYER / INSIDE,
