@@ -1,24 +1,23 @@
 """Stage 07: data, tensor and pipeline parallelism together, on a three-dimensional mesh of ranks.
 
-Every rank has a coordinate on each of three axes. Along `pp` the layers are split into pipeline
-stages, along `tp` the matrices of each layer are sharded, along `dp` the batch is split. Ranks that
-differ only in one coordinate form a process group, in which that axis communicates:
+Every rank has a coordinate on each of three axes. The one on `pp` says which layers the rank owns,
+the one on `tp` which shard of their matrices, and the one on `dp` which part of each batch:
 
     rank = (pp_rank * dp + dp_rank) * tp + tp_rank
 
+Ranks that differ in only one coordinate form a process group, which communicates along that axis.
 `tp` is innermost so that its ranks share a node: its collectives block several times per layer.
 `pp` is outermost: its messages travel while other micro-batches compute.
 
-New since 06: the mesh; messages along `pp` that are sharded over `tp`; gradients that are averaged
-over `dp` after the pipeline has drained; and a global norm that counts every parameter once. Below
-the training loop the definitions of 05 and 06 are repeated.
+New since 06: the mesh; gradients that are averaged over `dp` after the pipeline has drained; and a
+global norm that counts every parameter once. The definitions of 05 and 06 come last, repeated.
 
-    This rank has l layers and Q parameters: on average P / (pp tp), and each norm as a whole.
-    m micro-batches; A = micro-batch x seq x d_model elements of hidden states
+    P parameters, of which a rank has Q, about P / (pp tp), in l layers; m micro-batches per step
+    A = micro-batch x seq x d_model elements; e = 1 on the first and the last stage, 2 if pp = 1
 
     memory per rank   16 Q bytes, and 06's activations for 1 / dp of the batch, sharded as in 05
     sent per step     over dp: 2 (dp-1)/dp Q elements
-                      over tp: 2 (tp-1)/tp m (4 l + 1 at each end of the pipeline) A
+                      over tp: 2 (tp-1)/tp m (4 l + e) A
                       over pp: m A per boundary and direction (--sequence-parallel: m A / tp)
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -113,17 +112,16 @@ def build_mesh(pp: int, dp: int, tp: int, timeout: float, device: torch.device) 
         dp=group_along(shape, 1, "dp", timeout),
         tp=group_along(shape, 2, "tp", timeout),
     )
-    # A group's first collective connects its ranks. In NCCL that allocates device memory, which can
-    # wait for a receive in flight, and its sender may be waiting for this rank: a deadlock. So
-    # connect dp and tp before the pipeline posts its first receive; it connects pp itself.
+    # NCCL connects the ranks of a group in its first collective. That can wait for a receive in
+    # flight, whose sender may wait for this rank: a deadlock. So do it now. `Pipeline` connects pp.
     for group in (mesh.dp, mesh.tp):
         all_reduce_control(torch.zeros(1, device=device), group=group)
     return mesh
 
 
 def message_shape(tokens: Tensor, d_model: int, sequence_shards: int) -> tuple[int, int, int]:
-    """The shape of what a rank sends to the next stage, to the rank with its dp and tp coordinates.
-    With sequence parallelism both hold the same part of each sequence."""
+    """The shape of the hidden states that a rank sends: to the rank of the next stage with its own
+    coordinates on dp and tp. With sequence parallelism both hold the same part of each sequence."""
     batch, seq = tokens.shape
     return batch, seq // sequence_shards, d_model
 
@@ -138,8 +136,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
     grads = {n: p.new_zeros(0) if p.grad is None else p.grad for n, p in params.items()}
     sharded = [grad for name, grad in grads.items() if name in dims]
     replicated = [grad for name, grad in grads.items() if name not in dims]
-    # Every parameter counts once. Squares of sharded gradients add up over `tp`, those of stages
-    # over `pp`. Replicated gradients are equal over `tp`, and all gradients over `dp`.
+    # Every parameter counts once. Squares of sharded gradients add up over `tp`, and those of all
+    # stages over `pp`. Replicated gradients are equal over `tp`, and all gradients over `dp`.
     norm = global_norm(replicated)
     squares = norm.square()
     if sharded:  # with tp = 1, nothing is
@@ -196,6 +194,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     config = model_config(args, corpus)
     mesh = build_mesh(args.pp, args.dp, args.tp, args.timeout, device)
     dp, tp = mesh.dp, mesh.tp
+    # pp chooses this rank's layers, then tp its shards of their matrices; dp chooses its batches
     n_stages = args.pp * args.virtual_stages
     own_stages = range(mesh.pp.rank(), n_stages, args.pp)
     units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}
