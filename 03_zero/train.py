@@ -18,8 +18,8 @@ or output) before its forward, again if its backward reads them, and frees them 
     3             16 P / N + one unsharded unit  reduce-scatter m P + all-gather m (2 P - E - O)
 
     During backward, ZeRO-2 also holds the full gradients of two buckets: backward fills one while
-    the other is being reduced. ZeRO-3 holds those of one unit, twice while it joins them. Backward
-    reads neither the embedding nor the output, whose loss computes its gradients in forward.
+    the other is being reduced. ZeRO-3 holds one unit's, and a copy during the reduce-scatter.
+    Backward does not read the embedding, nor the output, whose gradients are computed in forward.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
@@ -85,7 +85,7 @@ class ZeroRedundancyOptimizer:
     """ZeRO-1: shard the state of an element-wise optimizer across the data-parallel ranks.
 
     The contract. All micro-batches of a step but the last are under `no_sync()`, and the last one
-    gives every parameter a gradient. After its backward call, in this order,
+    gives every parameter a gradient. After its backward call come, in this order,
     `finish_gradient_synchronization()`, `clip_grad_norm_()`, `step()` and `zero_grad()`.
 
     module: complete, with the same contiguous parameters on every rank. optimizer_class: for
@@ -269,7 +269,7 @@ class ZeroStage2(ZeroRedundancyOptimizer):
             self.buckets[-1].finish_reduction()
             self.launched = 0
         super().mark_ready(param)
-        for bucket in self.buckets[: max(0, self.launched - 1)]:
+        for bucket in self.buckets[: self.launched][:-1]:
             bucket.finish_reduction()  # after the next launch, so that the network stays busy
 
 
@@ -297,7 +297,7 @@ class ShardedGradientBucket(Bucket):
 class ZeroStage3(ZeroStage2):
     """ZeRO-3: shard the parameters, too, and gather them unit by unit.
 
-    Units take the place of buckets, and autograd that of the hooks on gradients. Clipping, `step`
+    Units replace buckets, and `Gather.backward` replaces the hooks on gradients. Clipping, `step`
     and `zero_grad` are inherited, because they need only the shards.
 
     The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
@@ -380,7 +380,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
-        ctx.set_materialize_grads(False)  # a missing gradient is None, which is an error
+        ctx.set_materialize_grads(False)  # a missing gradient is None: `check_backward` raises
         *chunks, _ = unit.unshard().split(unit.sizes)  # the all-gather
         return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 

@@ -3,8 +3,8 @@
 Every rank owns a shard of the parameters, gradients and optimizer state of each unit: embedding,
 layer or output. A unit's parameters are all-gathered while the previous unit computes (prefetch),
 and freed right after use. In backward they are gathered again, and the reduce-scatter of a unit's
-gradients overlaps with the computation of the preceding unit. The autograd function `Gather` has
-both collectives: its forward returns the parameters, its backward starts the reduce-scatter.
+gradients overlaps with the computation of the preceding unit. The autograd function `Gather`
+connects the two: its forward returns the parameters, its backward starts the reduce-scatter.
 
 New since stage 03: prefetching; reductions in flight; the model is built on the meta device, unit
 by unit; bfloat16; groups of ranks that shard the model and are replicas of each other
@@ -91,7 +91,7 @@ class FullyShardedDataParallel(nn.Module):
     the optimizer's `step()` and `zero_grad()`. The optimizer updates `parameters()`, the shards.
 
     All ranks start with the values of the first one. Or the module is on the meta device, so that
-    no rank ever holds more than its shards. Then `read_shard(name, shapes, owned)` returns a unit's
+    no rank ever holds the full model. Then `read_shard(name, shapes, owned)` returns a unit's
     values: the slice `owned` of its parameters, laid side by side (it may reach beyond them).
     """
 
@@ -140,7 +140,7 @@ class FullyShardedDataParallel(nn.Module):
         hooks = checked_saved_tensors_hooks(unit, params)  # calls `unit.pack` and `unpack`
         with lend_parameters(unit.owners, params), hooks as in_checkpoint:
             output = unit.module_forward(*args, **kwargs)
-        unit.used_in_backward |= in_checkpoint  # checkpoint() calls `run` in backward, not `pack`
+        unit.used_in_backward |= in_checkpoint  # in backward it calls `run`, not `pack`
         if not in_backward and (self.reshard_after_forward or not torch.is_grad_enabled()):
             self.after_forward(unit)
         return output
@@ -156,8 +156,8 @@ class FullyShardedDataParallel(nn.Module):
         unit.wait()
 
     def after_forward(self, unit: Unit) -> None:
-        """Free the unit. If backward needs it, keep it, and free the one kept before: the last one
-        stays until backward, because nothing would hide its second all-gather."""
+        """Free the unit or, if backward needs it, the one kept before. So the last such unit stays
+        until backward, because nothing would hide its second all-gather."""
         to_free = unit
         if torch.is_grad_enabled() and unit.used_in_backward:
             to_free, self.kept = self.kept, unit
@@ -167,7 +167,7 @@ class FullyShardedDataParallel(nn.Module):
     def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
         unit.reshard()
-        unit.finish_reduction()  # if the last reduction was of this unit, too
+        unit.finish_reduction()  # in flight if this unit was also the last to be reduced
         unit.start_reduction(grads)
         previous, self.in_flight = self.in_flight, unit
         if previous not in (None, unit):  # so at most two units have full gradients
@@ -179,7 +179,8 @@ class FullyShardedDataParallel(nn.Module):
         for unit in self.units:
             unit.reshard()  # if it was prefetched and not used
             unit.finish_reduction()
-        for unit in [unit for unit in self.units if unit.average is not None]:
+            if unit.average is None:  # no backward has reached it
+                continue
             if self.replicate_group is not None:  # hybrid sharding: average over the replicas
                 unit.average /= dist.get_world_size(self.replicate_group)
                 all_reduce(unit.average, group=self.replicate_group)
@@ -218,7 +219,7 @@ class Unit:
             flat = flat.to(fsdp.device)
             broadcast(flat, group=self.group, group_src=0)
             shard = flat[self.owned]
-        else:  # `flat` is on the meta device
+        else:  # `flat` is on the meta device; view_as checks the length
             shard = fsdp.read_shard(name, self.shapes, self.owned).view_as(flat[self.owned])
         missing = self.owned.stop - self.owned.start - len(shard)  # the last ranks' padding
         shard = F.pad(shard.to(fsdp.shard_device, flat.dtype), (0, missing))  # a copy: frees `flat`

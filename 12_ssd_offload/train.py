@@ -206,7 +206,7 @@ class FullyShardedDataParallel(nn.Module):
     the optimizer's folder.
 
     All ranks start with the values of the first one. Or the module is on the meta device, so that
-    no rank ever holds more than its shards. Then `read_shard(name, shapes, owned)` returns a unit's
+    no rank ever holds the full model. Then `read_shard(name, shapes, owned)` returns a unit's
     values: the slice `owned` of its parameters, laid side by side (it may reach beyond them).
     """
 
@@ -257,7 +257,7 @@ class FullyShardedDataParallel(nn.Module):
         hooks = checked_saved_tensors_hooks(unit, params)  # calls `unit.pack` and `unpack`
         with lend_parameters(unit.owners, params), hooks as in_checkpoint:
             output = unit.module_forward(*args, **kwargs)
-        unit.used_in_backward |= in_checkpoint  # checkpoint() calls `run` in backward, not `pack`
+        unit.used_in_backward |= in_checkpoint  # in backward it calls `run`, not `pack`
         if not in_backward:
             self.after_forward(unit)
         return output
@@ -276,8 +276,8 @@ class FullyShardedDataParallel(nn.Module):
         unit.wait()
 
     def after_forward(self, unit: Unit) -> None:
-        """Free the unit. If backward needs it, keep it, and free the one kept before: the last one
-        stays until backward, because nothing would hide its second all-gather."""
+        """Free the unit or, if backward needs it, the one kept before. So the last such unit stays
+        until backward, because nothing would hide its second all-gather."""
         to_free = unit
         if torch.is_grad_enabled() and unit.used_in_backward:
             to_free, self.kept = self.kept, unit
@@ -287,7 +287,7 @@ class FullyShardedDataParallel(nn.Module):
     def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
         unit.reshard()
-        unit.finish_reduction()  # if the last reduction was of this unit, too
+        unit.finish_reduction()  # in flight if this unit was also the last to be reduced
         unit.start_reduction(grads)
         previous, self.in_flight = self.in_flight, unit
         if previous not in (None, unit):  # so at most two units have full gradients
@@ -339,7 +339,7 @@ class Unit:
             flat = flat.to(fsdp.device)
             broadcast(flat, group_src=0)
             shard = flat[self.owned]
-        else:  # `flat` is on the meta device
+        else:  # `flat` is on the meta device; view_as checks the length
             shard = fsdp.read_shard(name, self.shapes, self.owned).view_as(flat[self.owned])
         missing = self.owned.stop - self.owned.start - len(shard)  # the last ranks' padding
         self.file = StateFile(self.folder, name, F.pad(shard, (0, missing)))

@@ -103,7 +103,8 @@ def read_model(model: FullyShardedDataParallel, files: WeightFiles) -> None:
 
 
 def no_values(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
-    """A `read_shard` that reads nothing: zeros without memory, until `read_model` fills a shard."""
+    """A `read_shard` that reads nothing: zeros without memory. `read_model` fills the shards later,
+    unless a checkpoint does."""
     numel = sum(shape.numel() for shape in shapes.values())
     return torch.zeros(1).expand(len(range(*owned.indices(numel))))
 
@@ -118,14 +119,14 @@ def write_shard(
             file.seek(start + first * dtype.itemsize)
             for chunk in shard[part].split(CHUNK):
                 values = memoryview(chunk.to("cpu", dtype).view(torch.uint8).numpy())
-                while values:  # a disk that becomes full takes a part, and then raises OSError
+                while values:  # after a short write the next one raises OSError
                     values = values[file.write(values) :]
             os.fsync(file.fileno())
 
 
 def ranges_in(shapes: dict[str, torch.Size], owned: slice) -> Iterator[tuple[str, int, slice]]:
-    """Split a range of a unit's flat parameter by tensors. Yields of each its name, the index of
-    its first element in the range, and its part of the range."""
+    """Split a range of a unit's flat parameter by tensors. Yields each tensor's name, where in the
+    tensor the range begins, and the slice of the range that the tensor fills."""
     begin = 0  # of the tensor
     for name, shape in shapes.items():
         start, stop = max(owned.start, begin), min(owned.stop, begin + shape.numel())
@@ -139,11 +140,11 @@ def write_model(model: FullyShardedDataParallel, files: WeightFiles, out: Path) 
     aside = out.with_name(f".{out.name}.writing")
     if dist.get_rank() == 0:
         files.prepare(aside)
-    all_reduce_control(torch.zeros((), device=model.device))  # the files are there
+    all_reduce_control(torch.zeros(()))  # the files are there; on the CPU, so that the host waits
     if model.replicate_group is None or dist.get_rank(model.replicate_group) == 0:  # one replica
         for unit in model.units:
             write_shard(files, aside, unit.shapes, unit.owned, unit.shard.detach())
-    all_reduce_control(torch.zeros((), device=model.device))  # all ranks have written
+    all_reduce_control(torch.zeros(()))  # all ranks have written
     if dist.get_rank() == 0:
         sync(aside)
         aside.rename(out)
@@ -333,7 +334,7 @@ class FullyShardedDataParallel(nn.Module):
     the optimizer's `step()` and `zero_grad()`. The optimizer updates `parameters()`, the shards.
 
     All ranks start with the values of the first one. Or the module is on the meta device, so that
-    no rank ever holds more than its shards. Then `read_shard(name, shapes, owned)` returns a unit's
+    no rank ever holds the full model. Then `read_shard(name, shapes, owned)` returns a unit's
     values: the slice `owned` of its parameters, laid side by side (it may reach beyond them).
     """
 
@@ -382,7 +383,7 @@ class FullyShardedDataParallel(nn.Module):
         hooks = checked_saved_tensors_hooks(unit, params)  # calls `unit.pack` and `unpack`
         with lend_parameters(unit.owners, params), hooks as in_checkpoint:
             output = unit.module_forward(*args, **kwargs)
-        unit.used_in_backward |= in_checkpoint  # checkpoint() calls `run` in backward, not `pack`
+        unit.used_in_backward |= in_checkpoint  # in backward it calls `run`, not `pack`
         if not in_backward and (self.reshard_after_forward or not torch.is_grad_enabled()):
             self.after_forward(unit)
         return output
@@ -398,8 +399,8 @@ class FullyShardedDataParallel(nn.Module):
         unit.wait()
 
     def after_forward(self, unit: Unit) -> None:
-        """Free the unit. If backward needs it, keep it, and free the one kept before: the last one
-        stays until backward, because nothing would hide its second all-gather."""
+        """Free the unit or, if backward needs it, the one kept before. So the last such unit stays
+        until backward, because nothing would hide its second all-gather."""
         to_free = unit
         if torch.is_grad_enabled() and unit.used_in_backward:
             to_free, self.kept = self.kept, unit
@@ -409,7 +410,7 @@ class FullyShardedDataParallel(nn.Module):
     def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
         unit.reshard()
-        unit.finish_reduction()  # if the last reduction was of this unit, too
+        unit.finish_reduction()  # in flight if this unit was also the last to be reduced
         unit.start_reduction(grads)
         previous, self.in_flight = self.in_flight, unit
         if previous not in (None, unit):  # so at most two units have full gradients
@@ -421,7 +422,8 @@ class FullyShardedDataParallel(nn.Module):
         for unit in self.units:
             unit.reshard()  # if it was prefetched and not used
             unit.finish_reduction()
-        for unit in [unit for unit in self.units if unit.average is not None]:
+            if unit.average is None:  # no backward has reached it
+                continue
             if self.replicate_group is not None:  # hybrid sharding: average over the replicas
                 unit.average /= dist.get_world_size(self.replicate_group)
                 all_reduce(unit.average, group=self.replicate_group)
@@ -460,7 +462,7 @@ class Unit:
             flat = flat.to(fsdp.device)
             broadcast(flat, group=self.group, group_src=0)
             shard = flat[self.owned]
-        else:  # `flat` is on the meta device
+        else:  # `flat` is on the meta device; view_as checks the length
             shard = fsdp.read_shard(name, self.shapes, self.owned).view_as(flat[self.owned])
         missing = self.owned.stop - self.owned.start - len(shard)  # the last ranks' padding
         shard = F.pad(shard.to(fsdp.shard_device, flat.dtype), (0, missing))  # a copy: frees `flat`

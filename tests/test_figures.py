@@ -286,7 +286,7 @@ STATED = {
     },
     "03": {
         r"hidden if \| T > (\d+) \| T > ([\d,]+)": [F / INSIDE * AROUND, F / ONE_CARD * AROUND],
-        r"all-gather \| \+ ([\d.]+) ms \| \+ ([\d.]+) ms": [SEND / 2 / INSIDE, SEND / 2 / ONE_CARD],
+        r"all-gather, if 02 exposes nothing \| \+ ([\d.]+) ms \| \+ ([\d.]+) ms": [SEND / 2 / INSIDE, SEND / 2 / ONE_CARD],
         r"^\| AdamW on .*? \| − ([\d.]+) ms": [AROUND * ADAMW],
         r"3,072 tokens per GPU, computes for (\d+) ms": [compute(3072)],
         **{
@@ -302,7 +302,7 @@ STATED = {
         },
     },
     "04": {
-        r"its forward computes for ([\d.]+) ms": [LAYER_FORWARD],
+        r"its forward computes 4,096 tokens in ([\d.]+) ms": [LAYER_FORWARD],
         r"forward: computes ([\d.]+) ms \| backward: computes ([\d.]+) ms": [
             LAYER_FORWARD,
             2 * LAYER_FORWARD,
