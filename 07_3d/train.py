@@ -105,23 +105,23 @@ def build_mesh(pp: int, dp: int, tp: int, timeout: float, device: torch.device) 
     """
     shape = (pp, dp, tp)
     if pp * dp * tp != dist.get_world_size():
-        raise ValueError(f"a mesh of {shape} ranks on {dist.get_world_size()}")
+        raise ValueError(f"a mesh of {shape} ranks does not have {dist.get_world_size()}")
     mesh = Mesh(
         to_lower=group_along(shape, 0, "to_lower", timeout),
         to_higher=group_along(shape, 0, "to_higher", timeout),
         dp=group_along(shape, 1, "dp", timeout),
         tp=group_along(shape, 2, "tp", timeout),
     )
-    # NCCL connects the ranks of a group in its first collective. That can wait for a receive in
-    # flight, whose sender may wait for this rank: a deadlock. So do it now. `Pipeline` connects pp.
+    # NCCL connects a group's ranks in its first collective, which can wait for a receive in flight,
+    # whose sender may wait for this rank: a deadlock. So connect dp and tp now
     for group in (mesh.dp, mesh.tp):
         all_reduce_control(torch.zeros(1, device=device), group=group)
     return mesh
 
 
 def message_shape(tokens: Tensor, d_model: int, sequence_shards: int) -> tuple[int, int, int]:
-    """The shape of the hidden states that a rank sends: to the rank of the next stage with its own
-    coordinates on dp and tp. With sequence parallelism both hold the same part of each sequence."""
+    """The shape of what stages send, hidden states or their gradients, between ranks that have the
+    same coordinates on dp and tp: with sequence parallelism the same part of each sequence."""
     batch, seq = tokens.shape
     return batch, seq // sequence_shards, d_model
 

@@ -270,7 +270,7 @@ STATED = {
     },
     "02": {
         r"One H100 needs (\d+) ms": [STEP],
-        r"an eighth of the batch each need (\d+) ms": [STEP / 8],
+        r"an eighth of the batch each take (\d+) ms": [STEP / 8],
         r"Their backward takes (\d+) ms": [2 / 3 * compute(3072)],
         r"card of 50 GB/s, this takes (\d+) ms": [SEND / ONE_CARD],
         r"hidden if T > ([\d,]+) tokens per GPU. With one GPU per node, T > ([\d,]+) is": [
@@ -286,7 +286,10 @@ STATED = {
     },
     "03": {
         r"hidden if \| T > (\d+) \| T > ([\d,]+)": [F / INSIDE * AROUND, F / ONE_CARD * AROUND],
-        r"all-gather, if 02 exposes nothing \| \+ ([\d.]+) ms \| \+ ([\d.]+) ms": [SEND / 2 / INSIDE, SEND / 2 / ONE_CARD],
+        r"all-gather, if 02 exposes nothing \| \+ ([\d.]+) ms \| \+ ([\d.]+) ms": [
+            SEND / 2 / INSIDE,
+            SEND / 2 / ONE_CARD,
+        ],
         r"^\| AdamW on .*? \| − ([\d.]+) ms": [AROUND * ADAMW],
         r"3,072 tokens per GPU, computes for (\d+) ms": [compute(3072)],
         **{
@@ -388,7 +391,7 @@ STATED = {
             rf"^\| {stage}[^|]* \| ([\d.]+) \| ([\d.]+) \|$": (planned, stage, 512)
             for stage in ("04", "07")
         },
-        r"at most (\d+) ms would be hidden with pp = 4": [1e3 * 2 / 3 * mesh(8, 4)[0] / 3],
+        r"about (\d+) ms would be hidden with pp = 4": [1e3 * 2 / 3 * mesh(8, 4)[0] / 3],
     },
     "08": {
         # backward computes the scores again: 5 matmuls

@@ -202,7 +202,7 @@ def test_tied_parameters_are_clipped_as_the_readme_says(pools):
 # ---- 07's mesh ----
 
 MESHES = {
-    "too few ranks": r"a mesh of \(1, 1, 1\) ranks on 2",
+    "too few ranks": r"a mesh of \(1, 1, 1\) ranks does not have 2",
     "two stages alone": "one rank alone takes one stage",
 }
 
