@@ -370,7 +370,11 @@ STATED = {
         r"= 2\.7 GB, or ([\d.]+) s": [131_072 * 5120 * 4 / SLOW_NODES],
         r"That takes ([\d.]+) s, and more": [8 * GIANT / SLOW_NODES],
         r"= (\d+) ms for a micro-batch": [1e3 * TURN],
-        r"1F1B takes \(m.*? = ([\d.]+) s, and FSDP at least the ([\d.]+) s": [15 * TURN, FSDP],
+        r"1F1B takes \(m.*? = ([\d.]+) s, .*? node ([\d.]+) s, and FSDP at least the ([\d.]+) s": [
+            15 * TURN,
+            2 * AROUND * 4 * GIANT / 8 / INSIDE,
+            FSDP,
+        ],
         r"1F1B takes ([\d.]+) s, and FSDP ([\d.]+) s if": [71 * TURN, 64 * TURN],
         **{
             (rf"^\| `{schedule}` \| (\d\.\d\d) \| (\d\.\d\d) \|$"): (activations_in_06, schedule)
