@@ -168,7 +168,9 @@ class AtomicWriter(dcp.FileSystemWriter):
         sync(self.folder)  # so that the rename survives a power failure
         found = checkpoints(self.folder)
         for old in found[: max(0, found.index(self.final) + 1 - self.keep)]:
-            _delete(old)
+            # renamed first: a folder that is called `step-...` stays complete. If a file is in use,
+            # the next save tries again.
+            shutil.rmtree(old.rename(old.with_name(f"deleting-{old.name}")), ignore_errors=True)
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
@@ -181,13 +183,6 @@ def checkpoints(folder: str | os.PathLike) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(found, key=lambda p: int(p.name[5:]))
-
-
-def _delete(path: Path) -> None:
-    """Rename, then delete: a folder that is called `step-...` stays complete."""
-    aside = path.with_name(f"deleting-{path.name}")
-    path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)  # a file may be in use: the next save tries again
 
 
 DCP = "torch.distributed.checkpoint"
