@@ -50,9 +50,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
+from torch.profiler import record_function
 
 from common.collectives import all_reduce_control, global_norm, irecv, isend
-from common.distributed import annotate
 from common.loss import in_autocast_dtype
 from common.module_checks import check_plain, first_order
 
@@ -158,7 +158,7 @@ class Pipeline:
             received = self.finish_receive(action) if action in self.receives else None
             name = f"{action.kind} {action.micro} {action.stage}"
             # a stage's forward enables autocast itself; backward runs without it
-            with annotate(name), torch.autocast(self.device.type, enabled=False):
+            with record_function(name), torch.autocast(self.device.type, enabled=False):
                 result = self.run_action(action, received, micro_batches)
             _, destination = source_and_destination(action, self.n_stages)
             if destination is not None:
