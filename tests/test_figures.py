@@ -438,7 +438,7 @@ STATED = {
             CASTS * (5 * 7 / 12 / 768 + 3 / 8192),
             round(CASTS * 5 * 7 / 12 / (1 - CASTS * 3 / 8192), -1),
         ],
-        r"have (\d+) % of its FLOPs\. .* ([\d.]+) times as fast tensorwise and ([\d.]+) times": [
+        r"(\d+) % of the preset's FLOPs\. .* ([\d.]+) times as fast .* and ([\d.]+) times": [
             100 * FLOAT8,
             1 / (1 - FLOAT8 / 2),
             1 / (1 - FLOAT8 / 3),
