@@ -107,8 +107,6 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, d_model] -> the same
         tokens = x.flatten(0, -2)  # [T, d]
-        if in_autocast_dtype(tokens[:0]).dtype == torch.float16:
-            raise ValueError("float16: a GradScaler would skip a step on some ranks; use bfloat16")
         weights, chosen = self.route(tokens)
         expert_of_row = chosen.flatten()  # [T k], row i is a copy of token i // k
         counts = torch.zeros_like(self.bias, dtype=torch.int64)
@@ -118,18 +116,20 @@ class MixtureOfExperts(nn.Module):
         order = expert_of_row.argsort(stable=True)  # so the rows for one rank are contiguous
         # copy, then cast: so backward adds up the gradients of a token's k copies in float32
         rows = in_autocast_dtype(tokens[order // self.top_k])  # [T k, d]
+        if rows.dtype == torch.float16:
+            raise ValueError("float16: a GradScaler would skip a step on some ranks; use bfloat16")
 
         counts_out, counts_in = exchange_counts(counts, self.group)
         send = [sum(of_rank) for of_rank in counts_out]  # rows for each rank
         receive = [sum(of_rank) for of_rank in counts_in]
-        # an expert's gradient is a sum over the group's ranks: make it, and no other, an average
+        # in backward, divide by n_ranks on the way into the experts and multiply on the way out:
+        # this averages only their own gradients
         n_ranks = self.group.size()
         rows = AllToAll.apply(rows, send, receive, self.group, n_ranks)
         rows = self.run_experts(rows, counts_in)
         rows = AllToAll.apply(rows, receive, send, self.group, 1 / n_ranks)
 
-        results = torch.empty_like(rows)
-        results[order] = rows  # back to the tokens' order
+        results = torch.empty_like(rows).index_copy_(0, order, rows)  # back to the tokens' order
         results = results.unflatten(0, (-1, self.top_k))  # [T, k, d]
         return (results * weights[..., None]).sum(dim=1).view_as(x)
 
@@ -223,11 +223,9 @@ def balance_load(model: nn.Module, rate: float, group: ProcessGroup | None = Non
     averaged over the layers.
     """
     mixtures = mixtures_of(model)
-    if len({mixture.n_experts for mixture in mixtures}) != 1:
-        raise ValueError("all mixtures must have the same number of experts")
     if any(isinstance(mixture.load, int) for mixture in mixtures):
         raise RuntimeError("a mixture has counted no tokens: run the model, in training mode")
-    load = torch.stack([mixture.load for mixture in mixtures])  # [layers, E], int64
+    load = torch.stack([mixture.load for mixture in mixtures])  # [layers, E], with the same E
     all_reduce(load, group=group)
     total = load.sum(dim=1, keepdim=True)
     excess = load * load.shape[1] - total  # in integers: the same sign on any number of ranks

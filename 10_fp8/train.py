@@ -35,6 +35,9 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.functional import ScalingType
 
+from common.loss import in_autocast_dtype
+from common.module_checks import check_plain, first_order
+
 # isort: split
 from common.arguments import base_parser, check_arguments, model_config
 from common.checkpoint import training_state
@@ -78,21 +81,14 @@ def float8(model: Transformer, recipe: str) -> Transformer:
 
 
 class Float8Linear(nn.Module):
-    """y = x W^T in float8. weight: [out, in], the parameter of the linear layer `plain`.
-
-    ValueError if `plain` has anything that would be lost: a bias, a parametrization, a hook.
-    """
+    """y = x W^T in float8. weight: [out, in], the parameter of the linear layer `plain`."""
 
     def __init__(self, plain: nn.Module, recipe: str):
         super().__init__()
-        has = [name for name, _ in [*plain.named_parameters(), *plain.named_buffers()]]
-        has += [k for k, v in vars(plain).items() if ("hooks" in k and v) or k == "forward"]
-        is_linear = type(plain).__name__ == "Linear" and type(plain).__base__ is nn.Module
-        if not is_linear or has != ["weight"]:
-            kind = f"{type(plain).__name__} with {', '.join(has)}"
-            raise ValueError(f"float8 takes a Linear, no subclass, with a weight alone, not {kind}")
-        if any(size % 16 for size in plain.weight.shape):
-            raise ValueError(f"float8 needs multiples of 16, not {list(plain.weight.shape)}")
+        check_plain(plain, "weight")  # a bias, for example, would be lost
+        kind, shape = type(plain).__name__, list(plain.weight.shape)
+        if kind != "Linear" or any(size % 16 for size in shape):
+            raise ValueError(f"float8 takes a Linear with multiples of 16, not {kind} {shape}")
         self.weight = plain.weight
         self.scaling = RECIPES[recipe]
 
@@ -100,9 +96,7 @@ class Float8Linear(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., tokens, in] -> [..., tokens, out]
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):  # it does not cast the inputs of an autograd function
-            x = x.to(torch.get_autocast_dtype(kind))
+        x = in_autocast_dtype(x)  # autocast does not cast an autograd function's inputs
         if not {x.dtype, self.weight.dtype} <= {torch.float32, torch.bfloat16}:
             raise TypeError(f"float8 takes float32 or bfloat16, not {x.dtype}, {self.weight.dtype}")
         rows = x.reshape(-1, x.shape[-1])
@@ -111,7 +105,7 @@ class Float8Linear(nn.Module):
             # dW sums over the tokens: add rows of zeros, which change no scale and no gradient
             rows = F.pad(rows, (0, 0, 0, 16 - n_tokens % 16))
         y = Float8Matmuls.apply(rows, self.weight, self.scaling)
-        if len(y) > n_tokens:  # a slice without padding would copy the gradient for nothing
+        if len(y) > n_tokens:  # only if padded: a slice's backward copies the gradient
             y = y[:n_tokens]
         return y.view(*x.shape[:-1], y.shape[1])
 
@@ -128,9 +122,8 @@ class Float8Matmuls(torch.autograd.Function):
         return scaled_matmul(x8, weight8, x.dtype, use_fast_accum=True)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad: Tensor):  # [tokens, out]
-        if torch.is_grad_enabled():  # once_differentiable misses it if `grad` has no graph
-            raise RuntimeError("create_graph=True: Float8Linear has no second derivative")
         numbers, scale, weight = ctx.saved_tensors
         x8 = Float8(numbers, scale, ctx.scaling)
         is_rowwise = ctx.scaling == ScalingType.RowWise
@@ -139,7 +132,8 @@ class Float8Matmuls(torch.autograd.Function):
         if needs_grad_x or not is_rowwise:  # rowwise, dW takes the unrounded dY instead
             grad8 = to_float8(grad, E5M2, ctx.scaling)
         if needs_grad_x:
-            # dX sums over `out`, so W needs scales per input. Tensorwise it equals forward's
+            # dX sums over `out`, so rowwise W needs scales per input. Tensorwise the result is
+            # forward's weight8, transposed
             weight8 = to_float8(weight.t(), E4M3, ctx.scaling)
             grad_x = scaled_matmul(grad8, weight8, grad.dtype, use_fast_accum=False)
         if needs_grad_weight and is_rowwise:  # the scales of x8 vary along the tokens
@@ -157,7 +151,7 @@ class Float8(NamedTuple):
     scaling: ScalingType
 
     def t(self) -> Float8:
-        """Tensorwise alone: a transposed rowwise scale would vary along k."""
+        """Tensorwise only: transposed, a rowwise scale would vary along k."""
         return Float8(self.numbers.t(), self.scale.t(), self.scaling)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -175,9 +169,10 @@ def to_float8(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
     """
     dims = 1 if scaling == ScalingType.RowWise else (0, 1)
     amax = vector_norm(x, torch.inf, dims, keepdim=True).float()
-    # a float32 is 1.f * 2^e: a sign, e + 127 in 8 bits, f in 23. The largest float8 numbers are
-    # 1.75 * 2^8 and 1.75 * 2^15, so e is rounded up if 1.f > 1.75: then the sum carries into e. The
-    # minimum gives an amax of 0 a scale, and keeps scale and inverse normal numbers
+    # A float32 is 1.f * 2^e: a sign, e + 127 in 8 bits, f in 23. The largest float8 numbers are
+    # 1.75 * 2^8 and 1.75 * 2^15, so e is rounded up if 1.f > 1.75. Then f's bits are more than
+    # 0x600000, and adding 0x1FFFFF carries into e. The minimum gives an amax of 0 a scale, and
+    # keeps scale and inverse normal numbers
     bits = amax.clamp(min=1e-24).view(torch.int32) + 0x1FFFFF
     exponent = (bits >> 23) - (8 if dtype == E4M3 else 15)  # of the scale, plus 127
     # a cast to e4m3 would turn an infinity into 448, so all that share its scale become NaN
@@ -194,8 +189,8 @@ def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype, use_fast_accum: bool
     use_fast_accum: on Hopper, leave the sums in the tensor cores, in less than float32 precision.
     Without it they are moved to float32 registers at intervals, which is slower.
     """
-    is_tensorwise = a.scaling == ScalingType.TensorWise
-    writes_float32 = is_tensorwise or rowwise_writes_float32(a.numbers.device)
+    # rowwise on a GPU in bfloat16: PyTorch 2.13 has float32 for Hopper alone, from CUDA 12.9 on
+    writes_float32 = a.scaling == ScalingType.TensorWise or not a.numbers.is_cuda
     return F.scaled_mm(
         # float8 tensor cores read both operands along k, so a transposed operand has to be copied
         a.numbers.contiguous(),
@@ -207,15 +202,6 @@ def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype, use_fast_accum: bool
         output_dtype=dtype if writes_float32 else torch.bfloat16,
         use_fast_accum=use_fast_accum,
     ).to(dtype)
-
-
-def rowwise_writes_float32(device: torch.device) -> bool:
-    """Whether rowwise kernels can write float32. In PyTorch 2.13, CPUs and Hopper GPUs can, those
-    from CUDA 12.9 on (for its cuBLAS). Other GPUs write bfloat16."""
-    if device.type != "cuda":
-        return True
-    cuda = [int(number) for number in (torch.version.cuda or "0").split(".")]
-    return torch.cuda.get_device_properties(device).major == 9 and cuda >= [12, 9]
 
 
 # ------------------------------------------------------------------------------------------------

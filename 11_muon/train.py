@@ -5,6 +5,8 @@ matrix: it brings all singular values near 1, by matmuls that need the whole mat
 can be split into a reduce and a broadcast, and Muon computes in between: each matrix of the layers
 has one owner, which gets the average gradient and broadcasts the update. All else keeps AdamW.
 
+New since stage 02: `Muon`; `reduce_gradients`, after backward, replaces `DistributedDataParallel`.
+
     memory          4 P + 12 A + 8 O bytes per rank for P parameters, of which A are AdamW's and O
                     belong to the matrices that the rank owns.
                     During backward, 4 more per element of the matrices that it does not own.
@@ -54,25 +56,21 @@ from common.run import Run
 
 
 @torch.no_grad()
-def reduce_gradients(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    owners: dict[nn.Parameter, int],
-    group: ProcessGroup | None = None,
-) -> None:
+def reduce_gradients(named_parameters: Iterable[tuple[str, nn.Parameter]], muon: Muon) -> None:
     """After a step's last backward, average each matrix's gradient on its owner, and all other
     gradients on every rank. RuntimeError, before any collective, if a gradient is missing."""
-    named = list(named_parameters)
+    named, owners, group = list(named_parameters), muon.owners, muon.group
     missing = [name for name, p in named if p in owners and p.grad is None]
     if missing:
         raise RuntimeError(f"no gradient: {', '.join(missing)}")
-    rank, n_ranks = dist.get_rank(group), dist.get_world_size(group)
+    n_ranks = dist.get_world_size(group)
     for param in owners:
         param.grad = param.grad / n_ranks  # not in place: gradients may share memory
     average_gradients([(name, p) for name, p in named if p not in owners], group)
     reductions = [reduce(p.grad, owner, group, async_op=True) for p, owner in owners.items()]
-    for (param, owner), reduction in zip(owners.items(), reductions, strict=True):
+    for param, reduction in zip(owners, reductions, strict=True):
         reduction.wait()
-        if owner != rank:  # a reduce may leave a partial sum here: make its use an error
+        if param not in muon.owned:  # a reduce may leave a partial sum here: make its use an error
             param.grad = NoGradient(param)
 
 
@@ -81,7 +79,7 @@ class Muon(torch.optim.Optimizer):
 
     owners: each matrix's rank in `group`, by `choose_owners`. dtype: of the matmuls and broadcasts.
     compiles: whether torch.compile compiles `orthogonalize`, once per shape. The momentum of a
-    matrix exists on its owner alone, before the first step, too.
+    matrix exists on its owner only, from construction on.
     """
 
     def __init__(
@@ -112,7 +110,8 @@ class Muon(torch.optim.Optimizer):
         """
         settings = self.param_groups[0]
         lr, weight_decay, beta = settings["lr"], settings["weight_decay"], settings["momentum"]
-        if {p for p in self.owners if not isinstance(p.grad, NoGradient)} != self.owned:
+        elsewhere = {p for p in self.owners if isinstance(p.grad, NoGradient)}
+        if elsewhere != self.owners.keys() - self.owned:
             raise RuntimeError("step() before reduce_gradients()")
         in_flight = []
         for param, owner in self.owners.items():
@@ -265,7 +264,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
                 micro_loss = model(inputs, targets, keys) / len(micro_batches)
             micro_loss.backward()
             loss += micro_loss.detach()
-        reduce_gradients(model.named_parameters(), owners)
+        reduce_gradients(model.named_parameters(), muon)
         loss = all_reduce_control(loss) / world.size
         grad_norm = clip_grad_norm_(model, muon, args.max_norm)
         muon.step(meanwhile=optimizer.step)

@@ -503,7 +503,7 @@ def our_muon(shape: Shape) -> Step:
     owners = stage.choose_owners(matrices, dist.get_world_size())
     muon = stage.Muon(owners, lr=ADAMW["lr"])
     named = list(model.named_parameters())
-    return muon_step(model, muon, others, lambda: stage.reduce_gradients(named, owners))
+    return muon_step(model, muon, others, lambda: stage.reduce_gradients(named, muon))
 
 
 def torch_muon(shape: Shape) -> Step:

@@ -324,13 +324,14 @@ def of_mixture(case: str) -> object:
             model.load_state_dict(state, assign=True)
             model(x).sum().backward()
             return sum(expert.bias.grad.sum() for expert in mixture.experts.values()).item()
-        stage.balance_load(model, 0.1)
+        stage.balance_load(nn.Tanh() if case == "no mixture" else model, 0.1)
     except (RuntimeError, ValueError) as error:
         return str(error)
 
 
 MIXTURES = {
-    "two sizes": "same number of experts",
+    "two sizes": "equal size, but got [4] at entry 0 and [8]",
+    "no mixture": "non-empty",
     "five experts": "5 experts on 2 ranks",
     "nine per token": "9 per token",
     "evaluation": "counted no tokens",

@@ -238,9 +238,11 @@ LAYER_FORWARD = 1e3 * 2 * WIDE * 4096 / F  # of 04's 4,096 tokens
 GIANT = 13e9  # parameters of the pipeline in 06
 TURN = 6 * GIANT / 8 * 2048 / F  # of a micro-batch in one of its eight stages, seconds
 FSDP = 8 * GIANT / SLOW_NODES
+MATRICES = 12 * 12 * 768**2  # parameters of --preset gpt2 in its layers' matrices
 MUON_IN_BENCH = muon_share(SHAPES["wide"].config, SHAPES["wide"].batch * SHAPES["wide"].seq_len)
 EXPERTS = 2 * 8 * 2 * 128 * 256  # parameters of 09's experiment
 DENSE = load_stage("09").MixtureConfig(2304).num_parameters() - EXPERTS
+FLOAT8 = 6 * MATRICES / GPT2.flops_per_token()  # the share of 10's layers
 CASTS = H100.matmul / H100.memory_bandwidth  # FLOPs of the saved half of a matmul per byte
 LLAMA = LlamaConfig(
     32_000, 4096, 11_008, 32, 32, 32, 128, 2048, 1e-6, 1e4, None, *[False] * 5, True, "silu"
@@ -433,15 +435,20 @@ STATED = {
     },
     "10": {
         r"cost / saving = (\d+) ": [CASTS],
-        (r"^\| compiled \(b = 5, w = 9 − 6\) \|" + r" ([\d.]+) \|" * 3): [
+        (r"^\| compiled: b = 5, w = 3 \(.*?\) \|" + r" ([\d.]+) \|" * 3): [
             CASTS * 5 / 768,
             CASTS * 5 / 4096,
             CASTS * 3 / 8192,
         ],
         # the four layers have 7 d inputs and 12 d^2 weights
-        r"together are at ([\d.]+) for d = 768, compiled, and below 1 from d = ([\d,]+)\.": [
+        r"are at ([\d.]+) for d = 768, so forward .* gets slower\. .* from d = ([\d,]+)\.": [
             CASTS * (5 * 7 / 12 / 768 + 3 / 8192),
             round(CASTS * 5 * 7 / 12 / (1 - CASTS * 3 / 8192), -1),
+        ],
+        r"(\d+) % of the preset's FLOPs\. .* ([\d.]+) times as fast .* and ([\d.]+) times": [
+            100 * FLOAT8,
+            1 / (1 - FLOAT8 / 2),
+            1 / (1 - FLOAT8 / 3),
         ],
         **{
             (rf"^\| {name} \| {bits} \| \d+" + r" \| ([\d.,e-]+)" * 3): [
@@ -479,7 +486,11 @@ STATED = {
         ),
         # 7/8 of the bytes leave a rank
         r"they take ([\d.]+) ms at 400 GB/s or ([\d.]+) ms": [
-            1e3 * 2 * 12 * 12 * 768**2 * AROUND / bandwidth for bandwidth in (INSIDE, ONE_CARD)
+            1e3 * 2 * MATRICES * AROUND / bandwidth for bandwidth in (INSIDE, ONE_CARD)
+        ],
+        r"AdamW's all-reduce could .*: ([\d.]+) or ([\d.]+) ms more\.": [
+            1e3 * 4 * (MATRICES + 2 * (GPT2.num_parameters() - MATRICES)) * AROUND / bandwidth
+            for bandwidth in (INSIDE, ONE_CARD)
         ],
     },
     "12": {

@@ -124,7 +124,7 @@ def owners_weights(dtype: torch.dtype, reduces: bool) -> list[Tensor]:
         for w, g in zip(weights, gradients(weights, step), strict=True):
             w.grad = g if reduces or w in muon.owned else stage.NoGradient(w)
         if reduces:
-            stage.reduce_gradients(named.items(), owners)
+            stage.reduce_gradients(named.items(), muon)
         muon.step()
         muon.zero_grad(set_to_none=True)
     return [w.detach() for w in weights]
@@ -240,7 +240,7 @@ def owned_here() -> list[bool]:
     averages = [p.grad / dist.get_world_size() for p in model.parameters()]
     for grad in averages:
         dist.all_reduce(grad)
-    stage.reduce_gradients(model.named_parameters(), owners)
+    stage.reduce_gradients(model.named_parameters(), muon)
     total = torch.cat([grad.flatten() for grad in averages]).norm()
     norm = stage.clip_grad_norm_(model, muon, 0.5 * float(total))
     torch.testing.assert_close(norm, total, rtol=1e-5, atol=0)
@@ -320,7 +320,7 @@ def stepped(case: str) -> list[Tensor]:
     x = torch.arange(8) if is_embedding else torch.randn(16, 8, dtype=dtype)
     for _ in range(2):
         model(x).square().sum().backward()
-        stage.reduce_gradients(model.named_parameters(), owners)
+        stage.reduce_gradients(model.named_parameters(), muon)
         stage.clip_grad_norm_(model, muon, 1.0)
         for optimizer in optimizers:
             optimizer.step()
@@ -355,7 +355,7 @@ def trained_once() -> tuple:
     owners = stage.choose_owners([model[0].weight, model[1].weight], dist.get_world_size())
     muon = stage.Muon(owners, lr=0.1)
     model(torch.ones(1, 8)).sum().backward()
-    stage.reduce_gradients(model.named_parameters(), owners)
+    stage.reduce_gradients(model.named_parameters(), muon)
     return model, muon
 
 
@@ -372,7 +372,7 @@ def step_too_early(model, muon) -> None:
 
 
 def reduce_again(model, muon) -> None:
-    stage.reduce_gradients(model.named_parameters(), muon.owners)
+    stage.reduce_gradients(model.named_parameters(), muon)
 
 
 def backward_again(model, muon) -> None:
@@ -384,7 +384,7 @@ def missing(name: str, model, muon) -> None:
     model(torch.ones(1, 8)).sum().backward()
     model.get_parameter(name).grad = None
     with patch.object(dist, "all_reduce", None), patch.object(dist, "all_to_all_single", None):
-        stage.reduce_gradients(model.named_parameters(), muon.owners)
+        stage.reduce_gradients(model.named_parameters(), muon)
 
 
 def stale_graph(model, muon) -> None:
