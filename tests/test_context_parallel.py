@@ -45,12 +45,7 @@ class ThreadRing(stage.Ring):
 
 
 def ring_of_threads(
-    n: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad: Tensor,
-    autocast: bool = False,
+    n: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, autocast: bool = False
 ) -> list[Tensor]:
     """The output and the gradients of q, k and v, in the order of the sequence. autocast: it is on
     in forward and in backward."""

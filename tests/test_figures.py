@@ -336,10 +336,7 @@ STATED = {
             2 / 3 * 7 * F / INSIDE,
             1 / 2 * 7 * F / INSIDE,
         ],
-        r"in float32 \| A \((\d+) \+ (\d+)/N\) \| A \((\d+) \+ (\d+)/N\)": (
-            kept_in_05,
-            "float32",
-        ),
+        r"in float32 \| A \((\d+) \+ (\d+)/N\) \| A \((\d+) \+ (\d+)/N\)": (kept_in_05, "float32"),
         r"in bfloat16 \| A/2 \((\d+) \+ (\d+)/N\) \| A/2 \((\d+) \+ (\d+)/N\)": (
             kept_in_05,
             "bfloat16",
@@ -447,10 +444,7 @@ STATED = {
     },
     "11": {
         r"^\| model state .* \| ([\d.]+) MB \(02: ([\d.]+)\)": [costs("11")[0], costs("02")[0]],
-        r"^\| sent .* \| ([\d.]+) MB \(02: ([\d.]+)\)": [
-            costs("11")[1],
-            costs("02")[1],
-        ],
+        r"^\| sent .* \| ([\d.]+) MB \(02: ([\d.]+)\)": [costs("11")[1], costs("02")[1]],
         r"^\| with `--dtype bfloat16` \| .* \| ([\d.]+) MB": costs("11", "--dtype bfloat16")[1:],
         r"needs ([\d.]+) GB of model state on each of 8 .*? against ([\d.]+) GB in stage 02": [
             costs(stage, "--preset gpt2", 8, 33_280)[0] / 1e3 for stage in ("11", "02")

@@ -9,14 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness import (
-    StageRun,
-    assert_reproduces,
-    cases,
-    load_stage,
-    runs_for,
-    stage_file,
-)
+from harness import StageRun, assert_reproduces, cases, load_stage, runs_for, stage_file
 from late_backend import Wait, assert_all_waited_for, recorded_calls
 from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agree
 from techniques import STRATEGIES, Trainer

@@ -12,13 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from chaos import tensors_of
-from harness import (
-    WorkerExit,
-    assert_same_curve,
-    cases,
-    load_stage,
-    stage_path,
-)
+from harness import WorkerExit, assert_same_curve, cases, load_stage, stage_path
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
