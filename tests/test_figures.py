@@ -8,7 +8,6 @@ measured times and perplexities, and figures of other authors.
 
 from __future__ import annotations
 
-import csv
 import gc
 import os
 import re
@@ -31,15 +30,6 @@ from tools.planner import plan, step_time
 from tools.planner.step_time import group_bandwidth
 
 F, NVLINK, CARD, SLOW_CARD = 400e12, 400e9, 50e9, 12.5e9  # FLOP/s, bytes/s: the READMEs' H100s
-
-
-def test_a_ring_over_full_nodes_uses_all_cards_of_a_node():
-    assert group_bandwidth(8, 8, NVLINK, CARD) == NVLINK
-    assert group_bandwidth(8, 1, NVLINK, CARD) == CARD
-    assert group_bandwidth(64, 2, NVLINK, CARD) == 2 * CARD
-    assert group_bandwidth(64, 8, NVLINK, CARD) == NVLINK
-    assert group_bandwidth(64, 8, NVLINK, SLOW_CARD) == 8 * SLOW_CARD
-    assert group_bandwidth(64, 8, NVLINK, 2 * CARD) == NVLINK
 
 
 INSIDE = group_bandwidth(8, 8, NVLINK, CARD)
@@ -605,22 +595,6 @@ def test_the_constants_and_the_range_are_those_that_the_fit_gives():
         assert row == pytest.approx(counted, abs=0.5)
 
 
-def test_the_predicted_best_of_bigscience_runs_costs_at_most_a_tenth_more_than_the_best():
-    """On this the bytes per gradient were tuned."""
-    rows = csv.DictReader(step_errors.PUBLISHED.open())
-    chosen = [
-        run
-        for run, row in zip(published(), rows, strict=True)
-        if run.source == "bigscience"
-        and re.search(r"02-2[56]\b", row["notes"])
-        and (row["layers"], row["d_model"]) == ("72", "14336")
-    ]
-    predicted = [step_time.step_time(run.job).seconds / run.job.global_batch for run in chosen]
-    per_sample = [run.seconds / run.job.global_batch for run in chosen]
-    assert len(chosen) > 10
-    assert per_sample[predicted.index(min(predicted))] <= 1.1 * min(per_sample)
-
-
 def test_the_errors_in_the_text_are_those_of_the_model():
     text = (REPO / "benchmarks/README.md").read_text()
     usable = [run for run in published() if run.job is not None]
@@ -634,12 +608,3 @@ def test_the_errors_in_the_text_are_those_of_the_model():
         )
         figures = [float(figure) for figure in found.groups()]
         assert figures == pytest.approx(step_errors.summary(step_errors.errors(runs))[:2], abs=0.06)
-
-
-@pytest.mark.parametrize("change", [{"micro_batch": 2}, {"tp": 2}, {"pp": 2}, {"sharding": "fsdp"}])
-def test_no_part_of_a_step_is_negative_and_more_bandwidth_is_never_slower(change):
-    job = plan.Job(32, 4096, 32, 4096, 33_280, 512, 128, H100, network=50e9, **change)
-    slow = step_time.step_time(replace(job, network=5e9))
-    assert min(slow.parts.values()) >= 0
-    assert step_time.step_time(job).seconds <= slow.seconds
-    assert len(slow.explain) >= len(slow.parts)

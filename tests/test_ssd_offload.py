@@ -8,7 +8,6 @@ import json
 import math
 import os
 import random
-import re
 import resource
 import signal
 import tempfile
@@ -20,7 +19,7 @@ from unittest.mock import patch
 import chaos
 import pytest
 import torch
-from harness import assert_same_curve, train
+from harness import assert_same_curve, process_bytes, train, train_in
 
 from common.distributed import rank
 from common.ssd_state import StateFile, StateFolder, lock_folder
@@ -96,10 +95,6 @@ DEEP = "--d-model 128 --n-heads 4 --seq-len 16 --global-batch-size 2 --activatio
 LAYER = 16 * (12 * 128 * 128 + 2 * 128)  # bytes of state: 3.2 MB; of 64 layers 202 MB
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 def peak_of(stage: str, argv: list[str], most: int) -> int:
     """The peak of resident memory in a run, in bytes above what there was before it.
 
@@ -107,14 +102,13 @@ def peak_of(stage: str, argv: list[str], most: int) -> int:
     """
     module, peak, ended = load_stage(stage), [0], threading.Event()
     threading.stack_size(2**18)
-    before = resident()
-    allocated = re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]
+    before = process_bytes("VmRSS")
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(allocated) + most, limits[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (process_bytes("VmData") + most, limits[1]))
 
     def watch() -> None:
         while not ended.wait(0.002):
-            peak[0] = max(peak[0], resident())
+            peak[0] = max(peak[0], process_bytes("VmRSS"))
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -388,20 +382,16 @@ def test_without_direct_io_a_run_is_the_same_and_warns(pools, argv, tmp_path):
     assert_same_curve(outcome.value, expected)
 
 
-def restarted(count: str, argv: list[str]) -> list[dict]:
-    launch = {"TORCHELASTIC_RUN_ID": "chosen", "TORCHELASTIC_RESTART_COUNT": count}
-    with patch.dict(os.environ, launch):
-        return train("12", argv)
-
-
 def test_a_restart_goes_on_from_the_files_whatever_the_flag_says_and_changes_are_printed(
     pools, argv, tmp_path
 ):
     argv = [*argv, "--resume", "never", "--run-dir", str(tmp_path), "--steps"]
+    launch = {"TORCHELASTIC_RUN_ID": "chosen", "TORCHELASTIC_RESTART_COUNT": "0"}
     pool = pools(1)
-    pool.run(restarted, "0", [*argv, "2"])
+    pool.run(train_in, launch, "12", [*argv, "2"])
     pool.close()  # the process has the lock of the folder until it ends
-    (outcome,) = pool.attempt(restarted, "1", [*argv, "3", "--lr", "0.5"])
+    launch["TORCHELASTIC_RESTART_COUNT"] = "1"
+    (outcome,) = pool.attempt(train_in, launch, "12", [*argv, "3", "--lr", "0.5"])
     assert [line["step"] for line in outcome.value] == [2]
     assert "--lr is now 0.5, was 0.001" in outcome.stdout
     assert "--steps is now 3, was 2" in outcome.stdout
