@@ -63,7 +63,8 @@ def test_resume_in_any_other_stage_has_the_same_loss_curve(train, curve, saved, 
     assert_same_curve(rest, [line for line in curve if line["step"] >= AFTER])
 
 
-RUNS = {run.id: run for purpose in ("parity", "load", "save") for run in runs_for(purpose)}
+LAST = {run.stage: run for run in runs_for("parity")}
+RUNS = {run.id: run for runs in (LAST, SAVES, LOADS) for run in runs.values()}
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

@@ -13,12 +13,13 @@ import os
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
 import step_errors
 import torch
-from harness import REPO, PeakMemory, fake_ranks, live_bytes, load_stage, runs_for
+from harness import REPO, PeakMemory, StageRun, fake_ranks, live_bytes, load_stage, runs_for
 from techniques import Trainer
 
 from benchmarks.rows import SHAPES
@@ -129,13 +130,40 @@ def report_of(stage: str, ranks: int, flags: str, rank: int = 0) -> Report:
 
 
 def planned_report(stage: str, ranks: int) -> str:
+    return figures(stage, ranks, planned_run(stage, ranks).argv)
+
+
+def planned_run(stage: str, ranks: int) -> StageRun:
     (run,) = (x for x in runs_for("plan") if (x.stage, x.ranks) == (stage, ranks))
-    return figures(stage, ranks, run.argv)
+    return run
+
+
+def pipeline_report(stage: str, ranks: int, global_batch: int) -> list[int]:
+    """Model state, peak and what is sent, of the rank that has the most."""
+    argv = [*planned_run(stage, ranks).argv, "--global-batch-size", str(global_batch)]
+    reports = [dry_run(stage, ranks, rank, argv) for rank in (0, ranks // 2, ranks - 1)]
+    each = [(r.states, r.peak, r.sent.total_ring_bytes) for r in reports]
+    return [max(values) for values in zip(*each, strict=True)]
 
 
 def planned(alone, stage: str, *ranks: int) -> list[float]:
     """GB of `make dry-run-all`: model state, peak and what is sent, for each number of ranks."""
+    if stage in ("06", "07"):
+        return [x for n in ranks for x in planned_pipeline(alone, stage, n)]
     return [float(x) for n in ranks for x in alone(planned_report, stage, n).split(" | ")]
+
+
+def planned_pipeline(alone, stage: str, ranks: int) -> list[float]:
+    """By fewer micro-batches: one more than there are stages reach the peak, and what is sent is
+    linear in their number."""
+    flags = dict(pairwise(planned_run(stage, ranks).flags))
+    pp, tp = int(flags.get("--pp", ranks)), int(flags.get("--tp", 1))
+    dp = ranks // (pp * tp)
+    m = int(flags["--global-batch-size"]) // dp
+    (*_, one), (states, peak, many) = (
+        alone(pipeline_report, stage, ranks, dp * n) for n in (1, pp + 1)
+    )
+    return [states / GB, peak / GB, (one + (m - 1) * (many - one) / pp) / GB]
 
 
 def kept_by_a_layer(alone, flags: str, report=report_of) -> list[float]:
@@ -184,9 +212,13 @@ def activations_in_06(alone, schedule: str) -> list[float]:
 
 
 def memory_in_07(alone, tp: int, pp: int) -> list[float]:
+    """GB of model state and at the peak, which are linear in the number of layers. One more
+    micro-batch than there are stages reach the peak."""
     command = text_of("07").split('make dry-run-07 ARGS="--ranks 1024 ')[1].split(" --tp")[0]
-    report = alone(report_of, "07", 1024, f"{command} --tp {tp} --pp {pp}")
-    return [report.states / GB, report.peak / GB]
+    argv = f"{command} --tp {tp} --pp {pp} --global-batch-size {1024 // (tp * pp) * (pp + 1)}"
+    few, many = (alone(report_of, "07", 1024, f"{argv} --n-layers {n}") for n in (pp, 2 * pp))
+    pairs = (few.states, many.states), (few.peak, many.peak)
+    return [(a + (40 / pp - 1) * (b - a)) / GB for a, b in pairs]
 
 
 CHECKPOINTING = "--activation-checkpointing"

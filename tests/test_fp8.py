@@ -392,12 +392,12 @@ def test_a_compiled_cast_reads_its_input_twice_and_writes_float8(recipe):
 @pytest.mark.slow
 @compiler
 def test_a_compiled_model_is_a_graph_per_unit_with_the_same_loss_and_gradients():
-    """With dropout. The compiler adds in another order, so a few numbers round the other way."""
+    """With dropout."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     ours, plain = (model("rowwise", n_layers=1, dropout=0.1) for _ in range(2))
     for unit in ours.units():
-        unit.compile()
+        unit.compile(backend="aot_eager")  # to generate code, as for the cast, would take a minute
     tokens, keys = torch.arange(32).view(2, 16), torch.tensor([5, 7], dtype=torch.int32)
     losses = [each(tokens, tokens, keys) for each in (ours, plain)]
     for loss in losses:
