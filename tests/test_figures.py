@@ -171,9 +171,9 @@ def kept_by_a_layer(alone, flags: str, report=report_of) -> list[float]:
     shape = "--d-model 256 --n-heads 4 --seq-len 2048 --global-batch-size 8 --n-layers"
 
     def kept(ranks: int) -> float:
-        reports = [alone(report, "05", ranks, f"{shape} {n} {flags}") for n in (2, 4)]
+        reports = [alone(report, "05", ranks, f"{shape} {n} {flags}") for n in (1, 2)]
         few, many = (x.peak - x.parameters - x.optimizer for x in reports)
-        return (many - few) / 2 / (2 * 8 * 2048 * 256)
+        return (many - few) / (2 * 8 * 2048 * 256)
 
     one, four = kept(1), kept(4)
     sharded = (one - four) * 4 / 3
@@ -242,9 +242,9 @@ def tokens_of_xl(alone, stage: str, ranks: int, flags: str) -> list[float]:
 
     def activations(tokens: int) -> float:
         argv = f"--preset gpt2-xl --dtype bfloat16 --global-batch-size 1 --seq-len {tokens} {flags}"
-        reports = [alone(with_gradients, stage, ranks, f"{argv} --n-layers {n}") for n in (2, 4)]
+        reports = [alone(with_gradients, stage, ranks, f"{argv} --n-layers {n}") for n in (1, 2)]
         few, many = (report.activations / GB for report in reports)
-        return few + 46 * (many - few) / 2
+        return few + 47 * (many - few)
 
     start = 16_384 * ranks
     short, long = activations(start), activations(2 * start)
@@ -532,9 +532,8 @@ def rounding(text: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_with_checkpointing_a_layer_of_05_keeps_its_input(alone, dtype):
-    flags = f"--dtype {dtype} {CHECKPOINTING}"
+def test_with_checkpointing_a_layer_of_05_keeps_its_input(alone):
+    flags = f"--dtype bfloat16 {CHECKPOINTING}"
     for more, kept in (("", [2, 0]), ("--sequence-parallel", [0, 2])):
         assert kept_by_a_layer(alone, f"{flags} {more}") == pytest.approx(kept, abs=0.05)
 
@@ -546,7 +545,7 @@ def test_what_layers_of_08_keep_is_divided_by_the_ranks(alone, kind):
     argv = f"{shape} --context-parallel-kind {kind} --n-layers"
 
     def kept(ranks: int) -> float:
-        few, many = (alone(with_gradients, "08", ranks, f"{argv} {n}") for n in (2, 4))
+        few, many = (alone(with_gradients, "08", ranks, f"{argv} {n}") for n in (1, 2))
         return many.activations - few.activations
 
     assert [2 * kept(2), 4 * kept(4)] == pytest.approx([kept(1)] * 2, rel=0.01)
