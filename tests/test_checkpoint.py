@@ -47,8 +47,8 @@ def load_checkpoint(folder: Path | str, resume: str, state: dict, optimizer=STUB
 CONFIG = TransformerConfig(vocab_size=100, d_model=32, n_layers=2, n_heads=2, seq_len=8)
 
 
-def trained(seed: int = 1, steps: int = 2):
-    model = Transformer(CONFIG)
+def trained(config: TransformerConfig = CONFIG, seed: int = 1, steps: int = 2):
+    model = Transformer(config)
     init_weights(model, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
@@ -60,9 +60,9 @@ def trained(seed: int = 1, steps: int = 2):
     return model, optimizer
 
 
-def loaded(folder: Path, resume: str = "auto"):
+def loaded(folder: Path, resume: str = "auto", config: TransformerConfig = CONFIG):
     """Load a checkpoint into a model with another seed; returns its state and the step."""
-    model, optimizer = trained(seed=9, steps=0)
+    model, optimizer = trained(config, seed=9, steps=0)
     state = training_state(model, optimizer)
     return state, load_checkpoint(folder, resume, state, optimizer)
 
@@ -301,6 +301,13 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path, error_of):
     assert "cannot be read: [Errno 40]" in error_of(loaded, tmp_path / "loop", "auto")
     assert "cannot be read: [Errno 40]" in error_of(loaded, tmp_path, "auto", status=1)
     assert "cannot be read: [Errno 36]" in error_of(loaded, tmp_path, "x" * 300)
+
+
+@pytest.mark.parametrize("change", [{"d_model": 64}, {"n_layers": 3}, {"n_layers": 1}], ids=str)
+def test_incompatible_checkpoint_of_another_model_is_an_error(tmp_path, error_of, change):
+    saved(tmp_path)
+    config = TransformerConfig(**(vars(CONFIG) | change))
+    assert "does not fit this model" in error_of(loaded, tmp_path, "auto", config)
 
 
 def flip(file: Path) -> None:

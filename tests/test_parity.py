@@ -54,7 +54,7 @@ def modules() -> dict[int, nn.Module]:
     return {id(each): each for each in gc.get_objects() if issubclass(type(each), nn.Module)}
 
 
-@pytest.mark.parametrize("run", cases("late"))
+@pytest.mark.parametrize("run", cases("agreement"))
 def test_a_run_leaves_no_module_behind(pools, corpus_dir, tmp_path, run):
     """Hooks that hold a wrapper would: the garbage collector does not see them."""
     argv = [*run.argv, "--data", str(corpus_dir), "--run-dir", str(tmp_path), "--steps", "2"]
