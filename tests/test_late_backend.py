@@ -35,7 +35,7 @@ def seeded_bug(kind: str) -> None:
     else:
         work = dist.all_reduce(x, async_op=True)
         if kind == "read":
-            assert x.sum().item() == 64 * n, "read too early"
+            assert not x.isnan().all(), "read too early"
         elif kind == "scaled":
             x.div_(n)  # turns a signalling NaN into a quiet one
         elif kind == "freed":
