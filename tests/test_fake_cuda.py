@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,7 +14,6 @@ from slurm_cluster import need
 pytestmark = pytest.mark.slow
 
 VOCABULARY = 200
-SIZES = r"\d|--(micro-batch-size|n-layers|n-heads|d-model|seq-len)"  # make no other calls
 ONE = StageRun("01", "late", 1, ("--micro-batch-size", "6"), quick=True)
 
 
@@ -25,8 +23,7 @@ def runs() -> list:
     found = [pytest.param(ONE, id="01", marks=pytest.mark.quick)]
     for case in sorted(every, key=lambda case: (not case.marks, -len(case.values[0].flags))):
         (run,) = case.values
-        words = {(run.stage, run.purpose), *((run.stage, word) for word in run.flags)}
-        words = {(stage, word) for stage, word in words if not re.match(SIZES, word)}
+        words = {(run.stage, word) for word in (run.purpose, *run.flags) if not word[0].isdigit()}
         found += [case] if words - seen else []
         seen |= words
     return found

@@ -423,13 +423,13 @@ def test_make_cluster_names_missing_packages(tmp_path):
 # ---- make cluster ----
 
 
-def test_make_cluster_submit_logs_and_cluster_down(tmp_path):
+def test_make_cluster_submit_logs_and_cluster_down(tmp_path, corpus_dir):
     need("sbatch", "slurmctld", "slurmd", "munged", packages=PACKAGES)
     laptop = Cluster(copy_of_repository(tmp_path / "copy"))
     try:
         assert "2 nodes" in laptop.make("cluster", "PORT=17100")
         assert "make cluster-down" in laptop.make("cluster", fails=True)
-        laptop.submit("submit-01", f"ARGS={TINY} --data sample --steps 2")
+        laptop.submit("submit-01", f"ARGS={TINY} --data {corpus_dir} --steps 2")
         said = laptop.make("logs-01")
         assert "step     1  loss" in said and "COMPLETED" in said
         assert "stopped" in laptop.make("cluster-down")

@@ -202,10 +202,13 @@ def test_make_runs_a_stage_with_the_python_of_a_module(bare):
 
 
 @pytest.mark.slow
-def test_every_kind_of_row_runs_and_a_loss_that_is_off_fails(monkeypatch, tmp_path, capsys):
+def test_every_kind_of_row_runs_and_a_loss_that_is_off_fails(
+    monkeypatch, tmp_path, capsys, corpus_dir
+):
     monkeypatch.setattr(quickstart, "FOLDER", tmp_path)
     monkeypatch.setattr(quickstart, "HALF", 2)
-    monkeypatch.setitem(quickstart.BASE, "quickstart", f"{TINY} --dtype float32")
+    flags = f"{TINY} --data {corpus_dir} --dtype float32"
+    monkeypatch.setitem(quickstart.BASE, "quickstart", flags)
     # 01, by torchrun, with a reference of its own, resumed; test_parity.py has the others' flags
     rows = [row for row in rows_for(0, cores=2) if row.stage in ("01", "02", "09")]
     tried = Quickstart(0)
