@@ -33,6 +33,12 @@ from tools.planner.step_time import group_bandwidth
 F, NVLINK, CARD, SLOW_CARD = 400e12, 400e9, 50e9, 12.5e9  # FLOP/s, bytes/s: the READMEs' H100s
 
 
+def test_a_ring_over_full_nodes_uses_all_cards_of_a_node_at_most_nvlinks_bandwidth():
+    assert group_bandwidth(64, 2, NVLINK, CARD) == 2 * CARD
+    assert group_bandwidth(64, 8, NVLINK, SLOW_CARD) == 8 * SLOW_CARD
+    assert group_bandwidth(64, 8, NVLINK, 2 * CARD) == NVLINK == group_bandwidth(8, 8, NVLINK, 1)
+
+
 INSIDE = group_bandwidth(8, 8, NVLINK, CARD)
 ONE_CARD = group_bandwidth(8, 1, NVLINK, CARD)
 SLOW_NODES = group_bandwidth(64, 8, NVLINK, SLOW_CARD)
