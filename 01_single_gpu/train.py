@@ -1,7 +1,7 @@
 """Stage 01: train a transformer on one device.
 
-The plain training step, and the reference for every later stage. Weights, data order, dropout masks
-and loss depend on the seed and the step only, so each stage must reproduce this loss curve.
+The plain training step, whose loss curve a later stage must reproduce if it computes the same.
+Weights, data order and dropout masks depend on the seed and the step only.
 
     memory          16 P bytes for P parameters: weight 4, gradient 4, AdamW's first and second
                     moments 8; and the activations of one micro-batch

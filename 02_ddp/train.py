@@ -1,8 +1,8 @@
 """Stage 02: data parallelism with overlapped gradient averaging (DDP).
 
 Every rank holds a full replica of the model and computes the gradients of its part of each global
-batch. The average over the ranks is the gradient of the whole batch, so every replica takes the
-same optimizer step and they stay identical. Gradients are averaged in buckets: as soon as the last
+batch. Their average over the ranks is the gradient of the whole batch, so all replicas take the
+same optimizer step and stay identical. Gradients are averaged in buckets: as soon as the last
 gradient of a bucket is ready, its all-reduce starts and overlaps with the rest of backward.
 
 New since stage 01: a process group (`setup`, `cleanup`), each rank's part of the data, losses
@@ -60,9 +60,9 @@ from common.run import Run
 class DistributedDataParallel(nn.Module):
     """Keep the replicas of a module identical: same initial weights, same averaged gradients.
 
-    module: complete, with the same contiguous parameters on every rank. process_group: the ranks
-    whose gradients are averaged; None for all. bucket_cap_mb: the most MB in one all-reduce, 1 in
-    the first, which thus starts early. A step ends with `finish_gradient_synchronization`.
+    module: has the same contiguous parameters on every rank, and keeps them. process_group: the
+    ranks whose gradients are averaged; None for all. bucket_cap_mb: the most MB in one all-reduce.
+    After the last backward of a step, call `finish_gradient_synchronization`.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class DistributedDataParallel(nn.Module):
             self.launched += 1
 
     def finish_gradient_synchronization(self) -> None:
-        """After a step's last backward, which reaches every parameter: wait for the averages."""
+        """Wait for the averages. The step's last backward must have reached every parameter."""
         missing = {p for bucket in self.buckets[self.launched :] for p in bucket.waiting_for}
         if missing:
             names = [name for name, p in self.module.named_parameters() if p in missing]
@@ -122,10 +122,10 @@ class DistributedDataParallel(nn.Module):
 
 
 class Bucket:
-    """Parameters whose gradients lie side by side in one flat buffer: one all-reduce sends all.
+    """Parameters whose gradients are views into one flat buffer, averaged by one all-reduce.
 
     grads: [numel of all parameters]; grad_views: each parameter's gradient, a view into `grads`.
-    Every step allocates new ones: whoever keeps a gradient keeps its value.
+    Every step allocates new ones, so a gradient that somebody keeps does not change.
     waiting_for: the parameters whose gradients the step's last backward has not produced yet.
     """
 
@@ -140,11 +140,11 @@ class Bucket:
         chunks = flat[: sum(sizes)].split(sizes)
         return {p: chunk.view(p.shape) for p, chunk in zip(self.params, chunks, strict=True)}
 
-    def collect(self, param: nn.Parameter, divide_by: int = 1) -> None:
+    def collect(self, param: nn.Parameter, divide_by: int) -> None:
         """Copy the gradient of `param` into the buffer, and make the view there `param.grad`.
 
         After `zero_grad` backward allocates a new gradient outside the buffer; later micro-batches
-        add to the view. Dividing before the sum makes it the average.
+        add to the view. Dividing before the sum over the ranks makes that sum the average.
         """
         if self.grads is None:
             self.grads = param.new_empty(sum(p.numel() for p in self.params))

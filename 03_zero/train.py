@@ -18,8 +18,8 @@ or output) before its forward, again if its backward reads them, and frees them 
     3             16 P / N + one unsharded unit  reduce-scatter m P + all-gather m (2 P - E - O)
 
     During backward, ZeRO-2 also holds the full gradients of two buckets: backward fills one while
-    the other is being reduced. ZeRO-3 holds those of one unit, twice while it joins them. Backward
-    reads neither the embedding nor the output, whose loss computes its gradients in forward.
+    the other is being reduced. ZeRO-3 holds one unit's, and a copy during the reduce-scatter.
+    Backward does not read the embedding, nor the output, whose gradients are computed in forward.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
@@ -57,10 +57,10 @@ from common.guards import weak
 from common.units import (
     Place,
     checked_saved_tensors_hooks,
+    forbid_float16,
     lend_parameters,
     owned_by,
     place_in,
-    refuse_float16,
     take_parameters,
     units_with_values,
 )
@@ -85,7 +85,7 @@ class ZeroRedundancyOptimizer:
     """ZeRO-1: shard the state of an element-wise optimizer across the data-parallel ranks.
 
     The contract. All micro-batches of a step but the last are under `no_sync()`, and the last one
-    gives every parameter a gradient. After its backward call, in this order,
+    gives every parameter a gradient. After its backward call come, in this order,
     `finish_gradient_synchronization()`, `clip_grad_norm_()`, `step()` and `zero_grad()`.
 
     module: complete, with the same contiguous parameters on every rank. optimizer_class: for
@@ -116,7 +116,7 @@ class ZeroRedundancyOptimizer:
         self.synchronizes = True
         for param in params:  # a hook that held the wrapper would keep it alive forever
             param.register_post_accumulate_grad_hook(weak(self.mark_ready))
-        module.register_forward_pre_hook(partial(refuse_float16, params))
+        module.register_forward_pre_hook(partial(forbid_float16, params))
         self.shards = [bucket.shard for bucket in self.buckets]
         self.optimizer = optimizer_class(self.shards, **defaults)
         # a hook, so that the parameters are gathered no matter who calls step()
@@ -149,7 +149,7 @@ class ZeroRedundancyOptimizer:
             self.launched += 1
 
     def finish_gradient_synchronization(self) -> None:
-        """After a step's last backward, which reaches every parameter: wait for the averages."""
+        """Wait for the averages. The step's last backward must have reached every parameter."""
         missing = {p for bucket in self.buckets[self.launched :] for p in bucket.waiting_for}
         if missing:
             names = [name for name, p in self.module.named_parameters() if p in missing]
@@ -170,8 +170,8 @@ class ZeroRedundancyOptimizer:
         return norm
 
     def step(self) -> None:
-        """Update this rank's shards, and send them to all ranks."""
-        self.optimizer.step()  # its hook calls the all-gathers
+        """Update this rank's shards, and all-gather the parameters."""
+        self.optimizer.step()  # its hook calls `all_gather_parameters`
 
     def all_gather_parameters(self) -> None:
         for gather in [bucket.start_all_gather() for bucket in self.buckets]:
@@ -189,7 +189,7 @@ class Bucket:
 
     full: [N * length], padded. shard: [length], the part of `full` that this rank's optimizer
     updates. grads: [N * length]; grad_views: each parameter's gradient, a view into `grads`.
-    Every step allocates new ones: whoever keeps a gradient keeps its value.
+    Every step allocates new ones, so a gradient that somebody keeps does not change.
     waiting_for: the parameters whose gradients this backward has not produced yet.
     average: [length], the average gradient of the shard, in ZeRO-2 summed over micro-batches.
     """
@@ -239,7 +239,7 @@ class Bucket:
         self.grads = self.grad_views = None
 
     def start_all_gather(self) -> Work:
-        """Start to replace the old parameters by the shards that all ranks have updated."""
+        """Start to fill `full` with the other ranks' updated shards; this rank's is in place."""
         return all_gather_single(self.full, self.shard.detach(), group=self.group, async_op=True)
 
 
@@ -262,15 +262,15 @@ class ZeroStage2(ZeroRedundancyOptimizer):
         return nullcontext()
 
     def mark_ready(self, param: nn.Parameter) -> None:
-        """As in ZeRO-1. Two buckets have full gradients: backward fills one while the previous one
-        is being reduced (more if a parameter of an earlier bucket gets its gradient late)."""
+        """As in ZeRO-1, but finish a reduction once the next one has started. So two buckets have
+        full gradients (more if a parameter of an earlier bucket gets its gradient late)."""
         if self.launched == len(self.buckets):
             # a new micro-batch has begun, and the last bucket of the previous one is in flight
             self.buckets[-1].finish_reduction()
             self.launched = 0
         super().mark_ready(param)
-        for bucket in self.buckets[: max(0, self.launched - 1)]:
-            bucket.finish_reduction()  # after the next launch: the network is busy meanwhile
+        for bucket in self.buckets[: self.launched][:-1]:
+            bucket.finish_reduction()  # after the next launch, so that the network stays busy
 
 
 class ShardedGradientBucket(Bucket):
@@ -297,8 +297,8 @@ class ShardedGradientBucket(Bucket):
 class ZeroStage3(ZeroStage2):
     """ZeRO-3: shard the parameters, too, and gather them unit by unit.
 
-    It has units in place of buckets and of hooks on gradients. Clipping, `step` and `zero_grad` are
-    those of ZeRO-1: they see the shards alone.
+    Units replace buckets, and `Gather.backward` replaces the hooks on gradients. Clipping, `step`
+    and `zero_grad` are inherited, because they need only the shards.
 
     The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
     in every forward of its unit and nowhere else. All ranks run the same units in the same order.
@@ -321,14 +321,14 @@ class ZeroStage3(ZeroStage2):
         self.units = [Unit(name, unit, process_group) for name, unit in pairs]
         self.bucket_of = {}  # no full gradients to clear
         self.shards = [unit.shard for unit in self.units]
-        self.optimizer = optimizer_class(self.shards, **defaults)  # the next forward gathers
+        self.optimizer = optimizer_class(self.shards, **defaults)  # needs no hook: forward gathers
 
     def finish_gradient_synchronization(self) -> None:
         """Nothing to do: autograd has reduced and accumulated every gradient."""
 
 
 class Unit:
-    """One unit's parameters side by side, of which this rank keeps its shard alone.
+    """One unit's parameters side by side in a flat buffer, of which this rank keeps its shard.
 
     shard: [length], a parameter, whose gradient autograd computes and accumulates. full: the
     gathered parameters, [N * length], padded; exists only while the unit computes.
@@ -337,7 +337,7 @@ class Unit:
     def __init__(self, name: str, module: nn.Module, group: ProcessGroup | None):
         self.name, self.group, self.n_ranks = name, group, dist.get_world_size(group)
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
-        self.owners, flat = take_parameters(module)  # the module has no parameters any more
+        self.owners, flat = take_parameters(module)  # leaves the module without parameters
         self.owned, padding = owned_by(len(flat), group)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
         self.shard = nn.Parameter(F.pad(flat, (0, padding))[self.owned].clone())
@@ -345,10 +345,10 @@ class Unit:
         self.module_forward, module.forward = module.forward, self.run
 
     def run(self, *args, **kwargs):
-        """Replaces the module's `forward`; only in here does the module have parameters."""
-        self.full = None  # stale if the last backward did not reach `Gather.backward`
+        """Called as the module's `forward`. Only in here does the module have parameters."""
+        self.full = None  # old values, if the last backward has not reached `Gather.backward`
         params = Gather.apply(self.shard, self)
-        hooks = checked_saved_tensors_hooks(self, params)  # of autograd: `pack` and `unpack`
+        hooks = checked_saved_tensors_hooks(self, params)  # calls `pack` and `unpack`
         try:
             with lend_parameters(self.owners, params), hooks:
                 return self.module_forward(*args, **kwargs)
@@ -356,16 +356,16 @@ class Unit:
             self.full = None  # frees it: `pack` has kept no reference for backward
 
     def pack(self, tensor: Tensor) -> Tensor | Place:
-        """What autograd keeps for backward: a tensor or, of a view of `full`, its place there."""
+        """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
         place = place_in(self.full, tensor)
-        # detached: a node that saved its own output would keep itself alive
+        # detached: a node that saved its own output would form a reference cycle
         return tensor.detach() if place is None else place
 
     def unpack(self, saved: Tensor | Place) -> Tensor:
-        """What backward reads: the tensor, or the view, for which the unit is gathered again."""
+        """Called when backward needs a saved tensor. For a parameter, gather the unit again."""
         return self.unshard().as_strided(*saved) if isinstance(saved, Place) else saved
 
-    @torch.inference_mode(False)  # an inference tensor has no version counter
+    @torch.inference_mode(False)  # under it, `full` would have no version counter
     def unshard(self) -> Tensor:
         """All-gather the parameters, unless they are here. Returns them: [N * length]."""
         if self.full is None:
@@ -375,12 +375,12 @@ class Unit:
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard, [length]; the adjoint is a reduce-scatter."""
+    """A unit's parameters as a function of the ranks' shards; its backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a missing gradient is None: `check_backward` raises
         *chunks, _ = unit.unshard().split(unit.sizes)  # the all-gather
         return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 

@@ -2,9 +2,9 @@
 
 Every rank owns a shard of the parameters, gradients and optimizer state of each unit: embedding,
 layer or output. A unit's parameters are all-gathered while the previous unit computes (prefetch),
-and freed right after use. In backward, the reduce-scatter of a unit's gradients overlaps with the
-computation of the preceding unit. The autograd function `Gather` connects the two: its forward
-returns the gathered parameters, and its backward starts the reduce-scatter.
+and freed right after use. In backward they are gathered again, and the reduce-scatter of a unit's
+gradients overlaps with the computation of the preceding unit. The autograd function `Gather`
+connects the two: its forward returns the parameters, its backward starts the reduce-scatter.
 
 New since stage 03: prefetching; reductions in flight; the model is built on the meta device, unit
 by unit; bfloat16; groups of ranks that shard the model and are replicas of each other
@@ -17,10 +17,10 @@ by unit; bfloat16; groups of ranks that shard the model and are replicas of each
     resharded  16 P / N + four units   reduce-scatter m P + all-gather m (2 P - E - L - O)
     kept       16 P / N + all units    reduce-scatter m P + all-gather m P
 
-    In backward two units are unsharded, and two have full gradients. Backward gathers neither the
-    embedding, nor the output, whose loss computes its gradients in forward, nor the last layer.
-    Units are kept until their backward with --no-reshard-after-forward. Hybrid sharding adds an
-    all-reduce of P / N elements.
+    Of the four units, two are unsharded in backward, and two have full gradients. Backward gathers
+    neither the embedding nor the output (whose loss computes its gradients in forward), nor the
+    last layer, which stays unsharded. --no-reshard-after-forward keeps all units until backward.
+    Hybrid sharding adds an all-reduce of P / N elements.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 
@@ -90,9 +90,9 @@ class FullyShardedDataParallel(nn.Module):
     After the last backward of a step come `finish_gradient_synchronization()`, `clip_grad_norm_()`,
     the optimizer's `step()` and `zero_grad()`. The optimizer updates `parameters()`, the shards.
 
-    All ranks start with the values of the first one. Or the module is on the meta device, and
-    `read_shard(name, shapes, owned)` returns the elements `owned` of a unit's parameters, which lie
-    side by side (`owned` may reach beyond them): then no rank ever holds more than its shards.
+    All ranks start with the values of the first one. Or the module is on the meta device, so that
+    no rank ever holds the full model. Then `read_shard(name, shapes, owned)` returns a unit's
+    values: the slice `owned` of its parameters, laid side by side (it may reach beyond them).
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         units: list[nn.Module],  # in the order to prefetch in
         shard_group: ProcessGroup | None = None,  # the N ranks that shard each unit; default: all
-        replicate_group: ProcessGroup | None = None,  # those with the same shard; default: none
+        replicate_group: ProcessGroup | None = None,  # ranks with the same shard; default: none
         param_dtype: torch.dtype | None = None,  # of gathered units and their inputs
-        reduce_dtype: torch.dtype | None = None,  # of gradients that are reduced
+        reduce_dtype: torch.dtype | None = None,  # of gradients in the reduce-scatter
         reshard_after_forward: bool = True,  # False: each unit stays until its backward
         read_shard: Callable[[str, dict[str, torch.Size], slice], Tensor] | None = None,
         device: torch.device | None = None,  # of the unsharded parameters; default: the module's
@@ -115,8 +115,8 @@ class FullyShardedDataParallel(nn.Module):
         self.reshard_after_forward = reshard_after_forward
         self.device = device or next(module.parameters()).device
         self.shard_device = torch.device("cpu") if cpu_offload else self.device
-        self.kept: Unit | None = None  # the last unit that forward has not freed
-        self.in_flight: Unit | None = None  # whose reduction was started last
+        self.kept: Unit | None = None  # the unit that stays gathered for backward
+        self.in_flight: Unit | None = None  # the unit whose reduction was started last
         options = [param_dtype, reduce_dtype, reshard_after_forward]
         check_options(module, self.device, options, shard_group, replicate_group)
         named_units = units_with_values(module, units, may_be_meta=read_shard is not None)
@@ -132,15 +132,15 @@ class FullyShardedDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def run(self, unit: Unit, *args, **kwargs):
-        """Replaces the module's `forward`; only in here does the module have parameters."""
+        """Called as the module's `forward`. Only in here does the module have parameters."""
         in_backward = is_in_backward()
         self.enter(unit, in_backward)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         params = Gather.apply(unit.shard, unit)
-        hooks = checked_saved_tensors_hooks(unit, params)  # of autograd: `unit.pack` and `unpack`
+        hooks = checked_saved_tensors_hooks(unit, params)  # calls `unit.pack` and `unpack`
         with lend_parameters(unit.owners, params), hooks as in_checkpoint:
             output = unit.module_forward(*args, **kwargs)
-        unit.used_in_backward |= in_checkpoint  # where `pack` is not called
+        unit.used_in_backward |= in_checkpoint  # in backward it calls `run`, not `pack`
         if not in_backward and (self.reshard_after_forward or not torch.is_grad_enabled()):
             self.after_forward(unit)
         return output
@@ -149,15 +149,15 @@ class FullyShardedDataParallel(nn.Module):
         """Gather the unit's parameters, and prefetch those of the next unit that will be used."""
         unit.unshard()
         order = self.units[::-1] if in_backward else self.units  # the same on all ranks
-        rest = order[order.index(unit) + 1 :]
-        following = [each for each in rest if each.used_in_backward or not in_backward]
-        for each in following[:1]:
+        later = order[order.index(unit) + 1 :]
+        following = [each for each in later if each.used_in_backward or not in_backward]
+        for each in following[:1]:  # none after the last unit
             each.unshard()  # before the unit's own kernels, with which it overlaps
         unit.wait()
 
     def after_forward(self, unit: Unit) -> None:
-        """Free the unit. If backward needs it, free its predecessor instead: the last one stays
-        gathered, because nothing would hide its second all-gather."""
+        """Free the unit or, if backward needs it, the one kept before. So the last such unit stays
+        until backward, because nothing would hide its second all-gather."""
         to_free = unit
         if torch.is_grad_enabled() and unit.used_in_backward:
             to_free, self.kept = self.kept, unit
@@ -167,11 +167,11 @@ class FullyShardedDataParallel(nn.Module):
     def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
         unit.reshard()
-        unit.finish_reduction()  # of an earlier micro-batch, if no other unit came in between
+        unit.finish_reduction()  # in flight if this unit was also the last to be reduced
         unit.start_reduction(grads)
         previous, self.in_flight = self.in_flight, unit
         if previous not in (None, unit):  # so at most two units have full gradients
-            previous.finish_reduction()  # after the launch: the network is busy meanwhile
+            previous.finish_reduction()  # after the launch, so that the network stays busy
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
@@ -179,8 +179,9 @@ class FullyShardedDataParallel(nn.Module):
         for unit in self.units:
             unit.reshard()  # if it was prefetched and not used
             unit.finish_reduction()
-        for unit in [unit for unit in self.units if unit.average is not None]:
-            if self.replicate_group is not None:  # hybrid sharding: over the ranks with this shard
+            if unit.average is None:  # no backward has reached it
+                continue
+            if self.replicate_group is not None:  # hybrid sharding: average over the replicas
                 unit.average /= dist.get_world_size(self.replicate_group)
                 all_reduce(unit.average, group=self.replicate_group)
             unit.shard.grad, unit.average = unit.average, None
@@ -208,9 +209,9 @@ class Unit:
         self.name, self.fsdp, self.group = name, fsdp, fsdp.group
         self.n_ranks = dist.get_world_size(self.group)
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
-        # an embedding's gradient sums many tokens per row, too imprecise in bfloat16
+        # a row of an embedding's gradient sums many tokens: bfloat16 is too imprecise
         param_dtype = None if is_lookup(module) else fsdp.param_dtype
-        self.owners, flat = take_parameters(module)  # the module has no parameters any more
+        self.owners, flat = take_parameters(module)  # leaves the module without parameters
         self.dtype = param_dtype or flat.dtype
         self.owned, padding = owned_by(len(flat), self.group)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
@@ -218,7 +219,7 @@ class Unit:
             flat = flat.to(fsdp.device)
             broadcast(flat, group=self.group, group_src=0)
             shard = flat[self.owned]
-        else:  # `flat` is on the meta device
+        else:  # `flat` is on the meta device; view_as checks the length
             shard = fsdp.read_shard(name, self.shapes, self.owned).view_as(flat[self.owned])
         missing = self.owned.stop - self.owned.start - len(shard)  # the last ranks' padding
         shard = F.pad(shard.to(fsdp.shard_device, flat.dtype), (0, missing))  # a copy: frees `flat`
@@ -227,26 +228,26 @@ class Unit:
         self.shard = nn.Parameter(shard)
         self.module_forward, module.forward = module.forward, partial(fsdp.run, self)
         self.full: Tensor | None = None
-        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
-        self.used_in_backward = False  # known from the first forward on
-        self.reduction: tuple[Work, Tensor] | None = None  # in flight, its buffer
+        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, its input
+        self.used_in_backward = False  # set by the first forward
+        self.reduction: tuple[Work, Tensor] | None = None  # reduce-scatter in flight, buffer
         self.average: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | Place:
-        """What autograd keeps for backward: a tensor or, of a view of `full`, its place there."""
+        """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
         place = place_in(self.full, tensor)
         self.used_in_backward |= place is not None
-        # detached: a node that saved its own output would keep itself alive
+        # detached: a node that saved its own output would form a reference cycle
         return tensor.detach() if place is None else place
 
     def unpack(self, saved: Tensor | Place) -> Tensor:
-        """What backward reads: the tensor, or the view, for which the unit is gathered again."""
+        """Called when backward needs a saved tensor. For a parameter, gather the unit again."""
         if not isinstance(saved, Place):
             return saved
         self.fsdp.enter(self, in_backward=True)
         return self.full.as_strided(*saved)
 
-    @torch.inference_mode(False)  # an inference tensor has no version counter
+    @torch.inference_mode(False)  # under it, `full` would have no version counter
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is filled or in flight."""
         if self.full is None:
@@ -285,15 +286,15 @@ class Unit:
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard, [length]; the adjoint is a reduce-scatter.
+    """A unit's parameters as a function of the ranks' shards; its backward is a reduce-scatter.
 
-    Forward returns views of `full`, which `enter` has gathered; backward has `leave` reduce.
+    Forward returns views of `full`, which `enter` has gathered. Backward calls `leave`.
     """
 
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a missing gradient is None, which is an error
         *chunks, _ = unit.full.split(unit.sizes)
         return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 
@@ -301,7 +302,7 @@ class Gather(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
         ctx.unit.fsdp.leave(ctx.unit, grads)
-        return None, None  # the average follows when the reduction has finished
+        return None, None  # no gradient yet: `finish_reduction` will have it
 
 
 # ------------------------------------------------------------------------------------------------

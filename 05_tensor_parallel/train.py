@@ -90,7 +90,7 @@ def tensor_parallel(
     them. With sequence_parallel the model takes only sequences of config.seq_len.
     """
     region = SequenceParallelRegion(group) if sequence_parallel else TensorParallelRegion(group)
-    if model.embed is not None:  # a part of a model may lack it, or the output
+    if model.embed is not None:  # a part of a model may lack the embedding or the output
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
     for layer in model.layers.values():
         layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # rows: complete heads
@@ -185,11 +185,11 @@ class ReduceFromRegion(torch.autograd.Function):
 
 
 class TensorParallelRegion:
-    """The region between f and g, where ranks compute different features. Outside of it each holds
-    full activations.
+    """The region between f and g, where ranks hold different features. Outside of it each rank
+    holds full activations.
 
-    f enters the region and g exits it. Gradients pass the other way: f's backward is an exit, g's
-    an enter.
+    Activations enter the region in f and exit it in g. Gradients travel the other way: in backward
+    they enter it in g and exit it in f.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -265,7 +265,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         total = logits.exp_().sum(dim=-1)  # in place: after the target's logit has been read
         all_reduce(total, group=group)
 
-        ctx.save_for_backward(logits, column, scale / total, scale * is_local)
+        ctx.save_for_backward(logits, column, scale / total, scale * is_local)  # logits: now exp
         losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # NaN * 0 would be NaN
         return (losses * scale).sum()
 
@@ -280,8 +280,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def local_index(ids: Tensor, n: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The row of each id among this rank's n, or 0, and whether it is among them. An id outside
-    of the vocabulary stays out of range: the lookup raises, as PyTorch's does."""
+    """For each id, its row among this rank's n, or 0, and whether it is one of this rank's. An id
+    outside of the vocabulary stays out of range, so that the lookup raises, as PyTorch's does."""
     row = ids - group.rank() * n
     is_local = (row >= 0) & (row < n)
     is_outside = (ids < 0) | (ids >= group.size() * n)
@@ -292,7 +292,7 @@ def local_index(ids: Tensor, n: int, group: ProcessGroup) -> tuple[Tensor, Tenso
 
 
 def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
-    """Copy this rank's shard along `dim`, so that `full` can be freed. None: it is not sharded."""
+    """A copy of this rank's shard along `dim`, so that `full` can be freed. dim None: all of it."""
     if dim is None:
         return full
     if full.shape[dim] % group.size():
@@ -350,7 +350,7 @@ class SequenceParallelRegion(TensorParallelRegion):
 
 
 def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
-    """Sum the norms' gradients, once per step: each rank's come from its part of the sequence."""
+    """Sum the norms' gradients, once per step: each rank's are of its part of the sequence."""
     dims = shard_dims_of(model)
     params = [p for n, p in model.named_parameters() if n not in dims and p.requires_grad]
     if any(p.grad is None for p in params):  # on another rank it may have one
@@ -364,14 +364,6 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
 
 
 # ---- clipping: the norm is that of all ranks' gradients ----
-
-
-def check_equal(norm: Tensor, group: ProcessGroup) -> None:
-    """Raise if a norm of replicated gradients differs between ranks by more than rounding does."""
-    highest, minus_lowest = all_reduce_control(torch.stack([norm, -norm]), group, ReduceOp.MAX)
-    # the public way to raise, `if`, would wait for the GPU; a NaN is no difference
-    is_equal = ~(highest + minus_lowest > 1e-3 * highest)
-    torch._assert_async(is_equal, "a replicated parameter has another gradient on each rank")
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
@@ -388,6 +380,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> T
     total_norm = (squares + norm.square()).sqrt()
     clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
     return total_norm
+
+
+def check_equal(norm: Tensor, group: ProcessGroup) -> None:
+    """Raise if the norm of the replicated gradients differs between ranks by more than rounding."""
+    highest, minus_lowest = all_reduce_control(torch.stack([norm, -norm]), group, ReduceOp.MAX)
+    # a private function, because `if` would wait for the GPU; a NaN is no difference
+    is_equal = ~(highest + minus_lowest > 1e-3 * highest)
+    torch._assert_async(is_equal, "a replicated parameter has another gradient on each rank")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -67,8 +67,48 @@ from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: one executor, and schedules that tell each rank what to do next
+# The technique: schedules that tell each rank what to do next, and one executor
 # ------------------------------------------------------------------------------------------------
+
+
+class Action(NamedTuple):
+    kind: str  # F: forward, B: backward (zero bubble: of the inputs), W: backward of the weights
+    micro: int  # micro-batch
+    stage: int  # on rank stage % p
+
+
+def source_and_destination(action: Action, n_stages: int) -> tuple[int | None, int | None]:
+    """The stages that an action receives from and sends to: activations go to the next stage (F),
+    their gradients to the previous one (B). None where there is no message."""
+    previous = action.stage - 1 if action.stage > 0 else None
+    following = action.stage + 1 if action.stage < n_stages - 1 else None
+    ends = {"F": (previous, following), "B": (following, previous), "W": (None, None)}
+    return ends[action.kind]
+
+
+Schedule = Callable[[int, int, int], list[Action]]  # of a rank, p ranks and m micro-batches
+
+
+def gpipe(rank: int, p: int, m: int) -> list[Action]:
+    """All forwards, then all backwards: m micro-batches in flight. Huang et al., 2019."""
+    return [Action(kind, micro, rank) for kind in "FB" for micro in range(m)]
+
+
+def one_f_one_b(rank: int, p: int, m: int) -> list[Action]:
+    """1F1B: p - rank - 1 forwards, then a forward and a backward in turn: p - rank in flight."""
+    forwards = [Action("F", micro, rank) for micro in range(m)]
+    backwards = [Action("B", micro, rank) for micro in range(m)]
+    return alternate(forwards, backwards, min(m, p - rank - 1))
+
+
+def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
+    """Warm-up: forwards. Steady state: one forward, one backward. Cool-down: backwards."""
+    pairs = zip(forwards[warm_up:], backwards, strict=False)  # until the forwards run out
+    steady_state = [action for pair in pairs for action in pair]
+    return forwards[:warm_up] + steady_state + backwards[len(forwards) - warm_up :]
+
+
+# ---- the executor ----
 
 
 class Pipeline:
@@ -102,7 +142,7 @@ class Pipeline:
 
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
         """Forward and backward of micro-batches (tokens, targets, dropout keys); under `no_grad`
-        forward only. Returns their losses, [m]: zeros but on the pipeline's last rank."""
+        forward only. Returns their losses, [m]: zeros except on the last rank."""
         if torch.is_grad_enabled() and any(x.requires_grad for x, _, _ in micro_batches):
             raise ValueError("an input requires a gradient, which it would not get: detach it")
         losses = torch.zeros(len(micro_batches), device=self.device)
@@ -116,7 +156,7 @@ class Pipeline:
                 self.start_receive(upcoming, shapes[upcoming.micro])
             received = self.finish_receive(action) if action in self.receives else None
             name = f"{action.kind} {action.micro} {action.stage}"
-            # a stage's forward decides whether it casts; no backward does
+            # a stage's forward enables autocast itself; backward runs without it
             with annotate(name), torch.autocast(self.device.type, enabled=False):
                 result = self.run_action(action, received, micro_batches)
             _, destination = source_and_destination(action, self.n_stages)
@@ -133,13 +173,13 @@ class Pipeline:
         digest = torch.full((), hash(facts) % 2**32, device=self.device)
         extremes = torch.stack([digest, -digest])
         all_reduce_control(extremes, self.to_lower, ReduceOp.MAX)
-        # the public way to raise, `if`, would wait for the GPU
+        # a private function, because `if` would wait for the GPU
         torch._assert_async(extremes.sum() == 0, "ranks differ in no_grad or micro-batch shapes")
 
     def actions_for(self, m: int) -> list[Action]:
-        """This rank's actions with m micro-batches; under `no_grad` its forwards, with any m."""
+        """This rank's actions with m micro-batches, under `no_grad` only its forwards (any m)."""
         trains = torch.is_grad_enabled()
-        micros = range(m if trains else ceil(m / self.p) * self.p)
+        micros = range(m if trains else ceil(m / self.p) * self.p)  # interleaving: p divides m
         actions = self.schedule(self.rank, self.p, len(micros))
         needed = [(k, i, s) for s in self.stages for k in self.stages[s].kinds for i in micros]
         if sorted(actions) != sorted(needed):
@@ -220,7 +260,7 @@ class PipelineStage:
     part: maps tokens or activations to activations. output: in the last stage, maps activations and
     targets to their mean loss; else None. autocast: compute in bfloat16; `part` returns float32."""
 
-    kinds = "FB"  # of the actions that a schedule must have for it
+    kinds = "FB"  # of the actions that a schedule must have for each micro-batch
 
     def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
         if any(p.dtype == torch.float16 for p in nn.ModuleList([part, output]).parameters()):
@@ -235,7 +275,7 @@ class PipelineStage:
         trains = torch.is_grad_enabled()
         x = x.detach().requires_grad_(trains and x.is_floating_point())  # tokens have no gradient
         kind, dtype, on = x.device.type, torch.bfloat16, self.autocast
-        # within an outer autocast, PyTorch would keep cast weights until that one ends: over steps
+        # no cache: inside an outer autocast, it would keep the cast weights until that one ends
         with torch.autocast(kind, dtype, on, cache_enabled=False):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
             detached = y.detach().requires_grad_(trains)  # a leaf: the loss's backward ends here
@@ -276,46 +316,6 @@ def parts_of(model: Transformer, units: range) -> tuple[Transformer, nn.Module |
     return part, model.output if model.config.n_units - 1 in units else None
 
 
-# ---- schedules: what a rank of p does with m micro-batches, in order ----
-
-
-class Action(NamedTuple):
-    kind: str  # F: forward, B: backward (zero bubble: of the inputs), W: backward of the weights
-    micro: int  # micro-batch
-    stage: int
-
-
-def source_and_destination(action: Action, n_stages: int) -> tuple[int | None, int | None]:
-    """The stages that an action receives from and sends to: activations go to the next stage (F),
-    their gradients to the previous one (B). None where there is no message."""
-    previous = action.stage - 1 if action.stage > 0 else None
-    following = action.stage + 1 if action.stage < n_stages - 1 else None
-    ends = {"F": (previous, following), "B": (following, previous), "W": (None, None)}
-    return ends[action.kind]
-
-
-Schedule = Callable[[int, int, int], list[Action]]  # of rank, p, m
-
-
-def gpipe(rank: int, p: int, m: int) -> list[Action]:
-    """All forwards, then all backwards: m micro-batches in flight. Huang et al., 2019."""
-    return [Action(kind, micro, rank) for kind in "FB" for micro in range(m)]
-
-
-def one_f_one_b(rank: int, p: int, m: int) -> list[Action]:
-    """1F1B: p - rank - 1 forwards, then a forward and a backward in turn: p - rank in flight."""
-    forwards = [Action("F", micro, rank) for micro in range(m)]
-    backwards = [Action("B", micro, rank) for micro in range(m)]
-    return alternate(forwards, backwards, min(m, p - rank - 1))
-
-
-def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """Warm-up: forwards. Steady state: one forward, one backward. Cool-down: backwards."""
-    pairs = zip(forwards[warm_up:], backwards, strict=False)  # until the forwards run out
-    steady_state = [action for pair in pairs for action in pair]
-    return forwards[:warm_up] + steady_state + backwards[len(forwards) - warm_up :]
-
-
 # ---- interleaving: v shorter stages per rank ----
 
 
@@ -334,7 +334,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     ]
     forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
-    # the factor 2 gives messages time to arrive; without it they would have to take none
+    # the factor 2 gives messages time to arrive: with 1, each is needed the moment it is sent
     warm_up = min(v * m, (v - 1) * p + 2 * (p - rank - 1))
     return alternate(forwards, backwards, warm_up)
 

@@ -1,24 +1,23 @@
 """Stage 07: data, tensor and pipeline parallelism together, on a three-dimensional mesh of ranks.
 
-Every rank has a coordinate on each of three axes. Along `pp` the layers are split into pipeline
-stages, along `tp` the matrices of each layer are sharded, along `dp` the batch is split. Ranks that
-differ only in one coordinate form a process group, in which that axis communicates:
+Every rank has a coordinate on each of three axes. The one on `pp` says which layers the rank owns,
+the one on `tp` which shard of their matrices, and the one on `dp` which part of each batch:
 
     rank = (pp_rank * dp + dp_rank) * tp + tp_rank
 
+Ranks that differ in only one coordinate form a process group, which communicates along that axis.
 `tp` is innermost so that its ranks share a node: its collectives block several times per layer.
 `pp` is outermost: its messages travel while other micro-batches compute.
 
-New since 06: the mesh; messages along `pp` that are sharded over `tp`; gradients that are averaged
-over `dp` after the pipeline has drained; and a global norm that counts every parameter once. Below
-the training loop the definitions of 05 and 06 are repeated.
+New since 06: the mesh; gradients that are averaged over `dp` after the pipeline has drained; and a
+global norm that counts every parameter once. The definitions of 05 and 06 come last, repeated.
 
-    This rank has l layers and Q parameters: on average P / (pp tp), and each norm as a whole.
-    m micro-batches; A = micro-batch x seq x d_model elements of hidden states
+    P parameters, of which a rank has Q, about P / (pp tp), in l layers; m micro-batches per step
+    A = micro-batch x seq x d_model elements; e = 1 on the first and the last stage, 2 if pp = 1
 
     memory per rank   16 Q bytes, and 06's activations for 1 / dp of the batch, sharded as in 05
     sent per step     over dp: 2 (dp-1)/dp Q elements
-                      over tp: 2 (tp-1)/tp m (4 l + 1 at each end of the pipeline) A
+                      over tp: 2 (tp-1)/tp m (4 l + e) A
                       over pp: m A per boundary and direction (--sequence-parallel: m A / tp)
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -113,17 +112,16 @@ def build_mesh(pp: int, dp: int, tp: int, timeout: float, device: torch.device) 
         dp=group_along(shape, 1, "dp", timeout),
         tp=group_along(shape, 2, "tp", timeout),
     )
-    # A group's first collective connects its ranks. In NCCL that allocates device memory, which can
-    # wait for a receive in flight, and its sender may be waiting for this rank: a deadlock. So
-    # connect dp and tp before the pipeline posts its first receive; it connects pp itself.
+    # NCCL connects the ranks of a group in its first collective. That can wait for a receive in
+    # flight, whose sender may wait for this rank: a deadlock. So do it now. `Pipeline` connects pp.
     for group in (mesh.dp, mesh.tp):
         all_reduce_control(torch.zeros(1, device=device), group=group)
     return mesh
 
 
 def message_shape(tokens: Tensor, d_model: int, sequence_shards: int) -> tuple[int, int, int]:
-    """The shape of what a rank sends to the next stage, to the rank with its dp and tp coordinates.
-    With sequence parallelism both hold the same part of each sequence."""
+    """The shape of the hidden states that a rank sends: to the rank of the next stage with its own
+    coordinates on dp and tp. With sequence parallelism both hold the same part of each sequence."""
     batch, seq = tokens.shape
     return batch, seq // sequence_shards, d_model
 
@@ -138,8 +136,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
     grads = {n: p.new_zeros(0) if p.grad is None else p.grad for n, p in params.items()}
     sharded = [grad for name, grad in grads.items() if name in dims]
     replicated = [grad for name, grad in grads.items() if name not in dims]
-    # Every parameter counts once. Squares of sharded gradients add up over `tp`, those of stages
-    # over `pp`. Replicated gradients are equal over `tp`, and all gradients over `dp`.
+    # Every parameter counts once. Squares of sharded gradients add up over `tp`, and those of all
+    # stages over `pp`. Replicated gradients are equal over `tp`, and all gradients over `dp`.
     norm = global_norm(replicated)
     squares = norm.square()
     if sharded:  # with tp = 1, nothing is
@@ -196,6 +194,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     config = model_config(args, corpus)
     mesh = build_mesh(args.pp, args.dp, args.tp, args.timeout, device)
     dp, tp = mesh.dp, mesh.tp
+    # pp chooses this rank's layers, then tp its shards of their matrices; dp chooses its batches
     n_stages = args.pp * args.virtual_stages
     own_stages = range(mesh.pp.rank(), n_stages, args.pp)
     units = {stage: units_of(stage, n_stages, config.n_layers) for stage in own_stages}
@@ -260,7 +259,7 @@ def tensor_parallel(
     them. With sequence_parallel the model takes only sequences of config.seq_len.
     """
     region = SequenceParallelRegion(group) if sequence_parallel else TensorParallelRegion(group)
-    if model.embed is not None:  # a part of a model may lack it, or the output
+    if model.embed is not None:  # a part of a model may lack the embedding or the output
         model.embed.tokens = VocabParallelEmbedding(model.embed.tokens, region)
     for layer in model.layers.values():
         layer.attn.wqkv = ColumnParallelLinear(layer.attn.wqkv, region)  # rows: complete heads
@@ -355,11 +354,11 @@ class ReduceFromRegion(torch.autograd.Function):
 
 
 class TensorParallelRegion:
-    """The region between f and g, where ranks compute different features. Outside of it each holds
-    full activations.
+    """The region between f and g, where ranks hold different features. Outside of it each rank
+    holds full activations.
 
-    f enters the region and g exits it. Gradients pass the other way: f's backward is an exit, g's
-    an enter.
+    Activations enter the region in f and exit it in g. Gradients travel the other way: in backward
+    they enter it in g and exit it in f.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -435,7 +434,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         total = logits.exp_().sum(dim=-1)  # in place: after the target's logit has been read
         all_reduce(total, group=group)
 
-        ctx.save_for_backward(logits, column, scale / total, scale * is_local)
+        ctx.save_for_backward(logits, column, scale / total, scale * is_local)  # logits: now exp
         losses = (total.log() - target_logit).masked_fill(~counted, 0.0)  # NaN * 0 would be NaN
         return (losses * scale).sum()
 
@@ -450,8 +449,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def local_index(ids: Tensor, n: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The row of each id among this rank's n, or 0, and whether it is among them. An id outside
-    of the vocabulary stays out of range: the lookup raises, as PyTorch's does."""
+    """For each id, its row among this rank's n, or 0, and whether it is one of this rank's. An id
+    outside of the vocabulary stays out of range, so that the lookup raises, as PyTorch's does."""
     row = ids - group.rank() * n
     is_local = (row >= 0) & (row < n)
     is_outside = (ids < 0) | (ids >= group.size() * n)
@@ -459,7 +458,7 @@ def local_index(ids: Tensor, n: int, group: ProcessGroup) -> tuple[Tensor, Tenso
 
 
 def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
-    """Copy this rank's shard along `dim`, so that `full` can be freed. None: it is not sharded."""
+    """A copy of this rank's shard along `dim`, so that `full` can be freed. dim None: all of it."""
     if dim is None:
         return full
     if full.shape[dim] % group.size():
@@ -490,9 +489,9 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
 
 
 def check_equal(norm: Tensor, group: ProcessGroup) -> None:
-    """Raise if a norm of replicated gradients differs between ranks by more than rounding does."""
+    """Raise if the norm of the replicated gradients differs between ranks by more than rounding."""
     highest, minus_lowest = all_reduce_control(torch.stack([norm, -norm]), group, ReduceOp.MAX)
-    # the public way to raise, `if`, would wait for the GPU; a NaN is no difference
+    # a private function, because `if` would wait for the GPU; a NaN is no difference
     is_equal = ~(highest + minus_lowest > 1e-3 * highest)
     torch._assert_async(is_equal, "a replicated parameter has another gradient on each rank")
 
@@ -521,7 +520,7 @@ class SequenceParallelRegion(TensorParallelRegion):
 
 
 def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> None:
-    """Sum the norms' gradients, once per step: each rank's come from its part of the sequence."""
+    """Sum the norms' gradients, once per step: each rank's are of its part of the sequence."""
     dims = shard_dims_of(model)
     params = [p for n, p in model.named_parameters() if n not in dims and p.requires_grad]
     if any(p.grad is None for p in params):  # on another rank it may have one
@@ -535,6 +534,38 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
 
 
 # ---- from 06: the pipeline ----
+
+
+class Action(NamedTuple):
+    kind: str  # F: forward, B: backward (zero bubble: of the inputs), W: backward of the weights
+    micro: int  # micro-batch
+    stage: int  # on rank stage % p
+
+
+def source_and_destination(action: Action, n_stages: int) -> tuple[int | None, int | None]:
+    """The stages that an action receives from and sends to: activations go to the next stage (F),
+    their gradients to the previous one (B). None where there is no message."""
+    previous = action.stage - 1 if action.stage > 0 else None
+    following = action.stage + 1 if action.stage < n_stages - 1 else None
+    ends = {"F": (previous, following), "B": (following, previous), "W": (None, None)}
+    return ends[action.kind]
+
+
+Schedule = Callable[[int, int, int], list[Action]]  # of a rank, p ranks and m micro-batches
+
+
+def one_f_one_b(rank: int, p: int, m: int) -> list[Action]:
+    """1F1B: p - rank - 1 forwards, then a forward and a backward in turn: p - rank in flight."""
+    forwards = [Action("F", micro, rank) for micro in range(m)]
+    backwards = [Action("B", micro, rank) for micro in range(m)]
+    return alternate(forwards, backwards, min(m, p - rank - 1))
+
+
+def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
+    """Warm-up: forwards. Steady state: one forward, one backward. Cool-down: backwards."""
+    pairs = zip(forwards[warm_up:], backwards, strict=False)  # until the forwards run out
+    steady_state = [action for pair in pairs for action in pair]
+    return forwards[:warm_up] + steady_state + backwards[len(forwards) - warm_up :]
 
 
 class Pipeline:
@@ -568,7 +599,7 @@ class Pipeline:
 
     def run(self, micro_batches: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
         """Forward and backward of micro-batches (tokens, targets, dropout keys); under `no_grad`
-        forward only. Returns their losses, [m]: zeros but on the pipeline's last rank."""
+        forward only. Returns their losses, [m]: zeros except on the last rank."""
         if torch.is_grad_enabled() and any(x.requires_grad for x, _, _ in micro_batches):
             raise ValueError("an input requires a gradient, which it would not get: detach it")
         losses = torch.zeros(len(micro_batches), device=self.device)
@@ -582,7 +613,7 @@ class Pipeline:
                 self.start_receive(upcoming, shapes[upcoming.micro])
             received = self.finish_receive(action) if action in self.receives else None
             name = f"{action.kind} {action.micro} {action.stage}"
-            # a stage's forward decides whether it casts; no backward does
+            # a stage's forward enables autocast itself; backward runs without it
             with annotate(name), torch.autocast(self.device.type, enabled=False):
                 result = self.run_action(action, received, micro_batches)
             _, destination = source_and_destination(action, self.n_stages)
@@ -599,13 +630,13 @@ class Pipeline:
         digest = torch.full((), hash(facts) % 2**32, device=self.device)
         extremes = torch.stack([digest, -digest])
         all_reduce_control(extremes, self.to_lower, ReduceOp.MAX)
-        # the public way to raise, `if`, would wait for the GPU
+        # a private function, because `if` would wait for the GPU
         torch._assert_async(extremes.sum() == 0, "ranks differ in no_grad or micro-batch shapes")
 
     def actions_for(self, m: int) -> list[Action]:
-        """This rank's actions with m micro-batches; under `no_grad` its forwards, with any m."""
+        """This rank's actions with m micro-batches, under `no_grad` only its forwards (any m)."""
         trains = torch.is_grad_enabled()
-        micros = range(m if trains else ceil(m / self.p) * self.p)
+        micros = range(m if trains else ceil(m / self.p) * self.p)  # interleaving: p divides m
         actions = self.schedule(self.rank, self.p, len(micros))
         needed = [(k, i, s) for s in self.stages for k in self.stages[s].kinds for i in micros]
         if sorted(actions) != sorted(needed):
@@ -686,7 +717,7 @@ class PipelineStage:
     part: maps tokens or activations to activations. output: in the last stage, maps activations and
     targets to their mean loss; else None. autocast: compute in bfloat16; `part` returns float32."""
 
-    kinds = "FB"  # of the actions that a schedule must have for it
+    kinds = "FB"  # of the actions that a schedule must have for each micro-batch
 
     def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
         if any(p.dtype == torch.float16 for p in nn.ModuleList([part, output]).parameters()):
@@ -701,7 +732,7 @@ class PipelineStage:
         trains = torch.is_grad_enabled()
         x = x.detach().requires_grad_(trains and x.is_floating_point())  # tokens have no gradient
         kind, dtype, on = x.device.type, torch.bfloat16, self.autocast
-        # within an outer autocast, PyTorch would keep cast weights until that one ends: over steps
+        # no cache: inside an outer autocast, it would keep the cast weights until that one ends
         with torch.autocast(kind, dtype, on, cache_enabled=False):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
             detached = y.detach().requires_grad_(trains)  # a leaf: the loss's backward ends here
@@ -742,41 +773,6 @@ def parts_of(model: Transformer, units: range) -> tuple[Transformer, nn.Module |
     return part, model.output if model.config.n_units - 1 in units else None
 
 
-# ---- schedules: what a rank of p does with m micro-batches, in order ----
-
-
-class Action(NamedTuple):
-    kind: str  # F: forward, B: backward (zero bubble: of the inputs), W: backward of the weights
-    micro: int  # micro-batch
-    stage: int
-
-
-def source_and_destination(action: Action, n_stages: int) -> tuple[int | None, int | None]:
-    """The stages that an action receives from and sends to: activations go to the next stage (F),
-    their gradients to the previous one (B). None where there is no message."""
-    previous = action.stage - 1 if action.stage > 0 else None
-    following = action.stage + 1 if action.stage < n_stages - 1 else None
-    ends = {"F": (previous, following), "B": (following, previous), "W": (None, None)}
-    return ends[action.kind]
-
-
-Schedule = Callable[[int, int, int], list[Action]]  # of rank, p, m
-
-
-def one_f_one_b(rank: int, p: int, m: int) -> list[Action]:
-    """1F1B: p - rank - 1 forwards, then a forward and a backward in turn: p - rank in flight."""
-    forwards = [Action("F", micro, rank) for micro in range(m)]
-    backwards = [Action("B", micro, rank) for micro in range(m)]
-    return alternate(forwards, backwards, min(m, p - rank - 1))
-
-
-def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """Warm-up: forwards. Steady state: one forward, one backward. Cool-down: backwards."""
-    pairs = zip(forwards[warm_up:], backwards, strict=False)  # until the forwards run out
-    steady_state = [action for pair in pairs for action in pair]
-    return forwards[:warm_up] + steady_state + backwards[len(forwards) - warm_up :]
-
-
 def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     """1F1B in which a micro-batch passes every rank v times. The pipeline fills v times faster,
     with messages over v p - 1 boundaries. Micro-batches go round in groups of p: p divides m."""
@@ -792,7 +788,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int = 1) -> list[Action]:
     ]
     forwards = [Action("F", micro, chunk * p + rank) for micro, chunk in rounds]
     backwards = [Action("B", micro, (v - 1 - chunk) * p + rank) for micro, chunk in rounds]
-    # the factor 2 gives messages time to arrive; without it they would have to take none
+    # the factor 2 gives messages time to arrive: with 1, each is needed the moment it is sent
     warm_up = min(v * m, (v - 1) * p + 2 * (p - rank - 1))
     return alternate(forwards, backwards, warm_up)
 

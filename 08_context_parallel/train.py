@@ -4,19 +4,19 @@ Each rank has the full model and a part of every sequence. Norms, MLPs and the l
 independently; only attention mixes positions. There the keys and values of all ranks travel around
 a ring: a rank attends to one block while the next arrives, and merges the results.
 
-New since stage 01: `context_parallel` replaces the attention of every layer, each rank gets its
-chunks of the inputs and targets, and a mesh (dp, cp) has several such groups. At the end of a step
-the gradients are averaged over all ranks. `--context-parallel-kind ulysses` exchanges sequence
-shards for heads instead.
+New since stage 01: `context_parallel` replaces the attention of every layer, and each rank gets its
+chunks of the inputs and targets. With `--cp` below the number of ranks there are several rings, for
+different sequences. At the end of a step the gradients are averaged over all ranks.
+`--context-parallel-kind ulysses` exchanges sequence shards for heads instead.
 
     P parameters, N = cp ranks; A = micro-batch x seq x d_model elements
 
-    memory per rank             16 P bytes as in 02, and 1 / N of the activations
-    communication per step      an all-reduce of P elements, over all ranks, as in 02
-    and per layer and micro-    ring, forward: 2 (N-1)/N A (keys and values)
-    batch, elements sent        ring, backward: 4 (N-1)/N A (the same, and their float32 gradients)
-                                Ulysses: 4 (N-1)/N^2 A forward, and as many backward
-    --activation-checkpointing  repeats that of the forward
+    memory per rank              16 P bytes as in 02, and 1 / N of the activations
+    per step                     an all-reduce of P elements over all ranks, as in 02
+    per layer and micro-batch,   ring, forward: 2 (N-1)/N A (keys and values)
+    elements sent by a rank      ring, backward: 4 (N-1)/N A (these and their float32 gradients)
+                                 Ulysses: 4 (N-1)/N^2 A in forward, and as many in backward
+    --activation-checkpointing   sends once more what forward sends
 
 Liu et al., "Ring Attention with Blockwise Transformers", 2023. Jacobs et al., "DeepSpeed Ulysses",
 2023. The kernel of a block: Dao et al., "FlashAttention", 2022.
@@ -99,7 +99,7 @@ def context_parallel(model: Transformer, group: ProcessGroup, kind: str = "ring"
 def zigzag(rank: int, n: int, seq_len: int) -> Positions:
     """The positions of a rank: of 2n chunks, one from the front and its mirror image at the back.
 
-    The causal mask leaves chunk i with i + 1 chunks of keys: 2n + 1 for the two, on every rank.
+    Chunk i sees i earlier chunks of keys and half of its own: 2n for the two, on every rank.
     """
     ends = [i * seq_len // (2 * n) for i in range(2 * n + 1)]
     return tuple(range(ends[i], ends[i + 1]) for i in (rank, 2 * n - 1 - rank))
@@ -250,7 +250,7 @@ class ShapeCheck:
         kinds = {(*x.shape, x.dtype) for x in tensors}
         if len(kinds) > 1:
             raise ValueError(f"q, k and v must have one shape and dtype: {kinds}")
-        if kinds != self.checked:  # if only some ranks re-check, they hang until the timeout
+        if kinds != self.checked:  # if shapes change on some ranks only, these hang until a timeout
             check_same("shapes or dtypes of q", kinds, tensors[0].device, self.group)
             self.checked = kinds
 

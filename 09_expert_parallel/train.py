@@ -1,20 +1,20 @@
 """Stage 09: expert parallelism: a mixture of experts, its experts sharded across the ranks.
 
-Each layer's MLP becomes E experts, smaller MLPs of which every token uses k, chosen by a router.
+Each layer's MLP is replaced by E experts: smaller MLPs, of which a router picks k for each token.
 So the model has E/k times the MLP parameters at the same FLOPs per token. The experts are sharded
-across the ranks: an all-to-all takes every token to the ranks of its experts, another one brings
-the results back. No token is dropped, however many choose the same expert.
+across the ranks: an all-to-all sends every token to the ranks of its experts, and a second one
+returns the results. No token is dropped, however many choose the same expert.
 
 New since stage 01: data parallelism as in 02, but without overlap (`average_gradients`, after
 backward, over all ranks or the expert's replicas); `expert_parallel`; a global norm that counts
 each expert once; and a bias per expert that keeps the load balanced.
 
-    N ranks, --ep of which share one set of experts; D dense parameters, X in all experts; T tokens
-    of a rank's micro-batch, for which a layer sends S rows of d_model and receives R from others
+    The model has D dense parameters, and X in all experts. --ep ranks hold one set of experts. Per
+    layer and micro-batch of T tokens, a rank sends S rows of d_model to others and receives R.
 
     memory per rank           16 (D + X / ep) bytes; kept by a layer's mixture for backward, if
                               balanced: T d_model (9 + 2 k) elements
-    communication per step    all-reduces of D, of X / ep over replicas, and of all loads
+    communication per step    all-reduces of D gradients, of X / ep over replicas, and of all loads
     per layer, micro-batch    4 all-to-alls of 2 (S + R) rows in total, one of E (1 - 1/ep) counts;
                               --activation-checkpointing: 6 of 3 (S + R), and the counts twice
 
@@ -84,8 +84,8 @@ class MixtureOfExperts(nn.Module):
     """E experts, of which each token uses the k with the highest score plus bias.
 
     make_expert: maps an expert's global index to a module from [rows, d] to [rows, d].
-    experts: this rank's, by global index. bias: [E], added to the scores to choose experts,
-    not to weight them. load: [E], tokens of this rank per expert since `balance_load`.
+    experts: those of this rank, by global index. bias: [E], added to the scores to choose experts,
+    not to weight results. load: [E], this rank's tokens per expert since `balance_load`.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class MixtureOfExperts(nn.Module):
         expert_of_row = chosen.flatten()  # [T k], row i is a copy of token i // k
         counts = torch.zeros_like(self.bias, dtype=torch.int64)
         counts.scatter_add_(0, expert_of_row, torch.ones_like(expert_of_row))
-        if self.training:  # checkpointing counts every token twice: only ratios matter
+        if self.training:  # with checkpointing every token counts twice, but only ratios matter
             self.load = self.load + counts
         order = expert_of_row.argsort(stable=True)  # so the rows for one rank are contiguous
-        # cast the copies: then backward adds up the gradients of a token's k copies in float32
+        # copy, then cast: so backward adds up the gradients of a token's k copies in float32
         rows = in_autocast_dtype(tokens[order // self.top_k])  # [T k, d]
 
         counts_out, counts_in = exchange_counts(counts, self.group)
         send = [sum(of_rank) for of_rank in counts_out]  # rows for each rank
         receive = [sum(of_rank) for of_rank in counts_in]
-        # tokens of all ranks of the group meet at the expert: average their gradients, only there
+        # an expert's gradient is a sum over the group's ranks: make it, and no other, an average
         n_ranks = self.group.size()
         rows = AllToAll.apply(rows, send, receive, self.group, n_ranks)
         rows = self.run_experts(rows, counts_in)
@@ -166,7 +166,7 @@ class MixtureOfExperts(nn.Module):
 
 class AllToAll(torch.autograd.Function):
     """Send `send[r]` rows to rank r and receive `receive[r]` from it, in the order of the ranks.
-    Backward is the way back, and multiplies by `factor`."""
+    Backward sends the gradients the way back and multiplies them by `factor`."""
 
     @staticmethod
     def forward(
@@ -186,8 +186,8 @@ class AllToAll(torch.autograd.Function):
 def exchange_counts(counts: Tensor, group: ProcessGroup) -> list[list[list[int]]]:
     """Tell every rank how many rows it will get for each of its experts.
 
-    counts: [E], this rank's rows per expert. Returns the numbers of rows that this rank sends, and
-    of those that it receives: each a list by rank, of lists by the receiver's experts. For example:
+    counts: [E], this rank's rows per expert. Returns how many rows this rank sends to, and how many
+    it receives from each rank: lists by rank, of lists by the receiver's experts. For example:
 
         counts      rank 0: [3, 1, 0, 2]            rank 1: [1, 1, 4, 0]
         sends       rank 0: [[3, 1], [0, 2]]        rank 1: [[1, 1], [4, 0]]
@@ -199,7 +199,7 @@ def exchange_counts(counts: Tensor, group: ProcessGroup) -> list[list[list[int]]
     return torch.stack([counts, received]).view(2, group.size(), -1).tolist()
 
 
-# ---- what else a step needs ----
+# ---- after backward ----
 
 
 def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
@@ -218,9 +218,9 @@ def balance_load(model: nn.Module, rate: float, group: ProcessGroup | None = Non
     """Lower the bias of every expert that had more tokens than the mean by rate / E, and raise it
     for those that had fewer; then subtract the mean change.
 
-    rate: in units of the mean score, 1/E. group: the ranks whose tokens count, which have the same
-    layers (default: all). Returns the load of the busiest expert, relative to the mean, averaged
-    over the layers.
+    rate: in units of the mean score, 1/E. group: the ranks whose tokens are counted; they have the
+    same layers (default: all). Returns the load of the busiest expert, relative to the mean,
+    averaged over the layers.
     """
     mixtures = mixtures_of(model)
     if len({mixture.n_experts for mixture in mixtures}) != 1:
@@ -234,7 +234,7 @@ def balance_load(model: nn.Module, rate: float, group: ProcessGroup | None = Non
     signs = excess.sign().float()
     signs -= signs.mean(dim=1, keepdim=True)  # the biases' mean has no effect: keep it at zero
     for mixture, sign in zip(mixtures, signs, strict=True):
-        mixture.bias = mixture.bias.float()  # model.bfloat16() has cast it: steps would be lost
+        mixture.bias = mixture.bias.float()  # model.bfloat16() casts it: small steps would be lost
         mixture.bias -= rate / mixture.n_experts * sign
         mixture.load = 0
     return (load.amax(dim=1) * load.shape[1] / total[:, 0]).mean()

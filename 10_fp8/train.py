@@ -3,16 +3,16 @@
 A float8 number has 8 bits, and tensor cores multiply float8 up to twice as fast as bfloat16. Its
 range is too small for the tensors of a training step, so each tensor, or each of its rows, is first
 divided by a scale that makes its largest element fit. Here the linear layers of attention and MLP
-compute in float8; weights, optimizer, embedding, head, norms and attention stay as they are.
+multiply in float8. Weights, optimizer, embedding, head, norms and attention stay as they are.
 
-New since stage 01: `float8`, which replaces these layers, and --recipe. Rowwise gives each row of a
-matrix a scale of its own, tensorwise has one per tensor. On a GPU, --compile fuses the casts. Every
-rank has a replica of the model, as in 02; `average_gradients` runs after backward, without overlap.
+New since stage 01: `float8`, which replaces these layers, and --recipe: rowwise for one scale per
+row of a matrix, tensorwise for one per tensor. On a GPU, --compile fuses the casts. Every rank has
+a replica of the model, as in 02; `average_gradients` runs after backward, without overlap.
 
     memory          16 P bytes per rank for P parameters, as in 02. For backward, a linear layer
-                    saves its input in 1 byte per element, 4 per scale, and no copy of W (compiled,
-                    the compiler chooses)
-    communication   all-reduces of P elements in total per step, as in 02. Scales are never reduced
+                    saves its input in 1 byte per element and 4 per scale, and no copy of W, unless
+                    the compiler chooses otherwise
+    communication   all-reduces of P elements in total per step, as in 02. Scales are never sent
 
 Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
 
@@ -56,7 +56,7 @@ from common.run import Run
 #   dW = dY^T X   tokens   [out, tokens] x [tokens, in] -> [out, in]       dY in e5m2, X in e4m3
 #
 # Rowwise, dW is not in float8: dY multiplies the dequantized X, in the dtype of dY. On a GPU, k and
-# n of a float8 matmul must be multiples of 16: `in` and `out`, and tensorwise the tokens, for dW.
+# n of a float8 matmul must be multiples of 16: these are `in`, `out` and, tensorwise, the tokens.
 
 E4M3 = torch.float8_e4m3fn  # 4 bits of exponent and 3 of mantissa, largest 448: for X and W
 E5M2 = torch.float8_e5m2  # a wider range and one bit less, largest 57,344: for gradients
@@ -80,7 +80,7 @@ def float8(model: Transformer, recipe: str) -> Transformer:
 class Float8Linear(nn.Module):
     """y = x W^T in float8. weight: [out, in], the parameter of the linear layer `plain`.
 
-    ValueError if `plain` does anything else that would be lost: a bias, a parametrization, a hook.
+    ValueError if `plain` has anything that would be lost: a bias, a parametrization, a hook.
     """
 
     def __init__(self, plain: nn.Module, recipe: str):
@@ -101,17 +101,17 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., tokens, in] -> [..., tokens, out]
         kind = x.device.type
-        if torch.is_autocast_enabled(kind):  # which casts for the operators that it knows
+        if torch.is_autocast_enabled(kind):  # it does not cast the inputs of an autograd function
             x = x.to(torch.get_autocast_dtype(kind))
         if not {x.dtype, self.weight.dtype} <= {torch.float32, torch.bfloat16}:
             raise TypeError(f"float8 takes float32 or bfloat16, not {x.dtype}, {self.weight.dtype}")
         rows = x.reshape(-1, x.shape[-1])
         n_tokens = len(rows)
         if self.scaling == ScalingType.TensorWise and (n_tokens % 16 or not n_tokens):
-            # dW sums over the tokens; rows of zeros change no scale and no gradient
+            # dW sums over the tokens: add rows of zeros, which change no scale and no gradient
             rows = F.pad(rows, (0, 0, 0, 16 - n_tokens % 16))
         y = Float8Matmuls.apply(rows, self.weight, self.scaling)
-        if len(y) > n_tokens:  # without padding this would copy the gradient, to no end
+        if len(y) > n_tokens:  # a slice without padding would copy the gradient for nothing
             y = y[:n_tokens]
         return y.view(*x.shape[:-1], y.shape[1])
 
@@ -122,24 +122,24 @@ class Float8Matmuls(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scaling: ScalingType) -> Tensor:
         x8, weight8 = to_float8(x, E4M3, scaling), to_float8(weight, E4M3, scaling)
-        # the parameter itself: no copy of W is kept, and backward rounds it again
+        # save the parameter itself, not a copy of W: backward rounds it again
         ctx.save_for_backward(x8.numbers, x8.scale, weight)
         ctx.scaling = scaling
         return scaled_matmul(x8, weight8, x.dtype, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # [tokens, out]
-        if torch.is_grad_enabled():  # once_differentiable raises only if grad itself has a graph
+        if torch.is_grad_enabled():  # once_differentiable misses it if `grad` has no graph
             raise RuntimeError("create_graph=True: Float8Linear has no second derivative")
         numbers, scale, weight = ctx.saved_tensors
         x8 = Float8(numbers, scale, ctx.scaling)
         is_rowwise = ctx.scaling == ScalingType.RowWise
         needs_grad_x, needs_grad_weight, _ = ctx.needs_input_grad
         grad_x = grad_weight = None
-        if needs_grad_x or not is_rowwise:  # rowwise, dW takes the unrounded dY
+        if needs_grad_x or not is_rowwise:  # rowwise, dW takes the unrounded dY instead
             grad8 = to_float8(grad, E5M2, ctx.scaling)
         if needs_grad_x:
-            # dX sums over `out`: W needs one scale per column. Tensorwise this repeats forward's
+            # dX sums over `out`, so W needs scales per input. Tensorwise it equals forward's
             weight8 = to_float8(weight.t(), E4M3, ctx.scaling)
             grad_x = scaled_matmul(grad8, weight8, grad.dtype, use_fast_accum=False)
         if needs_grad_weight and is_rowwise:  # the scales of x8 vary along the tokens
@@ -166,23 +166,23 @@ class Float8(NamedTuple):
 
 
 def to_float8(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
-    """Round x [rows, columns] to float8, each row, or all of x, with the scale that it needs.
+    """Divide x [rows, columns], as a whole or row by row, by its scale, and round it to float8.
 
     A scale is the least power of two that brings the largest element, or 1e-24 if that is larger,
-    into the range of `dtype`, so no cast overflows. A power of two only moves exponents: how an
-    element is rounded depends neither on the scale nor on the elements that share it, above the
-    range of subnormal numbers.
+    into the range of `dtype`, so no cast overflows. A power of two only changes exponents. So above
+    the subnormal range, how an element is rounded does not depend on the scale, nor on the elements
+    that share it.
     """
     dims = 1 if scaling == ScalingType.RowWise else (0, 1)
     amax = vector_norm(x, torch.inf, dims, keepdim=True).float()
     # a float32 is 1.f * 2^e: a sign, e + 127 in 8 bits, f in 23. The largest float8 numbers are
-    # 1.75 * 2^8 and 1.75 * 2^15, so the sum carries into e if 1.f exceeds 1.75. An amax of 0 would
-    # have no scale: it counts as 1e-24, about 2^-80. From 2^-111 on, scale and inverse are normal
+    # 1.75 * 2^8 and 1.75 * 2^15, so e is rounded up if 1.f > 1.75: then the sum carries into e. The
+    # minimum gives an amax of 0 a scale, and keeps scale and inverse normal numbers
     bits = amax.clamp(min=1e-24).view(torch.int32) + 0x1FFFFF
     exponent = (bits >> 23) - (8 if dtype == E4M3 else 15)  # of the scale, plus 127
-    # a cast to e4m3 would turn an infinity into 448: here all that share its scale become NaN
+    # a cast to e4m3 would turn an infinity into 448, so all that share its scale become NaN
     scale = torch.where(amax.isfinite(), (exponent << 23).view(torch.float32), torch.nan)
-    # 2^-e has -e + 127 = 254 - (e + 127) in its bits; compiled code may round a division
+    # 2^-e has the bits 127 - e = 254 - (e + 127). No division: compiled code may round one
     inverse = ((254 - exponent) << 23).view(torch.float32)
     return Float8((x * inverse.to(x.dtype)).to(dtype), scale, scaling)
 
@@ -190,9 +190,9 @@ def to_float8(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
 def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
     """a b^T in `dtype`. a: [m, k], b: [n, k] -> [m, n].
 
-    No scale may vary along k, over which the matmul sums: it is a factor in front of each sum.
-    use_fast_accum: on Hopper, leave the sums in the tensor cores, in less than float32 precision;
-    without it they move to float32 registers at intervals, which is slower.
+    A scale is a factor of each sum over k, so it must not vary along k.
+    use_fast_accum: on Hopper, leave the sums in the tensor cores, in less than float32 precision.
+    Without it they are moved to float32 registers at intervals, which is slower.
     """
     is_tensorwise = a.scaling == ScalingType.TensorWise
     writes_float32 = is_tensorwise or rowwise_writes_float32(a.numbers.device)
@@ -210,8 +210,8 @@ def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype, use_fast_accum: bool
 
 
 def rowwise_writes_float32(device: torch.device) -> bool:
-    """Whether rowwise kernels can write float32. On GPUs in PyTorch 2.13, only Hopper's can, from
-    CUDA 12.9 on, which has cuBLAS 12.9; others write bfloat16."""
+    """Whether rowwise kernels can write float32. In PyTorch 2.13, CPUs and Hopper GPUs can, those
+    from CUDA 12.9 on (for its cuBLAS). Other GPUs write bfloat16."""
     if device.type != "cuda":
         return True
     cuda = [int(number) for number in (torch.version.cuda or "0").split(".")]

@@ -2,13 +2,13 @@
 
 AdamW scales each element of a gradient by its own history. Muon treats a matrix's momentum as a
 matrix: it brings all singular values near 1, by matmuls that need the whole matrix. An all-reduce
-can be split into a reduce and a broadcast; Muon fits in between. Each matrix of the layers has one
-owner, which gets the average gradient and broadcasts the update. All else keeps AdamW.
+can be split into a reduce and a broadcast, and Muon computes in between: each matrix of the layers
+has one owner, which gets the average gradient and broadcasts the update. All else keeps AdamW.
 
-    memory          4 P + 12 A + 8 O bytes per rank: P all parameters, A those of AdamW, O those of
-                    the matrices that the rank owns.
-                    In backward also 4 per element of the matrices that it does not own.
-                    In the step also the updates: 2 or 4 per element of all matrices.
+    memory          4 P + 12 A + 8 O bytes per rank for P parameters, of which A are AdamW's and O
+                    belong to the matrices that the rank owns.
+                    During backward, 4 more per element of the matrices that it does not own.
+                    During the step, 2 or 4 more per element of all matrices, for the updates.
     communication   per step: all-reduces of A gradients, reduces of the others, and broadcasts of
                     their updates, which are bfloat16 if --dtype is. More micro-batches add nothing.
 
@@ -72,16 +72,16 @@ def reduce_gradients(
     reductions = [reduce(p.grad, owner, group, async_op=True) for p, owner in owners.items()]
     for (param, owner), reduction in zip(owners.items(), reductions, strict=True):
         reduction.wait()
-        if owner != rank:  # the gradient here may be a partial sum: make any use an error
+        if owner != rank:  # a reduce may leave a partial sum here: make its use an error
             param.grad = NoGradient(param)
 
 
 class Muon(torch.optim.Optimizer):
     """Update each matrix by its orthogonalized momentum, which its owner computes and broadcasts.
 
-    owners: by `choose_owners`, each matrix's rank in `group`. dtype: of the matmuls and of what is
-    sent. compiles: whether torch.compile compiles `orthogonalize`, once per shape. The momentum is
-    on the owner alone, and exists from the start on.
+    owners: each matrix's rank in `group`, by `choose_owners`. dtype: of the matmuls and broadcasts.
+    compiles: whether torch.compile compiles `orthogonalize`, once per shape. The momentum of a
+    matrix exists on its owner alone, before the first step, too.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Muon(torch.optim.Optimizer):
         for param, owner in self.owners.items():
             update = torch.empty_like(param, dtype=self.dtype)
             if param in self.owned:
-                # M <- beta M + (1 - beta) G; Nesterov: look ahead once more
+                # M <- beta M + (1 - beta) G, and for Nesterov's momentum the same once more
                 momentum = self.state[param]["momentum_buffer"].lerp_(param.grad, 1 - beta)
                 nesterov = param.grad.lerp(momentum, beta)
                 update.copy_(self.orthogonalize(nesterov.to(self.dtype)))
@@ -162,8 +162,8 @@ def orthogonalize(matrix: Tensor, iterations: int = 5) -> Tensor:
 def choose_owners(matrices: Iterable[nn.Parameter], n_ranks: int) -> dict[nn.Parameter, int]:
     """Give each matrix to a rank: the most expensive first, to the rank with the least work.
 
-    matrices: in the same order on all ranks (no set). Updates run in the order of the result: each
-    rank has its first matrix before any rank has a second one.
+    matrices: in the same order on all ranks (no set). Updates run in the order of the result, in
+    which every rank has its first matrix before any rank has a second one.
     """
     work, owners = [0] * n_ranks, {}
     for matrix in sorted(matrices, key=orthogonalization_flops, reverse=True):
@@ -180,7 +180,7 @@ def orthogonalization_flops(matrix: Tensor) -> int:
 def clip_grad_norm_(model: nn.Module, muon: Muon, max_norm: float) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     others = [p for p in model.parameters() if p.grad is not None and p not in muon.owners]
-    # a zero, so that a rank without matrices still has a tensor to reduce
+    # a rank without matrices still has to all-reduce a tensor
     zero = next(model.parameters()).new_zeros(1)
     owned = global_norm([zero, *(p.grad for p in muon.owned)]).square()
     replicated = global_norm(p.grad for p in others).square()

@@ -4,16 +4,17 @@ Each unit of stage 04 has a file on every rank, with this rank's shard of its pa
 moments, and the gradient. When a unit's gradient has been reduced, a thread updates the unit, while
 backward continues. Clipping needs the norm of all gradients, which is known only after backward. So
 the threads speculate that nothing is clipped, and write the new state into a second slot of the
-file. If that was wrong, the step is redone from the old slot. A killed process loses at most one
-step; a machine restart falls back to the checkpoint.
+file. If that was wrong, the step is redone from the old slot. A killed run continues from the last
+step; after a restart of the machine, from its checkpoint.
 
     P parameters: E of the embedding, L of a layer, O of the output; N ranks, m micro-batches per
     step; float32
 
     memory per rank   four full units (six on Gloo), 22 shards of a unit, P / (256 N) bytes of norms
     files per rank    28 P / N bytes: two slots of 12, and the gradient
-    read per step     (4 m (3 P - E - L - O) + 8 P) / N bytes; if redone 16 P / N more
-    written per step  (4 m P + 12 P) / N bytes; if redone 12 P / N more
+    read per step     (4 m (2 P - E - L - O) + 12 P + 4 (m - 1) P) / N bytes
+    written per step  (4 m P + 12 P) / N bytes
+    if it is redone   16 P / N bytes more are read, 12 P / N more are written
     communication     as in stage 04
 
 Rajbhandari et al., "ZeRO-Infinity", SC 2021; Liao et al. (Fuyou), 2024; Lian et al.,
@@ -89,10 +90,10 @@ from common.run import Run
 class SpeculativeAdamW:
     """AdamW on files, in threads. A unit is updated as soon as its gradient of the step is reduced.
 
-    An update reads the current slot and writes the other one; `step` switches them. Until then the
-    old state is complete. Gradients are clipped by the norm of all of them, which is known only
-    after the last update. So updates during backward assume that nothing is clipped. If that was
-    wrong, `step` repeats them from the current slot, with scaled gradients.
+    An update reads the current slot and writes the other one. Whether gradients are clipped is
+    known only after the last update, so updates during backward assume that they are not. If that
+    was wrong, `step` repeats the updates with scaled gradients: the current slot still has the old
+    state. Then it switches the slots.
     """
 
     def __init__(self, folder: StateFolder, *, speculates: bool = True, **adamw_settings):
@@ -101,21 +102,22 @@ class SpeculativeAdamW:
         defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
         self.param_groups = [defaults | adamw_settings | {"beta1": beta1, "beta2": beta2}]
         self.folder, self.state = folder, {}  # the state is in the files
-        # `Unit.shard`: gives `Gather` an input that requires grad; its version counts steps
+        self.may_speculate = speculates  # in any step
+        self.speculates_now = speculates  # in this step
+        self.step_settings: dict = {}  # arguments of `adamw` in this step
+        # the files that have a gradient of this step: True if the last micro-batch is in it
+        self.is_complete: dict[StateFile, bool] = {}
+        self.norms: dict[StateFile, Tensor] = {}  # of a complete gradient, per 1,024 elements
+        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
+        self.n_redone_steps = 0
+        # `Unit.shard`, without elements: `Gather` needs an input that requires grad. Its version
+        # counts steps, so that a backward through an older graph is an error
         self.shard = nn.Parameter(torch.empty(0))
         # one stream for all copies to and from a GPU: each stream has a memory pool of its own
         self.copies = torch.cuda.Stream() if torch.cuda.is_available() else None
-        self.may_speculate = speculates  # in any step
-        self.speculates_now = speculates  # in this step
-        self.step_settings: dict = {}  # of this step's updates
-        # of each file with a gradient of this step: whether the last micro-batch is in it
-        self.is_complete: dict[StateFile, bool] = {}
-        self.norms: dict[StateFile, Tensor] = {}  # of the rows of each complete gradient
-        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
-        self.n_redone_steps = 0
 
     def take(self, file: StateFile, average: Tensor, is_last: bool) -> None:
-        """Take a unit's average gradient of one micro-batch, for a thread."""
+        """Start a thread that adds a unit's average gradient of one micro-batch to its file."""
         if self.folder.step != self.folder.committed:
             raise RuntimeError("commit() after every step: the next one overwrites the old slot")
         if self.is_complete.get(file):
@@ -130,12 +132,12 @@ class SpeculativeAdamW:
     def accumulate(
         self, file: StateFile, average: Tensor, ready: Event | None, is_first: bool, is_last: bool
     ) -> None:
-        """Sum the micro-batches' gradients in the file. After the last one, update the unit."""
+        """In a thread: sum the micro-batches' gradients. After the last one, update the unit."""
         gradient = file.empty(1)
         if ready is not None:
             ready.synchronize()
         with torch.cuda.stream(self.copies):
-            gradient[0] = average  # the thread waits for the copy
+            gradient[0] = average  # the thread waits for this copy to the CPU
         if not is_first:
             gradient += file.read(GRADIENT)
         file.write(GRADIENT, gradient)
@@ -145,11 +147,11 @@ class SpeculativeAdamW:
                 self.update(file, gradient)
 
     def update(self, file: StateFile, gradient: Tensor) -> None:
-        """Read the current slot, write the other one."""
+        """In a thread: AdamW from the current slot to the other one."""
         rows = file.read(self.folder.current_row, SLOT)
         param, exp_avg, exp_avg_sq = rows
         steps = torch.tensor(float(self.folder.step))
-        # the function, as an object of the class would hold on to the state
+        # the function, not the class: an optimizer would keep the state in memory
         adamw([param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps], **self.step_settings)
         file.write_slot(self.folder.other_slot, rows)
 
@@ -157,7 +159,7 @@ class SpeculativeAdamW:
         self.update(file, file.read(GRADIENT).mul_(self.scale))
 
     def step(self) -> None:
-        """Do the updates that were wrong, or have waited. Then switch the slots."""
+        """Repeat updates that were wrong, or make those that have waited. Then switch the slots."""
         self.check_step()
         is_clipped = self.scale.item() < 1.0
         if is_clipped or not self.speculates_now:
@@ -167,7 +169,7 @@ class SpeculativeAdamW:
                 self.folder.start(file, self.update_scaled)
             self.folder.wait()
         self.folder.switch_slots(self.folder.step + 1)
-        increment_version(self.shard)  # parameters gathered before are stale
+        increment_version(self.shard)
         # a clipped step is often followed by another
         self.speculates_now = self.may_speculate and not is_clipped
         self.is_complete.clear()
@@ -184,17 +186,14 @@ class SpeculativeAdamW:
             fail(f"{what}; try a lower --lr or more --warmup-steps", status=1)
 
     def load_state(self, step: int, states: Iterable[Tensor]) -> None:
-        """Replace all parameters and moments, [3, length] per file, and the number of steps done.
-
-        They are written to the other slot: after a kill in here, the old state is complete.
-        """
+        """Replace all parameters and moments, [3, length] per file, and the number of steps."""
         if self.is_complete or self.folder.step != self.folder.committed:
             raise RuntimeError("load_state() belongs between commit() and the next backward")
         self.folder.replace(step, states)
-        increment_version(self.shard)  # parameters gathered before are stale
+        increment_version(self.shard)
 
 
-# ---- stage 04, but with each shard in a file, which is read ahead of its use ----
+# ---- FSDP as in stage 04, but each shard is in a file, which is read ahead of its use ----
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -206,9 +205,9 @@ class FullyShardedDataParallel(nn.Module):
     `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`, and `commit()` of
     the optimizer's folder.
 
-    All ranks start with the values of the first one. Or the module is on the meta device, and
-    `read_shard(name, shapes, owned)` returns the elements `owned` of a unit's parameters, which lie
-    side by side (`owned` may reach beyond them): then no rank ever holds more than its shards.
+    All ranks start with the values of the first one. Or the module is on the meta device, so that
+    no rank ever holds the full model. Then `read_shard(name, shapes, owned)` returns a unit's
+    values: the slice `owned` of its parameters, laid side by side (it may reach beyond them).
     """
 
     def __init__(
@@ -226,8 +225,8 @@ class FullyShardedDataParallel(nn.Module):
         self.module, self.read_shard = module, read_shard
         self.optimizer, self.param_dtype = optimizer, param_dtype
         self.device = device or next(module.parameters()).device
-        self.kept: Unit | None = None  # the last unit that forward has not freed
-        self.in_flight: Unit | None = None  # whose reduction was started last
+        self.kept: Unit | None = None  # the unit that stays gathered for backward
+        self.in_flight: Unit | None = None  # the unit whose reduction was started last
         self.synchronizes = True
         check_options(module, self.device, [param_dtype])
         named_units = units_with_values(module, units, may_be_meta=read_shard is not None)
@@ -242,7 +241,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Update nothing, but sum gradients. Each micro-batch is reduce-scattered."""
+        """Only sum the gradients: reduce-scatter them, but update nothing."""
         self.synchronizes = False
         try:
             yield
@@ -250,35 +249,35 @@ class FullyShardedDataParallel(nn.Module):
             self.synchronizes = True
 
     def run(self, unit: Unit, *args, **kwargs):
-        """Replaces the module's `forward`; only in here does the module have parameters."""
+        """Called as the module's `forward`. Only in here does the module have parameters."""
         in_backward = is_in_backward()
         self.enter(unit, in_backward)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         params = Gather.apply(unit.shard, unit)
-        hooks = checked_saved_tensors_hooks(unit, params)  # of autograd: `unit.pack` and `unpack`
+        hooks = checked_saved_tensors_hooks(unit, params)  # calls `unit.pack` and `unpack`
         with lend_parameters(unit.owners, params), hooks as in_checkpoint:
             output = unit.module_forward(*args, **kwargs)
-        unit.used_in_backward |= in_checkpoint  # where `pack` is not called
+        unit.used_in_backward |= in_checkpoint  # in backward it calls `run`, not `pack`
         if not in_backward:
             self.after_forward(unit)
         return output
 
     def enter(self, unit: Unit, in_backward: bool) -> None:
-        """Gather the unit's parameters, prefetch those of the next unit that will be used, and read
-        those of the one after it."""
+        """Gather the unit's parameters, prefetch those of the next unit that will be used, and
+        start to read those of the unit after it."""
         unit.unshard()
         order = self.units[::-1] if in_backward else self.units  # the same on all ranks
-        rest = order[order.index(unit) + 1 :]
-        following = [each for each in rest if each.used_in_backward or not in_backward]
+        later = order[order.index(unit) + 1 :]
+        following = [each for each in later if each.used_in_backward or not in_backward]
         for each in following[:2]:
             each.fetch()
-        for each in following[:1]:
+        for each in following[:1]:  # none after the last unit
             each.unshard()  # before the unit's own kernels, with which it overlaps
         unit.wait()
 
     def after_forward(self, unit: Unit) -> None:
-        """Free the unit. If backward needs it, free its predecessor instead: the last one stays
-        gathered, because nothing would hide its second all-gather."""
+        """Free the unit or, if backward needs it, the one kept before. So the last such unit stays
+        until backward, because nothing would hide its second all-gather."""
         to_free = unit
         if torch.is_grad_enabled() and unit.used_in_backward:
             to_free, self.kept = self.kept, unit
@@ -288,15 +287,15 @@ class FullyShardedDataParallel(nn.Module):
     def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
         unit.reshard()
-        unit.finish_reduction()  # of an earlier micro-batch, if no other unit came in between
+        unit.finish_reduction()  # in flight if this unit was also the last to be reduced
         unit.start_reduction(grads)
         previous, self.in_flight = self.in_flight, unit
         if previous not in (None, unit):  # so at most two units have full gradients
-            previous.finish_reduction()  # after the launch: the network is busy meanwhile
+            previous.finish_reduction()  # after the launch, so that the network stays busy
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """After a step's last backward: wait until the optimizer has used every gradient."""
+        """After a step's last backward: wait until threads have finished with all gradients."""
         for unit in self.units:
             unit.reshard()  # if it was prefetched and not used
             unit.finish_reduction()
@@ -307,7 +306,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Have gradients scaled to at most this global norm; returns the norm before clipping."""
+        """Set the factor that scales gradients to at most this global norm; returns their norm."""
         self.finish_gradient_synchronization()
         if self.optimizer.scale is not None:
             raise RuntimeError("clip_grad_norm_() twice in a step")
@@ -321,8 +320,8 @@ class FullyShardedDataParallel(nn.Module):
 class Unit:
     """A module's parameters side by side in one flat buffer, of which each rank owns a shard.
 
-    file: has the shard's values, [length], the moments and the gradient. shard: an empty parameter
-    that all units share, see `SpeculativeAdamW`.
+    file: has the shard's parameters, moments and gradient, [length] each.
+    shard: an empty parameter, the same in all units, so that autograd calls `Gather.backward`.
     full: the gathered parameters, [N * length], padded, in `dtype`; exists only while unsharded.
     """
 
@@ -330,9 +329,9 @@ class Unit:
         self.name, self.fsdp, self.folder = name, fsdp, fsdp.optimizer.folder
         self.n_ranks = dist.get_world_size()
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
-        # an embedding's gradient sums many tokens per row, too imprecise in bfloat16
+        # a row of an embedding's gradient sums many tokens: bfloat16 is too imprecise
         param_dtype = None if is_lookup(module) else fsdp.param_dtype
-        self.owners, flat = take_parameters(module)  # the module has no parameters any more
+        self.owners, flat = take_parameters(module)  # leaves the module without parameters
         self.dtype = param_dtype or flat.dtype
         self.owned, padding = owned_by(len(flat), None)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
@@ -340,37 +339,37 @@ class Unit:
             flat = flat.to(fsdp.device)
             broadcast(flat, group_src=0)
             shard = flat[self.owned]
-        else:  # `flat` is on the meta device
+        else:  # `flat` is on the meta device; view_as checks the length
             shard = fsdp.read_shard(name, self.shapes, self.owned).view_as(flat[self.owned])
         missing = self.owned.stop - self.owned.start - len(shard)  # the last ranks' padding
         self.file = StateFile(self.folder, name, F.pad(shard, (0, missing)))
         self.shard = fsdp.optimizer.shard
         self.module_forward, module.forward = module.forward, partial(fsdp.run, self)
-        self.reading: Future[Tensor] | None = None  # a thread that reads the shard
+        self.reading: Future[Tensor] | None = None  # what `read` will return
         self.full: Tensor | None = None
-        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
-        self.used_in_backward = False  # known from the first forward on
+        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, its input
+        self.used_in_backward = False  # set by the first forward
         # the reduce-scatter in flight, its buffer, whether it belongs to the last micro-batch
         self.reduction: tuple[Work, Tensor, bool] | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | Place:
-        """What autograd keeps for backward: a tensor or, of a view of `full`, its place there."""
+        """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
         place = place_in(self.full, tensor)
         self.used_in_backward |= place is not None
-        # detached: a node that saved its own output would keep itself alive
+        # detached: a node that saved its own output would form a reference cycle
         return tensor.detach() if place is None else place
 
     def unpack(self, saved: Tensor | Place) -> Tensor:
-        """What backward reads: the tensor, or the view, for which the unit is gathered again."""
+        """Called when backward needs a saved tensor. For a parameter, gather the unit again."""
         if not isinstance(saved, Place):
             return saved
         self.fsdp.enter(self, in_backward=True)
         return self.full.as_strided(*saved)
 
     def fetch(self) -> None:
-        """Start to read the shard, unless it is being read, or `full` has it."""
+        """Start to read the shard, unless a thread is reading it or `full` has it."""
         if self.full is None and self.reading is None:
-            # not by `folder.start`: a read must not wait for the updates in flight
+            # not by `folder.start`, which would first wait for updates in flight
             self.reading = self.folder.threads.submit(self.read)
 
     def read(self) -> Tensor:
@@ -379,13 +378,13 @@ class Unit:
         with torch.cuda.stream(self.fsdp.optimizer.copies):
             return shard.to(self.fsdp.device, self.dtype)  # the thread waits for the copy
 
-    @torch.inference_mode(False)  # an inference tensor has no version counter
+    @torch.inference_mode(False)  # under it, `full` would have no version counter
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is filled or in flight."""
         self.fetch()
         if self.full is None:
             sent, self.reading = self.folder.finish(self.reading), None
-            if sent.is_cuda:  # its memory is of the other stream
+            if sent.is_cuda:  # it was allocated on the stream of the copies
                 sent.record_stream(torch.cuda.current_stream())
             self.full = sent.new_empty(self.n_ranks * len(sent))
             work = all_gather_single(self.full, sent, async_op=True)
@@ -400,7 +399,7 @@ class Unit:
         """Wait for an all-gather in flight, then drop `full`."""
         self.wait()
         self.full = None  # frees it: `pack` has kept no reference for backward
-        self.reading = None  # if it was not used
+        self.reading = None  # a read that was not used
 
     def start_reduction(self, grads: tuple[Tensor, ...]) -> None:
         """Start the reduce-scatter: the sum is written into this rank's part of `flat`."""
@@ -421,15 +420,15 @@ class Unit:
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard, [length]; the adjoint is a reduce-scatter.
+    """A unit's parameters as a function of the ranks' shards; its backward is a reduce-scatter.
 
-    Forward returns views of `full`, which `enter` has gathered; backward has `leave` reduce.
+    Forward returns views of `full`, which `enter` has gathered. Backward calls `leave`.
     """
 
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a missing gradient is None, which is an error
         *chunks, _ = unit.full.split(unit.sizes)
         return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 
@@ -437,7 +436,7 @@ class Gather(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
         ctx.unit.fsdp.leave(ctx.unit, grads)
-        return None, None  # the average follows when the reduction has finished
+        return None, None  # no gradient yet: `finish_reduction` will have it
 
 
 # ------------------------------------------------------------------------------------------------

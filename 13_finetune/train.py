@@ -1,16 +1,16 @@
 """Stage 13: fine-tuning a pretrained model on instructions, sharded by 04.
 
-Every rank reads from the files of a Hugging Face folder the byte ranges of its own shards, and at
+Every rank reads the byte ranges of its own shards from the files of a Hugging Face folder, and at
 the end writes the same ranges of new files. Neither takes the memory of a full unit. The documents
-of a step are packed side by side into micro-batches, as many on every rank, and attend to
-themselves alone. The loss is the mean over all targets of the step, which micro-batches and ranks
-have in unequal numbers.
+of a step are packed side by side into micro-batches, equally many on every rank. Each attends to
+itself alone. The loss is the mean over all targets of the step: micro-batches have unequal numbers
+of them.
 
 New since stage 04: sharded reading and writing of safetensors; a loss that is weighted by targets;
 a tied embedding, one unit that runs twice per forward. 04's definitions are repeated at the end.
 
     P parameters, b bytes each in the files; N ranks that shard, m micro-batches per step;
-    E of the embedding, O of the head
+    E of the embedding, O of the head; float32
 
     read and written per rank    b P / N bytes, once, and the files' headers
     memory                       that of 04; while reading 4 P / N bytes
@@ -87,7 +87,7 @@ CHUNK = 2**20  # elements that are converted at a time
 
 
 def read_model(model: FullyShardedDataParallel, files: WeightFiles) -> None:
-    """Fill the shards of this rank from the files, of which no other bytes are read."""
+    """Fill this rank's shards from the files. No other values are read."""
     for unit in model.units:
         shard = unit.shard.detach()
         for tensor, first, part in ranges_in(unit.shapes, unit.owned):
@@ -103,7 +103,8 @@ def read_model(model: FullyShardedDataParallel, files: WeightFiles) -> None:
 
 
 def no_values(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
-    """Zeros that take no memory, for shards that are read later."""
+    """A `read_shard` that reads nothing: zeros without memory. `read_model` fills the shards later,
+    unless a checkpoint does."""
     numel = sum(shape.numel() for shape in shapes.values())
     return torch.zeros(1).expand(len(range(*owned.indices(numel))))
 
@@ -111,26 +112,26 @@ def no_values(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
 def write_shard(
     files: WeightFiles, folder: Path, shapes: dict[str, torch.Size], owned: slice, shard: Tensor
 ) -> None:
-    """Write these elements to the same places of the files in `folder`, in the same dtypes."""
+    """Write a shard to its places in the files of `folder`, in the dtypes that were read."""
     for tensor, first, part in ranges_in(shapes, owned):
         file_name, start, dtype, _ = files.values[tensor]
         with open(folder / file_name, "r+b", buffering=0) as file:
             file.seek(start + first * dtype.itemsize)
             for chunk in shard[part].split(CHUNK):
                 values = memoryview(chunk.to("cpu", dtype).view(torch.uint8).numpy())
-                while values:  # a disk that becomes full takes a part, and then raises OSError
+                while values:  # after a short write the next one raises OSError
                     values = values[file.write(values) :]
             os.fsync(file.fileno())
 
 
 def ranges_in(shapes: dict[str, torch.Size], owned: slice) -> Iterator[tuple[str, int, slice]]:
-    """Which tensors a range of a unit's flat parameter touches: of each the name, the first of its
-    elements, and their part of the range."""
-    begin = 0
+    """Split a range of a unit's flat parameter by tensors. Yields each tensor's name, where in the
+    tensor the range begins, and the slice of the range that the tensor fills."""
+    begin = 0  # of the tensor
     for name, shape in shapes.items():
-        first, last = max(owned.start, begin), min(owned.stop, begin + shape.numel())
-        if first < last:
-            yield name, first - begin, slice(first - owned.start, last - owned.start)
+        start, stop = max(owned.start, begin), min(owned.stop, begin + shape.numel())
+        if start < stop:
+            yield name, start - begin, slice(start - owned.start, stop - owned.start)
         begin += shape.numel()
 
 
@@ -139,11 +140,11 @@ def write_model(model: FullyShardedDataParallel, files: WeightFiles, out: Path) 
     aside = out.with_name(f".{out.name}.writing")
     if dist.get_rank() == 0:
         files.prepare(aside)
-    all_reduce_control(torch.zeros((), device=model.device))  # the files are there
-    if model.replicate_group is None or dist.get_rank(model.replicate_group) == 0:
+    all_reduce_control(torch.zeros(()))  # the files are there; on the CPU, so that the host waits
+    if model.replicate_group is None or dist.get_rank(model.replicate_group) == 0:  # one replica
         for unit in model.units:
             write_shard(files, aside, unit.shapes, unit.owned, unit.shard.detach())
-    all_reduce_control(torch.zeros((), device=model.device))  # all ranks have written
+    all_reduce_control(torch.zeros(()))  # all ranks have written
     if dist.get_rank() == 0:
         sync(aside)
         aside.rename(out)
@@ -295,8 +296,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         total = all_reduce_control(n_targets)  # of this step, on all ranks
         loss = torch.zeros((), device=device)
         for inputs, targets, lengths in micro_batches:
-            # a sum over `total`: the mean of the step's targets, not of the micro-batches' means;
-            # times the number of ranks, because gradients are averaged over them
+            # the sum of the losses / total: a mean over the step's targets, no mean of means.
+            # Times the number of ranks, because gradients are averaged over them
             micro_loss = model(inputs, lengths, targets, total) * world.size
             micro_loss.backward()
             loss += micro_loss.detach()
@@ -332,9 +333,9 @@ class FullyShardedDataParallel(nn.Module):
     After the last backward of a step come `finish_gradient_synchronization()`, `clip_grad_norm_()`,
     the optimizer's `step()` and `zero_grad()`. The optimizer updates `parameters()`, the shards.
 
-    All ranks start with the values of the first one. Or the module is on the meta device, and
-    `read_shard(name, shapes, owned)` returns the elements `owned` of a unit's parameters, which lie
-    side by side (`owned` may reach beyond them): then no rank ever holds more than its shards.
+    All ranks start with the values of the first one. Or the module is on the meta device, so that
+    no rank ever holds the full model. Then `read_shard(name, shapes, owned)` returns a unit's
+    values: the slice `owned` of its parameters, laid side by side (it may reach beyond them).
     """
 
     def __init__(
@@ -342,9 +343,9 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         units: list[nn.Module],  # in the order to prefetch in
         shard_group: ProcessGroup | None = None,  # the N ranks that shard each unit; default: all
-        replicate_group: ProcessGroup | None = None,  # those with the same shard; default: none
+        replicate_group: ProcessGroup | None = None,  # ranks with the same shard; default: none
         param_dtype: torch.dtype | None = None,  # of gathered units and their inputs
-        reduce_dtype: torch.dtype | None = None,  # of gradients that are reduced
+        reduce_dtype: torch.dtype | None = None,  # of gradients in the reduce-scatter
         reshard_after_forward: bool = True,  # False: each unit stays until its backward
         read_shard: Callable[[str, dict[str, torch.Size], slice], Tensor] | None = None,
         device: torch.device | None = None,  # of the unsharded parameters; default: the module's
@@ -357,8 +358,8 @@ class FullyShardedDataParallel(nn.Module):
         self.reshard_after_forward = reshard_after_forward
         self.device = device or next(module.parameters()).device
         self.shard_device = torch.device("cpu") if cpu_offload else self.device
-        self.kept: Unit | None = None  # the last unit that forward has not freed
-        self.in_flight: Unit | None = None  # whose reduction was started last
+        self.kept: Unit | None = None  # the unit that stays gathered for backward
+        self.in_flight: Unit | None = None  # the unit whose reduction was started last
         options = [param_dtype, reduce_dtype, reshard_after_forward]
         check_options(module, self.device, options, shard_group, replicate_group)
         named_units = units_with_values(module, units, may_be_meta=read_shard is not None)
@@ -374,15 +375,15 @@ class FullyShardedDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def run(self, unit: Unit, *args, **kwargs):
-        """Replaces the module's `forward`; only in here does the module have parameters."""
+        """Called as the module's `forward`. Only in here does the module have parameters."""
         in_backward = is_in_backward()
         self.enter(unit, in_backward)
         args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
         params = Gather.apply(unit.shard, unit)
-        hooks = checked_saved_tensors_hooks(unit, params)  # of autograd: `unit.pack` and `unpack`
+        hooks = checked_saved_tensors_hooks(unit, params)  # calls `unit.pack` and `unpack`
         with lend_parameters(unit.owners, params), hooks as in_checkpoint:
             output = unit.module_forward(*args, **kwargs)
-        unit.used_in_backward |= in_checkpoint  # where `pack` is not called
+        unit.used_in_backward |= in_checkpoint  # in backward it calls `run`, not `pack`
         if not in_backward and (self.reshard_after_forward or not torch.is_grad_enabled()):
             self.after_forward(unit)
         return output
@@ -391,15 +392,15 @@ class FullyShardedDataParallel(nn.Module):
         """Gather the unit's parameters, and prefetch those of the next unit that will be used."""
         unit.unshard()
         order = self.units[::-1] if in_backward else self.units  # the same on all ranks
-        rest = order[order.index(unit) + 1 :]
-        following = [each for each in rest if each.used_in_backward or not in_backward]
-        for each in following[:1]:
+        later = order[order.index(unit) + 1 :]
+        following = [each for each in later if each.used_in_backward or not in_backward]
+        for each in following[:1]:  # none after the last unit
             each.unshard()  # before the unit's own kernels, with which it overlaps
         unit.wait()
 
     def after_forward(self, unit: Unit) -> None:
-        """Free the unit. If backward needs it, free its predecessor instead: the last one stays
-        gathered, because nothing would hide its second all-gather."""
+        """Free the unit or, if backward needs it, the one kept before. So the last such unit stays
+        until backward, because nothing would hide its second all-gather."""
         to_free = unit
         if torch.is_grad_enabled() and unit.used_in_backward:
             to_free, self.kept = self.kept, unit
@@ -409,11 +410,11 @@ class FullyShardedDataParallel(nn.Module):
     def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
         """Free the unit, and start to reduce `grads`, which backward has just completed."""
         unit.reshard()
-        unit.finish_reduction()  # of an earlier micro-batch, if no other unit came in between
+        unit.finish_reduction()  # in flight if this unit was also the last to be reduced
         unit.start_reduction(grads)
         previous, self.in_flight = self.in_flight, unit
         if previous not in (None, unit):  # so at most two units have full gradients
-            previous.finish_reduction()  # after the launch: the network is busy meanwhile
+            previous.finish_reduction()  # after the launch, so that the network stays busy
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
@@ -421,8 +422,9 @@ class FullyShardedDataParallel(nn.Module):
         for unit in self.units:
             unit.reshard()  # if it was prefetched and not used
             unit.finish_reduction()
-        for unit in [unit for unit in self.units if unit.average is not None]:
-            if self.replicate_group is not None:  # hybrid sharding: over the ranks with this shard
+            if unit.average is None:  # no backward has reached it
+                continue
+            if self.replicate_group is not None:  # hybrid sharding: average over the replicas
                 unit.average /= dist.get_world_size(self.replicate_group)
                 all_reduce(unit.average, group=self.replicate_group)
             unit.shard.grad, unit.average = unit.average, None
@@ -450,9 +452,9 @@ class Unit:
         self.name, self.fsdp, self.group = name, fsdp, fsdp.group
         self.n_ranks = dist.get_world_size(self.group)
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
-        # an embedding's gradient sums many tokens per row, too imprecise in bfloat16
+        # a row of an embedding's gradient sums many tokens: bfloat16 is too imprecise
         param_dtype = None if is_lookup(module) else fsdp.param_dtype
-        self.owners, flat = take_parameters(module)  # the module has no parameters any more
+        self.owners, flat = take_parameters(module)  # leaves the module without parameters
         self.dtype = param_dtype or flat.dtype
         self.owned, padding = owned_by(len(flat), self.group)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
@@ -460,7 +462,7 @@ class Unit:
             flat = flat.to(fsdp.device)
             broadcast(flat, group=self.group, group_src=0)
             shard = flat[self.owned]
-        else:  # `flat` is on the meta device
+        else:  # `flat` is on the meta device; view_as checks the length
             shard = fsdp.read_shard(name, self.shapes, self.owned).view_as(flat[self.owned])
         missing = self.owned.stop - self.owned.start - len(shard)  # the last ranks' padding
         shard = F.pad(shard.to(fsdp.shard_device, flat.dtype), (0, missing))  # a copy: frees `flat`
@@ -469,26 +471,26 @@ class Unit:
         self.shard = nn.Parameter(shard)
         self.module_forward, module.forward = module.forward, partial(fsdp.run, self)
         self.full: Tensor | None = None
-        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, what it sends
-        self.used_in_backward = False  # known from the first forward on
-        self.reduction: tuple[Work, Tensor] | None = None  # in flight, its buffer
+        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, its input
+        self.used_in_backward = False  # set by the first forward
+        self.reduction: tuple[Work, Tensor] | None = None  # reduce-scatter in flight, buffer
         self.average: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | Place:
-        """What autograd keeps for backward: a tensor or, of a view of `full`, its place there."""
+        """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
         place = place_in(self.full, tensor)
         self.used_in_backward |= place is not None
-        # detached: a node that saved its own output would keep itself alive
+        # detached: a node that saved its own output would form a reference cycle
         return tensor.detach() if place is None else place
 
     def unpack(self, saved: Tensor | Place) -> Tensor:
-        """What backward reads: the tensor, or the view, for which the unit is gathered again."""
+        """Called when backward needs a saved tensor. For a parameter, gather the unit again."""
         if not isinstance(saved, Place):
             return saved
         self.fsdp.enter(self, in_backward=True)
         return self.full.as_strided(*saved)
 
-    @torch.inference_mode(False)  # an inference tensor has no version counter
+    @torch.inference_mode(False)  # under it, `full` would have no version counter
     def unshard(self) -> None:
         """Start the all-gather that fills `full`, unless it is filled or in flight."""
         if self.full is None:
@@ -527,15 +529,15 @@ class Unit:
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of its shard, [length]; the adjoint is a reduce-scatter.
+    """A unit's parameters as a function of the ranks' shards; its backward is a reduce-scatter.
 
-    Forward returns views of `full`, which `enter` has gathered; backward has `leave` reduce.
+    Forward returns views of `full`, which `enter` has gathered. Backward calls `leave`.
     """
 
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a missing gradient is None, which is an error
         *chunks, _ = unit.full.split(unit.sizes)
         return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 
@@ -543,7 +545,7 @@ class Gather(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
         ctx.unit.fsdp.leave(ctx.unit, grads)
-        return None, None  # the average follows when the reduction has finished
+        return None, None  # no gradient yet: `finish_reduction` will have it
 
 
 if __name__ == "__main__":

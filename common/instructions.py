@@ -1,7 +1,7 @@
 """Instructions and answers as tokens.
 
-A document is a prompt and an answer. The loss is that of the answer's tokens and of the token that
-ends it. Tokens are prepared once, as corpora are (`data.py`).
+A document is a prompt and an answer. Targets are the answer's tokens and the token that ends it.
+Tokens are prepared once, as corpora are (`data.py`).
 """
 
 import hashlib
@@ -30,7 +30,7 @@ ALPACA = (  # the prompts of Stanford Alpaca, and a line break
 
 @dataclass(frozen=True)
 class Instructions:
-    """tokens: int32, of all documents, memory-mapped. vocab: hashes that tell another tokenizer."""
+    """tokens: of all documents, int32, memory-mapped. vocab: hashes of the tokenizer's files."""
 
     name: str
     tokens: Tensor
@@ -49,7 +49,7 @@ def load_instructions(name: str, folder: Path, longest: int, n_valid: int) -> In
     """Load a file of instructions, or `sample`, as tokens of the model in `folder`.
 
     A document is truncated to `longest` + 1 tokens, and left out if no target remains: both are
-    counted. `valid` are the last ones.
+    counted. The last `n_valid` documents are not for training.
     """
     if find_spec("tokenizers") is None:
         fail("this Python has no tokenizers: pip install tokenizers jinja2")
@@ -85,7 +85,7 @@ def load_instructions(name: str, folder: Path, longest: int, n_valid: int) -> In
 
 
 def _write(name: str, content: bytes, folder: Path, prepared: Path) -> None:
-    """Tokenize prompt and answer apart: a prompt has the tokens that it will have in use."""
+    """Tokenize prompts and answers separately: in use, a prompt is tokenized without an answer."""
     from tokenizers import Tokenizer
 
     for needed in ("tokenizer.json", "tokenizer_config.json"):
@@ -117,7 +117,7 @@ def _write(name: str, content: bytes, folder: Path, prepared: Path) -> None:
 
 
 def read_examples(content: bytes) -> list[dict]:
-    """The objects of one JSON list, or of one per line; all of the same kind."""
+    """The objects of a JSON list, or one per line; all of the same kind."""
     text = content.decode("utf-8-sig").strip()
     if not text.startswith("["):
         text = f"[{','.join(line for line in text.split(chr(10)) if line.strip())}]"
@@ -132,7 +132,7 @@ def read_examples(content: bytes) -> list[dict]:
 
 
 def sample_questions() -> list[dict]:
-    """Of each line of the sample with at least eight words the first half, answered by the rest."""
+    """The first half of each line of the sample (of eight words or more), answered by the rest."""
     splits = sample_words()
     lines = [line.split() for s in ("train", "valid") for line in " ".join(splits[s]).split(EOS)]
     halves = [(line[: len(line) // 2], line[len(line) // 2 :]) for line in lines if len(line) >= 8]
@@ -148,7 +148,7 @@ def split_alpaca(special: dict[str, str], example: dict) -> tuple[str, str]:
 
 
 def chat_splitter(folder: Path, config: dict, special: dict[str, str]) -> Callable:
-    """A function that renders messages by the model's chat template: up to the last, and it."""
+    """A function that renders messages by the model's chat template, and splits off the last."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # a template is somebody's program
 
     file = folder / "chat_template.jinja"

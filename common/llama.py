@@ -5,8 +5,8 @@
 The families: Llama 2 and 3, Qwen2 and 2.5 (with biases of q, k and v), Qwen3 (with norms of q and
 k), and Arcee (an MLP without a gate), in which form the other stages' models are exported.
 
-A micro-batch has no rows. It is one vector of tokens, documents side by side, and their lengths.
-The positions of each document start at 0, and its tokens attend to that document alone.
+A micro-batch is one row of tokens, documents side by side, and the documents' lengths. The
+positions of each document start at 0, and its tokens attend to that document alone.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def rotate(x: Tensor, rotations: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
     """Causal attention of each document to itself. [tokens, heads, head_dim] each, and the result.
 
-    A call per document: its time grows with the sum of the squared lengths. A mask over all tokens
-    would take the square of the sum.
+    One call per document: the time grows with the sum of the squared lengths. A mask over all
+    tokens would take the square of the sum.
     """
     parts = (x.transpose(0, 1)[None].split(lengths, dim=2) for x in (q, k, v))
     outputs = [
@@ -214,7 +214,7 @@ class Head(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A unit: the rows of tokens. Of hidden states, where it is tied, what `Head` computes."""
+    """A unit: looks up the rows of tokens. Tied, it is also the `Head`, for hidden states."""
 
     def forward(self, x: Tensor, *of_head) -> Tensor:
         return Head.forward(self, x, *of_head) if x.is_floating_point() else super().forward(x)

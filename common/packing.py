@@ -12,7 +12,7 @@ from common.loss import IGNORED
 
 
 class Document(NamedTuple):
-    """A range of all tokens, of which the first `prompt` ones are no targets."""
+    """A range of the data's tokens. The first `prompt` ones are no targets."""
 
     start: int
     length: int
@@ -22,8 +22,8 @@ class Document(NamedTuple):
 def pack(lengths: Sequence[int], size: int, most: int) -> list[list[int]]:
     """Distribute documents over micro-batches of at most `most` tokens; returns their indices.
 
-    The longest document first, each into the micro-batch with the fewest tokens. Their number is
-    the lowest multiple of `size` ranks for which all fit.
+    From the longest to the shortest, each goes into the micro-batch with the fewest tokens. The
+    number of micro-batches is the lowest multiple of `size`, the ranks, for which all fit.
     """
     count = math.ceil(sum(lengths) / (most * size)) * size
     while True:
@@ -43,8 +43,8 @@ def packed_batches(
 ) -> list[tuple[Tensor, Tensor, tuple[int, ...]]]:
     """This rank's micro-batches: inputs and targets [tokens], int64, and the documents' lengths.
 
-    Every rank computes the same packing. All get the same number; one without a document gets one
-    token, which has no target.
+    Every rank computes the same packing, and takes equally many micro-batches of it. One without a
+    document gets one token, which has no target.
     """
     batches = []
     for indices in pack([document.length - 1 for document in documents], size, most)[rank::size]:
@@ -69,7 +69,7 @@ def document_batches(
     rank=0,
     size=1,
 ) -> Iterator[list[tuple[Tensor, Tensor, tuple[int, ...]]]]:
-    """For each step from `first_step` on, yield this rank's micro-batches of its documents.
+    """For each step from `first_step` on, yield this rank's micro-batches.
 
     A step's documents depend on (seed, step) alone, whatever the number of ranks.
     """

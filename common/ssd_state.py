@@ -43,7 +43,7 @@ RECORD = ("commits", "step", "previous", "slot", "checksums", "content", "boot",
 
 
 class StateFile:
-    """The state of one unit: rows of `length` elements, `stride` elements apart, in whole pages.
+    """The state of one unit: rows of `length` elements, each padded to whole pages (`stride`).
 
     Direct I/O bypasses the page cache, which would hold the state in memory again. It needs whole
     pages, in memory too. shard: the initial parameters, [length]; not used if the file is restored.
@@ -70,10 +70,10 @@ class StateFile:
         rows = self.read(self.folder.current_row, SLOT)
         if xxh3_64_intdigest(self._pages(rows)) != self.checksums[self.folder.slot]:
             fail(f"{self.path} is corrupt: its checksum differs: {DELETE}")
-        self.folder.traffic.clear()  # it belongs to no step
+        self.folder.traffic.clear()  # this read belongs to no step
 
     def empty(self, n_rows: int) -> Tensor:
-        """Memory for rows, [n_rows, length], which begins at a page."""
+        """Memory for rows, [n_rows, length], aligned for direct I/O."""
         size, pinned = n_rows * self.stride, torch.cuda.is_available()  # for copies to a GPU
         memory = torch.empty(size + PAGE, dtype=torch.float32, device="cpu", pin_memory=pinned)
         start = -memory.data_ptr() // 4 % PAGE  # elements up to the next page boundary
@@ -85,11 +85,11 @@ class StateFile:
         return rows
 
     def write(self, row: int, rows: Tensor) -> None:
-        """`rows` are those of `empty` or `read`."""
+        """Write rows whose memory is that of `empty` or `read`."""
         self._move(os.pwritev, row, rows, "ssd_written_mb")
 
     def write_slot(self, slot: int, rows: Tensor) -> None:
-        """Write a slot, whose checksum the next commit records."""
+        """Write a slot. The next commit records its checksum."""
         self.checksums[slot] = xxh3_64_intdigest(self._pages(rows))
         self.write(SLOT * slot, rows)
 
@@ -108,8 +108,8 @@ class StateFile:
             data, offset = data[count:], offset + count
 
     def mapped(self) -> Tensor:
-        """The current slot, [3, length], mapped into memory: it takes memory only for the pages in
-        use. What is written there has no checksum."""
+        """The current slot, [3, length], mapped into memory: only pages in use take memory. Writes
+        to it change no checksum."""
         size = ROWS * self.stride
         rows = torch.from_file(str(self.path), True, size, dtype=torch.float32).view(ROWS, -1)
         return rows[self.folder.current_row :][:SLOT, : self.length]
@@ -121,8 +121,8 @@ class StateFolder:
     Every rank makes one, and opens the same units in the same order. The files belong to one `run`
     and must fit `content` (the model; JSON). saved: steps of the run's newest checkpoint. If the
     run `is_resumed`, it continues from the files, unless a rank lacks them or they are more than a
-    step behind that checkpoint. description: of the run, JSON; `earlier` is that of the run that
-    wrote the files.
+    step behind that checkpoint. description: the run's arguments and corpus, JSON; `earlier` is
+    what the files were written with.
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class StateFolder:
         self.content = {"run": run, **(content or {}), "ranks": dist.get_world_size()}
         self.description = description
         self.files: list[StateFile] = []
-        self.commits = 0  # the ranks' differ by one if some were killed before the last one
-        self.step = 0  # steps done, whose state is in the current slot
-        self.previous = 0  # steps done, of the other slot
+        self.commits = 0  # how many; ranks differ by one if some were killed before the last one
+        self.step = 0  # steps done by the state in the current slot
+        self.previous = 0  # steps done by the state in the other slot
         self.slot = 0  # the current one, 0 or 1
         self.checksums: dict[str, list[int | None]] = {}  # of each unit's two slots
         self.threads = ThreadPoolExecutor(6)
@@ -179,7 +179,7 @@ class StateFolder:
             self.finish(self.jobs.pop(next(iter(self.jobs))))
 
     def finish(self, job: Future):
-        """The result of a job. If reading or writing has failed, the run ends."""
+        """Wait for a job and return its result. If reading or writing has failed, end the run."""
         with exit_on_os_error(self.path, "; it keeps the last step that was done", status=1):
             return job.result()
 
@@ -215,30 +215,30 @@ class StateFolder:
             os.close(file.fd)
         self.lock.close()
 
-    # ---- recovery: the step that a run goes on from ----
+    # ---- recovery: the step from which a run continues ----
 
     def restore(self, is_resumed: bool, saved: int) -> bool:
-        """Agree with all ranks on the step to continue from, and return True. If the files of a
-        rank do not have it, delete them all and return False."""
+        """Agree with all ranks on the step to continue from, and return True. If a rank's files do
+        not have it, every rank deletes its files and returns False."""
         found = dict.fromkeys(RECORD, -1) | {"boot": self.boot, "content": self.content}
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             record = json.loads((self.path / "step.json").read_text())
             found = {name: record[name] for name in RECORD}
         self.earlier = found["description"]
         fits = is_resumed and found["content"] == self.content
-        # before a restart of the machine, what was written last may not have reached the disk
+        # if the machine has restarted since, the last writes may not have reached the disk
         commits = found["commits"] if fits and found["boot"] == self.boot else -1
         bounds = all_reduce_control(torch.tensor([commits, -commits, -saved]), op=dist.ReduceOp.MIN)
         lowest, highest, saved = bounds[0].item(), -bounds[1].item(), -bounds[2].item()
-        # a rank may have been killed before it committed what another one has committed, or all
-        # before they committed the step of a checkpoint, which is not verified yet
+        # a rank goes back by a step that another one has not committed. Files a step behind the
+        # newest checkpoint (all were killed after its save) are used: it is not verified yet
         step = found["step"] if commits == lowest else found["previous"]
         if lowest >= 0 and highest <= lowest + 1 and step >= saved - 1:
             self.commits, self.step, self.previous = lowest, step, step
             self.slot, self.checksums = found["slot"], found["checksums"]
             if commits > lowest:
                 self.slot = self.other_slot
-                self.commit()  # the slot that `step.json` names will be overwritten
+                self.commit()  # `step.json` named the slot that will be overwritten
             print0(f"resumed from {self.path.parent}, {step} steps done")
             return True
         if found["content"]["run"] != self.content["run"] or (found["step"] > saved and not fits):
@@ -246,7 +246,7 @@ class StateFolder:
             differ = [f"{k} {was(k)}, here {v}" for k, v in self.content.items() if was(k) != v]
             what = f"step {found['step']} of {'; '.join(differ) or 'this run'}"
             fail(f"--offload-dir: {self.path} holds {what}: pass another folder, or delete it")
-        all_reduce_control(torch.zeros(()))  # if a rank has failed here, no other deletes its files
+        all_reduce_control(torch.zeros(()))  # no rank deletes its files if another one has failed
         if found["step"] > saved:
             why = "the machine restarted, or a rank lacks its files"
             warn(f"--offload-dir: {self.path}: step {found['step']} is dropped: {why}")
@@ -307,7 +307,7 @@ def open_direct(path: Path, size: int, is_restored: bool) -> int:
 
 
 def return_freed_memory() -> None:
-    """Make glibc return large buffers to the system when they are freed: else what it keeps of them
-    in fragments grows with the number of units. `Run` asks for the opposite, before this."""
+    """Make glibc return large buffers to the system when they are freed. If it kept them, fragments
+    would grow with the number of units. `Run` asks for the opposite, before this."""
     with contextlib.suppress(OSError, AttributeError):  # without glibc
         ctypes.CDLL("libc.so.6").mallopt(-3, 2**17)  # M_MMAP_THRESHOLD of malloc.h, bytes

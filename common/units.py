@@ -48,7 +48,7 @@ def units_with_values(
 
 
 def _place(p: Tensor) -> tuple[torch.UntypedStorage, int]:
-    """Where its values are. Fake tensors have no `data_ptr`."""
+    """Where a parameter's values are in memory. (Fake tensors have no `data_ptr`.)"""
     return p.untyped_storage(), p.storage_offset()
 
 
@@ -76,7 +76,7 @@ def check_options(
 def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tensor]:
     """Replace a unit's parameters in its modules by `SHARDED`; any later use is an error.
 
-    Returns who owned them, as pairs (module, name), and all their values, flat: [numel].
+    Returns their owners, as pairs (module, name), and all their values, flat: [numel].
     """
     owners = [(m, name) for m in unit.modules() for name, _ in m.named_parameters(recurse=False)]
     flat = torch.cat([getattr(owner, name).detach().flatten() for owner, name in owners])
@@ -105,14 +105,14 @@ def lend_parameters(
 
 @contextmanager
 def checked_saved_tensors_hooks(unit, params: Sequence[Tensor]) -> Iterator[bool]:
-    """`saved_tensors_hooks(unit.pack, unit.unpack)` while `unit` computes with `params`, checked.
+    """Have autograd save by `unit.pack` and read by `unit.unpack` while `unit` uses `params`.
 
-    Within checkpoint(), which decides itself what is saved, the hooks are left out: yields whether
-    they are. RuntimeError if the unit changes a parameter in place, or if a tensor is changed that
-    backward reads; in backward if `unit.shard` has changed since, if a parameter has no gradient,
+    Yields whether a checkpoint() decides what is saved: then the two are not called.
+    RuntimeError if the unit changes a parameter in place, or anything changes a tensor that it has
+    saved; in backward if `unit.shard` has changed since forward, if a parameter has no gradient,
     and with create_graph=True. ValueError if the unit computes in float16.
     """
-    refuse_float16(params)
+    forbid_float16(params)
     version = params[0]._version  # all are views of one buffer: they share its version
     if params[0].requires_grad:
         params[0].grad_fn.register_prehook(partial(check_backward, unit, unit.shard._version))
@@ -125,7 +125,7 @@ def checked_saved_tensors_hooks(unit, params: Sequence[Tensor]) -> Iterator[bool
         raise RuntimeError("a unit has changed a parameter in place")
 
 
-def refuse_float16(params: Sequence[Tensor], *_) -> None:
+def forbid_float16(params: Sequence[Tensor], *_) -> None:
     """ValueError if a forward that trains is in float16, by a parameter's dtype or by autocast."""
     kind, dtypes = params[0].device.type, {p.dtype for p in params}
     if torch.is_autocast_enabled(kind):
@@ -146,7 +146,7 @@ def check_backward(unit, version: int, grads: tuple[Tensor | None, ...]) -> None
 
 
 def checked_pack(unit, tensor: Tensor) -> tuple:
-    """Save a version too: of the tensor that `pack` keeps, or, if it keeps none, of the shard."""
+    """What `unit.pack` keeps, with a version: of the tensor or, if it is a place, of the shard."""
     saved = unit.pack(tensor)
     source = unit.shard if isinstance(saved, Place) else saved
     return source, source._version, saved

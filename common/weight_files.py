@@ -1,7 +1,7 @@
 """The safetensors files of a Hugging Face folder: where the values of each tensor are.
 
-A file is the length of its header (8 bytes), the header (JSON: of each tensor the dtype, the shape,
-and where its values begin and end), and the values, row by row.
+A file begins with the length of its header, in 8 bytes. The header (JSON) has each tensor's dtype,
+its shape, and where its values begin and end. The values follow, row by row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Values(NamedTuple):
-    """Where a tensor's values are: row by row, from byte `start` of a file on."""
+    """Where a tensor's values are: from byte `start` of a file on."""
 
     file: str
     start: int
@@ -35,7 +35,7 @@ class WeightFiles:
         self.folder = folder
         self.headers: dict[str, bytes] = {}  # by file
         self.values: dict[str, Values] = {}  # by tensor
-        self.others: list[tuple[str, int, int]] = []  # file, start, end of what is no parameter
+        self.others: list[tuple[str, int, int]] = []  # file, start, end: no parameters
         index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
         if exists(index):
             names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
@@ -43,7 +43,7 @@ class WeightFiles:
             if Path(name).name != name:
                 raise ValueError(f"{index.name} names {name}, a file of another folder")
             self.read_header(name)
-        self.bytes_read = sum(map(len, self.headers.values()))  # with what is read later
+        self.bytes_read = sum(map(len, self.headers.values()))  # `read_model` adds the values
         found = {name: values.shape for name, values in self.values.items()}
         differ = {
             "missing": shapes.keys() - found.keys(),
@@ -79,7 +79,7 @@ class WeightFiles:
             self.values[tensor] = Values(name, start, dtype, shape)
 
     def prepare(self, folder: Path) -> None:
-        """Make a folder like this one, whose files have no values yet."""
+        """Make a folder like this one. Its weight files have headers, but no values yet."""
         shutil.rmtree(folder, ignore_errors=True)  # what a killed process has left
         folder.mkdir(parents=True)
         for path in self.folder.iterdir():  # the configuration, the tokenizer, the index

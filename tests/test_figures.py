@@ -13,17 +13,17 @@ import os
 import re
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
 import step_errors
 import torch
-from harness import REPO, PeakMemory, StageRun, fake_ranks, live_bytes, load_stage, runs_for
+from harness import REPO, PeakMemory, fake_ranks, live_bytes, load_stage, runs_for
 from techniques import Trainer
 
 from benchmarks.rows import SHAPES
 from common.arguments import PRESETS
+from common.llama import LlamaConfig
 from common.model import Transformer, TransformerConfig, init_weights
 from tools.costs import costs_of
 from tools.dry_run import Report, dry_run, figures
@@ -135,41 +135,22 @@ def report_of(stage: str, ranks: int, flags: str, rank: int = 0) -> Report:
     return dry_run(stage, ranks, rank, flags.split())
 
 
-def planned_report(stage: str, ranks: int) -> str:
-    return figures(stage, ranks, planned_run(stage, ranks).argv)
-
-
-def planned_run(stage: str, ranks: int) -> StageRun:
+def planned_report(stage: str, ranks: int, flags: str) -> str:
     (run,) = (x for x in runs_for("plan") if (x.stage, x.ranks) == (stage, ranks))
-    return run
+    return figures(stage, ranks, [*run.argv, *flags.split()])
 
 
-def pipeline_report(stage: str, ranks: int, global_batch: int) -> list[int]:
-    """Model state, peak and what is sent, of the rank that has the most."""
-    argv = [*planned_run(stage, ranks).argv, "--global-batch-size", str(global_batch)]
-    reports = [dry_run(stage, ranks, rank, argv) for rank in (0, ranks // 2, ranks - 1)]
-    each = [(r.states, r.peak, r.sent.total_ring_bytes) for r in reports]
-    return [max(values) for values in zip(*each, strict=True)]
+def planned(alone, stage: str, ranks: int, flags: str = "") -> list[float]:
+    """GB of `make dry-run-all`: the peak, and what is sent."""
+    return [float(x) for x in alone(planned_report, stage, ranks, flags).split(" | ")[1:]]
 
 
-def planned(alone, stage: str, *ranks: int) -> list[float]:
-    """GB of `make dry-run-all`: model state, peak and what is sent, for each number of ranks."""
-    if stage in ("06", "07"):
-        return [x for n in ranks for x in planned_pipeline(alone, stage, n)]
-    return [float(x) for n in ranks for x in alone(planned_report, stage, n).split(" | ")]
-
-
-def planned_pipeline(alone, stage: str, ranks: int) -> list[float]:
-    """By fewer micro-batches: one more than there are stages reach the peak, and what is sent is
-    linear in their number."""
-    flags = dict(pairwise(planned_run(stage, ranks).flags))
-    pp, tp = int(flags.get("--pp", ranks)), int(flags.get("--tp", 1))
-    dp = ranks // (pp * tp)
-    m = int(flags["--global-batch-size"]) // dp
-    (*_, one), (states, peak, many) = (
-        alone(pipeline_report, stage, ranks, dp * n) for n in (1, pp + 1)
-    )
-    return [states / GB, peak / GB, (one + (m - 1) * (many - one) / pp) / GB]
+def planned_in_07(alone) -> list[float]:
+    """On 512 ranks, by fewer micro-batches than 64 on each of eight replicas: nine reach the peak
+    of eight stages, and what is sent is linear in their number."""
+    few = [planned(alone, "07", 512, f"--global-batch-size {8 * m}") for m in (1, 9)]
+    (_, one), (peak, nine) = few
+    return [peak, one + 63 * (nine - one) / 8]
 
 
 def kept_by_a_layer(alone, flags: str, report=report_of) -> list[float]:
@@ -204,10 +185,10 @@ def example_of_05(alone, *chosen: int) -> list[float]:
     return [figures[i] for i in chosen]
 
 
-def logits_of_05(alone) -> list[float]:
+def peaks_of_05(alone) -> list[float]:
     argv = "--global-batch-size 8 --n-layers 8 --seq-len 512"
     reports = [alone(report_of, "05", 4, f"{argv} {x}") for x in ("", "--sequence-parallel")]
-    return [*(x.activations / GB for x in reports), 4 * 8 * 512 * 33_280 / 4 / GB]
+    return [x.activations / GB for x in reports]
 
 
 def activations_in_06(alone, schedule: str) -> list[float]:
@@ -217,14 +198,12 @@ def activations_in_06(alone, schedule: str) -> list[float]:
     return [alone(report_of, "06", 4, argv, rank).activations / GB for rank in (0, 3)]
 
 
-def memory_in_07(alone, tp: int, pp: int) -> list[float]:
-    """GB of model state and at the peak, which are linear in the number of layers. One more
-    micro-batch than there are stages reach the peak."""
+def peak_in_07(alone, tp: int, pp: int) -> list[float]:
+    """GB. It is linear in the number of layers, and pp + 1 micro-batches reach it."""
     command = text_of("07").split('make dry-run-07 ARGS="--ranks 1024 ')[1].split(" --tp")[0]
     argv = f"{command} --tp {tp} --pp {pp} --global-batch-size {1024 // (tp * pp) * (pp + 1)}"
     few, many = (alone(report_of, "07", 1024, f"{argv} --n-layers {n}") for n in (pp, 2 * pp))
-    pairs = (few.states, many.states), (few.peak, many.peak)
-    return [(a + (40 / pp - 1) * (b - a)) / GB for a, b in pairs]
+    return [(few.peak + (40 / pp - 1) * (many.peak - few.peak)) / GB]
 
 
 CHECKPOINTING = "--activation-checkpointing"
@@ -269,6 +248,15 @@ MUON_IN_BENCH = muon_share(SHAPES["wide"].config, SHAPES["wide"].batch * SHAPES[
 EXPERTS = 2 * 8 * 2 * 128 * 256  # parameters of 09's experiment
 DENSE = load_stage("09").MixtureConfig(2304).num_parameters() - EXPERTS
 CASTS = H100.matmul / H100.memory_bandwidth  # FLOPs of the saved half of a matmul per byte
+LLAMA = LlamaConfig(
+    32_000, 4096, 11_008, 32, 32, 32, 128, 2048, 1e-6, 1e4, None, *[False] * 5, True, "silu"
+)
+LLAMA_TOKEN = LLAMA.flops_per_token() / 160e12  # seconds on an A100
+LLAMA_LAYER = 4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096
+SENT_BY_LLAMA = [  # GB per micro-batch on four ranks: gathered, the embedding in float32; reduced
+    3 / 4 * 2 * (2 * LLAMA.num_parameters() - 32_000 * 4096 - LLAMA_LAYER) / GB,
+    3 / 4 * 4 * LLAMA.num_parameters() / GB,
+]
 LAYOUTS = ((8, 1), (8, 4), (8, 8), (4, 4))  # tp, pp in 07's table
 # beginning of a folder: patterns of its README with groups for figures, and what each group rounds
 # to: numbers, or a function that dry runs, with its arguments
@@ -288,23 +276,26 @@ STATED = {
     },
     "02": {
         r"One H100 needs (\d+) ms": [STEP],
-        r"an eighth of the batch computes for (\d+) ms": [STEP / 8],
+        r"an eighth of the batch each need (\d+) ms": [STEP / 8],
         r"Their backward takes (\d+) ms": [2 / 3 * compute(3072)],
-        r"all-reduce of them takes (\d+) ms": [SEND / ONE_CARD],
-        r"hides if T > ([\d,]+) tokens per GPU. With one GPU per node, it takes T > ([\d,]+)\.": [
+        r"card of 50 GB/s, this takes (\d+) ms": [SEND / ONE_CARD],
+        r"hidden if T > ([\d,]+) tokens per GPU. With one GPU per node, T > ([\d,]+) is": [
             2 * F / INSIDE * AROUND,
             2 * F / ONE_CARD * AROUND,
         ],
         (
-            r"MB: ([\d.]+) ms inside a node, hidden, and (\d+) ms with one GPU per node, of which"
-            r" (\d+) ms"
+            r"this takes ([\d.]+) ms and is hidden. With one GPU per node it takes (\d+) ms, of"
+            r" which (\d+) ms"
         ): [SEND / INSIDE, SEND / ONE_CARD, SEND / ONE_CARD - 1e3 * TINY * 3072 / F],
         r"^\| model state per rank \| 16 P \| ([\d.]+) MB": costs("02")[:1],
         r"^\| sent per rank and step \| 2 \(N−1\)/N · 4 P.*? \| ([\d.]+) MB": costs("02")[1:],
     },
     "03": {
         r"hidden if \| T > (\d+) \| T > ([\d,]+)": [F / INSIDE * AROUND, F / ONE_CARD * AROUND],
-        r"all-gather \| \+ ([\d.]+) ms \| \+ ([\d.]+) ms": [SEND / 2 / INSIDE, SEND / 2 / ONE_CARD],
+        r"all-gather, if 02 exposes nothing \| \+ ([\d.]+) ms \| \+ ([\d.]+) ms": [
+            SEND / 2 / INSIDE,
+            SEND / 2 / ONE_CARD,
+        ],
         r"^\| AdamW on .*? \| − ([\d.]+) ms": [AROUND * ADAMW],
         r"3,072 tokens per GPU, computes for (\d+) ms": [compute(3072)],
         **{
@@ -320,7 +311,7 @@ STATED = {
         },
     },
     "04": {
-        r"400 TFLOP/s, takes ([\d.]+) ms": [LAYER_FORWARD],
+        r"its forward computes 4,096 tokens in ([\d.]+) ms": [LAYER_FORWARD],
         r"forward: computes ([\d.]+) ms \| backward: computes ([\d.]+) ms": [
             LAYER_FORWARD,
             2 * LAYER_FORWARD,
@@ -330,7 +321,7 @@ STATED = {
             6 * LAYER / ONE_CARD - 2 * LAYER_FORWARD,
         ],
         r"a layer takes (\d+) ms instead of (\d+)": [8 * LAYER / ONE_CARD, 3 * LAYER_FORWARD],
-        r"from the others: ([\d.]+) ms": [2 * LAYER / ONE_CARD],
+        r"Its all-gather takes ([\d.]+) ms": [2 * LAYER / ONE_CARD],
         r"inside a node, 400 GB/s \| ([\d.]+) ms, hidden \| ([\d.]+) ms, hidden \| T > ([\d,]+)": [
             2 * LAYER / INSIDE,
             6 * LAYER / INSIDE,
@@ -359,7 +350,6 @@ STATED = {
             ]
             for width in (1024, 4096, 8192)
         },
-        r"two nodes it takes ([\d.]+) times as long": [communication_over_computation(4096, 16)],
         r"from a width of ([\d,]+) on for `wqkv` and ([\d,]+) for `w1`": [
             2 / 3 * 7 * F / INSIDE,
             1 / 2 * 7 * F / INSIDE,
@@ -376,13 +366,13 @@ STATED = {
             1,
         ),
         r"that is (\d+) GB, and FSDP.*?leaves ([\d.]+) GB": (example_of_05, 3, 4),
-        r"counts ([\d.]+) GB of .*? and ([\d.]+) with it\. ([\d.]+) GB of both": (logits_of_05,),
+        r"counts ([\d.]+) GB of .*? and ([\d.]+) with it\.": (peaks_of_05,),
     },
     "06": {
         r"which take ([\d.]+) s to compute on these 64 GPUs": [6 * GIANT * 131_072 / (64 * F)],
         r"= 2\.7 GB, or ([\d.]+) s": [131_072 * 5120 * 4 / SLOW_NODES],
         r"That takes ([\d.]+) s, and more": [8 * GIANT / SLOW_NODES],
-        r"= (\d+) ms on one stage": [1e3 * TURN],
+        r"= (\d+) ms for a micro-batch": [1e3 * TURN],
         r"1F1B takes \(m.*? = ([\d.]+) s, and FSDP at least the ([\d.]+) s": [15 * TURN, FSDP],
         r"1F1B takes ([\d.]+) s, and FSDP ([\d.]+) s if": [71 * TURN, 64 * TURN],
         **{
@@ -393,22 +383,16 @@ STATED = {
     "07": {
         r"width 4,096 communicates ([\d.]+) times": [communication_over_computation(4096, 16)],
         **{
-            (rf"^\| {tp} \| {pp} \|(?: [\d.]+ \|){{4}}" + r"[ *]+([\d.]+)[ *]+\|" * 4): mesh(tp, pp)
+            (rf"^\| {tp} \| {pp} \|(?: [\d.]+ \|){{3}}" + r"[ *]+([\d.]+)[ *]+\|" * 4): mesh(tp, pp)
             for tp, pp in LAYOUTS
         },
         **{
-            rf"^\| {tp} \| {pp} \| \d+ \| \d+ \| ([\d.]+) \| ([\d.]+) ": (memory_in_07, tp, pp)
+            rf"^\| {tp} \| {pp} \| \d+ \| \d+ \| ([\d.]+) ": (peak_in_07, tp, pp)
             for tp, pp in LAYOUTS
         },
-        **{
-            (rf"^\| {stage}[^|]*" + r" \| ([\d.]+), ([\d.]+), ([\d.]+)" * len(ranks)): (
-                planned,
-                stage,
-                *ranks,
-            )
-            for stages, ranks in ((("02", "03", "04", "07"), (8, 512)), (("05", "06"), (8,)))
-            for stage in stages
-        },
+        r"^\| 04[^|]* \| ([\d.]+) \| ([\d.]+) \|$": (planned, "04", 512),
+        r"^\| 07[^|]* \| ([\d.]+) \| ([\d.]+) \|$": (planned_in_07,),
+        r"at most (\d+) ms would be hidden with pp = 4": [1e3 * 2 / 3 * mesh(8, 4)[0] / 3],
     },
     "08": {
         # backward computes the scores again: 5 matmuls
@@ -424,7 +408,7 @@ STATED = {
             2.4 * F / CARD,
             16 * 2.4 * F / CARD,
         ],
-        r"of attention's time in forward: ([\d.]+) %": [100 * 4 * AROUND * F / INSIDE / 131_072],
+        r"only ([\d.]+) % of attention's time": [100 * 4 * AROUND * F / INSIDE / 131_072],
         r"to about ([\d,]+) tokens with checkpointing": (tokens_of_xl, "02", 1, CHECKPOINTING),
         r"up to ([\d,]+) tokens with cp 8 alone": (tokens_of_xl, "08", 8, ""),
         r"leaves (\d+) GB of an H100's memory": [ROOM],
@@ -490,6 +474,29 @@ STATED = {
         # 7/8 of the bytes leave a rank
         r"they take ([\d.]+) ms at 400 GB/s or ([\d.]+) ms": [
             1e3 * 2 * 12 * 12 * 768**2 * AROUND / bandwidth for bandwidth in (INSIDE, ONE_CARD)
+        ],
+    },
+    "12": {
+        r"T must be ([\d,]+) tokens per step\. With four disks each it is ([\d,]+)": [
+            32 / 6 * F / 7e9,
+            32 / 6 * F / 28e9,
+        ],
+    },
+    "13": {
+        r"per rank: ([\d.]+) of ([\d.]+) GB, into ([\d.]+) GB of shards": [
+            n * LLAMA.num_parameters() / GB for n in (2 / 4, 2, 4 / 4)
+        ],
+        r"\*\*State\*\* per rank: ([\d.]+) GB": [16 / 4 * LLAMA.num_parameters() / GB],
+        r"([\d.]+) GB gathered .*?, ([\d.]+) GB reduced .* is ([\d.]+) s\. .* takes ([\d.]+)": [
+            *SENT_BY_LLAMA,
+            sum(SENT_BY_LLAMA) / 250,
+            2048 * LLAMA_TOKEN,
+        ],
+        r"are ([\d,]+) tokens per rank, or ([\d.]+) s\. The ([\d,]+) steps take some (\d+)": [
+            129 * 32,
+            129 * 32 * LLAMA_TOKEN,
+            52_002 * 3 / 128,
+            52_002 * 3 / 128 * 129 * 32 * LLAMA_TOKEN / 60,
         ],
     },
     "benchmarks": {

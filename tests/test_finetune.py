@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -345,6 +346,16 @@ def test_memory_while_reading_is_that_of_the_shards(fresh_pool, models, large, r
     pool.run(read_and_write, models / "qwen2", None)  # pages of the libraries count as well
     for found in pool.run(read_and_write, large, None):
         assert found["peak"] <= 4 * total / ranks + 16 * 2**20, f"{found['peak'] / 2**20:.0f} MB"
+
+
+def test_the_host_waits_for_the_other_ranks_before_it_opens_files(monkeypatch, tmp_path):
+    """A GPU's all-reduce is only enqueued when the call returns."""
+    stage, seen = load_stage("13"), []
+    monkeypatch.setattr(stage.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(stage, "all_reduce_control", seen.append)
+    model = SimpleNamespace(units=[], replicate_group=None, device=torch.device("meta"))
+    stage.write_model(model, None, tmp_path / "model")
+    assert [tensor.device.type for tensor in seen] == ["cpu", "cpu"]
 
 
 KILLED = """

@@ -24,7 +24,7 @@ NOT_OURS = {*"gpu-check.md train.txt valid.txt test.txt table.md all.pt".split()
 # flags of torchrun, srun, sbatch, mpirun, pip, git and nvidia-smi
 OTHERS_FLAGS = set(
     "--standalone --nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id"
-    " --rdzv-endpoint --ntasks-per-node --allow-run-as-root --oversubscribe --sync-tensorboard"
+    " --rdzv-endpoint --ntasks-per-node --sync-tensorboard"
     " --nodes --gpus-per-node --exclude --array --requeue --signal --help --logdir --format"
     " --no-reload --no-index --include --bind --label --mpi --nodelist --exclusive --mem"
     " --batch".split()
