@@ -7,6 +7,7 @@ one saves and loads the state, which every rank loses in between. The same block
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import runpy
@@ -183,6 +184,7 @@ def run_copy(folder: Path, rank: int, ranks: int, port: int) -> None:
     sys.path[:] = [str(folder), *(path for path in sys.path if Path(path) != REPO)]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("common", "tools")]:
         del sys.modules[name]
+    inspect._filesbymodname.clear()  # it knows a file of `common`, which is a folder only here
     runpy.run_path("run.py", run_name="__main__")
 
 
