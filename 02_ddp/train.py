@@ -60,8 +60,8 @@ from common.run import Run
 class DistributedDataParallel(nn.Module):
     """Keep the replicas of a module identical: same initial weights, same averaged gradients.
 
-    module: has the same contiguous parameters on every rank, and keeps them. process_group: the
-    ranks whose gradients are averaged; None for all. bucket_cap_mb: the most MB in one all-reduce.
+    module: its parameters are contiguous, alike on every rank, and stay. process_group: the ranks
+    whose gradients are averaged; None for all. bucket_cap_mb: the most MiB in one all-reduce.
     After the last backward of a step, call `finish_gradient_synchronization`.
     """
 
@@ -81,7 +81,7 @@ class DistributedDataParallel(nn.Module):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
-        for param in params:  # a hook that held the wrapper would keep it alive forever
+        for param in params:  # weak: else these hooks would keep the wrapper alive
             param.register_post_accumulate_grad_hook(weak(self.mark_ready))
 
     def forward(self, *args, **kwargs):

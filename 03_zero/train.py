@@ -114,7 +114,7 @@ class ZeroRedundancyOptimizer:
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.launched = 0  # how many buckets' reductions have started
         self.synchronizes = True
-        for param in params:  # a hook that held the wrapper would keep it alive forever
+        for param in params:  # weak: else these hooks would keep the wrapper alive
             param.register_post_accumulate_grad_hook(weak(self.mark_ready))
         module.register_forward_pre_hook(partial(forbid_float16, params))
         self.shards = [bucket.shard for bucket in self.buckets]

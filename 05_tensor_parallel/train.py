@@ -259,7 +259,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
         highest = logits.amax(dim=-1)
         all_reduce(highest, ReduceOp.MAX, group=group)
-        logits.sub_(highest[:, None])  # in place. No mark_dirty: the input is not returned
+        logits.sub_(highest[:, None])  # in place; mark_dirty is only for inputs that are returned
         target_logit = logits.gather(-1, column)[:, 0].masked_fill(~is_local, 0.0)
         all_reduce(target_logit, group=group)
         total = logits.exp_().sum(dim=-1)  # in place: after the target's logit has been read
@@ -280,8 +280,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def local_index(ids: Tensor, n: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """For each id, its row among this rank's n, or 0, and whether it is one of this rank's. An id
-    outside of the vocabulary stays out of range, so that the lookup raises, as PyTorch's does."""
+    """Each id's row in this rank's shard of n rows (0 if another rank owns it), and whether this
+    rank owns it. An id outside of the vocabulary stays out of range, so that the lookup raises."""
     row = ids - group.rank() * n
     is_local = (row >= 0) & (row < n)
     is_outside = (ids < 0) | (ids >= group.size() * n)
@@ -291,10 +291,8 @@ def local_index(ids: Tensor, n: int, group: ProcessGroup) -> tuple[Tensor, Tenso
 # ---- shards of the weights ----
 
 
-def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
-    """A copy of this rank's shard along `dim`, so that `full` can be freed. dim None: all of it."""
-    if dim is None:
-        return full
+def shard_of(full: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """A copy of this rank's shard along `dim`, so that `full` can be freed."""
     if full.shape[dim] % group.size():
         sizes = f"dimension {dim} of {tuple(full.shape)}"
         raise ValueError(f"{sizes} is not divisible by {group.size()} ranks")
@@ -318,8 +316,9 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
         shape, dim = list(parameter.shape), dims.get(name)
         if dim is not None:
             shape[dim] *= group.size()
+        value = initial_value(name, shape, seed)
         with torch.no_grad():
-            parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
+            parameter.copy_(value if dim is None else shard_of(value, dim, group))
 
 
 # ---- sequence parallelism: outside of the regions, activations are sharded along the sequence ----
@@ -353,7 +352,7 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
     """Sum the norms' gradients, once per step: each rank's are of its part of the sequence."""
     dims = shard_dims_of(model)
     params = [p for n, p in model.named_parameters() if n not in dims and p.requires_grad]
-    if any(p.grad is None for p in params):  # on another rank it may have one
+    if any(p.grad is None for p in params):  # ranks could all-reduce different sizes
         raise RuntimeError("a replicated parameter without a gradient: freeze it")
     if not params:
         return
@@ -369,7 +368,7 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
 def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     dims = shard_dims_of(model)
-    params = dict(model.named_parameters())  # a frozen parameter counts as an empty gradient
+    params = dict(model.named_parameters())  # frozen: an empty grad keeps the norm on the device
     grads = {n: p.new_zeros(0) if p.grad is None else p.grad for n, p in params.items()}
     sharded = [grad for name, grad in grads.items() if name in dims]
     replicated = [grad for name, grad in grads.items() if name not in dims]
@@ -385,9 +384,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: ProcessGroup) -> T
 def check_equal(norm: Tensor, group: ProcessGroup) -> None:
     """Raise if the norm of the replicated gradients differs between ranks by more than rounding."""
     highest, minus_lowest = all_reduce_control(torch.stack([norm, -norm]), group, ReduceOp.MAX)
-    # a private function, because `if` would wait for the GPU; a NaN is no difference
+    # private, but unlike `if` it does not wait for the GPU; a NaN norm passes
     is_equal = ~(highest + minus_lowest > 1e-3 * highest)
-    torch._assert_async(is_equal, "a replicated parameter has another gradient on each rank")
+    torch._assert_async(is_equal, "gradients of replicated parameters differ between ranks")
 
 
 # ------------------------------------------------------------------------------------------------

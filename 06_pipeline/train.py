@@ -50,9 +50,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
+from torch.profiler import record_function
 
 from common.collectives import all_reduce_control, global_norm, irecv, isend
-from common.distributed import annotate
 from common.loss import in_autocast_dtype
 from common.module_checks import check_plain, first_order
 
@@ -131,10 +131,11 @@ class Pipeline:
         self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
         self.p, self.rank = to_lower.size(), to_lower.rank()
         self.stages, self.n_stages = stages, self.p * len(stages)
+        if self.p == 1 and len(stages) > 1:
+            raise ValueError(f"one rank alone takes one stage, not {len(stages)}")
         parameter = next(next(iter(stages.values())).part.parameters(), None)
-        if parameter is None or (self.p == 1 and len(stages) > 1):
-            where = f"rank {self.rank} of the pipeline"
-            raise ValueError(f"{where} needs layers, and one rank alone takes one stage")
+        if parameter is None:
+            raise ValueError(f"rank {self.rank} of the pipeline needs layers")
         self.device, self.message_shape = parameter.device, message_shape
         self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
@@ -157,7 +158,7 @@ class Pipeline:
             received = self.finish_receive(action) if action in self.receives else None
             name = f"{action.kind} {action.micro} {action.stage}"
             # a stage's forward enables autocast itself; backward runs without it
-            with annotate(name), torch.autocast(self.device.type, enabled=False):
+            with record_function(name), torch.autocast(self.device.type, enabled=False):
                 result = self.run_action(action, received, micro_batches)
             _, destination = source_and_destination(action, self.n_stages)
             if destination is not None:
@@ -173,17 +174,18 @@ class Pipeline:
         digest = torch.full((), hash(facts) % 2**32, device=self.device)
         extremes = torch.stack([digest, -digest])
         all_reduce_control(extremes, self.to_lower, ReduceOp.MAX)
-        # a private function, because `if` would wait for the GPU
+        # private, but unlike `if` it does not wait for the GPU
         torch._assert_async(extremes.sum() == 0, "ranks differ in no_grad or micro-batch shapes")
 
     def actions_for(self, m: int) -> list[Action]:
         """This rank's actions with m micro-batches, under `no_grad` only its forwards (any m)."""
         trains = torch.is_grad_enabled()
-        micros = range(m if trains else ceil(m / self.p) * self.p)  # interleaving: p divides m
+        # interleaving needs a multiple of p: evaluation adds micro-batches that `return` drops
+        micros = range(m if trains else ceil(m / self.p) * self.p)
         actions = self.schedule(self.rank, self.p, len(micros))
         needed = [(k, i, s) for s in self.stages for k in self.stages[s].kinds for i in micros]
         if sorted(actions) != sorted(needed):
-            raise ValueError("the schedule does not fit the numbers or the class of these stages")
+            raise ValueError("the schedule must have each action of these stages exactly once")
         return [a for a in actions if trains or (a.kind == "F" and a.micro < m)]
 
     def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
@@ -213,7 +215,7 @@ class Pipeline:
         work.wait()
         return buffer
 
-    def start_send(self, tensor: Tensor, destination: int, shape: tuple[int, ...]) -> None:
+    def start_send(self, tensor: Tensor | None, destination: int, shape: tuple[int, ...]) -> None:
         """Send without waiting. Beyond p sends in flight, wait for the oldest and free it."""
         if tensor is None:
             raise ValueError("a part does not use its input, so there is no gradient to send")
@@ -274,9 +276,8 @@ class PipelineStage:
         m: the number of micro-batches. Gradients are those of the mean of their losses."""
         trains = torch.is_grad_enabled()
         x = x.detach().requires_grad_(trains and x.is_floating_point())  # tokens have no gradient
-        kind, dtype, on = x.device.type, torch.bfloat16, self.autocast
         # no cache: inside an outer autocast, it would keep the cast weights until that one ends
-        with torch.autocast(kind, dtype, on, cache_enabled=False):
+        with torch.autocast(x.device.type, torch.bfloat16, self.autocast, cache_enabled=False):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
             detached = y.detach().requires_grad_(trains)  # a leaf: the loss's backward ends here
             result = detached if self.output is None else self.output(detached, targets)
@@ -347,7 +348,8 @@ def zero_bubble(rank: int, p: int, m: int) -> list[Action]:
     the weights. A micro-batch is in flight from its F to its W (Qi et al.'s H1).
 
     A W runs before each F that finds p micro-batches in flight, and after each B when all F have
-    run: no rank waits for it. The remaining W end the step. On rank 0 of 4, m = 6:
+    run: these W delay no other rank. The remaining W end the step (on rank 0 there are none). On
+    rank 0 of 4, m = 6:
 
         F0 F1 F2 F3  B0 W0 F4  B1 W1 F5  B2 W2  B3 W3  B4 W4  B5 W5
     """
@@ -365,15 +367,15 @@ def zero_bubble(rank: int, p: int, m: int) -> list[Action]:
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved_1f1b}
-SCHEDULES |= {"zero-bubble": zero_bubble}
+SCHEDULES["zero-bubble"] = zero_bubble
 
 
 class ZeroBubbleStage(PipelineStage):
     """A stage whose backward defers the weight gradients of its linear layers.
 
-    Those of norms and embedding are computed in B, those of the LM head with the loss. pending: for
-    each micro-batch between its B and its W, the oldest first, the weight, input [tokens, in] and
-    output gradient [tokens, out] of every linear layer."""
+    Those of norms and embedding are computed in B, those of the LM head with the loss. pending:
+    what each micro-batch's W needs, the oldest first: of every linear layer the weight, the input
+    [tokens, in] and the output gradient [tokens, out]."""
 
     kinds = "FBW"
 
@@ -413,7 +415,7 @@ class DeferredLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.weight.requires_grad and not x.requires_grad:
-            raise ValueError("no gradient reaches this layer: train one before it")
+            raise ValueError("x needs a gradient for backward to run: train an earlier layer")
         return LinearWithDeferredGradient.apply(in_autocast_dtype(x), self)
 
 
@@ -438,14 +440,12 @@ class LinearWithDeferredGradient(torch.autograd.Function):
 # ---- clipping: the norm is that of all ranks' gradients ----
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, pp: ProcessGroup | None = None) -> Tensor:
-    """Scale the gradients to at most this global norm; returns the norm before clipping.
-
-    pp: the ranks of the pipeline (default: all)."""
-    params = list(model.parameters())  # a frozen parameter counts as an empty gradient
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradients to at most this global norm; returns the norm before clipping."""
+    params = list(model.parameters())  # frozen: an empty grad keeps the norm on the device
     squares = global_norm(p.new_zeros(0) if p.grad is None else p.grad for p in params).square()
-    total_norm = all_reduce_control(squares, pp).sqrt()  # the squares add up over the stages
-    clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
+    total_norm = all_reduce_control(squares).sqrt()  # all ranks are stages: squares add up
+    clip_grads_with_norm_(params, max_norm, total_norm)
     return total_norm
 
 

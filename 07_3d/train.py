@@ -55,6 +55,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
+from torch.profiler import record_function
 
 from common.collectives import (
     all_gather_single,
@@ -67,7 +68,7 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.counter_rng import CounterDropout
-from common.distributed import annotate, group_along
+from common.distributed import group_along
 from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
 from common.module_checks import check_plain, first_order
@@ -105,23 +106,23 @@ def build_mesh(pp: int, dp: int, tp: int, timeout: float, device: torch.device) 
     """
     shape = (pp, dp, tp)
     if pp * dp * tp != dist.get_world_size():
-        raise ValueError(f"a mesh of {shape} ranks on {dist.get_world_size()}")
+        raise ValueError(f"a mesh of {shape} ranks does not have {dist.get_world_size()}")
     mesh = Mesh(
         to_lower=group_along(shape, 0, "to_lower", timeout),
         to_higher=group_along(shape, 0, "to_higher", timeout),
         dp=group_along(shape, 1, "dp", timeout),
         tp=group_along(shape, 2, "tp", timeout),
     )
-    # NCCL connects the ranks of a group in its first collective. That can wait for a receive in
-    # flight, whose sender may wait for this rank: a deadlock. So do it now. `Pipeline` connects pp.
+    # NCCL connects a group's ranks in its first collective, which can wait for a receive in flight,
+    # whose sender may wait for this rank: a deadlock. So connect dp and tp now
     for group in (mesh.dp, mesh.tp):
         all_reduce_control(torch.zeros(1, device=device), group=group)
     return mesh
 
 
 def message_shape(tokens: Tensor, d_model: int, sequence_shards: int) -> tuple[int, int, int]:
-    """The shape of the hidden states that a rank sends: to the rank of the next stage with its own
-    coordinates on dp and tp. With sequence parallelism both hold the same part of each sequence."""
+    """The shape of what stages send, hidden states or their gradients, between ranks that have the
+    same coordinates on dp and tp: with sequence parallelism the same part of each sequence."""
     batch, seq = tokens.shape
     return batch, seq // sequence_shards, d_model
 
@@ -132,7 +133,7 @@ def message_shape(tokens: Tensor, d_model: int, sequence_shards: int) -> tuple[i
 def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     dims = shard_dims_of(model)
-    params = dict(model.named_parameters())  # a frozen parameter counts as an empty gradient
+    params = dict(model.named_parameters())  # frozen: an empty grad keeps the norm on the device
     grads = {n: p.new_zeros(0) if p.grad is None else p.grad for n, p in params.items()}
     sharded = [grad for name, grad in grads.items() if name in dims]
     replicated = [grad for name, grad in grads.items() if name not in dims]
@@ -428,7 +429,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
         highest = logits.amax(dim=-1)
         all_reduce(highest, ReduceOp.MAX, group=group)
-        logits.sub_(highest[:, None])  # in place. No mark_dirty: the input is not returned
+        logits.sub_(highest[:, None])  # in place; mark_dirty is only for inputs that are returned
         target_logit = logits.gather(-1, column)[:, 0].masked_fill(~is_local, 0.0)
         all_reduce(target_logit, group=group)
         total = logits.exp_().sum(dim=-1)  # in place: after the target's logit has been read
@@ -449,18 +450,16 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def local_index(ids: Tensor, n: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """For each id, its row among this rank's n, or 0, and whether it is one of this rank's. An id
-    outside of the vocabulary stays out of range, so that the lookup raises, as PyTorch's does."""
+    """Each id's row in this rank's shard of n rows (0 if another rank owns it), and whether this
+    rank owns it. An id outside of the vocabulary stays out of range, so that the lookup raises."""
     row = ids - group.rank() * n
     is_local = (row >= 0) & (row < n)
     is_outside = (ids < 0) | (ids >= group.size() * n)
     return torch.where(is_local, row, ids * is_outside), is_local
 
 
-def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
-    """A copy of this rank's shard along `dim`, so that `full` can be freed. dim None: all of it."""
-    if dim is None:
-        return full
+def shard_of(full: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """A copy of this rank's shard along `dim`, so that `full` can be freed."""
     if full.shape[dim] % group.size():
         sizes = f"dimension {dim} of {tuple(full.shape)}"
         raise ValueError(f"{sizes} is not divisible by {group.size()} ranks")
@@ -484,16 +483,17 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
         shape, dim = list(parameter.shape), dims.get(name)
         if dim is not None:
             shape[dim] *= group.size()
+        value = initial_value(name, shape, seed)
         with torch.no_grad():
-            parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
+            parameter.copy_(value if dim is None else shard_of(value, dim, group))
 
 
 def check_equal(norm: Tensor, group: ProcessGroup) -> None:
     """Raise if the norm of the replicated gradients differs between ranks by more than rounding."""
     highest, minus_lowest = all_reduce_control(torch.stack([norm, -norm]), group, ReduceOp.MAX)
-    # a private function, because `if` would wait for the GPU; a NaN is no difference
+    # private, but unlike `if` it does not wait for the GPU; a NaN norm passes
     is_equal = ~(highest + minus_lowest > 1e-3 * highest)
-    torch._assert_async(is_equal, "a replicated parameter has another gradient on each rank")
+    torch._assert_async(is_equal, "gradients of replicated parameters differ between ranks")
 
 
 # ---- sequence parallelism: outside of the regions, activations are sharded along the sequence ----
@@ -523,7 +523,7 @@ def all_reduce_replicated_gradients(model: nn.Module, group: ProcessGroup) -> No
     """Sum the norms' gradients, once per step: each rank's are of its part of the sequence."""
     dims = shard_dims_of(model)
     params = [p for n, p in model.named_parameters() if n not in dims and p.requires_grad]
-    if any(p.grad is None for p in params):  # on another rank it may have one
+    if any(p.grad is None for p in params):  # ranks could all-reduce different sizes
         raise RuntimeError("a replicated parameter without a gradient: freeze it")
     if not params:
         return
@@ -588,10 +588,11 @@ class Pipeline:
         self.schedule, self.to_lower, self.to_higher = schedule, to_lower, to_higher
         self.p, self.rank = to_lower.size(), to_lower.rank()
         self.stages, self.n_stages = stages, self.p * len(stages)
+        if self.p == 1 and len(stages) > 1:
+            raise ValueError(f"one rank alone takes one stage, not {len(stages)}")
         parameter = next(next(iter(stages.values())).part.parameters(), None)
-        if parameter is None or (self.p == 1 and len(stages) > 1):
-            where = f"rank {self.rank} of the pipeline"
-            raise ValueError(f"{where} needs layers, and one rank alone takes one stage")
+        if parameter is None:
+            raise ValueError(f"rank {self.rank} of the pipeline needs layers")
         self.device, self.message_shape = parameter.device, message_shape
         self.receives: dict[Action, tuple[Work, Tensor]] = {}  # in flight, by the action that waits
         self.sends: deque[tuple[Work, Tensor]] = deque()  # in flight, the oldest first
@@ -614,7 +615,7 @@ class Pipeline:
             received = self.finish_receive(action) if action in self.receives else None
             name = f"{action.kind} {action.micro} {action.stage}"
             # a stage's forward enables autocast itself; backward runs without it
-            with annotate(name), torch.autocast(self.device.type, enabled=False):
+            with record_function(name), torch.autocast(self.device.type, enabled=False):
                 result = self.run_action(action, received, micro_batches)
             _, destination = source_and_destination(action, self.n_stages)
             if destination is not None:
@@ -630,17 +631,18 @@ class Pipeline:
         digest = torch.full((), hash(facts) % 2**32, device=self.device)
         extremes = torch.stack([digest, -digest])
         all_reduce_control(extremes, self.to_lower, ReduceOp.MAX)
-        # a private function, because `if` would wait for the GPU
+        # private, but unlike `if` it does not wait for the GPU
         torch._assert_async(extremes.sum() == 0, "ranks differ in no_grad or micro-batch shapes")
 
     def actions_for(self, m: int) -> list[Action]:
         """This rank's actions with m micro-batches, under `no_grad` only its forwards (any m)."""
         trains = torch.is_grad_enabled()
-        micros = range(m if trains else ceil(m / self.p) * self.p)  # interleaving: p divides m
+        # interleaving needs a multiple of p: evaluation adds micro-batches that `return` drops
+        micros = range(m if trains else ceil(m / self.p) * self.p)
         actions = self.schedule(self.rank, self.p, len(micros))
         needed = [(k, i, s) for s in self.stages for k in self.stages[s].kinds for i in micros]
         if sorted(actions) != sorted(needed):
-            raise ValueError("the schedule does not fit the numbers or the class of these stages")
+            raise ValueError("the schedule must have each action of these stages exactly once")
         return [a for a in actions if trains or (a.kind == "F" and a.micro < m)]
 
     def run_action(self, action: Action, received: Tensor | None, micro_batches) -> Tensor | None:
@@ -670,7 +672,7 @@ class Pipeline:
         work.wait()
         return buffer
 
-    def start_send(self, tensor: Tensor, destination: int, shape: tuple[int, ...]) -> None:
+    def start_send(self, tensor: Tensor | None, destination: int, shape: tuple[int, ...]) -> None:
         """Send without waiting. Beyond p sends in flight, wait for the oldest and free it."""
         if tensor is None:
             raise ValueError("a part does not use its input, so there is no gradient to send")
@@ -731,9 +733,8 @@ class PipelineStage:
         m: the number of micro-batches. Gradients are those of the mean of their losses."""
         trains = torch.is_grad_enabled()
         x = x.detach().requires_grad_(trains and x.is_floating_point())  # tokens have no gradient
-        kind, dtype, on = x.device.type, torch.bfloat16, self.autocast
         # no cache: inside an outer autocast, it would keep the cast weights until that one ends
-        with torch.autocast(kind, dtype, on, cache_enabled=False):
+        with torch.autocast(x.device.type, torch.bfloat16, self.autocast, cache_enabled=False):
             y = self.part(x, keys=keys)  # [micro-batch, seq, d_model]
             detached = y.detach().requires_grad_(trains)  # a leaf: the loss's backward ends here
             result = detached if self.output is None else self.output(detached, targets)

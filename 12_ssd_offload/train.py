@@ -91,9 +91,9 @@ class SpeculativeAdamW:
     """AdamW on files, in threads. A unit is updated as soon as its gradient of the step is reduced.
 
     An update reads the current slot and writes the other one. Whether gradients are clipped is
-    known only after the last update, so updates during backward assume that they are not. If that
-    was wrong, `step` repeats the updates with scaled gradients: the current slot still has the old
-    state. Then it switches the slots.
+    known only after backward, so updates in backward assume that they are not. If that was wrong,
+    `step` repeats the updates with scaled gradients: the current slot still has the old state. Then
+    it switches the slots.
     """
 
     def __init__(self, folder: StateFolder, *, speculates: bool = True, **adamw_settings):
@@ -101,11 +101,11 @@ class SpeculativeAdamW:
         beta1, beta2 = adamw_settings.pop("betas")
         defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
         self.param_groups = [defaults | adamw_settings | {"beta1": beta1, "beta2": beta2}]
-        self.folder, self.state = folder, {}  # the state is in the files
+        self.folder, self.state = folder, {}  # the state is in the files, not in `state`
         self.may_speculate = speculates  # in any step
         self.speculates_now = speculates  # in this step
         self.step_settings: dict = {}  # arguments of `adamw` in this step
-        # the files that have a gradient of this step: True if the last micro-batch is in it
+        # per file with a gradient of this step: whether it includes the last micro-batch
         self.is_complete: dict[StateFile, bool] = {}
         self.norms: dict[StateFile, Tensor] = {}  # of a complete gradient, per 1,024 elements
         self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
@@ -163,8 +163,7 @@ class SpeculativeAdamW:
         self.check_step()
         is_clipped = self.scale.item() < 1.0
         if is_clipped or not self.speculates_now:
-            if self.speculates_now:
-                self.n_redone_steps += 1
+            self.n_redone_steps += self.speculates_now
             for file in self.folder.files:
                 self.folder.start(file, self.update_scaled)
             self.folder.wait()

@@ -1,15 +1,12 @@
 """Sharded checkpoints in the format of `torch.distributed.checkpoint` (DCP).
 
-One folder per step. Every rank writes what it owns, under the names of the plain `Transformer` and
-its AdamW, so a checkpoint of any stage on any topology loads in any other:
+One folder per step, called `step-...` once every rank has written. Each writes what it owns, under
+the names of the plain `Transformer` and its AdamW, so any stage on any topology can load it:
 
     model.layers.0.attn.wqkv.weight                 float32, the parameter
     optim.exp_avg.layers.0.attn.wqkv.weight         AdamW's first moment
     optim.exp_avg_sq.layers.0.attn.wqkv.weight      and its second
     step                                            int64: optimizer steps done
-
-A folder is renamed to `step-...` when every rank has written: under this name it is complete. Data
-order and dropout follow from seed and step.
 """
 
 from __future__ import annotations
@@ -215,8 +212,7 @@ class Checkpointer:
     def full_weights(self, state: State) -> dict[str, Tensor]:
         """The full weights by the plain model's names: in rank 0's memory, elsewhere none.
 
-        Every rank calls it. The chunks are those that a checkpoint of `state` would have. They
-        travel one at a time, so no device holds more than its own.
+        Every rank calls it. The chunks of a checkpoint of `state` travel there one at a time.
         """
         self.wait()  # the save in flight uses the same process group
         planner = storage.SavePlanner(flatten_state_dict=False)
@@ -231,9 +227,9 @@ class Checkpointer:
         full = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries}
         for owner, plan in enumerate(plans):
             for item in plan.items:
-                place, chunk = full[item.index.fqn], item.tensor_data.chunk
-                for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                    place = place.narrow(dim, start, size)
+                chunk = item.tensor_data.chunk
+                ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
+                place = full[item.index.fqn][tuple(map(slice, chunk.offsets, ends))]
                 if owner > 0:
                     received = torch.empty(chunk.sizes, dtype=place.dtype)
                     dist.recv(received, owner, group=self.group)
@@ -244,8 +240,7 @@ class Checkpointer:
         """Fill `state` in place from a checkpoint; return the steps done, 0 for a new run.
 
         resume: `auto` (the newest complete checkpoint of this folder, if any), `never`, or the path
-        of a checkpoint or of a run. A corrupt one is reported, and the previous one is used. One of
-        another model is an error.
+        of a checkpoint or of a run. A corrupt one is reported, and the previous one is used.
         """
         if resume == "never":
             return 0
@@ -267,11 +262,10 @@ class Checkpointer:
             except storage.IncompatibleCheckpointError as error:
                 fail(f"--resume {resume}: {path} does not fit this model: {error}")
             except storage.CorruptCheckpointError as error:
+                what = f"{path} is corrupt: {error}"
                 if path == found[-1]:
-                    others = [p.name for p in checkpoints(path.parent) if p.name < path.name]
-                    left = f"older ones: {', '.join(others)}" if others else "no older one is left"
-                    fail(f"--resume {resume}: {path} is corrupt: {error}; {left}")
-                print0(f"{path} is corrupt: {error}; going back to {found[number + 1].name}")
+                    fail(f"--resume {resume}: {what}; pass an older one, if there is one")
+                print0(f"{what}; going back to {found[number + 1].name}")
         self.is_own = exists(self.path) and self.path.samefile(path.parent)
         if rank() == 0 and self.is_own:
             for bad in found[:number]:  # they do not count as checkpoints to keep
@@ -309,19 +303,18 @@ class Checkpointer:
         except (AttributeError, KeyError, TypeError):  # of what the metadata holds on the run
             error = storage.IncompatibleCheckpointError("another version of this code saved it")
         errors, names = zip(*self._gather((error, set(state))), strict=True)
-        if error := next(filter(None, errors), None):
-            if isinstance(error, OSError):
-                fail(f"{path} cannot be read: {error}", status=1)
+        error = next(filter(None, errors), None)
+        state = {**state, "step": torch.tensor(0)}
+        if error is None:
+            planner = storage.LoadPlanner(set(state).union(*names))
+            try:
+                dcp.load(state, storage_reader=reader, planner=planner, **self._ranks)
+            except dcp.api.CheckpointException as failed:
+                error, _ = next(iter(failed.failures.values()))  # of the first rank that failed
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            fail(f"{path} cannot be read: {error}", status=1)  # it may be intact
+        if error is not None and not isinstance(error, storage.CheckpointError):
+            error = storage.CorruptCheckpointError(str(error).strip().split("\n")[0])
+        if error is not None:
             raise error
-        try:
-            planner = storage.LoadPlanner({"step"}.union(*names))
-            state = {**state, "step": torch.tensor(0)}
-            dcp.load(state, storage_reader=reader, planner=planner, **self._ranks)
-        except dcp.api.CheckpointException as error:
-            cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
-            if isinstance(cause, storage.CheckpointError):
-                raise cause from None
-            if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
-                fail(f"{path} cannot be read: {cause}", status=1)  # it may be intact
-            raise storage.CorruptCheckpointError(str(cause).strip().split("\n")[0]) from None
         return int(state["step"].item()), notes

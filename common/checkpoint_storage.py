@@ -168,7 +168,9 @@ class AtomicWriter(dcp.FileSystemWriter):
         sync(self.folder)  # so that the rename survives a power failure
         found = checkpoints(self.folder)
         for old in found[: max(0, found.index(self.final) + 1 - self.keep)]:
-            _delete(old)
+            # renamed first: a folder that is called `step-...` stays complete. If a file is in use,
+            # the next save tries again.
+            shutil.rmtree(old.rename(old.with_name(f"deleting-{old.name}")), ignore_errors=True)
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
@@ -181,13 +183,6 @@ def checkpoints(folder: str | os.PathLike) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(found, key=lambda p: int(p.name[5:]))
-
-
-def _delete(path: Path) -> None:
-    """Rename, then delete: a folder that is called `step-...` stays complete."""
-    aside = path.with_name(f"deleting-{path.name}")
-    path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)  # a file may be in use: the next save tries again
 
 
 DCP = "torch.distributed.checkpoint"
@@ -273,6 +268,7 @@ SHAPE = ("d_model", "n_layers", "n_heads")  # of the weights
 # arguments that may differ from those of the run that saved, but not silently
 REPORTED = ("seed", "seq_len", "global_batch_size", "lr", "warmup_steps", "min_lr_ratio", "steps")
 REPORTED += ("weight_decay", "grad_clip", "dropout")
+HASHES = {"vocabulary": "the hash of --data's words", "corpus": "the hash of --data"}
 
 
 def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
@@ -282,18 +278,13 @@ def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
     """
     if not saved or not run:
         return []
-    old, new = saved["arguments"], run["arguments"]
-    flag = {name: "--" + name.replace("_", "-") for name in (*SHAPE, *REPORTED)}
-    shape = [name for name in SHAPE if old[name] != new[name]]
-    if shape:
-        was, now = (" ".join(f"{flag[n]} {a[n]}" for n in shape) for a in (old, new))
-        presets = f"(--preset {old['preset']}, here {new['preset']})"
-        what = f"it was trained with {was}, and this run has {now} {presets}"
-        raise IncompatibleCheckpointError(what)
-    if saved["vocabulary"] != run["vocabulary"]:
-        raise IncompatibleCheckpointError("another vocabulary: pass the --data it was trained on")
-    differ = [name for name in REPORTED if old[name] != new[name]]
-    notes = [f"{flag[name]} is now {new[name]}, was {old[name]!r}" for name in differ]
-    if saved["corpus"] != run["corpus"]:
-        notes.append(f"the corpus is now {run['corpus']}, was {saved['corpus']!r} (hashes)")
-    return notes
+    old, new = ({**each, **each["arguments"]} for each in (saved, run))
+
+    def changed(*names: str) -> list[str]:
+        known_as = {name: HASHES.get(name, "--" + name.replace("_", "-")) for name in names}
+        differ = [name for name in names if old[name] != new[name]]
+        return [f"{known_as[name]} is now {new[name]}, was {old[name]!r}" for name in differ]
+
+    if found := changed(*SHAPE, "vocabulary"):
+        raise IncompatibleCheckpointError("; ".join(found))
+    return changed(*REPORTED, "corpus")

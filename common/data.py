@@ -69,7 +69,7 @@ def load_corpus(name: str, download: bool = False) -> Corpus:
     """
 
     def write(folder: Path) -> None:
-        _write(_read_words(name), folder)
+        _write(read_words(name), folder)
 
     must_exist = name == "wikitext2" and not download
     contents, digest = load_prepared(name, _folder_name(name), FILES, None if must_exist else write)
@@ -177,11 +177,15 @@ def _prepare(name: str, prepared: Path, files: Sequence[str], write: Callable | 
         fail(f"--data {name} {error}")
 
 
-def _read_words(name: str) -> dict[str, list[str]]:
+def read_words(name: str) -> dict[str, list[str]]:
     """The words of each split, `<eos>` at each line's end."""
-    if name == "sample":
-        return sample_words()
-    lines = _wikitext2_lines() if name == "wikitext2" else _lines_of_folder(Path(name))
+    if name == "wikitext2":
+        lines = _wikitext2_lines()
+    elif name == "sample":  # the Python 3.11 language reference; its words are separated by spaces
+        texts = gzip.decompress(SAMPLE.read_bytes()).decode().split("\f")
+        lines = dict(zip(SPLITS, map(io.StringIO, texts), strict=True))
+    else:
+        lines = _lines_of_folder(Path(name))
     return {s: [word for line in lines[s] for word in (*line.split(), EOS)] for s in SPLITS}
 
 
@@ -209,28 +213,6 @@ def _wikitext2_lines() -> dict[str, list[str]]:
     if [hashlib.sha1(x, usedforsecurity=False).hexdigest()[:12] for x in files] != PUBLISHED:
         raise ValueError("is not the text that was published: empty the cache of `datasets`")
     return lines
-
-
-def sample_words() -> dict[str, list[str]]:
-    """The Python 3.11 language reference, split by topic.
-
-    Of six topics one goes to `valid` and one to `test`, without the lines that `train` has too:
-    topics quote one another. A token is a word or a punctuation mark. Words that occur once in
-    `train` become `<unk>`, as in WikiText.
-    """
-    topics = gzip.decompress(SAMPLE.read_bytes()).decode().split("\f")
-    lines: dict[str, list[str]] = {split: [] for split in SPLITS}
-    for i, text in enumerate(topics):
-        split = {2: "valid", 5: "test"}.get(i % 6, "train")
-        lines[split] += [line.strip() for line in text.splitlines() if line.strip()]
-    known = set(lines["train"])
-    token = re.compile(r"\w+|([^\w\s])\1*")  # a row of dashes is one token
-    words = {}
-    for split in SPLITS:
-        kept = [line for line in lines[split] if split == "train" or line not in known]
-        words[split] = [w for line in kept for w in (*(m[0] for m in token.finditer(line)), EOS)]
-    seen = Counter(words["train"])
-    return {s: [w if seen[w] > 1 else UNKNOWN for w in words[s]] for s in SPLITS}
 
 
 def _write(words: dict[str, list[str]], folder: Path) -> None:

@@ -208,14 +208,6 @@ def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> d
     return dist.new_subgroups_by_enumeration(lines, timeout=limit, group_desc=name)[0]
 
 
-def annotate(name: str) -> contextlib.AbstractContextManager:
-    """Name the work inside in the trace of --profile."""
-    # record_function takes 0.2 ms even if nothing is traced; only a private function tells whether
-    if torch.autograd._profiler_enabled():
-        return torch.profiler.record_function(name)
-    return contextlib.nullcontext()
-
-
 def cleanup() -> None:
     """Destroy the process group. Call it in a `finally`: an error is reported first.
 

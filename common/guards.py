@@ -139,9 +139,7 @@ class Guard:
             shard.grad = None
         sync = self.sync()
         type(sync).finish_gradient_synchronization(sync)
-        if (
-            self.shards and self.expected
-        ):  # the optimizer does not use the parameters' own gradients
+        if self.shards and self.expected:  # the optimizer does not use the parameters' own
             for param in self.places:
                 param.grad = NoGradient(param)
         self.expected.clear()

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.data import EOS, load_prepared, sample_words
+from common.data import EOS, load_prepared, read_words
 from common.distributed import fail, print0
 from common.packing import Document
 
@@ -133,7 +133,7 @@ def read_examples(content: bytes) -> list[dict]:
 
 def sample_questions() -> list[dict]:
     """The first half of each line of the sample (of eight words or more), answered by the rest."""
-    splits = sample_words()
+    splits = read_words("sample")
     lines = [line.split() for s in ("train", "valid") for line in " ".join(splits[s]).split(EOS)]
     halves = [(line[: len(line) // 2], line[len(line) // 2 :]) for line in lines if len(line) >= 8]
     return [{"instruction": " ".join(a), "output": " ".join(b)} for a, b in halves]

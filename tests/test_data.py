@@ -200,7 +200,7 @@ def test_words_outside_the_vocabulary_become_unk_which_is_there_only_if_needed(t
 def test_prepared_corpus_is_reused_and_memory_mapped(tmp_path, monkeypatch):
     name = folder(tmp_path / "c", "a b c\n" * 1000)
     first = load_corpus(name)
-    monkeypatch.setattr(data, "_read_words", Mock(side_effect=AssertionError("prepared again")))
+    monkeypatch.setattr(data, "read_words", Mock(side_effect=AssertionError("prepared again")))
     corpus = load_corpus(name)
     assert torch.equal(first.train, corpus.train)
     start = f"{corpus.train.data_ptr():x}-"  # a mapping begins with the file

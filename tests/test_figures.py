@@ -276,7 +276,7 @@ STATED = {
     },
     "02": {
         r"One H100 needs (\d+) ms": [STEP],
-        r"an eighth of the batch each need (\d+) ms": [STEP / 8],
+        r"an eighth of the batch each take (\d+) ms": [STEP / 8],
         r"Their backward takes (\d+) ms": [2 / 3 * compute(3072)],
         r"card of 50 GB/s, this takes (\d+) ms": [SEND / ONE_CARD],
         r"hidden if T > ([\d,]+) tokens per GPU. With one GPU per node, T > ([\d,]+) is": [
@@ -373,7 +373,11 @@ STATED = {
         r"= 2\.7 GB, or ([\d.]+) s": [131_072 * 5120 * 4 / SLOW_NODES],
         r"That takes ([\d.]+) s, and more": [8 * GIANT / SLOW_NODES],
         r"= (\d+) ms for a micro-batch": [1e3 * TURN],
-        r"1F1B takes \(m.*? = ([\d.]+) s, and FSDP at least the ([\d.]+) s": [15 * TURN, FSDP],
+        r"1F1B takes \(m.*? = ([\d.]+) s, .*? node ([\d.]+) s, and FSDP at least the ([\d.]+) s": [
+            15 * TURN,
+            2 * AROUND * 4 * GIANT / 8 / INSIDE,
+            FSDP,
+        ],
         r"1F1B takes ([\d.]+) s, and FSDP ([\d.]+) s if": [71 * TURN, 64 * TURN],
         **{
             (rf"^\| `{schedule}` \| (\d\.\d\d) \| (\d\.\d\d) \|$"): (activations_in_06, schedule)
@@ -392,7 +396,7 @@ STATED = {
         },
         r"^\| 04[^|]* \| ([\d.]+) \| ([\d.]+) \|$": (planned, "04", 512),
         r"^\| 07[^|]* \| ([\d.]+) \| ([\d.]+) \|$": (planned_in_07,),
-        r"at most (\d+) ms would be hidden with pp = 4": [1e3 * 2 / 3 * mesh(8, 4)[0] / 3],
+        r"about (\d+) ms would be hidden with pp = 4": [1e3 * 2 / 3 * mesh(8, 4)[0] / 3],
     },
     "08": {
         # backward computes the scores again: 5 matmuls

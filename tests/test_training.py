@@ -388,13 +388,9 @@ def test_resume_with_another_corpus_prints_a_line_and_another_vocabulary_or_mode
     words = copy_of_corpus(corpus_dir, tmp_path / "words", "train", "word1 ", "ward1 ")
     shape = "--n-layers 3 --d-model 48 --preset small --seq-len 16".split()
     for flags, says in (
-        (words, "another vocabulary"),
-        (["--n-heads", "4"], "with --n-heads 2,"),
-        (
-            shape,
-            "--d-model 32 --n-layers 2, and this run has --d-model 48 --n-layers 3 "
-            "(--preset tiny, here small)",
-        ),
+        (words, "the hash of --data's words is now "),
+        (["--n-heads", "4"], "--n-heads is now 4, was 2"),
+        (shape, "--d-model is now 48, was 32; --n-layers is now 3, was 2"),
     ):
         flags = [*argv, *flags, "--resume", str(run_dir)]
         (ended,) = pools(1, group=False).attempt_train("01", flags)

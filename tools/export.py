@@ -43,7 +43,7 @@ NAMES = {
     "mlp.w1.": "mlp.up_proj.",
     "mlp.w2.": "mlp.down_proj.",
 }
-WORDS = r"\w+|([^\w\s])\1*"  # of the sample, as in common/data.py
+WORDS = r"\w+|([^\w\s])\1*"  # of the sample; a row of dashes is one word
 
 
 def newest_run() -> Path:
