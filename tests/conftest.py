@@ -29,8 +29,8 @@ for name in list(os.environ):
 
 
 # the files that take minutes, longest first: with several workers the short ones fill the gaps
-LONG = "slurm parity survival dry_run quickstart late_backend costs gradients launchers"
-LONG += " lessons stages"
+LONG = "slurm parity costs survival figures benchmarks fake_cuda copy late_backend fp8 any_to_any"
+LONG += " dry_run quickstart plan gradients ssd_offload launchers lessons stages"
 
 
 NO_CASE = SimpleNamespace(params={})

@@ -6,7 +6,8 @@
     with whole_ledger() as ledger: ...              the ledger of a run, without its resets
     with true_ledger(): ...                         it must agree with what arrives
     with fake_ranks(4): ...                         as rank 0 of 4, without the others
-    bytes_written()
+    train_in(variables, "01", argv)  with these environment variables
+    process_bytes("wchar")
 
 Pools (`tools/pool.py`) live as long as the tests. Fixtures for them, for the corpus and for
 reference runs are in `conftest.py`.
@@ -15,12 +16,15 @@ reference runs are in `conftest.py`.
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -57,6 +61,11 @@ PRELOAD += ["pytest", "harness"]  # and so the late backend
 @lru_cache
 def lines_of(stage: str) -> list[str]:
     return stage_path(stage).read_text().splitlines()
+
+
+def train_in(variables: dict[str, str], stage: str, argv: list[str]) -> list[dict]:
+    with patch.dict(os.environ, variables):
+        return train(stage, argv)
 
 
 # ---- parity ----
@@ -183,7 +192,9 @@ def ring_factor(call: Call) -> float:
     return {"all_reduce": 2 * around, "send": 1.0}.get(call.op, around)
 
 
-def bytes_written() -> int:
-    """Bytes that this process has passed to the kernel to write: Gloo's sockets, and files."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)["wchar"])
+def process_bytes(name: str) -> int:
+    """Bytes that this process has passed to the kernel or got from it, in sockets and files (wchar,
+    rchar), or that it has in memory (VmRSS, VmHWM, VmData)."""
+    text = Path("/proc/self", "status" if name.startswith("Vm") else "io").read_text()
+    number, unit = re.search(rf"^{name}:\s+(\d+)( kB)?$", text, re.M).groups()
+    return int(number) * (1024 if unit else 1)

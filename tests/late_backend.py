@@ -122,29 +122,7 @@ class Buffer:
         assert same, f"{name}: its {role} was written to while in flight"
 
 
-class RecordedWork:
-    """The newest call; its wait is recorded."""
-
-    def __init__(self) -> None:
-        self.calls = [(record, record.n_calls - 1) for record in _records]
-        self.done = False
-
-    def wait(self, timeout=None) -> bool:
-        if not self.done:
-            for record, call in self.calls:
-                record.events.append(Wait(call))
-            self.complete()
-        self.done = True
-        return True
-
-    def complete(self) -> None:
-        """Deliver the result."""
-
-    def is_completed(self) -> bool:
-        return self.done
-
-
-class LateWork(RecordedWork):
+class LateWork:
     """A call in flight. `wait()` checks its buffers and delivers the private copies' result."""
 
     def __init__(
@@ -155,14 +133,22 @@ class LateWork(RecordedWork):
         outputs: list[Tensor],
         results: list[Tensor],
     ):
-        super().__init__()
-        self.name, self.work, self.results = name, work, results
+        self.calls = [(record, record.n_calls - 1) for record in _records]  # it is the newest one
+        self.name, self.work, self.results, self.done = name, work, results, False
         for tensor in outputs:
             _poison(tensor)
         # after that, because an output may be a part of the input (a reduce-scatter in place)
         self.inputs = [Buffer(tensor) for tensor in inputs]
         self.outputs = [Buffer(tensor) for tensor in outputs]
         _outstanding[id(self)] = self
+
+    def wait(self, timeout=None) -> bool:
+        if not self.done:
+            for record, call in self.calls:
+                record.events.append(Wait(call))
+            self.complete()
+        self.done = True
+        return True
 
     def complete(self) -> None:
         del _outstanding[id(self)]
@@ -173,6 +159,9 @@ class LateWork(RecordedWork):
         for buffer, result in zip(self.outputs, self.results, strict=True):
             buffer.tensor.data.copy_(result)
         self.inputs, self.outputs, self.results = [], [], []
+
+    def is_completed(self) -> bool:
+        return self.done
 
 
 # ---- the process groups ----
@@ -185,10 +174,7 @@ class LateProcessGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)
         self.name = options.group_id
         self.global_ranks = tuple(options.global_ranks_in_group or range(options.group_size))
-        self.gloo = self._connect(options)
-
-    def _connect(self, options) -> dist.ProcessGroupGloo | None:
-        return dist.ProcessGroupGloo(
+        self.gloo = dist.ProcessGroupGloo(
             options.store, options.group_rank, options.group_size, timeout=options.timeout
         )
 
@@ -202,7 +188,7 @@ class LateProcessGroup(dist.ProcessGroup):
         reduce_op: ReduceOp | None = None,
         peer: int | None = None,
         splits: tuple[list[int], ...] = ((), ()),
-    ) -> RecordedWork:
+    ) -> LateWork:
         """Call `run(input copies, output copies)` and hand out a `Work` that completes late.
 
         in_place: the operation reads its outputs too. peer: as a rank of this group. splits: of an
@@ -225,9 +211,6 @@ class LateProcessGroup(dist.ProcessGroup):
         for record in _records:
             record.events.append(call)
             record.n_calls += 1
-        return self._work(call, run, inputs, outputs, in_place)
-
-    def _work(self, call: Call, run, inputs, outputs, in_place) -> RecordedWork:
         sent = [t.detach().clone() for t in inputs]
         results = [t.detach().clone() if in_place else torch.empty_like(t) for t in outputs]
         work = run(sent, results)
@@ -315,21 +298,4 @@ class LateProcessGroup(dist.ProcessGroup):
         self.gloo = None
 
 
-class RecordedProcessGroup(LateProcessGroup):
-    """One rank of any number without the others: calls are recorded, results are arbitrary.
-
-    Control flow depends on no result, so the record is that of a real run.
-    """
-
-    def _connect(self, options) -> None:
-        return None
-
-    def _work(self, call, run, inputs, outputs, in_place) -> RecordedWork:
-        for output in outputs if not in_place else []:
-            # finite and not all zero, so that no loss is NaN
-            output.data.copy_(torch.arange(output.numel()).view(output.shape) % 7)
-        return RecordedWork()
-
-
 dist.Backend.register_backend("late", LateProcessGroup, extended_api=True, devices=["cpu"])
-dist.Backend.register_backend("recorded", RecordedProcessGroup, extended_api=True, devices=["cpu"])

@@ -3,7 +3,6 @@
     assert_ranks_agree(records)     the ranks of a group make the same calls in the same order
     assert_completes(records)       no rank waits forever, whatever the timing
     assert_connects_early(records)  no rank connects while it receives
-    communicators(records, rank)    those that a rank takes part in
 
 `records[rank]` is the list of that rank's calls and waits, in issue order.
 """
@@ -73,11 +72,6 @@ def _communicator(rank: int, call: Call) -> tuple:
     if call.op in ("send", "recv"):
         return call.group, *sorted((rank, call.peer))
     return (call.group,)
-
-
-def communicators(records: Records, rank: int) -> set[tuple]:
-    """The communicators that NCCL creates on a rank for the recorded calls."""
-    return {_communicator(rank, event) for event in records[rank] if isinstance(event, Call)}
 
 
 def assert_connects_early(records: Records) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,14 @@ def curve(reference, corpus_dir) -> list[dict]:
 @pytest.fixture(scope="module")
 def saved(train, curve, tmp_path_factory):
     """`saved("04")`: a checkpoint after `AFTER` steps, of a run that reproduces the curve."""
-    known: dict[str, Path] = {}
 
+    @cache
     def checkpoint(stage: str) -> Path:
-        if stage not in known:
-            folder = tmp_path_factory.mktemp(f"run-{stage}")
-            flags = ("--checkpoint-every", AFTER, "--run-dir", folder)
-            assert_same_curve(train(SAVES[stage], *flags), curve)
-            known[stage], _ = checkpoints(folder / "checkpoints")
-        return known[stage]
+        folder = tmp_path_factory.mktemp(f"run-{stage}")
+        flags = ("--checkpoint-every", AFTER, "--run-dir", folder)
+        assert_same_curve(train(SAVES[stage], *flags), curve)
+        first, _ = checkpoints(folder / "checkpoints")
+        return first
 
     return checkpoint
 
@@ -63,7 +63,8 @@ def test_resume_in_any_other_stage_has_the_same_loss_curve(train, curve, saved, 
     assert_same_curve(rest, [line for line in curve if line["step"] >= AFTER])
 
 
-RUNS = {run.id: run for purpose in ("parity", "load", "save") for run in runs_for(purpose)}
+LAST = {run.stage: run for run in runs_for("parity")}
+RUNS = {run.id: run for runs in (LAST, SAVES, LOADS) for run in runs.values()}
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

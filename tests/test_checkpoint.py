@@ -7,11 +7,8 @@ import io
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import time
 import types
-from functools import partial
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
@@ -21,8 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import REPO
-from slurm_cluster import skip_or_fail
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -515,40 +510,6 @@ def test_save_failure_on_one_rank_ends_all_with_one_line(pools, tmp_path):
     said = "".join(o.stderr for o in ended)
     assert said.count("\n") == 1 and "No space left" in said and "older ones are" in said
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000002"]
-
-
-# ---- other versions of Python ----
-
-
-LOAD_AND_SAVE = """
-import sys
-import types
-import torch
-from common.checkpoint import Checkpointer
-ours, theirs = map(Checkpointer, sys.argv[1:])
-state = {"model.w": torch.zeros(2, 3)}
-ours.load("auto", state, types.SimpleNamespace(state={}))
-theirs.save(4, {"model.w": state["model.w"] + 1})
-theirs.close()
-"""
-DEBIAN = Path("/usr/bin/python3").resolve()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(Path(sys.executable).resolve() == DEBIAN, reason="the tests run on Debian's")
-def test_load_between_this_python_and_debians(tmp_path):
-    """Debian's Python imports this one's packages, which works within a minor version."""
-    packages = Path(torch.__file__).parents[1]
-    environment = dict(os.environ, PYTHONPATH=f"{REPO}{os.pathsep}{packages}")
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    save_checkpoint(ours, 3, {"model.w": torch.arange(6.0).view(2, 3)})
-    debian = partial(subprocess.run, env=environment)
-    if not DEBIAN.exists() or debian([DEBIAN, "-c", "import torch"]).returncode:
-        skip_or_fail(f"{DEBIAN} cannot import the torch of {packages}")
-    debian([DEBIAN, "-c", LOAD_AND_SAVE, ours, theirs], check=True)
-    state = {"model.w": torch.zeros(2, 3)}
-    assert load_checkpoint(theirs, "auto", state) == 4
-    assert state["model.w"].flatten().tolist() == [1, 2, 3, 4, 5, 6]
 
 
 # ---- disks that are full or read-only ----

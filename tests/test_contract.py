@@ -419,22 +419,6 @@ def flat_buffers(sync) -> list:
     return [*getattr(sync, "buckets", ()), *getattr(sync, "units", ())]
 
 
-def what_the_guard_reads(strategy: str) -> None:
-    sync = trainer_of(strategy, chain(), guarded=False).sync
-    assert isinstance(sync.module, Chain) and (strategy in UNITS or sync.synchronizes)
-    assert callable(sync.finish_gradient_synchronization)
-    if strategy.startswith("zero"):
-        assert sync.zero_stage == int(strategy[-1])
-        assert isinstance(sync.optimizer, torch.optim.Optimizer)
-    for each in flat_buffers(sync) if strategy != "ddp" else ():
-        assert isinstance(each.shard, nn.Parameter)
-
-
-@pytest.mark.parametrize("strategy", ALL)
-def test_the_wrappers_have_what_the_guard_reads(pools, strategy):
-    pools(2).run(what_the_guard_reads, strategy)
-
-
 # ---- what is allowed is exact ----
 
 

@@ -7,7 +7,10 @@ one saves and loads the state, which every rank loses in between. The same block
 from __future__ import annotations
 
 import ast
+import inspect
+import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -17,10 +20,11 @@ from textwrap import indent
 
 import pytest
 import torch
-from processes import start
+from processes import free_port
 from torch import nn
 
 from tools.export import write_weights
+from tools.pool import fork_server
 from tools.stages import REPO, needs_model, stage_file, stage_path, stages
 
 COPIED = stages()[1:]
@@ -171,11 +175,28 @@ def plain_output(section: Section) -> torch.Tensor:
         return model(torch.linspace(-1, 1, 12 * width).view(1, 12, width))
 
 
+def run_copy(folder: Path, rank: int, ranks: int, port: int) -> None:
+    """Run the script in this process, which has imported torch, with nothing of this repository."""
+    os.chdir(folder)
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {name: str(value) for name, value in where.items()}
+    sys.path[:] = [str(folder), *(path for path in sys.path if Path(path) != REPO)]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("common", "tools")]:
+        del sys.modules[name]
+    inspect._filesbymodname.clear()  # it knows a file of `common`, which is a folder only here
+    runpy.run_path("run.py", run_name="__main__")
+
+
 def outputs(folder: Path, ranks: int) -> list:
     """Run the script on so many ranks; what each has saved."""
-    processes = start(folder / "run.py", ranks, [], folder)
-    said = [process.communicate(timeout=300)[1] for process in processes]
-    assert not any(process.returncode for process in processes), "".join(said)[-3000:]
+    port, process = free_port(), fork_server().Process
+    started = [process(target=run_copy, args=(folder, r, ranks, port)) for r in range(ranks)]
+    for each in started:
+        each.start()
+    for each in started:
+        each.join(300)
+    assert [each.exitcode for each in started] == [0] * ranks
     return [torch.load(folder / f"output-{rank}.pt") for rank in range(ranks)]
 
 

@@ -8,7 +8,6 @@ measured times and perplexities, and figures of other authors.
 
 from __future__ import annotations
 
-import csv
 import gc
 import os
 import re
@@ -34,13 +33,10 @@ from tools.planner.step_time import group_bandwidth
 F, NVLINK, CARD, SLOW_CARD = 400e12, 400e9, 50e9, 12.5e9  # FLOP/s, bytes/s: the READMEs' H100s
 
 
-def test_a_ring_over_full_nodes_uses_all_cards_of_a_node():
-    assert group_bandwidth(8, 8, NVLINK, CARD) == NVLINK
-    assert group_bandwidth(8, 1, NVLINK, CARD) == CARD
+def test_a_ring_over_full_nodes_uses_all_cards_of_a_node_at_most_nvlinks_bandwidth():
     assert group_bandwidth(64, 2, NVLINK, CARD) == 2 * CARD
-    assert group_bandwidth(64, 8, NVLINK, CARD) == NVLINK
     assert group_bandwidth(64, 8, NVLINK, SLOW_CARD) == 8 * SLOW_CARD
-    assert group_bandwidth(64, 8, NVLINK, 2 * CARD) == NVLINK
+    assert group_bandwidth(64, 8, NVLINK, 2 * CARD) == NVLINK == group_bandwidth(8, 8, NVLINK, 1)
 
 
 INSIDE = group_bandwidth(8, 8, NVLINK, CARD)
@@ -139,14 +135,22 @@ def report_of(stage: str, ranks: int, flags: str, rank: int = 0) -> Report:
     return dry_run(stage, ranks, rank, flags.split())
 
 
-def planned_report(stage: str, ranks: int) -> str:
+def planned_report(stage: str, ranks: int, flags: str) -> str:
     (run,) = (x for x in runs_for("plan") if (x.stage, x.ranks) == (stage, ranks))
-    return figures(stage, ranks, run.argv)
+    return figures(stage, ranks, [*run.argv, *flags.split()])
 
 
-def planned(alone, stage: str, ranks: int) -> list[float]:
+def planned(alone, stage: str, ranks: int, flags: str = "") -> list[float]:
     """GB of `make dry-run-all`: the peak, and what is sent."""
-    return [float(x) for x in alone(planned_report, stage, ranks).split(" | ")[1:]]
+    return [float(x) for x in alone(planned_report, stage, ranks, flags).split(" | ")[1:]]
+
+
+def planned_in_07(alone) -> list[float]:
+    """On 512 ranks, by fewer micro-batches than 64 on each of eight replicas: nine reach the peak
+    of eight stages, and what is sent is linear in their number."""
+    few = [planned(alone, "07", 512, f"--global-batch-size {8 * m}") for m in (1, 9)]
+    (_, one), (peak, nine) = few
+    return [peak, one + 63 * (nine - one) / 8]
 
 
 def kept_by_a_layer(alone, flags: str, report=report_of) -> list[float]:
@@ -154,9 +158,9 @@ def kept_by_a_layer(alone, flags: str, report=report_of) -> list[float]:
     shape = "--d-model 256 --n-heads 4 --seq-len 2048 --global-batch-size 8 --n-layers"
 
     def kept(ranks: int) -> float:
-        reports = [alone(report, "05", ranks, f"{shape} {n} {flags}") for n in (2, 4)]
+        reports = [alone(report, "05", ranks, f"{shape} {n} {flags}") for n in (1, 2)]
         few, many = (x.peak - x.parameters - x.optimizer for x in reports)
-        return (many - few) / 2 / (2 * 8 * 2048 * 256)
+        return (many - few) / (2 * 8 * 2048 * 256)
 
     one, four = kept(1), kept(4)
     sharded = (one - four) * 4 / 3
@@ -195,9 +199,11 @@ def activations_in_06(alone, schedule: str) -> list[float]:
 
 
 def peak_in_07(alone, tp: int, pp: int) -> list[float]:
+    """GB. It is linear in the number of layers, and pp + 1 micro-batches reach it."""
     command = text_of("07").split('make dry-run-07 ARGS="--ranks 1024 ')[1].split(" --tp")[0]
-    report = alone(report_of, "07", 1024, f"{command} --tp {tp} --pp {pp}")
-    return [report.peak / GB]
+    argv = f"{command} --tp {tp} --pp {pp} --global-batch-size {1024 // (tp * pp) * (pp + 1)}"
+    few, many = (alone(report_of, "07", 1024, f"{argv} --n-layers {n}") for n in (pp, 2 * pp))
+    return [(few.peak + (40 / pp - 1) * (many.peak - few.peak)) / GB]
 
 
 CHECKPOINTING = "--activation-checkpointing"
@@ -221,9 +227,9 @@ def tokens_of_xl(alone, stage: str, ranks: int, flags: str) -> list[float]:
 
     def activations(tokens: int) -> float:
         argv = f"--preset gpt2-xl --dtype bfloat16 --global-batch-size 1 --seq-len {tokens} {flags}"
-        reports = [alone(with_gradients, stage, ranks, f"{argv} --n-layers {n}") for n in (2, 4)]
+        reports = [alone(with_gradients, stage, ranks, f"{argv} --n-layers {n}") for n in (1, 2)]
         few, many = (report.activations / GB for report in reports)
-        return few + 46 * (many - few) / 2
+        return few + 47 * (many - few)
 
     start = 16_384 * ranks
     short, long = activations(start), activations(2 * start)
@@ -350,10 +356,7 @@ STATED = {
             2 / 3 * 7 * F / INSIDE,
             1 / 2 * 7 * F / INSIDE,
         ],
-        r"in float32 \| A \((\d+) \+ (\d+)/N\) \| A \((\d+) \+ (\d+)/N\)": (
-            kept_in_05,
-            "float32",
-        ),
+        r"in float32 \| A \((\d+) \+ (\d+)/N\) \| A \((\d+) \+ (\d+)/N\)": (kept_in_05, "float32"),
         r"in bfloat16 \| A/2 \((\d+) \+ (\d+)/N\) \| A/2 \((\d+) \+ (\d+)/N\)": (
             kept_in_05,
             "bfloat16",
@@ -393,10 +396,8 @@ STATED = {
             rf"^\| {tp} \| {pp} \| \d+ \| \d+ \| ([\d.]+) ": (peak_in_07, tp, pp)
             for tp, pp in LAYOUTS
         },
-        **{
-            rf"^\| {stage}[^|]* \| ([\d.]+) \| ([\d.]+) \|$": (planned, stage, 512)
-            for stage in ("04", "07")
-        },
+        r"^\| 04[^|]* \| ([\d.]+) \| ([\d.]+) \|$": (planned, "04", 512),
+        r"^\| 07[^|]* \| ([\d.]+) \| ([\d.]+) \|$": (planned_in_07,),
         r"about (\d+) ms would be hidden with pp = 4": [1e3 * 2 / 3 * mesh(8, 4)[0] / 3],
     },
     "08": {
@@ -466,10 +467,7 @@ STATED = {
     },
     "11": {
         r"^\| model state .* \| ([\d.]+) MB \(02: ([\d.]+)\)": [costs("11")[0], costs("02")[0]],
-        r"^\| sent .* \| ([\d.]+) MB \(02: ([\d.]+)\)": [
-            costs("11")[1],
-            costs("02")[1],
-        ],
+        r"^\| sent .* \| ([\d.]+) MB \(02: ([\d.]+)\)": [costs("11")[1], costs("02")[1]],
         r"^\| with `--dtype bfloat16` \| .* \| ([\d.]+) MB": costs("11", "--dtype bfloat16")[1:],
         r"needs ([\d.]+) GB of model state on each of 8 .*? against ([\d.]+) GB in stage 02": [
             costs(stage, "--preset gpt2", 8, 33_280)[0] / 1e3 for stage in ("11", "02")
@@ -562,9 +560,8 @@ def rounding(text: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_with_checkpointing_a_layer_of_05_keeps_its_input(alone, dtype):
-    flags = f"--dtype {dtype} {CHECKPOINTING}"
+def test_with_checkpointing_a_layer_of_05_keeps_its_input(alone):
+    flags = f"--dtype bfloat16 {CHECKPOINTING}"
     for more, kept in (("", [2, 0]), ("--sequence-parallel", [0, 2])):
         assert kept_by_a_layer(alone, f"{flags} {more}") == pytest.approx(kept, abs=0.05)
 
@@ -576,7 +573,7 @@ def test_what_layers_of_08_keep_is_divided_by_the_ranks(alone, kind):
     argv = f"{shape} --context-parallel-kind {kind} --n-layers"
 
     def kept(ranks: int) -> float:
-        few, many = (alone(with_gradients, "08", ranks, f"{argv} {n}") for n in (2, 4))
+        few, many = (alone(with_gradients, "08", ranks, f"{argv} {n}") for n in (1, 2))
         return many.activations - few.activations
 
     assert [2 * kept(2), 4 * kept(4)] == pytest.approx([kept(1)] * 2, rel=0.01)
@@ -657,22 +654,6 @@ def test_the_constants_and_the_range_are_those_that_the_fit_gives():
         assert row == pytest.approx(counted, abs=0.5)
 
 
-def test_the_predicted_best_of_bigscience_runs_costs_at_most_a_tenth_more_than_the_best():
-    """On this the bytes per gradient were tuned."""
-    rows = csv.DictReader(step_errors.PUBLISHED.open())
-    chosen = [
-        run
-        for run, row in zip(published(), rows, strict=True)
-        if run.source == "bigscience"
-        and re.search(r"02-2[56]\b", row["notes"])
-        and (row["layers"], row["d_model"]) == ("72", "14336")
-    ]
-    predicted = [step_time.step_time(run.job).seconds / run.job.global_batch for run in chosen]
-    per_sample = [run.seconds / run.job.global_batch for run in chosen]
-    assert len(chosen) > 10
-    assert per_sample[predicted.index(min(predicted))] <= 1.1 * min(per_sample)
-
-
 def test_the_errors_in_the_text_are_those_of_the_model():
     text = (REPO / "benchmarks/README.md").read_text()
     usable = [run for run in published() if run.job is not None]
@@ -686,12 +667,3 @@ def test_the_errors_in_the_text_are_those_of_the_model():
         )
         figures = [float(figure) for figure in found.groups()]
         assert figures == pytest.approx(step_errors.summary(step_errors.errors(runs))[:2], abs=0.06)
-
-
-@pytest.mark.parametrize("change", [{"micro_batch": 2}, {"tp": 2}, {"pp": 2}, {"sharding": "fsdp"}])
-def test_no_part_of_a_step_is_negative_and_more_bandwidth_is_never_slower(change):
-    job = plan.Job(32, 4096, 32, 4096, 33_280, 512, 128, H100, network=50e9, **change)
-    slow = step_time.step_time(replace(job, network=5e9))
-    assert min(slow.parts.values()) >= 0
-    assert step_time.step_time(job).seconds <= slow.seconds
-    assert len(slow.explain) >= len(slow.parts)

@@ -6,7 +6,6 @@ import importlib
 import re
 import shutil
 from collections.abc import Callable
-from functools import partialmethod
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -146,10 +145,6 @@ def test_a_scale_is_the_least_power_of_two_that_is_large_enough(dtype):
     for amax in (0.0, 1e-45):  # the least float32
         zeros = stage.to_float8(torch.full((1, 4), amax), dtype, ROWWISE)
         assert zeros.scale.item() > 0 and not zeros.numbers.float().any()
-    for amax in (float("inf"), float("-inf"), float("nan")):
-        for scaling in (ROWWISE, TENSORWISE):
-            x = torch.tensor([[1.0, amax], [1.0, 1.0]])
-            assert stage.to_float8(x, dtype, scaling).scale[0].isnan()
 
 
 @recipes
@@ -382,12 +377,12 @@ def test_a_compiled_cast_reads_its_input_twice_and_writes_float8(recipe):
 @pytest.mark.slow
 @compiler
 def test_a_compiled_model_is_a_graph_per_unit_with_the_same_loss_and_gradients():
-    """With dropout. The compiler adds in another order, so a few numbers round the other way."""
+    """With dropout."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     ours, plain = (model("rowwise", n_layers=1, dropout=0.1) for _ in range(2))
     for unit in ours.units():
-        unit.compile()
+        unit.compile(backend="aot_eager")  # to generate code, as for the cast, would take a minute
     tokens, keys = torch.arange(32).view(2, 16), torch.tensor([5, 7], dtype=torch.int32)
     losses = [each(tokens, tokens, keys) for each in (ours, plain)]
     for loss in losses:
@@ -398,24 +393,6 @@ def test_a_compiled_model_is_a_graph_per_unit_with_the_same_loss_and_gradients()
     torch.testing.assert_close(*losses, rtol=0, atol=1e-5)
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
         assert (a.grad - b.grad).norm() <= 1e-2 * b.grad.norm()
-
-
-@pytest.mark.slow
-def test_compiled_layers_keep_no_rounded_weight(monkeypatch):
-    """What they save instead of an input in float8 are tensors that the layer saves anyway.
-
-    Tensorwise, backward could use the numbers of forward again; rowwise it has other scales. The
-    choice is made before code is generated, which would take minutes.
-    """
-    traced = partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition")
-    monkeypatch.setattr(nn.Module, "compile", traced)
-    recipe = "tensorwise"
-    plain = cost.saved_by_a_layer(recipe, autocast=False)
-    kept = cost.saved_by_a_layer(recipe, autocast=False, compiled=True)
-    weights = {p.numel() for p in Transformer(errors.first_step()[0], indices=[1]).parameters()}
-    assert sum(t.dtype == E4M3 for t in plain) == 4
-    assert not any(t.numel() in weights for t in kept)
-    assert sum(t.nbytes for t in kept) <= sum(t.nbytes for t in plain)
 
 
 def test_what_an_outlier_costs_is_what_the_readme_says():

@@ -9,69 +9,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness import (
-    StageRun,
-    assert_reproduces,
-    cases,
-    load_stage,
-    runs_for,
-    stage_file,
-)
+from harness import StageRun, assert_reproduces, cases, load_stage, runs_for, stage_file
 from late_backend import Wait, assert_all_waited_for, recorded_calls
 from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agree
 from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
 
-from common.collectives import all_gather_single, reduce_scatter_single
+from common.collectives import reduce_scatter_single
 
 pytestmark = pytest.mark.slow
 
 # ---- the backend itself ----
-
-
-def results(x: Tensor) -> list[Tensor]:
-    """The results of every operation on this rank for the input x [8], and the outputs before
-    `wait()`."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    total, wide, part, swapped = x.clone(), x.new_empty(8 * n), x.new_empty(8 // n), x.clone()
-    seen = x.clone() if rank == 0 else torch.zeros_like(x)
-    at_root = x.clone()
-    neighbor = torch.zeros_like(x)
-    works = [
-        dist.all_reduce(total, async_op=True),
-        dist.broadcast(seen, src=0, async_op=True),
-        dist.reduce(at_root, dst=0, async_op=True),
-        all_gather_single(wide, x, async_op=True),
-        reduce_scatter_single(part, x, async_op=True),
-        dist.all_to_all_single(swapped, x, async_op=True),
-        dist.irecv(neighbor, (rank - 1) % n),
-        dist.isend(x, (rank + 1) % n),
-    ]
-    got = [total, seen, at_root, wide, part, swapped, neighbor]
-    early = [t.clone() for t in got]
-    for work in works:
-        work.wait()
-    objects: list = [None] * n
-    dist.all_gather_object(objects, rank)
-    dist.barrier()
-    if rank != 0:
-        at_root.zero_()  # what it holds here is undefined
-    return [*got, torch.tensor(objects)], early
-
-
-def results_in(dtype: torch.dtype) -> tuple:
-    return results((torch.arange(8) + 10 * dist.get_rank() + 1).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
-def test_results_match_gloo_and_arrive_at_the_wait(pools, dtype):
-    late, gloo = pools(2, backend="late").run(results_in, dtype), pools(2).run(results_in, dtype)
-    for (ours, early), (theirs, _) in zip(late, gloo, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.dtype == b.dtype and torch.equal(a, b)
-        if dtype.is_floating_point:
-            # before the wait all outputs are NaN, except the root's own broadcast
-            assert sum(bool(t.isnan().all()) for t in early) >= len(early) - 1
 
 
 def seeded_bug(kind: str) -> None:
@@ -87,7 +35,7 @@ def seeded_bug(kind: str) -> None:
     else:
         work = dist.all_reduce(x, async_op=True)
         if kind == "read":
-            assert x.sum().item() == 64 * n, "read too early"
+            assert not x.isnan().all(), "read too early"
         elif kind == "scaled":
             x.div_(n)  # turns a signalling NaN into a quiet one
         elif kind == "freed":
@@ -173,7 +121,20 @@ def train(stage: str, argv: list[str]) -> tuple[list[dict], list]:
     return metrics, events
 
 
-@pytest.mark.parametrize("run", [*cases("late"), *cases("late-bf16")])
+def deeper(ranks: int, pp: int, more: str):
+    """A run of 07 whose pipeline has ranks that are neither the first nor the last."""
+    flags = tuple(f"--pp {pp} --tp 2 --micro-batch-size 3 {more}".split())
+    run = StageRun("07", "late", ranks, flags, own_flags=stage_file("07").flags)
+    return pytest.param(run, id=run.id)
+
+
+DEEPER = [
+    deeper(6, 3, "--n-layers 3"),
+    deeper(8, 4, "--n-layers 8 --schedule interleaved --sequence-parallel"),
+]
+
+
+@pytest.mark.parametrize("run", [*cases("late"), *cases("late-bf16"), *DEEPER])
 def test_parity_over_the_late_backend(reproduce, run):
     every, expected = reproduce(run, train, "late")
     metrics, records = zip(*every, strict=True)

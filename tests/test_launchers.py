@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from harness import REPO, assert_same_curve, metrics_of, stage_path, stages
 from processes import executable
-from slurm_cluster import STRAY, copy_of_repository, need
+from slurm_cluster import PACKAGES, STRAY, Cluster, copy_of_repository, need
 
 from tools.stages import TINY
 
@@ -417,3 +418,43 @@ def test_make_cluster_names_missing_packages(tmp_path):
     done = make(tmp_path, "cluster")
     assert done.returncode != 0 and not (tmp_path / "copy/slurm/cluster").exists()
     assert "sbatch" in done.stderr and "apt install slurm-wlm munge" in done.stderr
+
+
+# ---- make cluster ----
+
+
+def test_make_cluster_submit_logs_and_cluster_down(tmp_path, corpus_dir):
+    need("sbatch", "slurmctld", "slurmd", "munged", packages=PACKAGES)
+    laptop = Cluster(copy_of_repository(tmp_path / "copy"))
+    try:
+        assert "2 nodes" in laptop.make("cluster", "PORT=17100")
+        assert "make cluster-down" in laptop.make("cluster", fails=True)
+        laptop.submit("submit-01", f"ARGS={TINY} --data {corpus_dir} --steps 2")
+        said = laptop.make("logs-01")
+        assert "step     1  loss" in said and "COMPLETED" in said
+        assert "stopped" in laptop.make("cluster-down")
+    finally:
+        if (tmp_path / "copy/slurm/cluster").exists():
+            laptop.make("cluster-down")
+    assert not (tmp_path / "copy/slurm/cluster").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the test above has started one without root")
+def test_cluster_can_be_started_without_root():
+    need("sbatch", "slurmctld", "slurmd", "munged", packages=PACKAGES)
+    with tempfile.TemporaryDirectory() as home:  # pytest's folder is readable by its user only
+        shutil.copytree(REPO / "slurm", f"{home}/slurm", ignore=shutil.ignore_patterns("cluster"))
+        subprocess.run(["chown", "-R", "nobody", home], check=True)
+        env = {"PATH": "/usr/bin:/bin", "HOME": home, "PORT": "17200"}
+        env |= {"SLURM_CONF": f"{home}/slurm/cluster/slurm.conf"}
+        as_user = "setpriv --reuid=nobody --regid=nogroup --clear-groups".split()
+
+        def run(command: str) -> str:
+            words = [*as_user, *command.split()]
+            return subprocess.check_output(words, cwd=home, env=env, text=True, timeout=120)
+
+        run("slurm/cluster.sh up")
+        try:
+            assert run("srun --nodes=2 --gpus-per-node=4 id -un") == "nobody\n" * 2
+        finally:
+            run("slurm/cluster.sh down")

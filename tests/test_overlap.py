@@ -162,31 +162,3 @@ def test_prefetch_in_backward_overlaps_the_computation_of_a_unit(pools):
     for unit, gather in enumerate(seen.gathers):
         assert gather.start < seen.matmuls[2 * unit].start
     assert all(seen.gathers[1].contains(matmul) for matmul in seen.matmuls[2:4])
-
-
-class Shift(nn.Module):
-    """A unit whose backward does not need its parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x):
-        return x + self.bias
-
-
-def backward_of_a_shift() -> Trace:
-    *before, last_but_one, last = linear_units()
-    trainer = trainer_of("fsdp", [*before, Shift(), last_but_one, last])
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        trainer.step([lambda model: model(torch.randn(4, WIDTH)).sum()])
-    return Trace(trace.events())
-
-
-def test_prefetch_in_backward_skips_a_unit_that_is_not_gathered(pools):
-    """In the first step already, and before the reduction of the unit that computes meanwhile: NCCL
-    runs the collectives of a group one after the other."""
-    seen = pools(2).run(backward_of_a_shift)[0]
-    in_backward = seen.gathers[N_UNITS + 1 :]
-    assert len(in_backward) == N_UNITS - 2
-    assert in_backward[1].start < seen.reductions[1].start

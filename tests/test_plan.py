@@ -18,6 +18,7 @@ from tools.planner.step_time import GPUS, Job
 # stage, ranks, rank, the stage's flags and the fields of the job that they set
 ZERO_1 = {"sharding": "zero1", "gather_bytes": 4}
 FSDP, FULL, MESH = {"sharding": "fsdp"}, {"recompute": "full"}, {"pp": 2, "tp": 2}
+INTERLEAVED = {"pp": 4, "schedule": "interleaved", "virtual": 2, "layers": 8}
 LARGE = "--micro-batch-size 8"  # one micro-batch: gradients appear while activations go
 LAYOUTS = [
     ("02", 4, 0, "", {}),
@@ -33,7 +34,7 @@ LAYOUTS = [
     ("04", 8, 0, f"--activation-checkpointing {LARGE}", {**FSDP, **FULL, "micro_batch": 8}),
     ("05", 4, 0, "--micro-batch-size 64", {"tp": 4, "micro_batch": 64}),
     ("06", 4, 3, "--schedule 1f1b", {"pp": 4}),
-    ("06", 4, 0, "--schedule interleaved", {"pp": 4, "schedule": "interleaved", "virtual": 2}),
+    ("06", 4, 0, "--schedule interleaved --n-layers 8", INTERLEAVED),
     ("07", 8, 0, "--pp 2 --tp 2 --sequence-parallel", {**MESH, "sequence_parallel": True}),
 ]
 
@@ -41,9 +42,9 @@ LAYOUTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("stage, ranks, rank, flags, fields", LAYOUTS, ids=str)
 def test_bytes_and_memory_in_closed_form_are_the_dry_runs(pools, stage, ranks, rank, flags, fields):
-    model = "--d-model 768 --n-layers 8 --n-heads 12 --seq-len 256 --global-batch-size 64"
+    model = "--d-model 768 --n-layers 4 --n-heads 12 --seq-len 256 --global-batch-size 64"
     argv = f"{model} --micro-batch-size 4 --dtype bfloat16 {flags}".split()
-    job = Job(8, 768, 12, 256, plan.VOCABULARY, 64, ranks, GPUS["h100"], micro_batch=4)
+    job = Job(4, 768, 12, 256, plan.VOCABULARY, 64, ranks, GPUS["h100"], micro_batch=4)
     job = replace(job, **fields)
     (dry,) = pools(1, group=False).run(dry_run, stage, ranks, rank, argv)
     last = rank > 0 or job.pp == 1

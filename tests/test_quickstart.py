@@ -16,7 +16,7 @@ from tools import quickstart
 from tools.pool import NEEDED, Outcome, WorkerError, WorkerExit
 from tools.quickstart import Quickstart, Row, rows_for, run_rows, tolerance_of
 
-TINY = "--data sample --d-model 16 --n-layers 2 --n-heads 2 --seq-len 8 --steps 4 --log-every 1"
+TINY = "--d-model 16 --n-layers 2 --n-heads 2 --seq-len 8 --steps 4 --log-every 1"
 
 GPT2_ROWS = ["gpt2: 01 --steps 20", "gpt2: 01 --steps 20 --compile"]
 GPT2_ROWS += [row.replace("01", "10") for row in GPT2_ROWS]
@@ -153,7 +153,7 @@ if __name__ == "__main__":
     for number in stages():
         load_stage(number)
     quickstart.FOLDER, quickstart.HALF = Path(sys.argv[1]), 2
-    BASE["quickstart"] = "{TINY} --dtype float32"
+    BASE["quickstart"] = "{TINY} --dtype float32 --data " + sys.argv[2]
     quickstart.rows_for = lambda *_: quickstart.stage_rows(2, "float32", False)[:2]
     sys.exit(quickstart.main([]))
 """
@@ -175,10 +175,12 @@ def bare(tmp_path):
     return run
 
 
-def test_quickstart_needs_pytorch_numpy_tensorboard_and_xxhash_and_no_other_package(bare, tmp_path):
+def test_quickstart_needs_pytorch_numpy_tensorboard_and_xxhash_and_no_other_package(
+    bare, tmp_path, corpus_dir
+):
     script = tmp_path / "two_rows.py"
     script.write_text(TWO_ROWS)
-    ended = bare(" ".join(NEEDED), script, tmp_path / "runs")
+    ended = bare(" ".join(NEEDED), script, tmp_path / "runs", corpus_dir)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "02_ddp" in ended.stdout and "datasets" not in " ".join(NEEDED)
     assert bare(" ".join(NEEDED), "-c", "import pytest").returncode == 1  # this test can fail
@@ -202,10 +204,13 @@ def test_make_runs_a_stage_with_the_python_of_a_module(bare):
 
 
 @pytest.mark.slow
-def test_every_kind_of_row_runs_and_a_loss_that_is_off_fails(monkeypatch, tmp_path, capsys):
+def test_every_kind_of_row_runs_and_a_loss_that_is_off_fails(
+    monkeypatch, tmp_path, capsys, corpus_dir
+):
     monkeypatch.setattr(quickstart, "FOLDER", tmp_path)
     monkeypatch.setattr(quickstart, "HALF", 2)
-    monkeypatch.setitem(quickstart.BASE, "quickstart", f"{TINY} --dtype float32")
+    flags = f"{TINY} --data {corpus_dir} --dtype float32"
+    monkeypatch.setitem(quickstart.BASE, "quickstart", flags)
     # 01, by torchrun, with a reference of its own, resumed; test_parity.py has the others' flags
     rows = [row for row in rows_for(0, cores=2) if row.stage in ("01", "02", "09")]
     tried = Quickstart(0)

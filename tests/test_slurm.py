@@ -7,20 +7,18 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
 from chaos import differences
 from harness import REPO, assert_same_curve, metrics_of, stage_file, stage_path, stages
-from slurm_cluster import LOCK, Cluster, Job, copy_of_repository, live_cluster, need, skip_or_fail
+from slurm_cluster import LOCK, PACKAGES, Job, live_cluster, need, skip_or_fail
 
 from tools.stages import needs_model
 
 pytestmark = pytest.mark.slow
 
 NAMESPACES = str(REPO / "tests/namespaces.sh")
-PACKAGES = "slurm-wlm munge iproute2"
 EXTRA_CONF = """\
 MinJobAge=3600
 PreemptType=preempt/partition_prio
@@ -279,8 +277,8 @@ def lose(cluster):
 def test_requeue_on_signal_and_after_a_lost_node_resumes_and_is_bitwise_identical(
     cluster, pools, corpus_dir, tmp_path, lose
 ):
-    # some seconds long so that it can be signalled, with eight checkpoints
-    flags = f"{SMALL} --steps 800 --log-every 10 --checkpoint-every 100 --keep-checkpoints 9"
+    # some seconds long so that it can be signalled
+    flags = f"{SMALL} --steps 500 --log-every 10 --checkpoint-every 50 --keep-checkpoints 10"
     flags += f" --data {corpus_dir}"
     job = cluster.submit("submit-02", "NODES=2", "GPUS=1", f"ARGS={flags}")[0]
 
@@ -302,7 +300,7 @@ def test_requeue_on_signal_and_after_a_lost_node_resumes_and_is_bitwise_identica
     ask_to_stop(2)
     assert job.log.count("time is nearly up: job") == 2
     assert "asked to stop: saving after step" in job.log
-    job.until("step 120", lambda: reached(119))  # long before the end: losing takes seconds
+    job.until("step 60", lambda: reached(59))  # long before the end: losing takes seconds
     lost = job.nodes()[1]  # the batch script runs on the other node
     before = job.log.count("resumed from")
     lose(lost)
@@ -372,50 +370,7 @@ def test_a_preempted_job_is_requeued_and_one_that_a_signal_stops_does_not_look_c
     cluster.call("scancel", "--signal=TERM", number)
     job.ends("FAILED")
     assert f"scontrol requeue {number} continues it" in job.log
-    cluster.call("scontrol", "requeue", number)
-    job.until("second resume", lambda: job.log.count("resumed from") == 2)
-    cluster.call("scancel", number)
-
-
-# ---- make cluster ----
 
 
 def test_the_lock_is_where_no_other_user_can_write():
     assert not LOCK.parent.stat().st_mode & 0o022
-
-
-def test_make_cluster_submit_logs_and_cluster_down(tmp_path):
-    need("sbatch", "slurmctld", "slurmd", "munged", packages=PACKAGES)
-    laptop = Cluster(copy_of_repository(tmp_path / "copy"))
-    try:
-        assert "2 nodes" in laptop.make("cluster", "PORT=17100")
-        assert "make cluster-down" in laptop.make("cluster", fails=True)
-        laptop.submit("submit-01", f"ARGS={SMALL} --data sample --steps 2 --log-every 1")
-        said = laptop.make("logs-01")
-        assert "step     1  loss" in said and "COMPLETED" in said
-        assert "stopped" in laptop.make("cluster-down")
-    finally:
-        if (tmp_path / "copy/slurm/cluster").exists():
-            laptop.make("cluster-down")
-    assert not (tmp_path / "copy/slurm/cluster").exists()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="the test above has started one without root")
-def test_cluster_can_be_started_without_root():
-    need("sbatch", "slurmctld", "slurmd", "munged", packages=PACKAGES)
-    with tempfile.TemporaryDirectory() as home:  # pytest's folder is readable by its user only
-        shutil.copytree(REPO / "slurm", f"{home}/slurm", ignore=shutil.ignore_patterns("cluster"))
-        subprocess.run(["chown", "-R", "nobody", home], check=True)
-        env = {"PATH": "/usr/bin:/bin", "HOME": home, "PORT": "17200"}
-        env |= {"SLURM_CONF": f"{home}/slurm/cluster/slurm.conf"}
-        as_user = "setpriv --reuid=nobody --regid=nogroup --clear-groups".split()
-
-        def run(command: str) -> str:
-            words = [*as_user, *command.split()]
-            return subprocess.check_output(words, cwd=home, env=env, text=True, timeout=120)
-
-        run("slurm/cluster.sh up")
-        try:
-            assert run("srun --nodes=2 --gpus-per-node=4 id -un") == "nobody\n" * 2
-        finally:
-            run("slurm/cluster.sh down")

@@ -19,13 +19,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chaos import numbers, tensors_of
-from harness import REPO, assert_same_curve, load_stage, metrics_of, stage_path
+from harness import REPO, assert_same_curve, load_stage, metrics_of, stage_path, train_in
 from processes import train_and_signal
 from test_checkpoint import metadata_of, write_metadata
 from torch import Tensor
 
 from common import checkpoint_storage as storage
-from common.arguments import PRESETS
 from common.atomic_files import sync
 from common.checkpoint import checkpoints
 from common.data import load_corpus, train_batches
@@ -110,16 +109,6 @@ def test_logging_and_evaluation_intervals(train):
     assert [x["step"] for x in metrics if "val_loss" in x] == [2, 5, 8, 9]
     assert [x["step"] for x in metrics if "test_loss" in x] == [9]
     assert all("loss" in x for x in metrics)
-
-
-def test_flags_override_presets():
-    parse = load_stage("01").parse_args
-    for name, shape in PRESETS.items():
-        args = parse(["--preset", name])
-        assert (args.d_model, args.n_layers, args.n_heads, args.seq_len) == shape
-    args = parse("--preset gpt2 --n-layers 3 --seq-len 99".split())
-    assert (args.d_model, args.n_layers, args.n_heads, args.seq_len) == (768, 3, 12, 99)
-    assert args.micro_batch_size == args.global_batch_size == 24 and args.dtype == "float32"
 
 
 @pytest.mark.slow
@@ -280,11 +269,6 @@ def saved_run(pools, corpus_dir, tmp_path_factory) -> tuple[list, Path]:
     return argv, run_dir
 
 
-def restarted(variables: dict[str, str], argv: list[str]) -> list[dict]:
-    with patch.dict(os.environ, variables):
-        return load_stage("01").main(argv)
-
-
 RESTARTS = {  # what the processes see
     "requeue": {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"},
     "restart": {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "run1"},
@@ -306,7 +290,7 @@ def test_resume_flag_applies_to_the_first_start_only_not_to_a_requeue_or_restart
 
     def steps_of_restart(steps: str) -> list[int]:
         again = {k: steps for k in RESTARTS[kind] if k.endswith("COUNT")}
-        job = restarted, RESTARTS[kind] | again, [*argv, "--resume", resume, "--steps", steps]
+        job = train_in, RESTARTS[kind] | again, "01", [*argv, "--resume", resume, "--steps", steps]
         (lines,) = pools(1, group=False).run(*job)
         return [line["step"] for line in lines]
 
