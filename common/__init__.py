@@ -6,9 +6,9 @@ module_checks.py       what is checked of a module that is replaced, and of a ba
 counter_rng.py         stateless randomness: seeds from names, dropout masks from counters
 data.py                corpora as memory-mapped tokens, batches as functions of (seed, step);
                        with it sample.txt.gz, the text of `--data sample`, and its license
-optimization.py        AdamW's settings, the learning-rate schedule, the global norm
+optimization.py        AdamW's settings, the learning-rate schedule, clipping
 distributed.py         the process group: launchers, start, end, errors
-collectives.py         PyTorch's collectives, with a ledger that counts their bytes
+collectives.py         PyTorch's collectives, a ledger of their bytes, buckets, the global norm
 arguments.py           the flags that every stage has, and their checks
 run.py                 a run: its folder, its steps, when it saves and when it stops
 run_folder.py          its folder: the name, the lock, and what is moved aside of another run
@@ -22,5 +22,5 @@ llama.py               for stage 13: models with the parameter names of Hugging 
 instructions.py        its data: instructions and answers as tokens
 packing.py             its micro-batches: documents side by side
 weight_files.py        its files: where the values of a tensor are
-units.py               for ZeRO and FSDP: what they check of a model's units
+units.py               for 03, 04, 12 and 13: a model's units and parameters, and their checks
 """

@@ -4,7 +4,7 @@
     costs.held      bytes by kind: parameters, gradients, optimizer
     costs.sent      ring bytes by (collective, group); `sent_before`: of the initial weights, once
 
-tests/test_costs.py holds the table to dry runs of every stage, exactly; `make plan` uses it.
+tests/test_costs.py holds the table to dry runs of 02 to 12, exactly; `make plan` uses it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The stages: their numbers, scripts and stage files.
 
 A stage is its folder, `NN_name/`: `train.py`, `train.sbatch`, `README.md`, and `stage.toml`, which
-says what the tools and the tests need to know of it. Nothing outside of the folder names the stage.
+says what the tools and the tests need to know of it. CONTRIBUTING.md lists the few entries outside.
 `problems("04")` lists what is missing or wrong in a stage file. Its fields:
 
     title = "Data parallelism"      of the README, too
@@ -42,8 +42,8 @@ The purposes, each with the arguments in `BASE` that a run's flags are added to:
     bf16            bfloat16 against the reference in bfloat16
     late, late-bf16 parity over a backend that completes as late as NCCL may, and the calls' order
     resume          saved and resumed over that backend: the same bits
-    agreement       on two ranks: PyTorch's own comparison of the ranks' calls
-    kill            one run: killed and resumed, by a signal and by kill -9
+    agreement       on two ranks: an independent count confirms the ledger
+    kill            one run: stopped by a signal, and in `make chaos` killed; resumed
     save, load      one run each: a checkpoint of any stage resumes in any other (any to any)
     dry-run         on eight ranks: memory and communication equal the dry run's
     plan            a row of `make dry-run-all` for each number of ranks: {ranks}, {4 * ranks}
