@@ -26,8 +26,8 @@ OTHERS_FLAGS = set(
     "--standalone --nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id"
     " --rdzv-endpoint --ntasks-per-node --sync-tensorboard"
     " --nodes --gpus-per-node --exclude --array --requeue --signal --help --logdir --format"
-    " --no-reload --no-index --include --bind --label --mpi --nodelist --exclusive --mem --cpus-per-task"
-    " --batch".split()
+    " --no-reload --no-index --include --bind --label --mpi --nodelist --exclusive --mem"
+    " --batch --cpus-per-task".split()
 )
 
 
