@@ -291,8 +291,10 @@ def local_index(ids: Tensor, n: int, group: ProcessGroup) -> tuple[Tensor, Tenso
 # ---- shards of the weights ----
 
 
-def shard_of(full: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """A copy of this rank's shard along `dim`, so that `full` can be freed."""
+def shard_of(full: Tensor, dim: int | None, group: ProcessGroup) -> Tensor:
+    """A copy of this rank's shard along `dim`, so that `full` can be freed. None: `full` itself."""
+    if dim is None:
+        return full
     if full.shape[dim] % group.size():
         sizes = f"dimension {dim} of {tuple(full.shape)}"
         raise ValueError(f"{sizes} is not divisible by {group.size()} ranks")
@@ -316,9 +318,8 @@ def init_shards(model: nn.Module, seed: int, group: ProcessGroup, device: torch.
         shape, dim = list(parameter.shape), dims.get(name)
         if dim is not None:
             shape[dim] *= group.size()
-        value = initial_value(name, shape, seed)
         with torch.no_grad():
-            parameter.copy_(value if dim is None else shard_of(value, dim, group))
+            parameter.copy_(shard_of(initial_value(name, shape, seed), dim, group))
 
 
 # ---- sequence parallelism: outside of the regions, activations are sharded along the sequence ----

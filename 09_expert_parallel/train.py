@@ -129,7 +129,8 @@ class MixtureOfExperts(nn.Module):
         rows = self.run_experts(rows, counts_in)
         rows = AllToAll.apply(rows, receive, send, self.group, 1 / n_ranks)
 
-        results = torch.empty_like(rows).index_copy_(0, order, rows)  # back to the tokens' order
+        results = torch.empty_like(rows)
+        results[order] = rows  # back to the tokens' order
         results = results.unflatten(0, (-1, self.top_k))  # [T, k, d]
         return (results * weights[..., None]).sum(dim=1).view_as(x)
 
