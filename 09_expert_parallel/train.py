@@ -122,8 +122,8 @@ class MixtureOfExperts(nn.Module):
         counts_out, counts_in = exchange_counts(counts, self.group)
         send = [sum(of_rank) for of_rank in counts_out]  # rows for each rank
         receive = [sum(of_rank) for of_rank in counts_in]
-        # in backward, divide by n_ranks on the way into the experts and multiply on the way out:
-        # this averages only their own gradients
+        # in backward, divide by n_ranks before the experts and multiply after them: this averages
+        # only their own gradients
         n_ranks = self.group.size()
         rows = AllToAll.apply(rows, send, receive, self.group, n_ranks)
         rows = self.run_experts(rows, counts_in)

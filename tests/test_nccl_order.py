@@ -1,6 +1,6 @@
 """The pipeline's sends and receives under NCCL's rules (`nccl_rules.py`), for every schedule.
 
-test_late_backend.py holds whole runs of all stages to them.
+test_late_backend.py does so with runs of all stages.
 """
 
 from __future__ import annotations
