@@ -175,7 +175,7 @@ def test_the_readmes_loss_is_the_mean_over_the_targets_of_all_ranks():
     readme = (REPO / "08_context_parallel/README.md").read_text()
     (loss,) = re.findall(r"each rank's loss is `(.*?)`", readme)
     logits, targets = torch.randn(2, 3, 5), torch.tensor([[-100, -100, -100], [1, -100, 2]])
-    names = {"cross_entropy": F.cross_entropy, "N": 2, "n_targets": 2}
+    names = {"cross_entropy": F.cross_entropy, "W": 2, "n_targets": 2}
     of_ranks = [
         eval(loss, names | {"logits": x, "targets": t})
         for x, t in zip(logits, targets, strict=True)
