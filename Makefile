@@ -1,5 +1,4 @@
 # The commands of this repository. `make` lists those of a reader and operator, `make help-all` all.
-
 PYTHON ?= python3
 VENV ?= .venv
 python := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
@@ -25,14 +24,12 @@ help help-all: ### this list
 # TORCH=keep  setup uses the PyTorch that PYTHON= imports; TORCH=2.14.1 installs this version
 # PYTHON=...  the python3 that creates the virtual environment
 # VENV=       (empty) run-NN with PYTHON= itself, of a cluster's module or image, without setup
-
 others := $(filter-out run-%,$(MAKECMDGOALS))
 $(if $(EDIT),$(if $(others),$(error EDIT= is for run-NN: it does not change what $(others) does)))
 unexport PYTHONSAFEPATH # with it, `python -m tools.X` would not find tools/
 # passed in the environment and unexpanded, because a path may contain any character
 override SCRIPT := $(value SCRIPT)
 export SCRIPT
-
 # ---- set-up ----
 setup: $(READY) ## create a virtual environment in .venv and install requirements.txt
 	@echo "$(or $(VENV),$(PYTHON)) is ready: $$($(python) --version), PyTorch" \
