@@ -537,7 +537,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
-        ctx.set_materialize_grads(False)  # a missing gradient is None, which is an error
+        ctx.set_materialize_grads(False)  # a missing gradient is None: `check_backward` raises
         *chunks, _ = unit.full.split(unit.sizes)
         return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 
