@@ -39,7 +39,7 @@ packages: # with VENV=: are those of requirements.txt there?
 $(VENV)/.installed: requirements.txt $(if $(TORCH),$(if $(filter setup,$(MAKECMDGOALS)),FORCE))
 	@sh tools/setup.sh "$(PYTHON)" "$(VENV)" "$(TORCH)"
 data: $(READY) ## download and prepare WikiText-2, once, where there is internet access
-	$(python) -m common.data
+	$(python) -m common.job.corpus
 # ---- run ----
 quickstart: $(READY) ## train every stage for 50 steps and compare the losses; on GPUs, write gpu-check.md
 	@$(python) -m tools.quickstart $(ARGS)

@@ -27,8 +27,8 @@ import torch.distributed as dist
 import train
 from torch import Tensor, nn
 
-from common.arguments import positive
-from common.distributed import cleanup, print0, setup
+from common.job.arguments import positive
+from common.job.launch import cleanup, print0, setup
 from common.model import Transformer, TransformerConfig, init_weights
 
 # ---- the network ----

@@ -33,24 +33,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from common.collectives import (
-    all_reduce,
-    all_reduce_control,
-    broadcast_module,
-    split_into_buckets,
-)
+from common.collectives import all_reduce, all_reduce_control, broadcast_module, split_into_buckets
 from common.guards import weak
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, positive
-from common.checkpoint import training_state
-from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import World, cleanup, setup, world_size
+from common.batches import eval_batches, train_batches
 from common.guards import guard
+from common.job.arguments import base_parser, check_arguments, model_config, positive
+from common.job.corpus import load_corpus
+from common.job.launch import World, cleanup, setup, world_size
+from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
-from common.run import Run
+from common.shards import training_state
 
 # ------------------------------------------------------------------------------------------------
 # The technique: gradients in buckets, all-reduced while backward runs

@@ -60,12 +60,13 @@ from common.model import Output, Transformer, initial_value, linear
 from common.module_checks import check_plain, first_order
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config
-from common.checkpoint import training_state
-from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import cleanup, setup, world_size
+from common.batches import eval_batches, train_batches
+from common.job.arguments import base_parser, check_arguments, model_config
+from common.job.corpus import load_corpus
+from common.job.launch import cleanup, setup, world_size
+from common.job.run import Run
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.run import Run
+from common.shards import training_state
 
 # ------------------------------------------------------------------------------------------------
 # The technique: column-parallel, then row-parallel, and one all-reduce

@@ -57,14 +57,15 @@ from common.loss import in_autocast_dtype
 from common.module_checks import check_plain, first_order
 
 # isort: split
-from common.arguments import base_parser, check_pipeline, model_config, positive_int
-from common.checkpoint import training_state
-from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import cleanup, group_along, setup, world_size
+from common.batches import eval_batches, train_batches
+from common.job.arguments import base_parser, check_pipeline, model_config, positive_int
+from common.job.corpus import load_corpus
+from common.job.launch import cleanup, group_along, setup, world_size
+from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.run import Run
+from common.shards import training_state
 
 # ------------------------------------------------------------------------------------------------
 # The technique: schedules that tell each rank what to do next, and one executor

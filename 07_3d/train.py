@@ -68,18 +68,19 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.counter_rng import CounterDropout
-from common.distributed import group_along
+from common.job.launch import group_along
 from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
 from common.module_checks import check_plain, first_order
 
 # isort: split
-from common.arguments import base_parser, check_pipeline, model_config, positive_int
-from common.checkpoint import training_state
-from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import cleanup, fail, setup, world_size
+from common.batches import eval_batches, train_batches
+from common.job.arguments import base_parser, check_pipeline, model_config, positive_int
+from common.job.corpus import load_corpus
+from common.job.launch import cleanup, fail, setup, world_size
+from common.job.run import Run
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.run import Run
+from common.shards import training_state
 
 # ------------------------------------------------------------------------------------------------
 # The technique: a mesh of ranks, for the pipeline of 06 and the sharded layers of 05

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed import cleanup, print0, rank, setup
+from common.job.launch import cleanup, print0, rank, setup
 from common.model import Transformer
 
 NEARLY_TIED = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # difference of two scores, by --dtype

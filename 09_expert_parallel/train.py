@@ -52,14 +52,21 @@ from common.collectives import (
 from common.loss import in_autocast_dtype
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config, non_negative, positive_int
-from common.checkpoint import training_state
-from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import World, cleanup, fail, group_along, print0, setup, world_size
+from common.batches import eval_batches, train_batches
+from common.job.arguments import (
+    base_parser,
+    check_arguments,
+    model_config,
+    non_negative,
+    positive_int,
+)
+from common.job.corpus import load_corpus
+from common.job.launch import World, cleanup, fail, group_along, print0, setup, world_size
+from common.job.run import Run
 from common.loss import IGNORED
 from common.model import MLP, Transformer, TransformerConfig, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.run import Run
+from common.shards import training_state
 
 # ------------------------------------------------------------------------------------------------
 # The technique: tokens travel to their experts and back

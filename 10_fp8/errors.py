@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 from train import E4M3, E5M2, RECIPES, Float8, Float8Linear, to_float8
 
-from common.data import load_corpus
+from common.job.corpus import load_corpus
 from common.model import Transformer, TransformerConfig, init_weights
 
 # ---- the error of the gradients ----

@@ -39,15 +39,16 @@ from common.loss import in_autocast_dtype
 from common.module_checks import check_plain, first_order
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config
-from common.checkpoint import training_state
+from common.batches import eval_batches, train_batches
 from common.collectives import all_reduce_control, average_gradients
-from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import World, cleanup, fail, setup, world_size
+from common.job.arguments import base_parser, check_arguments, model_config
+from common.job.corpus import load_corpus
+from common.job.launch import World, cleanup, fail, setup, world_size
+from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
-from common.run import Run
+from common.shards import training_state
 
 # ------------------------------------------------------------------------------------------------
 # The technique: scale, round to float8, multiply

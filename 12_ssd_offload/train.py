@@ -54,8 +54,8 @@ from common.collectives import (
     norms_of_rows,
     reduce_scatter_single,
 )
-from common.distributed import fail
-from common.ssd_state import GRADIENT, SLOT, StateFile, StateFolder
+from common.job.launch import fail
+from common.job.ssd_state import GRADIENT, SLOT, StateFile, StateFolder
 from common.units import (
     Place,
     cast_inputs,
@@ -71,16 +71,17 @@ from common.units import (
 )
 
 # isort: split
-from common.arguments import base_parser, check_arguments, model_config
-from common.checkpoint import State, state_of_flat_tensors
-from common.checkpoint_storage import SHAPE, checkpoints, compare_runs
-from common.data import eval_batches, load_corpus, train_batches
-from common.distributed import World, cleanup, print0, setup, world_size
+from common.batches import eval_batches, train_batches
 from common.guards import guard
+from common.job.arguments import base_parser, check_arguments, model_config
+from common.job.checkpoint_storage import SHAPE, checkpoints, compare_runs
+from common.job.corpus import load_corpus
+from common.job.launch import World, cleanup, print0, setup, world_size
+from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, initial_shard
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.run import Run
+from common.shards import State, state_of_flat_tensors
 
 # ------------------------------------------------------------------------------------------------
 # The technique: AdamW on files, during backward

@@ -42,7 +42,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from common.atomic_files import sync
 from common.collectives import (
     all_gather_single,
     all_reduce,
@@ -51,6 +50,8 @@ from common.collectives import (
     global_norm,
     reduce_scatter_single,
 )
+from common.job.atomic_files import sync
+from common.job.weight_files import WeightFiles
 from common.units import (
     Place,
     cast_inputs,
@@ -64,20 +65,19 @@ from common.units import (
     take_parameters,
     units_with_values,
 )
-from common.weight_files import WeightFiles
 
 # isort: split
-from common.arguments import base_parser, check_memory, check_ranks, natural, positive_int
-from common.atomic_files import exists
-from common.checkpoint import State, state_of_flat_tensors, tensors_of
-from common.distributed import World, cleanup, fail, group_along, print0, setup, world_size
 from common.guards import guard
-from common.instructions import Instructions, load_instructions
+from common.job.arguments import base_parser, check_memory, check_ranks, natural, positive_int
+from common.job.atomic_files import exists
+from common.job.instructions import Instructions, load_instructions
+from common.job.launch import World, cleanup, fail, group_along, print0, setup, world_size
+from common.job.run import Run
 from common.llama import Llama, LlamaConfig
 from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.packing import document_batches, packed_batches
-from common.run import Run
+from common.shards import State, state_of_flat_tensors, tensors_of
 
 # ------------------------------------------------------------------------------------------------
 # The technique: each rank reads and writes the bytes of its own shards

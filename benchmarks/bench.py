@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.rows import GPU_SHAPES, ROWS, SHAPES, Row, Shape, Step, device
-from common.arguments import Parser
-from common.run import keep_freed_memory
+from common.job.arguments import Parser
+from common.job.run import keep_freed_memory
 from tools.memory import PeakMemory
 from tools.pool import Pool
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.data import Batching, global_batch
+from common.batches import Batching, global_batch
 from common.loss import IGNORED
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from common.checkpoint import checkpoints
+from common.job.checkpoint import checkpoints
 from tools import export
 from tools.pool import Pool, metrics_of
 from tools.stages import StageRun, runs_for

@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 from harness import load_stage, stage_path
 
-from common.checkpoint_storage import AtomicWriter
-from common.distributed import rank
-from common.run import Run
+from common.job.checkpoint_storage import AtomicWriter
+from common.job.launch import rank
+from common.job.run import Run
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harness import Pool, StageRun, assert_same_curve, runs_for
 
-from common.checkpoint import checkpoints
+from common.job.checkpoint import checkpoints
 from tools.export import export
 
 pytestmark = pytest.mark.slow

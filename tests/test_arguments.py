@@ -17,7 +17,7 @@ from harness import load_stage, stage_file, stages
 from late_backend import recorded_calls
 from processes import end_as_a_launcher_would, start
 
-from common import arguments
+from common.job import arguments
 from common.model import TransformerConfig
 from tools.stages import needs_model
 

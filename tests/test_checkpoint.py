@@ -21,10 +21,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from common import checkpoint_storage as storage
-from common import distributed
-from common.checkpoint import Checkpointer, Shard, checkpoints, training_state
+from common.job import checkpoint_storage as storage
+from common.job import launch
+from common.job.checkpoint import Checkpointer, checkpoints
 from common.model import Transformer, TransformerConfig, init_weights
+from common.shards import Shard, training_state
 
 STUB = types.SimpleNamespace(state={})  # no optimizer's step to set
 
@@ -125,7 +126,7 @@ def uneven(n: int, rank: int, size: int) -> tuple[int, int]:
 
 def cut(kind: str, fill: bool) -> dict[str, Shard | Tensor]:
     """This rank's part of every tensor, with its values or with NaN."""
-    rank, size, dice = distributed.rank(), distributed.world_size(), torch.Generator()
+    rank, size, dice = launch.rank(), launch.world_size(), torch.Generator()
     state: dict[str, Shard | Tensor] = {}
     for i, (name, shape) in enumerate(SHAPES.items()):
         dice.manual_seed(i)

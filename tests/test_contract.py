@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from common.guards import guard
-from common.ssd_state import StateFolder
+from common.job.ssd_state import StateFolder
 from tools.stages import load_stage
 
 SGD = partial(torch.optim.SGD, fused=True)  # which counts no versions, as our AdamW

@@ -101,7 +101,7 @@ class Section:
         self.what_to_take = text[: text.index("```")]
         self.example, self.saving = re.findall(r"```python\n(.*?)```", text, re.S)
         (self.file,) = re.findall(r"\bas `(\w+\.py)`", self.what_to_take)
-        self.common = re.findall(r"`(common/\w+\.py)`", self.what_to_take)
+        self.common = re.findall(r"`(common/(?:job/)?\w+\.py)`", self.what_to_take)
         without = re.search(r"without (`\w+`)", self.what_to_take)
         self.without = without[1].strip("`") if without else None
         ranks = re.search(r"on each of (\d+) ranks", self.what_to_take)
@@ -211,7 +211,7 @@ def test_a_copied_technique_trains_another_model(tmp_path, section, monkeypatch)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     (tmp_path / section.file).write_text(section.technique())
     for name in section.common:
-        (tmp_path / "common").mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / name, tmp_path / name)
     (tmp_path / "run.py").write_text(section.script())
     if needs_model(section.stage):  # its example reads them from this folder
@@ -232,7 +232,7 @@ def test_the_section_lists_what_the_copy_imports(tmp_path, section):
     code = section.technique()
     needed, queue = set(), [code, section.example]
     while queue:
-        for name in re.findall(r"^from (common\.\w+) import", queue.pop(), re.M):
+        for name in re.findall(r"^from (common\.[\w.]+) import", queue.pop(), re.M):
             file = name.replace(".", "/") + ".py"
             if file not in needed:
                 needed.add(file)

@@ -21,9 +21,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import REPO, load_stage
 
-from common import data
+from common.batches import Batching, eval_batches, train_batches
 from common.counter_rng import sample_keys
-from common.data import EOS, UNKNOWN, Batching, eval_batches, load_corpus, train_batches
+from common.job import corpus as data
+from common.job.corpus import EOS, UNKNOWN, load_corpus
 from common.loss import IGNORED
 from common.model import Transformer, TransformerConfig, init_weights
 
@@ -101,8 +102,10 @@ def test_micro_batches_of_all_ranks_concatenate_to_the_global_batch(size):
 
 def test_the_loaders_worker_has_a_process_group_of_its_own(monkeypatch):
     """There is one on GPUs only. torchrun sends SIGTERM to the process group of each rank."""
-    loader = data.DataLoader
-    monkeypatch.setattr(data, "DataLoader", lambda *a, **k: loader(*a, **k | {"num_workers": 1}))
+    loader = torch.utils.data.DataLoader
+    monkeypatch.setattr(
+        "common.batches.DataLoader", lambda *a, **k: loader(*a, **k | {"num_workers": 1})
+    )
     steps, others = train_batches(numbered(100), batching(), CPU), multiprocessing.active_children()
     next(steps)
     (worker,) = set(multiprocessing.active_children()) - set(others)
@@ -374,7 +377,7 @@ def test_wikitext2_is_read_from_the_rows_that_datasets_yields(monkeypatch, tmp_p
     assert words(corpus, "train") == expected
     assert words(corpus, "valid") == ["some", "words", EOS, EOS]
     assert asked == [("Salesforce/wikitext", "wikitext-2-v1", data.REVISION)] * 2
-    command = [sys.executable, "-m", "common.data"]  # of `make data`: it is prepared already
+    command = [sys.executable, "-m", "common.job.corpus"]  # of `make data`: it is prepared already
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert "10 / 4 / 4 tokens" in done.stdout and not done.stderr
 

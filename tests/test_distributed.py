@@ -13,9 +13,9 @@ from harness import REPO
 from processes import executable, torchrun
 
 from common import collectives
-from common.distributed import has_lost_a_peer, launch_environment, rank, setup, world_size
-from common.run import check_id
-from common.run_folder import RunFolder, launch_name
+from common.job.launch import has_lost_a_peer, launch_environment, rank, setup, world_size
+from common.job.run import check_id
+from common.job.run_folder import RunFolder, launch_name
 from tools.pool import WorkerError
 
 TORCHRUN = {
@@ -237,7 +237,7 @@ JOB = """
 import os, signal, sys
 sys.path.insert(0, {repo!r})
 import torch, torch.distributed as dist
-from common.distributed import cleanup, setup
+from common.job.launch import cleanup, setup
 try:
     world = setup(timeout=60)
     x = torch.ones(1)

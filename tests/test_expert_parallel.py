@@ -20,8 +20,8 @@ from harness import REPO, assert_same_curve, comparably, load_stage, train
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from common.checkpoint import checkpoints
 from common.counter_rng import sample_keys
+from common.job.checkpoint import checkpoints
 from common.model import MLP, Transformer, TransformerConfig, init_weights
 from tools.dry_run import PATCHES, dry_run
 from tools.export import tensors_of

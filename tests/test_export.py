@@ -16,8 +16,8 @@ from test_finetune import weights_of
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from common.checkpoint import checkpoints
-from common.data import load_corpus
+from common.job.checkpoint import checkpoints
+from common.job.corpus import load_corpus
 from common.llama import Llama, LlamaConfig
 from common.model import Transformer, TransformerConfig, init_weights
 from tools import export

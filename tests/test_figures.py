@@ -22,7 +22,7 @@ from harness import REPO, PeakMemory, fake_ranks, live_bytes, load_stage, runs_f
 from techniques import Trainer
 
 from benchmarks.rows import SHAPES
-from common.arguments import PRESETS
+from common.job.arguments import PRESETS
 from common.llama import LlamaConfig
 from common.model import Transformer, TransformerConfig, init_weights
 from tools.costs import costs_of

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from harness import BFLOAT16, REPO, assert_same_curve, load_stage, process_bytes, train_in
 from torch import Tensor
 
-from common.data import global_batch
-from common.instructions import load_instructions
+from common.batches import global_batch
+from common.job.instructions import load_instructions
+from common.job.weight_files import DTYPES
 from common.llama import Llama, LlamaConfig
 from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate
 from common.packing import pack, packed_batches
-from common.weight_files import DTYPES
 from tools.dry_run import dry_run
 from tools.export import export_folder, run_and_checkpoint
 
@@ -540,7 +540,7 @@ def test_what_is_not_supported_is_an_error_in_one_line(models, alpaca, tmp_path,
 @quick
 def test_without_tokenizers_the_error_names_the_package(monkeypatch, models, error_of):
     """In these words, by which `make quickstart` knows what to skip."""
-    monkeypatch.setattr("common.instructions.find_spec", lambda _: None)
+    monkeypatch.setattr("common.job.instructions.find_spec", lambda _: None)
     assert " has no tokenizers" in error_of(load_instructions, "sample", models / "llama", 64, 0)
 
 

@@ -103,8 +103,13 @@ def test_setup_keeps_the_pytorch_of_an_environment(tmp_path, torch, has_torch, s
 
 def test_map_of_common_names_every_file():
     named = re.findall(r"^(\w+\.py) ", common.__doc__, re.MULTILINE)
-    files = [path.name for path in REPO.glob("common/*.py") if path.name != "__init__.py"]
+    files = [path.name for path in REPO.glob("common/**/*.py") if path.name != "__init__.py"]
     assert sorted(named) == sorted(files)
+
+
+def test_what_a_reader_needs_imports_nothing_of_what_a_job_needs():
+    for file in REPO.glob("common/*.py"):
+        assert not uses(names_of(ast.parse(file.read_text())), "common.job"), file.name
 
 
 # run by a new interpreter: what each file of common/ changes that the packages it needs do not
@@ -127,7 +132,7 @@ def state():
         "exit": (sys.excepthook, atexit._ncallbacks()),
     }
 
-files = sorted(Path("common").glob("*.py"))
+files = sorted(Path("common").rglob("*.py"))
 for node in (node for file in files for node in ast.parse(file.read_text()).body):
     if isinstance(node, ast.ImportFrom) and not node.module.startswith("common"):
         importlib.import_module(node.module)
@@ -136,10 +141,10 @@ for node in (node for file in files for node in ast.parse(file.read_text()).body
 for file in files:
     if not os.fork():
         before = state()
-        importlib.import_module(f"common.{file.stem}")
+        importlib.import_module(".".join(file.with_suffix("").parts))
         for what, value in state().items():
             if value != before[what]:
-                print(f"importing common/{file.name} changes {what}", flush=True)
+                print(f"importing {file} changes {what}", flush=True)
         os._exit(0)  # faster
     os.wait()
 """

@@ -16,7 +16,7 @@ from harness import WorkerExit, assert_same_curve, cases, load_stage, stage_path
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.arguments import PRESETS
+from common.job.arguments import PRESETS
 from common.model import Transformer, TransformerConfig, init_weights
 
 stage = load_stage("11")

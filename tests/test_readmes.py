@@ -115,7 +115,7 @@ def flags_in(*patterns: str) -> set[str]:
 def test_flags_exist_and_a_command_has_only_those_of_its_stage(readme):
     everywhere = (
         "[0-9][0-9]_*/*.py",
-        "common/*.py",
+        "common/**/*.py",
         "tools/**/*.py",
         "benchmarks/*.py",
         "tests/*.py",
@@ -124,7 +124,7 @@ def test_flags_exist_and_a_command_has_only_those_of_its_stage(readme):
         found = set(re.findall(r"\b(\d\d)_\w+/train\.py|make (?:run|submit)-(\d\d)", code))
         files = everywhere
         if len(found) == 1:
-            files = f"{''.join(found.pop())}_*/train.py", "common/arguments.py"
+            files = f"{''.join(found.pop())}_*/train.py", "common/job/arguments.py"
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):
             assert flag in flags_in(*files) | OTHERS_FLAGS, code
 
@@ -133,7 +133,7 @@ def test_flags_exist_and_a_command_has_only_those_of_its_stage(readme):
 def test_identifiers_of_the_walk_through_exist(lesson):
     """Method names stand in the walk through the code; a renamed one must not stay behind."""
     walk = re.search(r"^## Walk through the code\n(.*?)(?=^## )", text_of(lesson), re.M | re.S)
-    files = [*(REPO / lesson).parent.glob("*.py"), *(REPO / "common").glob("*.py")]
+    files = [*(REPO / lesson).parent.glob("*.py"), *(REPO / "common").rglob("*.py")]
     words = set(re.findall(r"\w+", " ".join(path.read_text() for path in files)))
     for code in re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", walk[1]):
         if not Path(code).suffix == ".py":

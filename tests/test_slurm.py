@@ -79,7 +79,7 @@ def test_submit_all_runs_the_stages_in_order(cluster, flags):
 ALL_STAGES = """\
 import os, sys
 sys.path.insert(0, os.getcwd())
-from common.distributed import cleanup, setup
+from common.job.launch import cleanup, setup
 from tools.stages import load_stage, needs_model, stages
 setup(60)
 for stage in stages()[1:]:
@@ -175,7 +175,7 @@ import json, os, socket, sys
 sys.path.insert(0, os.getcwd())
 import torch
 from common.collectives import all_reduce
-from common.distributed import cleanup, setup
+from common.job.launch import cleanup, setup
 world = setup(60)
 x = torch.ones(())
 all_reduce(x)

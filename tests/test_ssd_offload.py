@@ -20,8 +20,8 @@ import pytest
 import torch
 from harness import assert_same_curve, process_bytes, train, train_in
 
-from common.distributed import rank
-from common.ssd_state import StateFile, StateFolder, lock_folder
+from common.job.launch import rank
+from common.job.ssd_state import StateFile, StateFolder, lock_folder
 from tools.stages import load_stage
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ import pytest
 from harness import REPO, Pool, assert_same_curve, metrics_of, runs_for, stage_path
 from processes import free_port, start, torchrun, train_and_signal, workers_of
 
-from common.checkpoint import checkpoints
+from common.job.checkpoint import checkpoints
 
 pytestmark = pytest.mark.slow
 

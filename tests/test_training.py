@@ -24,14 +24,15 @@ from processes import train_and_signal
 from test_checkpoint import metadata_of, write_metadata
 from torch import Tensor
 
-from common import checkpoint_storage as storage
-from common.atomic_files import sync
-from common.checkpoint import checkpoints
-from common.data import load_corpus, train_batches
-from common.metrics import Metrics, peak_flops, readable
+from common.batches import train_batches
+from common.job import checkpoint_storage as storage
+from common.job.atomic_files import sync
+from common.job.checkpoint import checkpoints
+from common.job.corpus import load_corpus
+from common.job.metrics import Metrics, peak_flops, readable
+from common.job.run import Run
 from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import learning_rate
-from common.run import Run
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 

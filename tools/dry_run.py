@@ -34,10 +34,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.collectives import Ledger, all_reduce_control, all_to_all_single, ledger
-from common.data import Corpus
-from common.distributed import World, fail
+from common.job.corpus import Corpus
+from common.job.launch import World, fail
+from common.job.ssd_state import StateFile, StateFolder
 from common.model import rotary_table
-from common.ssd_state import StateFile, StateFolder
 from tools.memory import PeakMemory
 from tools.stages import BASE, load_stage, runs_for, stage_file, stages
 
@@ -89,7 +89,7 @@ def report_of(
 
 
 class OneStep:
-    """In place of `common.run.Run`: takes one step, whose memory and messages it reports."""
+    """In place of `common.job.run.Run`: takes one step, whose memory and messages it reports."""
 
     resume = "never"
 
@@ -269,8 +269,8 @@ def fake_stage(
             patch.multiple(module, **{k: v for k, v in patches.items() if hasattr(module, k)}),
             patch("common.collectives.check_same", nothing_to_compare),
             patch("common.units.check_same", nothing_to_compare),
-            patch("common.arguments.check_ranks"),  # there is one process
-            patch("common.arguments.check_memory"),  # this machine's memory does not matter
+            patch("common.job.arguments.check_ranks"),  # there is one process
+            patch("common.job.arguments.check_memory"),  # this machine's memory does not matter
             patch.object(nn.Module, "_apply", replace_parameters),
             FakeTensorMode(allow_non_fake_inputs=True),  # the corpus
         ):

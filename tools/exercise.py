@@ -14,7 +14,7 @@ import ast
 import itertools
 import re
 
-from common.distributed import fail
+from common.job.launch import fail
 from tools.stages import REPO, stage_file, stage_path, stages
 
 

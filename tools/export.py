@@ -22,13 +22,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from common.arguments import Parser
-from common.atomic_files import exists
-from common.checkpoint import checkpoints
-from common.checkpoint_storage import CorruptCheckpointError, LoadPlanner, Reader
-from common.data import EOS, UNKNOWN, load_corpus
-from common.distributed import fail, save0
-from common.weight_files import WeightFiles
+from common.job.arguments import Parser
+from common.job.atomic_files import exists
+from common.job.checkpoint import checkpoints
+from common.job.checkpoint_storage import CorruptCheckpointError, LoadPlanner, Reader
+from common.job.corpus import EOS, UNKNOWN, load_corpus
+from common.job.launch import fail, save0
+from common.job.weight_files import WeightFiles
 from tools.stages import load_stage
 
 # our names, and those of Hugging Face
@@ -124,7 +124,7 @@ def export_folder(run: Path, checkpoint: Path, out: Path) -> None:
                 load_stage("13").write_shard(files, aside, *whole)
         else:
             vocab = load_corpus(args["data"]).vocab
-            digest = hashlib.sha256("\n".join(vocab).encode()).hexdigest()  # as in common/run.py
+            digest = hashlib.sha256("\n".join(vocab).encode()).hexdigest()  # as in Run
             if not digest.startswith(description["vocabulary"]):
                 raise ValueError(f"--data {args['data']} has other words than in the run")
             aside.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def write_llama(folder: Path, args: dict, weights: dict[str, Tensor], vocab: lis
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Write float32 tensors as one file, whose format common/weight_files.py describes."""
+    """Write float32 tensors as one file, whose format common/job/weight_files.py describes."""
     header, at = {}, 0
     for name, t in weights.items():
         places = [at, at := at + t.nbytes]

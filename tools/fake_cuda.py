@@ -35,8 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from common.collectives import ledger
-from common.distributed import fail
-from common.run import Run
+from common.job.launch import fail
+from common.job.run import Run
 from tools.dry_run import Report, fake_stage, report_of
 from tools.memory import PeakMemory, device_of
 from tools.stages import load_stage
@@ -232,10 +232,10 @@ def run(
             *torch_cuda(watch),
             patch.dict(os.environ, {name: str(value) for name, value in launch.items()}),
             patch.dict(sys.modules, {"torch.utils.tensorboard": MagicMock()}),
-            patch("common.data.DataLoader", batches_in_this_process),
+            patch("common.batches.DataLoader", batches_in_this_process),
             patch.object(dist, "broadcast_object_list"),
-            patch("common.run.rank", lambda: 0),  # which makes the folder
-            patch("common.checkpoint.dcp.async_save", stage_only),
+            patch("common.job.run.rank", lambda: 0),  # which makes the folder
+            patch("common.job.checkpoint.dcp.async_save", stage_only),
             patch.object(dist, "new_group", lambda *ranks, backend=0, **k: new_group(*ranks, **k)),
         ):
             enter(each)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.distributed import fail
+from common.job.launch import fail
 from tools.export import tensors_of
 
 FLAGS = "--steps 2 --log-every 1 --checkpoint-every 1 --grad-clip 0 --lr 1e-30 --dtype float32"

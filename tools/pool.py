@@ -34,7 +34,7 @@ from tools.stages import load_file, load_stage, stage_file, stage_path
 # the packages that training imports; PyTorch brings its own
 NEEDED = ("torch", "numpy", "tensorboard", "xxhash")
 # what the fork server imports, once for all processes; a user of pools may add to it
-PRELOAD = ["torch._dynamo", "torch.utils.tensorboard", "common.checkpoint", "common.run"]
+PRELOAD = ["torch._dynamo", "torch.utils.tensorboard", "common.job.checkpoint", "common.job.run"]
 PRELOAD += ["tools.worker"]
 
 

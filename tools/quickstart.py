@@ -252,7 +252,7 @@ def write(heading: str, done: list[str], bad: int, remaining: list[Row], gpus: i
 def machine(gpus: int, cores: int) -> str:
     import torch
 
-    from common.run import git_commit
+    from common.job.run import git_commit
 
     commit = (git_commit() or "unknown")[:9]
     device, nccl = f"{cores} CPU cores", ""

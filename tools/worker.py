@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import common.distributed
+import common.job.launch
 from tools.pool import Outcome
 
 
@@ -32,7 +32,7 @@ def work(rank: int, size: int, port: int | None, connection, environment, folder
     stacks = open(Path(folder) / f"stacks-{rank}.txt", "w")
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     torch.set_num_threads(1)
-    common.distributed.GRACE = 0.0  # no launcher terminates the other ranks here
+    common.job.launch.GRACE = 0.0  # no launcher terminates the other ranks here
     # on a GPU a rank starts a process that loads its data, which a daemon must not
     multiprocessing.current_process()._config["daemon"] = False
     jobs: queue.Queue = queue.Queue()

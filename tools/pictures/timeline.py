@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from common.arguments import Parser, positive_int
+from common.job.arguments import Parser, positive_int
 from tools.pictures.svg import LIGHT
 from tools.stages import load_stage
 

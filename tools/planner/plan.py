@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from common.arguments import PRESETS, SHAPE, base_parser, positive, positive_int
-from common.distributed import fail
+from common.job.arguments import PRESETS, SHAPE, base_parser, positive, positive_int
+from common.job.launch import fail
 from tools.costs import Costs, costs_of
 from tools.planner.step_time import GPUS, Job, caveats, step_time
 

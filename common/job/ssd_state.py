@@ -31,7 +31,7 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from common.collectives import all_reduce_control
-from common.distributed import fail, print0, warn
+from common.job.launch import fail, print0, warn
 
 PAGE = 1024  # float32 elements, 4,096 bytes
 DELETE = "delete its folder to resume from the newest checkpoint, if there is one"

@@ -18,15 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.arguments import Arguments
-from common.atomic_files import check_writable, replacing
-from common.checkpoint import Checkpointer, State, checkpoints
 from common.collectives import all_reduce_control
-from common.data import Corpus
-from common.distributed import fail, launch_environment, print0, rank, save0, warn, world_size
-from common.metrics import Metrics
+from common.job.arguments import Arguments
+from common.job.atomic_files import check_writable, replacing
+from common.job.checkpoint import Checkpointer, checkpoints
+from common.job.corpus import Corpus
+from common.job.launch import fail, launch_environment, print0, rank, save0, warn, world_size
+from common.job.metrics import Metrics
+from common.job.run_folder import RunFolder
 from common.model import TransformerConfig
-from common.run_folder import RunFolder
+from common.shards import State
 
 # Signals that ask a run to save and stop: of a user, Slurm, a closed terminal, and of LSF or Grid
 # Engine before a limit.

@@ -15,9 +15,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from common.batches import Batching
 from common.collectives import all_reduce_control
-from common.data import Batching, Corpus
-from common.distributed import fail, launch_environment, prepare_streams
+from common.job.corpus import Corpus
+from common.job.launch import fail, launch_environment, prepare_streams
 from common.model import TransformerConfig
 
 SHAPE = ("d_model", "n_layers", "n_heads", "seq_len")  # what a preset sets
@@ -217,6 +218,9 @@ def model_config(
 ) -> TransformerConfig:
     """The model's configuration, from the flags and the vocabulary. The ranks must agree."""
     check_ranks(args, corpus)
+    if len(corpus.train) <= args.seq_len:
+        n = f"{len(corpus.train)} tokens to train on"
+        fail(f"{n}, fewer than --seq-len + 1: pass another --data or a smaller --seq-len")
     of_flags = [field.name for field in dataclasses.fields(kind) if field.name != "vocab_size"]
     config = kind(len(corpus.vocab), **{name: getattr(args, name) for name in of_flags})
     if args.tp > 1:
@@ -230,7 +234,7 @@ def check_ranks(args: Arguments, corpus: Corpus) -> None:
     if not dist.is_initialized():
         return
     code = hashlib.sha256()
-    for file in (Path(sys.argv[0]), *sorted(Path(__file__).parent.glob("*.py"))):
+    for file in (Path(sys.argv[0]), *sorted(Path(__file__).parents[1].rglob("*.py"))):
         code.update(file.read_bytes() if file.is_file() else b"")
     shared = {"--" + name.replace("_", "-"): repr(value) for name, value in vars(args).items()}
     del shared["--data"]  # each node may have its own copy

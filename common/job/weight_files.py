@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.atomic_files import exists, sync
+from common.job.atomic_files import exists, sync
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -235,7 +235,7 @@ def _report(error: BaseException) -> None:
         text += "No answer within --timeout: another rank hangs, was stopped, or is far behind.\n"
     lost = has_lost_a_peer(error)
     if lost:  # name the innermost line of this repository
-        repo = Path(__file__).resolve().parents[1]
+        repo = Path(__file__).resolve().parents[2]
         frames = traceback.extract_tb(error.__traceback__)
         *_, frame = [f for f in frames if Path(f.filename).is_relative_to(repo)] or frames
         place = f"{frame.name} ({frame.filename}:{frame.lineno})"
@@ -267,7 +267,7 @@ def print0(*values: Any, **kwargs: Any) -> None:
 
 def save0(state: object, path: str | os.PathLike, group: dist.ProcessGroup | None = None) -> None:
     """`torch.save` on rank 0: the file is complete or absent. All ranks go on when it is there."""
-    from common.atomic_files import replacing  # which imports this file
+    from common.job.atomic_files import replacing  # which imports this file
 
     if rank() == 0:
         with replacing(path) as aside, open(aside, "wb") as file:

@@ -14,9 +14,9 @@ import shutil
 import time
 from pathlib import Path
 
-from common.atomic_files import exists, make, numbered
-from common.checkpoint_storage import checkpoints
-from common.metrics import step_of
+from common.job.atomic_files import exists, make, numbered
+from common.job.checkpoint_storage import checkpoints
+from common.job.metrics import step_of
 
 
 def launch_name() -> str | None:

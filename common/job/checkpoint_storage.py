@@ -24,7 +24,7 @@ from torch.futures import Future
 from torch.utils.serialization import config
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from common.atomic_files import exists, move_aside, sync
+from common.job.atomic_files import exists, move_aside, sync
 
 
 class CheckpointError(Exception):
@@ -40,7 +40,7 @@ class IncompatibleCheckpointError(CheckpointError):
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """PyTorch's planner, for tensors and for `common.checkpoint.Shard`."""
+    """PyTorch's planner, for tensors and for `common.shards.Shard`."""
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return find_tensor_shard(self.state_dict[index.fqn], index).contiguous()

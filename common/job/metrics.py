@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from common.atomic_files import exists, replacing
 from common.collectives import ledger
-from common.distributed import print0, rank, warn, world_size
+from common.job.atomic_files import exists, replacing
+from common.job.launch import print0, rank, warn, world_size
 
 # fmt: off
 PEAK_FLOPS = {  # dense bf16, in FLOP/s, by a part of the device's name; the longer name first

@@ -1,4 +1,4 @@
-"""Corpora as memory-mapped tokens, and batches that depend on (seed, step) only.
+"""Corpora as memory-mapped tokens.
 
 A corpus is prepared once, into `data/` beside this package (or $DATA_ROOT): one process writes to a
 temporary folder and renames it; processes that start meanwhile wait. Afterwards nothing touches the
@@ -15,19 +15,15 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from common.atomic_files import exists, sync
-from common.counter_rng import generator_of, sample_keys
-from common.distributed import fail, print0
-from common.loss import IGNORED
+from common.job.atomic_files import exists, sync
+from common.job.launch import fail, print0
 
 SPLITS = ("train", "valid", "test")
 FILES = (*(f"{split}.int32" for split in SPLITS), "vocab.txt")  # of a prepared corpus
@@ -50,16 +46,6 @@ class Corpus:
     test: Tensor
     vocab: list[str]
     digest: str
-
-
-@dataclass(frozen=True)
-class Batching:
-    """How tokens become batches. Sizes are samples: per step over all ranks, and per forward."""
-
-    seq_len: int
-    global_batch_size: int
-    micro_batch_size: int
-    seed: int = 0
 
 
 def load_corpus(name: str, download: bool = False) -> Corpus:
@@ -87,7 +73,7 @@ def load_prepared(
 
     If the folder is not there, `write` fills a new one. Fails with status 2 if that is impossible.
     """
-    root = os.environ.get("DATA_ROOT") or Path(__file__).resolve().parents[1] / "data"
+    root = os.environ.get("DATA_ROOT") or Path(__file__).resolve().parents[2] / "data"
     prepared = Path(os.path.expanduser(root), folder)
     again = f"remove {prepared}, and it is prepared again"
     try:
@@ -226,92 +212,6 @@ def _write(words: dict[str, list[str]], folder: Path) -> None:
         numbers = [number.get(word, number.get(UNKNOWN)) for word in words[split]]
         (folder / f"{split}.int32").write_bytes(torch.tensor(numbers, dtype=torch.int32).numpy())
     (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in vocab), encoding="utf-8")
-
-
-# ---- batches ----
-
-
-def _windows(tokens: Tensor, indices: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [len(indices), seq_len], int64. Past the end: token 0 and IGNORED."""
-    places = indices[:, None] * seq_len + torch.arange(seq_len + 1, device=tokens.device)
-    windows = tokens[places.clamp(max=len(tokens) - 1)].long()
-    past = places[:, 1:] >= len(tokens)  # a target
-    return windows[:, :-1].masked_fill(past, 0), windows[:, 1:].masked_fill(past, IGNORED)
-
-
-@lru_cache(maxsize=1)  # drawing it takes seconds for 100 million windows
-def _order_of_epoch(seed: int, epoch: int, n_windows: int) -> Tensor:
-    """A permutation of all windows [n_windows]."""
-    order = torch.randperm(n_windows, generator=generator_of("epoch", seed, epoch))
-    return order.to(torch.int32) if n_windows < 2**31 else order
-
-
-def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:
-    """Window indices of step `step`'s global batch, the same on every topology.
-
-    Each epoch is a permutation of all windows, from (seed, epoch). Batches are consecutive parts
-    of the concatenated epochs: a batch may span two epochs, and no window is left out.
-    """
-    indices, position = [], step * size
-    while len(indices) < size:
-        epoch, start = divmod(position, n_windows)
-        order = _order_of_epoch(seed, epoch, n_windows)
-        taken = order[start : start + size - len(indices)].tolist()
-        indices += taken
-        position += len(taken)
-    return indices
-
-
-def _micro_batches(tokens: Tensor, batching: Batching, rank: int, size: int, step: int) -> list:
-    """This rank's part of step `step`'s global batch: inputs, targets and keys of micro-batches."""
-    n_windows = (len(tokens) - 1) // batching.seq_len  # without the last, shorter one
-    indices = global_batch(batching.seed, step, batching.global_batch_size, n_windows)
-    share = batching.global_batch_size // size
-    first, end = rank * share, (rank + 1) * share
-    inputs, targets = _windows(tokens, torch.tensor(indices[first:end]), batching.seq_len)
-    keys = sample_keys(batching.seed, step, torch.arange(first, end))
-    parts = (x.split(batching.micro_batch_size) for x in (inputs, targets, keys))
-    return list(zip(*parts, strict=True))
-
-
-def train_batches(
-    tokens: Tensor, batching: Batching, device: torch.device, first_step=0, rank=0, size=1
-) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
-    """For each step from `first_step` on, yield this rank's micro-batches of its global batch.
-
-    rank, size: of the data-parallel group. A micro-batch is inputs, targets [micro batch, seq]
-    and dropout keys [micro batch], on `device`. Fails if the corpus is shorter than one window.
-    """
-    if len(tokens) <= batching.seq_len:
-        n = f"{len(tokens)} tokens to train on"
-        fail(f"{n}, fewer than --seq-len + 1: pass another --data or a smaller --seq-len")
-    loader = DataLoader(
-        range(first_step, 2**31),  # without end
-        collate_fn=partial(_micro_batches, tokens, batching, rank, size),
-        batch_size=None,  # each step is an item of its own
-        num_workers=int(device.type == "cuda"),  # it prepares the next steps during this one
-        # setpgid(0, 0): torchrun sends SIGTERM to a rank's process group, and the worker must live
-        worker_init_fn=partial(os.setpgid, 0),
-        pin_memory=device.type == "cuda",
-    )
-    for micro_batches in loader:
-        yield [tuple(x.to(device, non_blocking=True) for x in batch) for batch in micro_batches]
-
-
-def eval_batches(
-    tokens: Tensor, batching: Batching, device: torch.device, rank: int = 0, size: int = 1
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs and targets [micro batch, seq] that predict each token but the first once.
-
-    rank, size: of the data-parallel group. All ranks get the same number of batches, the last ones
-    filled up with windows past the end, whose targets are IGNORED. The split, 4 bytes per token, is
-    copied to `device` once: the host would wait for a GPU at each batch that it copies.
-    """
-    tokens = tokens.to(device, non_blocking=True)
-    n_windows, n = -(-(len(tokens) - 1) // batching.seq_len), batching.micro_batch_size
-    for first in range(rank * n, n_windows + rank * n, n * size):
-        indices = torch.arange(first, first + n, device=device)
-        yield _windows(tokens, indices, batching.seq_len)
 
 
 if __name__ == "__main__":  # `make data`
