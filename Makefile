@@ -74,7 +74,7 @@ diff-%: $$(folder)/train.py ## compare stage NN with an earlier one, definition 
 lessons: $(READY) ## lessons/: each stage's README, code and comparisons as web pages, from disk
 	@$(python) -m tools.lessons
 schedule-06: $(READY) ### draw time lines of pipelines: ARGS="--schedule zero-bubble --pp 4 --micro 8"
-	@$(python) -m tools.pictures.timeline $(ARGS)
+	@$(python) -m tools.pictures.pipeline_schedule $(ARGS)
 dry-run-%: $$(folder)/train.py $(READY) ## what a rank would hold and send in stage NN: ARGS="--ranks 512 ..."
 	@$(python) -m tools.dry_run $* $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 dry-run-all: $(READY) ### every stage on 8 to 4096 ranks, in one table

@@ -27,8 +27,9 @@ import torch.distributed as dist
 import train
 from torch import Tensor, nn
 
+from common.distributed import print0
 from common.job.arguments import positive
-from common.job.launch import cleanup, print0, setup
+from common.job.launch import cleanup, setup
 from common.model import Transformer, TransformerConfig, init_weights
 
 # ---- the network ----

@@ -52,7 +52,7 @@ from common.collectives import (
     global_norm,
     reduce_scatter_single,
 )
-from common.units import (
+from common.unit_parameters import (
     Place,
     cast_inputs,
     check_options,
@@ -68,10 +68,11 @@ from common.units import (
 
 # isort: split
 from common.batches import eval_batches, train_batches
+from common.distributed import World, group_along
 from common.guards import guard
 from common.job.arguments import base_parser, check_arguments, model_config, positive_int
 from common.job.corpus import load_corpus
-from common.job.launch import World, cleanup, fail, group_along, setup, world_size
+from common.job.launch import cleanup, fail, setup, world_size
 from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, initial_shard
@@ -411,7 +412,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, corpus.test, args, device, world))
         run.write()
-        if run.agree_to_save(step):
+        if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     return run.finish(state)
 

@@ -57,7 +57,7 @@ from common.collectives import (
 from common.counter_rng import CounterDropout
 from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
-from common.module_checks import check_plain, first_order
+from common.module_checks import check_plain, forbid_create_graph
 
 # isort: split
 from common.batches import eval_batches, train_batches
@@ -152,7 +152,7 @@ class LinearWithAsyncCommunication(torch.autograd.Function):
         return F.linear(x, weight.to(x.dtype))  # [batch, seq, out / tp]
 
     @staticmethod
-    @first_order
+    @forbid_create_graph
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         # each rank holds a partial dX, from its own features of y: reduce them
@@ -180,7 +180,7 @@ class ReduceFromRegion(torch.autograd.Function):
         return total
 
     @staticmethod
-    @first_order
+    @forbid_create_graph
     def backward(ctx, grad: Tensor):
         return ctx.region.enter(grad), None
 
@@ -271,7 +271,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return (losses * scale).sum()
 
     @staticmethod
-    @first_order
+    @forbid_create_graph
     def backward(ctx, grad: Tensor):
         exp, column, softmax_scale, target_scale = ctx.saved_tensors
         # scale * (softmax - 1 at the target), in place: autograd raises on a second backward
@@ -458,7 +458,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, corpus.test, args, device))
         run.write()
-        if run.agree_to_save(step):
+        if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     return run.finish(state)
 

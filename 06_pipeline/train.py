@@ -54,13 +54,14 @@ from torch.profiler import record_function
 
 from common.collectives import all_reduce_control, global_norm, irecv, isend
 from common.loss import in_autocast_dtype
-from common.module_checks import check_plain, first_order
+from common.module_checks import check_plain, forbid_create_graph
 
 # isort: split
 from common.batches import eval_batches, train_batches
+from common.distributed import group_along
 from common.job.arguments import base_parser, check_pipeline, model_config, positive_int
 from common.job.corpus import load_corpus
-from common.job.launch import cleanup, group_along, setup, world_size
+from common.job.launch import cleanup, setup, world_size
 from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
@@ -430,7 +431,7 @@ class LinearWithDeferredGradient(torch.autograd.Function):
         return F.linear(x, layer.weight.to(x.dtype))
 
     @staticmethod
-    @first_order
+    @forbid_create_graph
     def backward(ctx, grad: Tensor):
         (x,), weight = ctx.saved_tensors, ctx.layer.weight
         if weight.requires_grad:
@@ -519,7 +520,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, pipeline, corpus.test, args, device))
         run.write()
-        if run.agree_to_save(step):
+        if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     for group in groups:
         dist.destroy_process_group(group)

@@ -68,10 +68,10 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.counter_rng import CounterDropout
-from common.job.launch import group_along
+from common.distributed import group_along
 from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
-from common.module_checks import check_plain, first_order
+from common.module_checks import check_plain, forbid_create_graph
 
 # isort: split
 from common.batches import eval_batches, train_batches
@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, pipeline, corpus.test, args, device, mesh))
         run.write()
-        if run.agree_to_save(step):
+        if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     for group in mesh:
         dist.destroy_process_group(group)
@@ -322,7 +322,7 @@ class LinearWithAsyncCommunication(torch.autograd.Function):
         return F.linear(x, weight.to(x.dtype))  # [batch, seq, out / tp]
 
     @staticmethod
-    @first_order
+    @forbid_create_graph
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         # each rank holds a partial dX, from its own features of y: reduce them
@@ -350,7 +350,7 @@ class ReduceFromRegion(torch.autograd.Function):
         return total
 
     @staticmethod
-    @first_order
+    @forbid_create_graph
     def backward(ctx, grad: Tensor):
         return ctx.region.enter(grad), None
 
@@ -441,7 +441,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         return (losses * scale).sum()
 
     @staticmethod
-    @first_order
+    @forbid_create_graph
     def backward(ctx, grad: Tensor):
         exp, column, softmax_scale, target_scale = ctx.saved_tensors
         # scale * (softmax - 1 at the target), in place: autograd raises on a second backward

@@ -60,9 +60,10 @@ from common.counter_rng import Positions
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.counter_rng import CounterDropout
+from common.distributed import World, group_along
 from common.job.arguments import base_parser, check_arguments, model_config, positive_int
 from common.job.corpus import load_corpus
-from common.job.launch import World, cleanup, fail, group_along, setup, world_size
+from common.job.launch import cleanup, fail, setup, world_size
 from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Attention, Transformer, init_weights
@@ -436,7 +437,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, corpus.test, args, device, world, chunks))
         run.write()
-        if run.agree_to_save(step):
+        if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     dist.destroy_process_group(group)
     return run.finish(state)

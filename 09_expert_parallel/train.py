@@ -53,6 +53,7 @@ from common.loss import in_autocast_dtype
 
 # isort: split
 from common.batches import eval_batches, train_batches
+from common.distributed import World, group_along, print0
 from common.job.arguments import (
     base_parser,
     check_arguments,
@@ -61,7 +62,7 @@ from common.job.arguments import (
     positive_int,
 )
 from common.job.corpus import load_corpus
-from common.job.launch import World, cleanup, fail, group_along, print0, setup, world_size
+from common.job.launch import cleanup, fail, setup, world_size
 from common.job.run import Run
 from common.loss import IGNORED
 from common.model import MLP, Transformer, TransformerConfig, init_weights
@@ -371,7 +372,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, corpus.test, args, device, world))
         run.write()
-        if run.agree_to_save(step):
+        if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     for group in (ep, replicas):
         dist.destroy_process_group(group)

@@ -36,14 +36,15 @@ from torch.linalg import vector_norm
 from torch.nn.functional import ScalingType
 
 from common.loss import in_autocast_dtype
-from common.module_checks import check_plain, first_order
+from common.module_checks import check_plain, forbid_create_graph
 
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.collectives import all_reduce_control, average_gradients
+from common.distributed import World
 from common.job.arguments import base_parser, check_arguments, model_config
 from common.job.corpus import load_corpus
-from common.job.launch import World, cleanup, fail, setup, world_size
+from common.job.launch import cleanup, fail, setup, world_size
 from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
@@ -123,7 +124,7 @@ class Float8Matmuls(torch.autograd.Function):
         return scaled_matmul(x8, weight8, x.dtype, use_fast_accum=True)
 
     @staticmethod
-    @first_order
+    @forbid_create_graph
     def backward(ctx, grad: Tensor):  # [tokens, out]
         numbers, scale, weight = ctx.saved_tensors
         x8 = Float8(numbers, scale, ctx.scaling)
@@ -289,7 +290,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, corpus.test, args, device, world))
         run.write()
-        if run.agree_to_save(step):
+        if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     return run.finish(state)
 

@@ -42,9 +42,10 @@ from common.guards import NoGradient
 
 # isort: split
 from common.batches import eval_batches, train_batches
+from common.distributed import World
 from common.job.arguments import base_parser, check_arguments, model_config
 from common.job.corpus import load_corpus
-from common.job.launch import World, cleanup, setup, world_size
+from common.job.launch import cleanup, setup, world_size
 from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
@@ -278,7 +279,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, corpus.test, args, device, world))
         run.write()
-        if run.agree_to_save(step):
+        if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     return run.finish(state)
 

@@ -56,7 +56,7 @@ from common.collectives import (
 )
 from common.job.launch import fail
 from common.job.ssd_state import GRADIENT, SLOT, StateFile, StateFolder
-from common.units import (
+from common.unit_parameters import (
     Place,
     cast_inputs,
     check_options,
@@ -72,11 +72,12 @@ from common.units import (
 
 # isort: split
 from common.batches import eval_batches, train_batches
+from common.distributed import World, print0
 from common.guards import guard
 from common.job.arguments import base_parser, check_arguments, model_config
-from common.job.checkpoint_storage import SHAPE, checkpoints, compare_runs
+from common.job.checkpoint_hooks import SHAPE, checkpoints, compare_runs
 from common.job.corpus import load_corpus
-from common.job.launch import World, cleanup, print0, setup, world_size
+from common.job.launch import cleanup, setup, world_size
 from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, initial_shard
@@ -557,7 +558,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.is_last(step):
             run.log_evaluation("test", evaluate(model, corpus.test, args, device, world))
         run.write()
-        if run.agree_to_save(step):
+        if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, training_state(model), args.keep_checkpoints)
             run.checkpoints.wait()  # it reads this slot, which the step after the next overwrites
         folder.commit()  # last: after a kill in the save, the step and the save are done again

@@ -51,8 +51,7 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.job.atomic_files import sync
-from common.job.weight_files import WeightFiles
-from common.units import (
+from common.unit_parameters import (
     Place,
     cast_inputs,
     check_options,
@@ -65,13 +64,15 @@ from common.units import (
     take_parameters,
     units_with_values,
 )
+from common.weight_files import WeightFiles
 
 # isort: split
+from common.distributed import World, group_along, print0
 from common.guards import guard
 from common.job.arguments import base_parser, check_memory, check_ranks, natural, positive_int
 from common.job.atomic_files import exists
 from common.job.instructions import Instructions, load_instructions
-from common.job.launch import World, cleanup, fail, group_along, print0, setup, world_size
+from common.job.launch import cleanup, fail, setup, world_size
 from common.job.run import Run
 from common.llama import Llama, LlamaConfig
 from common.loss import IGNORED
@@ -311,7 +312,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if data.valid and run.evaluates(step):
             run.log_evaluation("val", evaluate(model, data, args, device, world))
         run.write()
-        if run.agree_to_save(step):
+        if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     if out and step + 1 >= args.steps:  # else it was asked to stop
         run.checkpoints.wait()  # so that a kill from here on costs no step

@@ -7,7 +7,7 @@ batches.py             batches as functions of (seed, step)
 optimization.py        AdamW's settings, the learning-rate schedule, clipping
 collectives.py         PyTorch's collectives, a ledger of their bytes, buckets, the global norm
 shards.py              what a rank has of each tensor of a checkpoint
-units.py               for 03, 04, 12 and 13: a model's units and parameters, and their checks
+unit_parameters.py     for 03, 04, 12 and 13: a model's units and parameters, and their checks
 llama.py               for 13: models with the parameter names of Hugging Face
 packing.py             its micro-batches: documents side by side
 guards.py              what breaks the contract of a wrapper is an error, seen from outside
@@ -22,7 +22,7 @@ run.py                 a run: its steps, when it saves and when it stops
 run_folder.py          its folder: the name, the lock, and what is moved aside of another run
 metrics.py             what a logged line holds, how it prints, where it is written
 checkpoint.py          saving and loading, in the format of torch.distributed.checkpoint
-checkpoint_storage.py  how checkpoints are stored: checksums, and loading that runs no code
+checkpoint_hooks.py  how checkpoints are stored: checksums, and loading that runs no code
 atomic_files.py        files that are complete or absent, on disks and file systems that fail
 ssd_state.py           for 12: a rank's files, and how they survive a kill
 instructions.py        for 13: instructions and answers as tokens

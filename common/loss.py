@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from common.module_checks import first_order
+from common.module_checks import forbid_create_graph
 
 IGNORED = -100  # a target that the loss leaves out
 
@@ -46,7 +46,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @first_order
+    @forbid_create_graph
     def backward(ctx, grad: Tensor):
         # not in place: a second backward (retain_graph) must find them unchanged
         grad_x, grad_weight = (g * grad.to(g.dtype) for g in ctx.saved_tensors)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-def first_order(backward: Callable) -> Callable:
+def forbid_create_graph(backward: Callable) -> Callable:
     """Make create_graph=True an error in a backward whose own gradient would be wrong. PyTorch's
     `once_differentiable` lets it pass where the incoming gradient is a constant."""
 

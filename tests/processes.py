@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from harness import load_stage, stage_path
 
-from common.job.checkpoint_storage import AtomicWriter
+from common.job.checkpoint_hooks import AtomicWriter
 from common.job.launch import rank
 from common.job.run import Run
 

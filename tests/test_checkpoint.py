@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from common.job import checkpoint_storage as storage
+from common.job import checkpoint_hooks as storage
 from common.job import launch
 from common.job.checkpoint import Checkpointer, checkpoints
 from common.model import Transformer, TransformerConfig, init_weights

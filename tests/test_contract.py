@@ -17,8 +17,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from data_parallel_trainers import Trainer, no_sync_of
 from harness import fake_ranks, live_bytes
-from techniques import Trainer, no_sync_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +31,7 @@ SGD = partial(torch.optim.SGD, fused=True)  # which counts no versions, as our A
 DDP, STAGES_1_2, FSDP = ("ddp",), ("zero-1", "zero-2"), ("fsdp", "fsdp-keep")
 REPLICAS, UNITS = (*DDP, *STAGES_1_2), ("zero-3", *FSDP)
 ALL, SSD = (*REPLICAS, *UNITS), ("ssd",)
-SHARDED = (*UNITS, *SSD)
+ABSENT = (*UNITS, *SSD)
 
 
 class Unit(nn.Module):
@@ -275,29 +275,29 @@ STRIDED = torch.randn(6, 12)[:, ::2]
 AT_THE_END = ("ddp", "zero-1")  # gradients are reduced in a step's last backward
 ONE_STEP = "come step() and zero_grad"
 DIFFER = "differ between ranks"
-UNUSED = {SHARDED: "not used all", REPLICAS: "left out"}
-STALE = {REPLICAS: "modified by an inplace operation", SHARDED: "optimizer's last step"}
+UNUSED = {ABSENT: "not used all", REPLICAS: "left out"}
+STALE = {REPLICAS: "modified by an inplace operation", ABSENT: "optimizer's last step"}
 MISUSES = {  # what is done: WORDS, or a function of the strategy; and the message by strategies
     # of the model, before it is wrapped
-    "tied": (changed(lambda model: tie(model.units[1])), {SHARDED: "tied"}),
-    "tied as data": (changed(lambda model: tie_data(model.units[1])), {SHARDED: "tied"}),
+    "tied": (changed(lambda model: tie(model.units[1])), {ABSENT: "tied"}),
+    "tied as data": (changed(lambda model: tie_data(model.units[1])), {ABSENT: "tied"}),
     "outside of all units": (
         changed(lambda model: model.register_parameter("a", nn.Parameter(torch.ones(1)))),
-        {SHARDED: "in no unit"},
+        {ABSENT: "in no unit"},
     ),
-    "frozen": (of_linear(lambda linear: linear.bias.requires_grad_(False)), {SHARDED: "frozen"}),
-    "a hook": (of_linear(lambda it: it.bias.register_hook(torch.zeros_like)), {SHARDED: "hooks"}),
-    "mixed dtypes": (of_linear(nn.Module.double), {SHARDED: "dtype"}),
+    "frozen": (of_linear(lambda linear: linear.bias.requires_grad_(False)), {ABSENT: "frozen"}),
+    "a hook": (of_linear(lambda it: it.bias.register_hook(torch.zeros_like)), {ABSENT: "hooks"}),
+    "mixed dtypes": (of_linear(nn.Module.double), {ABSENT: "dtype"}),
     "float16": (changed(nn.Module.half), {(*STAGES_1_2, *UNITS): "float16", SSD: "not float32"}),
-    "autocast to float16": (loop(train_in_float16), {(*STAGES_1_2, *SHARDED): "float16"}),
+    "autocast to float16": (loop(train_in_float16), {(*STAGES_1_2, *ABSENT): "float16"}),
     "cast to float16": (lambda s: Trainer(s, chain(), gathered=torch.float16), {FSDP: "float16"}),
-    "meta device": (changed(lambda model: model.to("meta")), {SHARDED: "meta"}),
-    "kept in a partial": (of_linear(keep_in_a_partial), {SHARDED: "has been sharded"}),
+    "meta device": (changed(lambda model: model.to("meta")), {ABSENT: "meta"}),
+    "kept in a partial": (of_linear(keep_in_a_partial), {ABSENT: "has been sharded"}),
     "buffer on the meta device": (
         changed(lambda model: model.register_buffer("b", torch.empty(1, device="meta"))),
-        {SHARDED: "without values"},
+        {ABSENT: "without values"},
     ),
-    "empty unit": (changed(lambda model: model.units.append(nn.Tanh())), {SHARDED: "no param"}),
+    "empty unit": (changed(lambda model: model.units.append(nn.Tanh())), {ABSENT: "no param"}),
     "strides": (of_linear(lambda it: setattr(it.weight, "data", STRIDED)), {DDP: "contiguous"}),
     "two wrappers share a unit": (wrapped_twice, {DDP: "another wrapper"}),
     "two wrappers share an optimizer": (
@@ -324,12 +324,12 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "the last unit skipped": (like("last skipped"), {REPLICAS: "left out"}),
     "a unit alone": ("unit_alone finish", {REPLICAS: "left out"}),
     "a backward that misses units": (like("detached"), {REPLICAS: "left out"}),
-    "a saved tensor changed": (like("in place", "saves its output"), {SHARDED: "changed in place"}),
+    "a saved tensor changed": (like("in place", "saves its output"), {ABSENT: "changed in place"}),
     "a part of a unit recomputed": (
         like("", "a part recomputed"),
-        {SHARDED: "not in a checkpoint()"},
+        {ABSENT: "not in a checkpoint()"},
     ),
-    "changed in place": (like("", "changes a parameter"), {SHARDED: "modified inplace"}),
+    "changed in place": (like("", "changes a parameter"), {ABSENT: "modified inplace"}),
     "two nested backwards": (like("two nested backwards"), {REPLICAS: "use_reentrant=False"}),
     "create_graph": ("double_backward", {(*ALL, *SSD): "create_graph=True"}),
     "sparse gradients": (sparse_gradients, {REPLICAS: "sparse"}),
@@ -340,12 +340,12 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "an old graph": (loop(old_graph), STALE),
     "an input's gradient by an old graph": (loop(partial(old_graph, of_input=True)), STALE),
     "a loss of a kept tensor alone": (loop(kept_tensor_alone), UNUSED),
-    "a parameter changed in an evaluation": (loop(changed_in_an_evaluation), {SHARDED: "in place"}),
+    "a parameter changed in an evaluation": (loop(changed_in_an_evaluation), {ABSENT: "in place"}),
     # of the order of a step
     "step before finish": ("backward step", {(*DDP, *FSDP): "incomplete"}),
     "step without a backward": ("finish step", {REPLICAS: "left out"}),
     "every backward under no_sync": ("backward+ finish+", {AT_THE_END: "no_sync() left out"}),
-    "PyTorch's clipping": ("backward finish clip", {STAGES_1_2: "sharded", SHARDED: "shards only"}),
+    "PyTorch's clipping": ("backward finish clip", {STAGES_1_2: "sharded", ABSENT: "shards only"}),
     "clipping twice": ("backward clip_ours clip_ours", {SSD: "clip_grad_norm_() twice"}),
     "a late learning rate": ("backward clip_ours change_lr step", {SSD: "learning rate"}),
     "no clipping": ("backward finish step", {SSD: "call clip_grad_norm_() once"}),
@@ -362,17 +362,17 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "gradients replaced before finish": ("backward scale_grads finish", {DDP: "as it was"}),
     "other data": ("backward replace_grads finish", {DDP: "was replaced"}),
     # of the model, after it was wrapped
-    "a new layer": ("add_layer backward finish", {REPLICAS: "wrapped", SHARDED: "shard"}),
-    "another layer": ("replace_layer backward finish", {REPLICAS: "wrapped", SHARDED: "not used"}),
+    "a new layer": ("add_layer backward finish", {REPLICAS: "wrapped", ABSENT: "shard"}),
+    "another layer": ("replace_layer backward finish", {REPLICAS: "wrapped", ABSENT: "not used"}),
     "all parameters assigned": ("assign backward finish", {REPLICAS: "before they are"}),
     "frozen afterwards": ("train freeze train", {REPLICAS: "freeze"}),
     "unfrozen": (loop("unfreeze train", frozen), {REPLICAS: "unfreeze"}),
     "resized": ("shorten_bias train", {REPLICAS: "resize"}),
     "another tensor as data": ("clone_bias train", {STAGES_1_2: "move or cast"}),
-    "a parameter changed in place": ("train zero_bias train", {SHARDED: "has been sharded"}),
-    "to": (loop(lambda trainer: trainer.model.to(torch.float64)), {SHARDED: "shards only"}),
-    "state_dict": (loop(lambda trainer: trainer.model.state_dict()), {SHARDED: "shards only"}),
-    "load_state_dict": (loop(lambda t: t.model.load_state_dict({})), {SHARDED: "shards only"}),
+    "a parameter changed in place": ("train zero_bias train", {ABSENT: "has been sharded"}),
+    "to": (loop(lambda trainer: trainer.model.to(torch.float64)), {ABSENT: "shards only"}),
+    "state_dict": (loop(lambda trainer: trainer.model.state_dict()), {ABSENT: "shards only"}),
+    "load_state_dict": (loop(lambda t: t.model.load_state_dict({})), {ABSENT: "shards only"}),
     "a copy": (loop(copied_with_a_group), {(*ALL, *SSD): "copy"}),
 }
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from data_parallel_trainers import STRATEGIES, Trainer
 from harness import PeakMemory, fake_ranks, live_bytes, process_bytes, whole_ledger
-from techniques import STRATEGIES, Trainer
 from torch import nn
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,7 @@ PRECISIONS = {
 def resident(strategy: str, precision: str) -> dict[str, int]:
     """Live bytes at several points of the second step; the first creates the optimizer state."""
     before = live_bytes()
-    shards_weights = strategy in SHARDED
+    shards_weights = strategy in ABSENT
     dtype, is_mixed = PRECISIONS[precision]
     itemsize = dtype.itemsize
     trainer = Trainer(
@@ -111,7 +111,7 @@ def resident(strategy: str, precision: str) -> dict[str, int]:
     return seen | {"kept for backward": forward.left, "peak": seen["idle"] + peak.above}
 
 
-SHARDED = ("fsdp", "fsdp-keep")  # the strategies that cast weights as they gather them
+ABSENT = ("fsdp", "fsdp-keep")  # the strategies that cast weights as they gather them
 
 
 def states(strategy: str, shard: int, full: int) -> tuple[int, int, int]:
@@ -180,7 +180,7 @@ def test_memory_matches_the_table_at_every_point_of_a_step(pools, strategy, prec
     assert got["backward"] == got["step"] == N_UNITS * (weights + grads + optimizer) + steps
 
     little = 16 * ACTIVATION  # a fifth of the smallest shard
-    uses_autocast = is_mixed and strategy not in SHARDED
+    uses_autocast = is_mixed and strategy not in ABSENT
     # the first matrix's input requires no gradient, so its copy is not kept
     copies = (N_UNITS * UNIT - MATRIX) * 2 if uses_autocast else 0
     stay = {"fsdp": 1, "fsdp-keep": N_UNITS}.get(strategy, 0)  # units that forward does not free

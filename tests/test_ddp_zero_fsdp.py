@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from techniques import STRATEGIES, Trainer
+from data_parallel_trainers import STRATEGIES, Trainer
 from torch import Tensor, nn
 
 from common.collectives import split_into_buckets

@@ -18,8 +18,8 @@ from unittest.mock import patch
 import pytest
 import step_errors
 import torch
+from data_parallel_trainers import Trainer
 from harness import REPO, PeakMemory, fake_ranks, live_bytes, load_stage, runs_for
-from techniques import Trainer
 
 from benchmarks.rows import SHAPES
 from common.job.arguments import PRESETS
@@ -136,7 +136,7 @@ def report_of(stage: str, ranks: int, flags: str, rank: int = 0) -> Report:
 
 
 def planned_report(stage: str, ranks: int, flags: str) -> str:
-    (run,) = (x for x in runs_for("plan") if (x.stage, x.ranks) == (stage, ranks))
+    (run,) = (x for x in runs_for("dry-run-all") if (x.stage, x.ranks) == (stage, ranks))
     return figures(stage, ranks, [*run.argv, *flags.split()])
 
 

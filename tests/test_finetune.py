@@ -21,11 +21,11 @@ from torch import Tensor
 
 from common.batches import global_batch
 from common.job.instructions import load_instructions
-from common.job.weight_files import DTYPES
 from common.llama import Llama, LlamaConfig
 from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate
 from common.packing import pack, packed_batches
+from common.weight_files import DTYPES
 from tools.dry_run import dry_run
 from tools.export import export_folder, run_and_checkpoint
 
@@ -277,7 +277,7 @@ def read_and_write(folder: Path, out: Path | None) -> dict:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
     held, had_read = process_bytes("VmRSS"), process_bytes("rchar")
     files = stage.WeightFiles(folder, shapes)
-    with patch("common.units.check_same"):  # it uses sockets
+    with patch("common.unit_parameters.check_same"):  # it uses sockets
         units = model.units()
         model = stage.FullyShardedDataParallel(model, units, read_shard=stage.no_values, device=CPU)
     stage.read_model(model, files)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from data_parallel_trainers import STRATEGIES, Trainer
 from harness import StageRun, assert_reproduces, cases, load_stage, runs_for, stage_file
 from late_backend import Wait, assert_all_waited_for, recorded_calls
 from nccl_rules import assert_completes, assert_connects_early, assert_ranks_agree
-from techniques import STRATEGIES, Trainer
 from torch import Tensor, nn
 
 from common.collectives import reduce_scatter_single

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from techniques import Trainer
+from data_parallel_trainers import Trainer
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 from harness import load_stage
 
-from tools.pictures import timeline
+from tools.pictures import pipeline_schedule
 
 stage = load_stage("06")
 SCHEDULES = stage.SCHEDULES
@@ -83,14 +83,18 @@ def test_micro_batches_in_flight(name):
 @every_schedule
 def test_bubble_fraction_with_unit_costs(name):
     for p, m, v in cases(name):
-        spans = timeline.simulate(stage, schedule_of(name, v), p, m)
+        spans = pipeline_schedule.simulate(stage, schedule_of(name, v), p, m)
         expected = (p - 1) / ({"zero-bubble": 3, "interleaved": v}.get(name, 1) * m + p - 1)
         if name == "zero-bubble" and m < p:
             # The critical path is that of the last micro-batch: p - 1 forwards until the last rank
             # starts, m forwards and m input gradients there, p - 1 more input gradients on the
             # lower ranks, and one weight gradient at the end.
             expected = 1 - 3 * m / (2 * m + 2 * p - 1)
-        assert timeline.bubble_fraction(spans) == pytest.approx(expected, abs=1e-9), (p, m, v)
+        assert pipeline_schedule.bubble_fraction(spans) == pytest.approx(expected, abs=1e-9), (
+            p,
+            m,
+            v,
+        )
 
 
 # ---- partition of the units ----
@@ -112,9 +116,9 @@ def test_stages_partition_the_model_evenly():
 
 @every_schedule
 def test_timeline_shows_every_action(name):
-    spans = timeline.simulate(stage, schedule_of(name, 2), 2, 4)
-    panel = timeline.Panel("a title", spans, "units")
-    plain = timeline.drawn(panel, panel.length, 120, coloured=False)
+    spans = pipeline_schedule.simulate(stage, schedule_of(name, 2), 2, 4)
+    panel = pipeline_schedule.Panel("a title", spans, "units")
+    plain = pipeline_schedule.drawn(panel, panel.length, 120, coloured=False)
     assert len(plain.splitlines()) == 3 and "F3" in plain and plain.startswith("a title: bubble")
-    coloured = timeline.drawn(panel, panel.length, 120, coloured=True)
+    coloured = pipeline_schedule.drawn(panel, panel.length, 120, coloured=True)
     assert coloured.count("\033[0m") == sum(map(len, spans))

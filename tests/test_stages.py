@@ -98,8 +98,8 @@ TOOLS = """
 import chaos
 from tools import diff, dry_run, lessons, quickstart, stages
 print([row.name for row in quickstart.rows_for(0, 2)])
-print("chaos", chaos.run_of("NEW").ranks, "plan", stages.with_ranks("{ranks}", 4096),
-      [run.id for run in stages.runs_for("plan")])
+print("chaos", chaos.run_of("NEW").ranks, "dry-run-all", stages.with_ranks("{ranks}", 4096),
+      [run.id for run in stages.runs_for("dry-run-all")])
 print(*diff.report(stages.stage_file("NEW").compare, "NEW"))
 dry_run.show("NEW", 8, 0, stages.BASE["dry-run"].split(), 201)
 print(lessons.framed("", lessons.comparison_page("02", "NEW"), "NEW"))

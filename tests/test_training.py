@@ -25,7 +25,7 @@ from test_checkpoint import metadata_of, write_metadata
 from torch import Tensor
 
 from common.batches import train_batches
-from common.job import checkpoint_storage as storage
+from common.job import checkpoint_hooks as storage
 from common.job.atomic_files import sync
 from common.job.checkpoint import checkpoints
 from common.job.corpus import load_corpus

@@ -34,8 +34,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.collectives import Ledger, all_reduce_control, all_to_all_single, ledger
+from common.distributed import World
 from common.job.corpus import Corpus
-from common.job.launch import World, fail
+from common.job.launch import fail
 from common.job.ssd_state import StateFile, StateFolder
 from common.model import rotary_table
 from tools.memory import PeakMemory
@@ -116,7 +117,7 @@ class OneStep:
     def evaluates(self, step: int) -> bool:
         return False
 
-    is_last = agree_to_save = evaluates
+    is_last = agree_to_save_or_stop = evaluates
 
     def write(self) -> None:
         pass
@@ -268,7 +269,7 @@ def fake_stage(
         with (
             patch.multiple(module, **{k: v for k, v in patches.items() if hasattr(module, k)}),
             patch("common.collectives.check_same", nothing_to_compare),
-            patch("common.units.check_same", nothing_to_compare),
+            patch("common.unit_parameters.check_same", nothing_to_compare),
             patch("common.job.arguments.check_ranks"),  # there is one process
             patch("common.job.arguments.check_memory"),  # this machine's memory does not matter
             patch.object(nn.Module, "_apply", replace_parameters),
@@ -337,10 +338,10 @@ def show(
 
 def every_stage() -> None:
     """One table: every stage on 8 to 4096 ranks. The batch grows with the ranks."""
-    model = BASE["plan"]  # 3.5 billion parameters, of sizes that powers of two divide
+    model = BASE["dry-run-all"]  # 3.5 billion parameters, of sizes that powers of two divide
     print(f"{model}, vocabulary {VOCABULARY}; GB of the rank that has the most\n")
     print("| stage | ranks | states | peak | sent per step | flags |\n|" + " --- |" * 6)
-    for run in runs_for("plan"):
+    for run in runs_for("dry-run-all"):
         # flushed, to show progress: a row may take a minute
         print(f"| {run.stage} | {run.ranks} | ", end="", flush=True)
         row = figures(run.stage, run.ranks, run.argv)

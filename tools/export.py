@@ -22,13 +22,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from common.distributed import save0
 from common.job.arguments import Parser
 from common.job.atomic_files import exists
 from common.job.checkpoint import checkpoints
-from common.job.checkpoint_storage import CorruptCheckpointError, LoadPlanner, Reader
+from common.job.checkpoint_hooks import CorruptCheckpointError, LoadPlanner, Reader
 from common.job.corpus import EOS, UNKNOWN, load_corpus
-from common.job.launch import fail, save0
-from common.job.weight_files import WeightFiles
+from common.job.launch import fail
+from common.weight_files import WeightFiles
 from tools.stages import load_stage
 
 # our names, and those of Hugging Face
@@ -186,7 +187,7 @@ def write_llama(folder: Path, args: dict, weights: dict[str, Tensor], vocab: lis
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Write float32 tensors as one file, whose format common/job/weight_files.py describes."""
+    """Write float32 tensors as one file, whose format common/weight_files.py describes."""
     header, at = {}, 0
     for name, t in weights.items():
         places = [at, at := at + t.nbytes]

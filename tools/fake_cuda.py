@@ -102,7 +102,7 @@ READ_BY_HOST = {
     *("repeat_interleave", "histc", "multinomial", "_linalg_check_errors"),
 }
 NO_WORK = {"device", "empty", "empty_like", "new_empty", "is_pinned"}
-PHASES = {"log": "log", "evaluate": "evaluate", "agree_to_save": "save", "save": "save"}
+PHASES = {"log": "log", "evaluate": "evaluate", "agree_to_save_or_stop": "save", "save": "save"}
 
 
 def line_of(frame: FrameType, line: int) -> str:

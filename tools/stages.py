@@ -46,7 +46,7 @@ The purposes, each with the arguments in `BASE` that a run's flags are added to:
     kill            one run: stopped by a signal, and in `make chaos` killed; resumed
     save, load      one run each: a checkpoint of any stage resumes in any other (any to any)
     dry-run         on eight ranks: memory and communication equal the dry run's
-    plan            a row of `make dry-run-all` for each number of ranks: {ranks}, {4 * ranks}
+    dry-run-all     a row of `make dry-run-all` for each number of ranks: {ranks}, {4 * ranks}
     bench           no run: a row of benchmarks/rows.py
 """
 
@@ -80,7 +80,8 @@ BASE = {
     "save": f"{FOUR_LAYERS} --dropout 0.1 --eval-every 20 --steps 22",
     "load": f"{FOUR_LAYERS} --dropout 0.1 --eval-every 20 --steps 22",
     "dry-run": "--d-model 64 --n-layers 8 --n-heads 8 --seq-len 16 --global-batch-size 32",
-    "plan": "--d-model 4096 --n-layers 16 --n-heads 64 --seq-len 1024 --activation-checkpointing",
+    "dry-run-all": "--d-model 4096 --n-layers 16 --n-heads 64 --seq-len 1024 "
+    "--activation-checkpointing",
 }
 ONCE = ("kill", "save", "load")
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.job.launch import warn
+from common.distributed import warn
 
 
 @contextlib.contextmanager

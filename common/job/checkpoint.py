@@ -18,10 +18,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from common.job import checkpoint_storage as storage
+from common.distributed import print0
+from common.job import checkpoint_hooks as storage
 from common.job.atomic_files import exists, move_aside
-from common.job.checkpoint_storage import checkpoints
-from common.job.launch import fail, print0, rank
+from common.job.checkpoint_hooks import checkpoints
+from common.job.launch import fail, rank
 from common.shards import State
 
 

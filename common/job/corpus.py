@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.distributed import print0
 from common.job.atomic_files import exists, sync
-from common.job.launch import fail, print0
+from common.job.launch import fail
 
 SPLITS = ("train", "valid", "test")
 FILES = (*(f"{split}.int32" for split in SPLITS), "vocab.txt")  # of a prepared corpus

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.distributed import print0
 from common.job.corpus import EOS, load_prepared, read_words
-from common.job.launch import fail, print0
+from common.job.launch import fail
 from common.packing import Document
 
 FILES = ("tokens.int32", "lengths.int32", "prompts.int32", "vocab.int32")  # of a prepared file

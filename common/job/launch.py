@@ -1,7 +1,4 @@
-"""The process group: this process's rank, how it joins the others, and how it leaves them.
-
-Everything here works without a process group too: a single process is rank 0 of 1.
-"""
+"""What launchers set, and how the processes of a job start, fail and end."""
 
 import atexit
 import contextlib
@@ -15,16 +12,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import torch
 import torch.distributed as dist
+
+from common.distributed import Launch, World, join, print0, say
 
 # what Gloo and NCCL report when the process at the other end of a connection has gone
 PEER_IS_GONE = re.compile(
@@ -36,27 +31,6 @@ OTHER_SIZES = ("PMI_SIZE", "FLUX_JOB_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPAC
 OTHER_RANKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
 
 GRACE = 2.0  # seconds that a failing rank waits before it exits: launchers then end the other ranks
-
-
-@dataclass(frozen=True)
-class World:
-    """This process: its rank, the number of processes, its device."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-
-@dataclass(frozen=True)
-class Launch:
-    """torchrun's variables. address: host ("" if unknown) and port of rank 0; None: one process."""
-
-    launcher: str
-    rank: int
-    local_rank: int
-    local_size: int
-    size: int
-    address: tuple[str, int] | None
 
 
 def launch_environment() -> Launch:
@@ -145,31 +119,27 @@ def prepare_streams() -> None:
 
 
 def setup(timeout: float = 600.0) -> World:
-    """Start the process group from the launcher's environment, or join the one that exists.
+    """Join the process group that the launcher's environment describes; see `join`.
 
     timeout: seconds after which a collective that hangs is an error.
     """
     prepare_streams()
-    launch, limit = launch_environment(), timedelta(seconds=timeout)
-    device, backend = _device_and_backend(launch)
-    if not dist.is_initialized():
-        where: dict[str, Any] = {"store": dist.HashStore()}
-        if launch.address is not None:
-            host, port = launch.address[0] or _host_of_rank_0(launch.launcher), launch.address[1]
-            try:
-                socket.getaddrinfo(host, port)
-            except OSError as error:  # perhaps on this node alone
-                fail_here(f"{platform.node()} cannot find the host of rank 0, {host}: {error}")
-            where = {"init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{port}"}
-        if launch.launcher == "torchrun":
-            _check_store()
-            where = {"init_method": "env://"}
-        # Without device_id, NCCL has one communicator per pair of ranks for messages. With it, all
-        # of a group's messages share one, where a pipeline's early receive blocks later sends.
-        dist.init_process_group(
-            backend, rank=launch.rank, world_size=launch.size, timeout=limit, **where
-        )
-    return World(dist.get_rank(), dist.get_world_size(), device)
+    launch = launch_environment()
+    return join(launch, None if dist.is_initialized() else _init_method(launch), timeout)
+
+
+def _init_method(launch: Launch) -> str | None:
+    if launch.launcher == "torchrun":
+        _check_store()
+        return "env://"
+    if launch.address is None:
+        return None
+    host, port = launch.address[0] or _host_of_rank_0(launch.launcher), launch.address[1]
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:  # perhaps on this node alone
+        fail_here(f"{platform.node()} cannot find the host of rank 0, {host}: {error}")
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _check_store() -> None:
@@ -182,30 +152,6 @@ def _check_store() -> None:
     if restarts and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         needs = "--standalone (or --rdzv-backend c10d) and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         fail(f"torchrun --max-restarts needs {needs}")
-
-
-def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
-    """NCCL for GPU tensors and Gloo for CPU tensors; Gloo for both where ranks share a GPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu"), "gloo"
-    count = torch.cuda.device_count()
-    device = torch.device("cuda", launch.local_rank % count)
-    torch.cuda.set_device(device)
-    # srun may show each task its own GPU only: then one visible GPU is not a shared one
-    shared = launch.local_size > count and not (launch.launcher == "srun" and count == 1)
-    return device, "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
-
-
-def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> dist.ProcessGroup:
-    """This rank's group along one axis of a mesh of all ranks, whose last axis is innermost.
-
-    Every rank calls it, in the same order. (`init_device_mesh` has a time-out of its own.)
-    """
-    size, stride = shape[axis], prod(shape[axis + 1 :])
-    firsts = (rank for rank in range(prod(shape)) if rank // stride % size == 0)
-    lines = [[first + i * stride for i in range(size)] for first in firsts]
-    limit = timedelta(seconds=timeout)
-    return dist.new_subgroups_by_enumeration(lines, timeout=limit, group_desc=name)[0]
 
 
 def cleanup() -> None:
@@ -258,38 +204,6 @@ def has_lost_a_peer(error: BaseException | None) -> bool:
             return False
         error = error.__cause__ or error.__context__
     return True
-
-
-def print0(*values: Any, **kwargs: Any) -> None:
-    if rank() == 0:
-        say(*values, **kwargs)
-
-
-def save0(state: object, path: str | os.PathLike, group: dist.ProcessGroup | None = None) -> None:
-    """`torch.save` on rank 0: the file is complete or absent. All ranks go on when it is there."""
-    from common.job.atomic_files import replacing  # which imports this file
-
-    if rank() == 0:
-        with replacing(path) as aside, open(aside, "wb") as file:
-            torch.save(state, file)
-    if dist.is_initialized():
-        dist.barrier(group)
-
-
-def say(*values: Any, **kwargs: Any) -> None:
-    """`print`, flushed. A full disk or a closed terminal is reported once and ends no run."""
-    try:
-        print(*values, **{"flush": True, **kwargs})
-    except (OSError, ValueError) as error:  # ValueError: of a closed file
-        warn(f"a line could not be printed: {error}")
-
-
-@lru_cache(maxsize=100)
-def warn(message: str) -> None:
-    """Print a line on stderr, once, where an error is no reason to end the run."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"{Path(sys.argv[0]).name}: {message} (the run continues)", file=sys.stderr)
-        sys.stderr.flush()
 
 
 def fail(message: str, status: int = 2) -> NoReturn:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from common.collectives import ledger
+from common.distributed import print0, warn
 from common.job.atomic_files import exists, replacing
-from common.job.launch import print0, rank, warn, world_size
+from common.job.launch import rank, world_size
 
 # fmt: off
 PEAK_FLOPS = {  # dense bf16, in FLOP/s, by a part of the device's name; the longer name first

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.collectives import all_reduce_control
+from common.distributed import print0, save0, warn
 from common.job.arguments import Arguments
 from common.job.atomic_files import check_writable, replacing
 from common.job.checkpoint import Checkpointer, checkpoints
 from common.job.corpus import Corpus
-from common.job.launch import fail, launch_environment, print0, rank, save0, warn, world_size
+from common.job.launch import fail, launch_environment, rank, world_size
 from common.job.metrics import Metrics
 from common.job.run_folder import RunFolder
 from common.model import TransformerConfig
@@ -178,7 +179,7 @@ class Run:
     def evaluates(self, step: int) -> bool:
         return self._is_due(step, self.args.eval_every)
 
-    def agree_to_save(self, step: int) -> bool:
+    def agree_to_save_or_stop(self, step: int) -> bool:
         """Agree with all ranks whether to save a checkpoint after this step, and whether to stop.
 
         A checkpoint is due every `--checkpoint-every` steps and after the last one, if that flag is

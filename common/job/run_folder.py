@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from common.job.atomic_files import exists, make, numbered
-from common.job.checkpoint_storage import checkpoints
+from common.job.checkpoint_hooks import checkpoints
 from common.job.metrics import step_of
 
 

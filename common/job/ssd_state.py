@@ -31,7 +31,8 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from common.collectives import all_reduce_control
-from common.job.launch import fail, print0, warn
+from common.distributed import print0, warn
+from common.job.launch import fail
 
 PAGE = 1024  # float32 elements, 4,096 bytes
 DELETE = "delete its folder to resume from the newest checkpoint, if there is one"

@@ -78,7 +78,7 @@ def measured(folder: Path) -> list[list[Span]]:
     paths = folder.glob("profile/rank*.pt.trace.json")
     paths = sorted(paths, key=lambda path: int(path.name[4:].split(".")[0]))
     if not paths:
-        raise SystemExit(f"timeline.py: no traces in {folder}/profile: run with --profile")
+        raise SystemExit(f"pipeline_schedule.py: no traces in {folder}/profile: run with --profile")
     steps = zip(*(steps_of(json.loads(path.read_text())) for path in paths), strict=True)
     steps = sorted((from_zero([as_drawn(row) for row in step]) for step in steps), key=duration)
     return steps[len(steps) // 2]
@@ -174,7 +174,7 @@ def planned(name: str, p: int, m: int) -> Panel:
     schedule = stage.SCHEDULES[name]
     if name == "interleaved":
         if m % p:
-            raise SystemExit(f"timeline.py: --micro {m} is not a multiple of --pp {p}")
+            raise SystemExit(f"pipeline_schedule.py: --micro {m} is not a multiple of --pp {p}")
         schedule, title = partial(schedule, v=2), f"{name}, 2 virtual stages per rank"
     return Panel(title, simulate(stage, schedule, p, m), "F")
 

@@ -1,8 +1,8 @@
 """What float8 costs: bytes that a cast moves, bytes saved for backward, and the matmuls' own error.
 
-    python 10_fp8/cost.py casts      bytes read and written per element, as written and compiled
-    python 10_fp8/cost.py memory     the bytes that a layer saves for backward
-    python 10_fp8/cost.py matmuls    the float8 matmuls of this machine against float64
+    python 10_fp8/overhead.py casts      bytes read and written per element, as written and compiled
+    python 10_fp8/overhead.py memory     the bytes that a layer saves for backward
+    python 10_fp8/overhead.py matmuls    the float8 matmuls of this machine against float64
 
 `casts` and `matmuls` run on the GPU where there is one. Compiling on a CPU needs g++.
 """

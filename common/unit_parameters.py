@@ -74,7 +74,7 @@ def check_options(
 
 
 def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tensor]:
-    """Replace a unit's parameters in its modules by `SHARDED`; any later use is an error.
+    """Replace a unit's parameters in its modules by `ABSENT`; any later use is an error.
 
     Returns their owners, as pairs (module, name), and all their values, flat: [numel].
     """
@@ -83,9 +83,9 @@ def take_parameters(unit: nn.Module) -> tuple[list[tuple[nn.Module, str]], Tenso
     for owner, name in owners:
         param = getattr(owner, name)
         delattr(owner, name)
-        setattr(owner, name, SHARDED)
+        setattr(owner, name, ABSENT)
         param.data = param.new_empty(0)
-        param.__class__ = ShardedParameter
+        param.__class__ = AbsentParameter
     return owners, flat
 
 
@@ -100,7 +100,7 @@ def lend_parameters(
         yield
     finally:
         for owner, name in owners:
-            setattr(owner, name, SHARDED)
+            setattr(owner, name, ABSENT)
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def place_in(full: Tensor, tensor: Tensor) -> Place | None:
     return None
 
 
-class ShardedParameter(Tensor):
+class AbsentParameter(Tensor):
     """What a parameter becomes whose values have been sharded: any use is an error."""
 
     __repr__ = object.__repr__
@@ -196,7 +196,7 @@ class ShardedParameter(Tensor):
         )
 
 
-SHARDED = torch.empty(0).as_subclass(ShardedParameter)  # a module's attribute outside of forward
+ABSENT = torch.empty(0).as_subclass(AbsentParameter)  # a module's attribute outside of forward
 
 
 def is_in_backward() -> bool:

@@ -1,0 +1,122 @@
+"""The ranks: how a process joins the others, and what rank 0 does for all of them.
+
+A script calls `setup` of `common/job/launch.py`: it reads what torchrun, srun or mpirun has set,
+and calls `join`. Everything works without a process group too: one process is rank 0 of 1.
+"""
+
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This process: its rank, the number of processes, its device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Launch:
+    """torchrun's variables. address: host ("" if unknown) and port of rank 0; None: one process."""
+
+    launcher: str
+    rank: int
+    local_rank: int
+    local_size: int
+    size: int
+    address: tuple[str, int] | None
+
+
+def join(launch: Launch, init_method: str | None, timeout: float) -> World:
+    """Start the process group together with the other processes, or take the one that exists.
+
+    init_method: the URL at which rank 0 waits for the others; None: one process. timeout: seconds.
+    """
+    device, backend = _device_and_backend(launch)
+    if not dist.is_initialized():
+        where = {"init_method": init_method} if init_method else {"store": dist.HashStore()}
+        ranks = {"rank": launch.rank, "world_size": launch.size}
+        # Without device_id, NCCL has one communicator per pair of ranks for messages. With it, all
+        # of a group's messages share one, where a pipeline's early receive blocks later sends.
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **ranks, **where)
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
+    """NCCL for GPU tensors and Gloo for CPU tensors; Gloo for both where ranks share a GPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", launch.local_rank % count)
+    torch.cuda.set_device(device)
+    # srun may show each task its own GPU only: then one visible GPU is not a shared one
+    shared = launch.local_size > count and not (launch.launcher == "srun" and count == 1)
+    return device, "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
+
+
+def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> dist.ProcessGroup:
+    """This rank's group along one axis of a mesh of all ranks, whose last axis is innermost.
+
+    Every rank calls it, in the same order. (`init_device_mesh` has a time-out of its own.)
+    """
+    size, stride = shape[axis], prod(shape[axis + 1 :])
+    firsts = (rank for rank in range(prod(shape)) if rank // stride % size == 0)
+    lines = [[first + i * stride for i in range(size)] for first in firsts]
+    options = {"timeout": timedelta(seconds=timeout), "group_desc": name}
+    return dist.new_subgroups_by_enumeration(lines, **options)[0]
+
+
+def print0(*values: Any, **kwargs: Any) -> None:
+    if _is_rank_0():
+        say(*values, **kwargs)
+
+
+def save0(state: object, path: str | os.PathLike, group: dist.ProcessGroup | None = None) -> None:
+    """`torch.save` on rank 0, to a file that is complete or absent. All ranks wait for it."""
+    if _is_rank_0():
+        path = Path(os.path.realpath(path))
+        aside = path.with_name(f".writing-{secrets.token_hex(8)}")  # another job may write it too
+        try:
+            with open(aside, "xb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+    if dist.is_initialized():
+        dist.barrier(group)
+
+
+def _is_rank_0() -> bool:
+    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))) == 0
+
+
+def say(*values: Any, **kwargs: Any) -> None:
+    """`print`, flushed. A full disk or a closed terminal is reported once and ends no run."""
+    try:
+        print(*values, **{"flush": True, **kwargs})
+    except (OSError, ValueError) as error:  # ValueError: of a closed file
+        warn(f"a line could not be printed: {error}")
+
+
+@lru_cache(maxsize=100)
+def warn(message: str) -> None:
+    """Print a line on stderr, once, where an error is no reason to end the run."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"{Path(sys.argv[0]).name}: {message} (the run continues)", file=sys.stderr)
+        sys.stderr.flush()
