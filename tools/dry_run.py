@@ -35,10 +35,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.collectives import Ledger, all_reduce_control, all_to_all_single, ledger
 from common.distributed import World
+from common.model import rotary_table
+
 from common.job.corpus import Corpus
 from common.job.launch import fail
 from common.job.ssd_state import StateFile, StateFolder
-from common.model import rotary_table
 from tools.memory import PeakMemory
 from tools.stages import BASE, load_stage, runs_for, stage_file, stages
 
