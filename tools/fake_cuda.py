@@ -38,7 +38,7 @@ from common.collectives import ledger
 
 from common.job.launch import fail
 from common.job.run import Run
-from tools.dry_run import Report, fake_stage, report_of
+from tools.fake_stage import Report, fake_stage, report_of
 from tools.memory import PeakMemory, device_of
 from tools.stages import load_stage
 
