@@ -50,7 +50,7 @@ class Checkpointer:
         """Save `state` after `step` steps; then delete all but the last `keep` checkpoints.
 
         Every rank calls it. It waits for the previous save, copies `state` to host memory and
-        returns; the rest runs in the background.
+        returns; the rest runs in the background. checkpoint_hooks.py lists what DCP calls.
         """
         self.wait()
         started = time.perf_counter()
@@ -174,7 +174,7 @@ class Checkpointer:
         """
         try:
             reader, error = storage.Reader(path), None
-            notes = storage.compare_runs(reader.metadata.planner_data[storage.RUN], self.run)
+            notes = compare_runs(reader.metadata.planner_data[storage.RUN], self.run)
         except (storage.CheckpointError, OSError) as found:
             error = found
         except (AttributeError, KeyError, TypeError):  # of what the metadata holds on the run
@@ -195,3 +195,29 @@ class Checkpointer:
         if error is not None:
             raise error
         return int(state["step"].item()), notes
+
+
+SHAPE = ("d_model", "n_layers", "n_heads")  # of the weights
+# arguments that may differ from those of the run that saved, but not silently
+REPORTED = ("seed", "seq_len", "global_batch_size", "lr", "warmup_steps", "min_lr_ratio", "steps")
+REPORTED += ("weight_decay", "grad_clip", "dropout")
+HASHES = {"vocabulary": "the hash of --data's words", "corpus": "the hash of --data"}
+
+
+def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
+    """Report how this run differs from the one that saved the checkpoint, if both are known.
+
+    Another shape or vocabulary is an error, even one of equal size: its meaning does not fit.
+    """
+    if not saved or not run:
+        return []
+    old, new = ({**each, **each["arguments"]} for each in (saved, run))
+
+    def changed(*names: str) -> list[str]:
+        known_as = {name: HASHES.get(name, "--" + name.replace("_", "-")) for name in names}
+        differ = [name for name in names if old[name] != new[name]]
+        return [f"{known_as[name]} is now {new[name]}, was {old[name]!r}" for name in differ]
+
+    if found := changed(*SHAPE, "vocabulary"):
+        raise storage.IncompatibleCheckpointError("; ".join(found))
+    return changed(*REPORTED, "corpus")
