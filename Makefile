@@ -85,7 +85,7 @@ plan: $(READY) ## the fastest layouts of a model on your GPUs: see RUNNING.md
 exercise-%: $$(folder)/train.py $(READY) ## write stage NN yourself: its script with blanks, in exercises/
 	@$(python) -m tools.exercise $* $(ARGS)
 check-%: $$(folder)/train.py $(READY) ## check that exercise, or SCRIPT= a changed copy of the stage's script
-	@OMP_NUM_THREADS=1 PYTHONPATH=. $(python) tests/check_script.py $* $${SCRIPT:+"$$SCRIPT"}
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(python) tests/check.py $* $${SCRIPT:+"$$SCRIPT"}
 first-difference: $(READY) ### where two runs begin to differ: ARGS="RUN REFERENCE"
 	@$(python) -m tools.first_difference $(or $(ARGS),--help)
 # ---- check ----

@@ -102,9 +102,21 @@ def test_setup_keeps_the_pytorch_of_an_environment(tmp_path, torch, has_torch, s
 
 
 def test_map_of_common_names_every_file():
-    named = re.findall(r"^(\w+\.py) ", common.__doc__, re.MULTILINE)
-    files = [path.name for path in REPO.glob("common/**/*.py") if path.name != "__init__.py"]
-    assert sorted(named) == sorted(files)
+    for folder, listed in zip(("", "job/"), common.__doc__.split("in job/, with"), strict=True):
+        named = re.findall(r"^(\w+\.py) ", listed, re.MULTILINE)
+        files = {path.name for path in REPO.glob(f"common/{folder}*.py")} - {"__init__.py"}
+        assert sorted(named) == sorted(files)
+
+
+def test_what_a_reader_of_02_opens_in_common_is_small():
+    room, queue = set(), [stage_path("02")]
+    while queue:
+        imported = re.findall(r"^from common\.(\w+) import", queue.pop().read_text(), re.MULTILINE)
+        new = {REPO / f"common/{name}.py" for name in imported} - room
+        room |= new
+        queue += new
+    lines = sum(len(file.read_text().splitlines()) for file in room)
+    assert len(room) <= 10 and lines <= 1480, f"{len(room)} files, {lines} lines"
 
 
 def test_what_a_reader_needs_imports_nothing_of_what_a_job_needs():

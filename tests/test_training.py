@@ -30,10 +30,11 @@ from common.optimization import learning_rate
 
 from common.job import checkpoint_hooks as storage
 from common.job.atomic_files import sync
-from common.job.checkpoint import checkpoints, compare_runs
+from common.job.checkpoint import checkpoints
 from common.job.corpus import load_corpus
 from common.job.metrics import Metrics, peak_flops, readable
 from common.job.run import Run
+from common.job.run_changes import compare_runs
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 

@@ -25,6 +25,7 @@ from common.job import checkpoint_hooks as storage
 from common.job.atomic_files import exists, move_aside
 from common.job.checkpoint_hooks import checkpoints
 from common.job.launch import fail, rank
+from common.job.run_changes import compare_runs
 
 
 class Checkpointer:
@@ -195,29 +196,3 @@ class Checkpointer:
         if error is not None:
             raise error
         return int(state["step"].item()), notes
-
-
-SHAPE = ("d_model", "n_layers", "n_heads")  # of the weights
-# arguments that may differ from those of the run that saved, but not silently
-REPORTED = ("seed", "seq_len", "global_batch_size", "lr", "warmup_steps", "min_lr_ratio", "steps")
-REPORTED += ("weight_decay", "grad_clip", "dropout")
-HASHES = {"vocabulary": "the hash of --data's words", "corpus": "the hash of --data"}
-
-
-def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
-    """Report how this run differs from the one that saved the checkpoint, if both are known.
-
-    Another shape or vocabulary is an error, even one of equal size: its meaning does not fit.
-    """
-    if not saved or not run:
-        return []
-    old, new = ({**each, **each["arguments"]} for each in (saved, run))
-
-    def changed(*names: str) -> list[str]:
-        known_as = {name: HASHES.get(name, "--" + name.replace("_", "-")) for name in names}
-        differ = [name for name in names if old[name] != new[name]]
-        return [f"{known_as[name]} is now {new[name]}, was {old[name]!r}" for name in differ]
-
-    if found := changed(*SHAPE, "vocabulary"):
-        raise storage.IncompatibleCheckpointError("; ".join(found))
-    return changed(*REPORTED, "corpus")

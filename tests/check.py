@@ -1,6 +1,6 @@
 """`make check-NN`: the tests of a stage, on a script of yours.
 
-    python tests/check_script.py 02 [SCRIPT]       default: exercises/02_ddp/train.py
+    python tests/check.py 02 [SCRIPT]       default: exercises/02_ddp/train.py
 
 SCRIPT is an exercise, whose blanks have the stage's own code meanwhile, or any changed copy of the
 stage's script. This is pytest with SCRIPT_02=SCRIPT and a plugin that tells a line per check: those
