@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 
 import pytest
 from harness import REPO, stage_path, stages
@@ -122,6 +123,18 @@ def test_what_a_reader_of_02_opens_in_common_is_small():
 def test_what_a_reader_needs_imports_nothing_of_what_a_job_needs():
     for file in REPO.glob("common/*.py"):
         assert not uses(names_of(ast.parse(file.read_text())), "common.job"), file.name
+
+
+def test_imports_go_from_tests_to_tools_to_common_and_in_no_circle():
+    folders, graph = ("common", "tools", "benchmarks"), {}
+    tests = {"tests", *(file.stem for file in REPO.glob("tests/*.py"))}
+    for height, folder in enumerate(folders):
+        for file in (REPO / folder).rglob("*.py"):
+            tree, name = ast.parse(file.read_text()), file.relative_to(REPO).with_suffix("")
+            assert not packages_of(tree) & {*folders[height + 1 :], *tests}, name
+            graph[".".join(name.parts)] = names_of(tree)
+    used = {file: {other for other in graph if uses(graph[file], other)} for file in graph}
+    list(TopologicalSorter(used).static_order())  # CycleError names a circle
 
 
 # run by a new interpreter: what each file of common/ changes that the packages it needs do not
