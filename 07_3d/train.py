@@ -54,15 +54,16 @@ from tensor_parallel import check_equal, shard_dims_of
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.collectives import average_gradients
-from common.job.arguments import base_parser, check_pipeline, model_config, positive_int
-from common.job.corpus import load_corpus
-from common.job.launch import cleanup, fail, setup, world_size
-from common.job.run import Run
 from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import training_state
 from pipeline import Pipeline, PipelineStage, interleaved_1f1b, units_of
 from tensor_parallel import all_reduce_replicated_gradients, init_shards, tensor_parallel
+
+from common.job.arguments import base_parser, check_pipeline, model_config, positive_int
+from common.job.corpus import load_corpus
+from common.job.launch import cleanup, fail, setup, world_size
+from common.job.run import Run
 
 # With one hardware queue kernels start in launch order, so an all-reduce is in flight before the
 # matmul that hides it starts. From Blackwell on GPUs do not need it (Megatron-LM, arguments.py).

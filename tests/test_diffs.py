@@ -54,17 +54,18 @@ BANNER = "# The training loop"
 
 
 def without_technique(stage: str) -> list[str]:
-    """The training loop and its imports, which all stages share.
+    """The imports and the training loop, which all stages share.
 
-    The technique and its imports are left out: they are replaced as a whole, so an equal line
-    elsewhere was not moved.
+    The technique and what it imports of common/ are left out: they are replaced as a whole, so an
+    equal line elsewhere was not moved.
     """
     lines = lines_of(stage)
     technique = next((i for i, x in enumerate(lines) if x.startswith("# The technique")), None)
     if technique is None:
         return lines
-    imports = slice(lines.index("import torch"), lines.index("# isort: split"))
-    return lines[: imports.start] + lines[imports.stop : technique] + lines[lines.index(BANNER) :]
+    imports = next(i for i, line in enumerate(lines) if line.startswith("from common."))
+    split, loop = lines.index("# isort: split"), lines.index(BANNER)
+    return lines[:imports] + lines[split:technique] + lines[loop:]
 
 
 @pairs

@@ -12,6 +12,7 @@ from harness import REPO, stage_path, stages
 from processes import executable
 
 import common
+
 from tools.stages import beside
 
 FORBIDDEN = (
