@@ -14,6 +14,8 @@ from processes import executable
 
 import common
 
+from tools.stages import beside
+
 FORBIDDEN = (
     "torch.nn.parallel",
     "torch.nn.DataParallel",
@@ -66,8 +68,9 @@ def test_a_stage_uses_no_ready_made_technique(stage):
 
 
 @every_stage
-def test_a_stage_imports_the_standard_library_torch_and_common_alone(stage):
-    assert packages_of(tree_of(stage)) <= {*sys.stdlib_module_names, "torch", "common"}
+def test_a_stage_imports_torch_common_and_the_files_beside_it_alone(stage):
+    own = {path.stem for path in beside(stage)}
+    assert packages_of(tree_of(stage)) - own <= {*sys.stdlib_module_names, "torch", "common"}
 
 
 def test_requirements_declare_every_imported_package():
@@ -206,10 +209,7 @@ def test_all_scripts_have_the_same_layout(stage):
     tree, lines = tree_of(stage), stage_path(stage).read_text().splitlines()
     assert ast.get_docstring(tree)
     assert lines.count("# The training loop") == 1
-    # 07 and later repeat definitions of other stages under a third banner, below the loop
-    titles = [i for i, line in enumerate(lines) if re.match("# .*to the letter from", line)]
-    last = titles[0] if titles else len(lines)
-    loop = [n for n in tree.body if lines.index("# The training loop") < n.lineno <= last]
+    loop = [n for n in tree.body if n.lineno > lines.index("# The training loop")]
     functions = [n.name for n in loop if isinstance(n, ast.FunctionDef)]
     assert functions[-3:] == ["parse_args", "evaluate", "main"]
     assert ast.unparse(tree.body[-1]).startswith("if __name__ == '__main__':")
