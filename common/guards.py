@@ -8,7 +8,7 @@ A wrapper trains the same without a guard, but then a mistake in the loop is sil
 that does not say what to do. The guard watches through hooks, and changes no gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakMethod, ref
 
@@ -81,6 +81,8 @@ class Guard:
         if not self.places:
             for shard in self.shards:
                 shard.register_hook(partial(weak(self.after_a_unit), ref(shard)))
+            for unit in sync.units:
+                check_uses(unit)
             forbid_parameters(self.root())
 
     def __deepcopy__(self, _):
@@ -167,6 +169,64 @@ class Guard:
             increment_version([*self.places])
 
 
+# ---- what a unit computes with, saves for backward and reads there, in 03 (ZeRO-3), 04 and 12 ----
+
+
+def check_uses(unit) -> None:
+    """Put a check around the unit's forward, and around what `saved_tensors_hooks` calls."""
+    unit.module_forward = partial(checked_forward, unit, unit.module_forward)
+    unit.pack = partial(checked_pack, unit, unit.pack)
+    unit.unpack = partial(checked_unpack, unit.unpack)
+
+
+def checked_forward(unit, forward: Callable, *args, **kwargs):
+    """RuntimeError if the unit changes a parameter in place. ValueError if it is in float16."""
+    params = [getattr(owner, name) for owner, name in unit.owners]  # while it computes
+    forbid_float16(params)
+    full, version = unit.full, unit.full._version
+    if params[0].requires_grad:
+        params[0].grad_fn.register_prehook(partial(check_backward, unit, unit.shard._version))
+    output = forward(*args, **kwargs)
+    if full._version != version:
+        raise RuntimeError("a unit has changed a parameter in place")
+    return output
+
+
+def forbid_float16(params: Sequence[Tensor], *_) -> None:
+    """ValueError if a forward that trains is in float16, by a parameter's dtype or by autocast."""
+    kind, dtypes = params[0].device.type, {p.dtype for p in params}
+    if torch.is_autocast_enabled(kind):
+        dtypes.add(torch.get_autocast_dtype(kind))
+    if torch.float16 in dtypes and torch.is_grad_enabled():
+        # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
+        raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
+
+
+def check_backward(unit, version: int, grads: tuple[Tensor | None, ...]) -> None:
+    """Called before `Gather.backward`."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph=True: the reduced gradients have no graph")
+    if unit.shard._version != version:
+        raise RuntimeError("backward through a graph from before the optimizer's last step")
+    if any(grad is None for grad in grads):
+        raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
+
+
+def checked_pack(unit, pack: Callable, tensor: Tensor) -> tuple:
+    """What `unit.pack` keeps, with a version: of the tensor or, if it is a place, of the shard."""
+    saved = pack(tensor)
+    source = saved if isinstance(saved, Tensor) else unit.shard
+    return source, source._version, saved
+
+
+def checked_unpack(unpack: Callable, packed: tuple) -> Tensor:
+    """Autograd's own check of versions does not cover what hooks have saved."""
+    source, version, saved = packed
+    if source._version != version:
+        raise RuntimeError("changed in place, or by the optimizer's last step")
+    return unpack(saved)
+
+
 class NoGradient(Tensor):
     """In place of a gradient that is incomplete or sharded: without memory, any use is an error."""
 
@@ -194,7 +254,7 @@ def forbid_parameters(module: nn.Module) -> None:
         each.register_state_dict_pre_hook(fail)
         each.register_load_state_dict_pre_hook(fail)
         each._apply = each.__deepcopy__ = fail
-        if not list(each.named_parameters(recurse=False)):  # a wrapper lists its shards
+        if not list(each.named_parameters()):  # a wrapper lists its shards
             each.named_parameters = fail  # `parameters()` calls it
 
 
