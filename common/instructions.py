@@ -150,7 +150,9 @@ def load_tokenizer(folder: Path):
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ValueError(f"with {folder}: its tokenizer cannot be loaded: {reason(error)}") from None
+        raise ValueError(
+            f"with {folder}: its tokenizer cannot be loaded: {reason(error)}"
+        ) from None
 
 
 def untrained_ids(tokenizer, folder: Path) -> set[int]:

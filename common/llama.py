@@ -43,7 +43,9 @@ class LlamaConfig:
     head_dim: int
     max_positions: int
     eps: float  # of the norms
-    window: int | None  # tokens that a token attends to, itself included: a document must be shorter
+    window: (
+        int | None
+    )  # tokens that a token attends to, itself included: a document must be shorter
     rope: dict  # of the rotary frequencies: their base, and how slow rotations are stretched
     rotates: tuple[bool, ...]  # by layer: whether it has rotary positions
     tied: bool  # the head is the embedding

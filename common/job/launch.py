@@ -163,7 +163,9 @@ def rank_0_first(function: Callable[[], None]) -> None:
 
     A ValueError there ends the job: its message is the line of `fail`, on every rank.
     """
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore()
+    store = (
+        dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore()
+    )
     key = f"rank 0 first, call {next(CALLS)}"
     if rank() == 0:
         message = ""

@@ -22,6 +22,7 @@ from common.instructions import (
     turns_without_answer,
     untrained_ids,
 )
+
 from common.job.corpus import EOS, load_prepared, prepare, read_words
 from common.job.launch import fail, rank_0_first
 
