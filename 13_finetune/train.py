@@ -1,16 +1,16 @@
 """Stage 13: fine-tuning a pretrained model on instructions, sharded by 04.
 
-Every rank reads the byte ranges of its own shards from the files of a Hugging Face folder, and at
-the end writes the same ranges of new files. Neither takes the memory of a full unit. The documents
-of a step are packed side by side into micro-batches, equally many on every rank. Each attends to
-itself alone. The loss is the mean over all targets of the step: micro-batches have unequal numbers
-of them.
+The documents of a step are packed side by side into micro-batches, equally many on every rank.
+Each attends to itself alone. The loss is the mean over all targets of the step: micro-batches have
+unequal numbers of them. Every rank reads the byte ranges of its own shards from the files of a
+Hugging Face folder, and at the end writes the same ranges of new files. Neither takes the memory of
+a full unit.
 
-New since stage 04: sharded reading and writing of safetensors; a loss that is weighted by targets;
-a tied embedding, one unit that runs twice per forward. 04's definitions are repeated at the end.
+New since stage 04: packing; a loss that is weighted by targets; sharded reading and writing of
+safetensors; a tied embedding, one unit that runs twice per forward. 04's class is in `fsdp.py`.
 
-    P parameters, b bytes each in the files; N ranks that shard, m micro-batches per step;
-    E of the embedding, O of the head; float32
+    P parameters, b bytes each in the files; N ranks that shard, m micro-batches per step, as many
+    as its documents need; E of the embedding, O of the head; float32
 
     read and written per rank    b P / N bytes, once, and the files' headers
     memory                       that of 04; while reading 4 P / N bytes
@@ -27,80 +27,127 @@ Run it:
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # of the files beside this one
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
 
-from common.collectives import (
-    all_gather_single,
-    all_reduce,
-    all_reduce_control,
-    broadcast,
-    global_norm,
-    reduce_scatter_single,
-)
-from common.unit_parameters import (
-    Place,
-    cast_inputs,
-    check_options,
-    checked_saved_tensors_hooks,
-    is_in_backward,
-    is_lookup,
-    lend_parameters,
-    owned_by,
-    place_in,
-    take_parameters,
-    units_with_values,
-)
-from common.weight_files import WeightFiles
-
-from common.job.atomic_files import sync
+from common.collectives import all_reduce_control
+from common.loss import IGNORED
+from common.weight_files import WeightFiles, publish
 
 # isort: split
+from fsdp import FullyShardedDataParallel
+
+from common.batches import global_batch
 from common.distributed import World, group_along, print0
 from common.guards import guard
 from common.llama import Llama, LlamaConfig
-from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.packing import document_batches, packed_batches
 from common.shards import State, state_of_flat_tensors, tensors_of
 
 from common.job.arguments import base_parser, check_memory, check_ranks, natural, positive_int
 from common.job.atomic_files import exists
-from common.job.instructions import Instructions, load_instructions
-from common.job.launch import cleanup, fail, setup, world_size
+from common.job.launch import cleanup, fail, rank, setup, world_size
+from common.job.prepared_instructions import Instructions, load_instructions
 from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: each rank reads and writes the bytes of its own shards
+# The technique: documents side by side, one mean over all their targets, files read by their bytes
 # ------------------------------------------------------------------------------------------------
+
+Documents = list[tuple[Tensor, list[tuple[int, int]]]]  # tokens, and where answers begin and end
+MicroBatch = tuple[Tensor, Tensor, tuple[int, ...]]  # inputs, targets, the documents' lengths
+
+
+def micro_batches_of(
+    documents: Documents, most: int, device: torch.device, rank: int = 0, size: int = 1
+) -> list[MicroBatch]:
+    """This rank's micro-batches of at most `most` tokens.
+
+    Every rank computes the same packing, and takes equally many micro-batches of it.
+    """
+    packed = pack([len(ids) - 1 for ids, _ in documents], size, most)  # the last one is no input
+    mine = ([documents[i] for i in indices] for indices in packed[rank::size])
+    return [side_by_side(each, device) for each in mine]
+
+
+def pack(lengths: Sequence[int], size: int, most: int) -> list[list[int]]:
+    """Distribute documents over micro-batches of at most `most` tokens; returns their indices.
+
+    From the longest to the shortest, each goes into the micro-batch with the fewest tokens. The
+    number of micro-batches is the lowest multiple of `size`, the ranks, for which all fit.
+    """
+    count = math.ceil(sum(lengths) / (most * size)) * size
+    while True:
+        packed: list[list[int]] = [[] for _ in range(count)]
+        tokens = [0] * count
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            lightest = tokens.index(min(tokens))
+            packed[lightest].append(i)
+            tokens[lightest] += lengths[i]
+        if max(tokens) <= most:
+            return packed
+        count += size
+
+
+def side_by_side(documents: Documents, device: torch.device) -> MicroBatch:
+    """Join documents without padding. inputs, targets: int64 [tokens]."""
+    inputs, targets = [], []
+    # a rank without a document computes one token, which has no target
+    for ids, spans in documents or [(torch.zeros(2, dtype=torch.int64), [])]:
+        inputs.append(ids[:-1])
+        targets.append(torch.full_like(ids[1:], IGNORED))
+        for begin, end in spans:  # of an answer; the target of a token is the next one
+            targets[-1][begin - 1 : end - 1] = ids[begin:end]
+    joined = (torch.cat(each).to(device, non_blocking=True) for each in (inputs, targets))
+    return *joined, tuple(map(len, inputs))
+
+
+def count_targets(micro_batches: list[MicroBatch]) -> Tensor:
+    """The targets of a step, on all ranks: to be known before its first backward."""
+    return all_reduce_control(sum((targets != IGNORED).sum() for _, targets, _ in micro_batches))
+
+
+def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, size: int) -> Tensor:
+    """What a micro-batch adds to the mean over all targets of a step.
+
+    That is the sum of its losses / total. A mean over its own targets would give a token more
+    weight where a micro-batch has few of them. Times the number of ranks, over which gradients are
+    averaged: so the model divides by total / size.
+    """
+    inputs, targets, lengths = micro_batch
+    return model(inputs, lengths, targets, total / size)
+
+
+# ---- reading and writing: each rank the bytes of its own shards ----
 
 CHUNK = 2**20  # elements that are converted at a time
 
 
-def read_model(model: FullyShardedDataParallel, files: WeightFiles) -> None:
-    """Fill this rank's shards from the files. No other values are read."""
+def read_model(model: nn.Module, files: WeightFiles) -> None:
+    """Fill the shards of a model's `units` from the files. No other values are read."""
     for unit in model.units:
         shard = unit.shard.detach()
         for tensor, first, part in ranges_in(unit.shapes, unit.owned):
-            file_name, start, dtype, _ = files.values[tensor]
-            with open(files.folder / file_name, "rb", buffering=0) as file:
-                file.seek(start + first * dtype.itemsize)  # it may be within a row of a matrix
+            name, start, dtype, _ = files.values[tensor]
+            start += len(files.headers[name]) + first * dtype.itemsize
+            with open(files.folder / name, "rb", buffering=0) as file:
+                file.seek(start)  # it may be within a row of a matrix
                 for chunk in shard[part].split(CHUNK):
                     values = torch.empty(len(chunk), dtype=dtype)
                     if file.readinto(values.view(torch.uint8).numpy()) < values.nbytes:
-                        raise OSError(f"{files.folder / file_name} has become shorter")
+                        raise OSError(f"{files.folder / name} has become shorter")
                     chunk.copy_(values)  # to the shard's dtype and device
                     files.bytes_read += values.nbytes
 
@@ -117,14 +164,15 @@ def write_shard(
 ) -> None:
     """Write a shard to its places in the files of `folder`, in the dtypes that were read."""
     for tensor, first, part in ranges_in(shapes, owned):
-        file_name, start, dtype, _ = files.values[tensor]
-        with open(folder / file_name, "r+b", buffering=0) as file:
-            file.seek(start + first * dtype.itemsize)
-            for chunk in shard[part].split(CHUNK):
-                values = memoryview(chunk.to("cpu", dtype).view(torch.uint8).numpy())
-                while values:  # after a short write the next one raises OSError
-                    values = values[file.write(values) :]
-            os.fsync(file.fileno())
+        # a tied embedding may be stored twice
+        for name, start, dtype, _ in filter(None, (files.values[tensor], files.copies.get(tensor))):
+            with open(folder / name, "r+b", buffering=0) as file:
+                file.seek(len(files.new_headers[name]) + start + first * dtype.itemsize)
+                for chunk in shard[part].split(CHUNK):
+                    values = memoryview(chunk.to("cpu", dtype).view(torch.uint8).numpy())
+                    while values:  # after a short write the next one raises OSError
+                        values = values[file.write(values) :]
+                os.fsync(file.fileno())
 
 
 def ranges_in(shapes: dict[str, torch.Size], owned: slice) -> Iterator[tuple[str, int, slice]]:
@@ -138,20 +186,33 @@ def ranges_in(shapes: dict[str, torch.Size], owned: slice) -> Iterator[tuple[str
         begin += shape.numel()
 
 
-def write_model(model: FullyShardedDataParallel, files: WeightFiles, out: Path) -> None:
-    """Write a folder like the one that was read: complete, or absent. Every rank calls it."""
-    aside = out.with_name(f".{out.name}.writing")
-    if dist.get_rank() == 0:
-        files.prepare(aside)
-    all_reduce_control(torch.zeros(()))  # the files are there; on the CPU, so that the host waits
-    if model.replicate_group is None or dist.get_rank(model.replicate_group) == 0:  # one replica
+def write_model(model: nn.Module, files: WeightFiles, out: Path, aside: Path) -> None:
+    """Write a folder like the one that was read: complete, or absent. Every rank calls it.
+
+    aside: where to write it, beside `out`; of this run alone. OSError on all ranks if one fails.
+    """
+
+    def write_shards() -> None:
         for unit in model.units:
             write_shard(files, aside, unit.shapes, unit.owned, unit.shard.detach())
-    all_reduce_control(torch.zeros(()))  # all ranks have written
-    if dist.get_rank() == 0:
-        sync(aside)
-        aside.rename(out)
-        sync(out.parent)
+
+    is_first = dist.get_rank() == 0
+    is_writer = model.replicate_group is None or dist.get_rank(model.replicate_group) == 0
+    for is_mine, write in (
+        (is_first, lambda: files.prepare(aside)),
+        (is_writer, write_shards),  # one replica
+        (is_first, lambda: publish(aside, out)),
+    ):
+        error = None
+        try:
+            if is_mine:
+                write()
+        except OSError as found:
+            error = found
+        # all wait for one another; on the CPU, so that the host waits
+        if all_reduce_control(torch.tensor(float(error is not None))).item():
+            shutil.rmtree(aside, ignore_errors=True)
+            raise error or OSError("another rank could not write")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -166,30 +227,48 @@ def load(args) -> tuple[LlamaConfig, WeightFiles, Instructions]:
         config = LlamaConfig.of_folder(folder, args.activation_checkpointing)
         with torch.device("meta"):
             shapes = {name: p.shape for name, p in Llama(config).named_parameters()}
-        files = WeightFiles(folder, shapes)
+        files = WeightFiles(folder, shapes, rank(), world_size())
     except KeyError as error:
         fail(f"--model {folder}: there is no {error} in config.json or a header")
     except (OSError, ValueError) as error:
         fail(f"--model {folder}: {error}")
-    data = load_instructions(args.data, folder, min(args.seq_len, config.max_positions), args.valid)
+    longest = min(args.seq_len, config.max_positions)
+    if config.window is not None and config.window < longest:
+        fail(f"--model {folder}: a sliding window: pass --seq-len {config.window} or less")
+    data = load_instructions(args.data, folder, longest, args.valid)
     if data.vocab_size > config.vocab_size:
-        rows = f"{data.vocab_size} tokens, the embedding {config.vocab_size} rows"
-        fail(f"--model {folder}: the tokenizer has {rows}")
+        rows = f"token {data.vocab_size - 1}, and the embedding {config.vocab_size} rows"
+        fail(f"--model {folder}: --data has {rows}")
     args.d_model, args.n_layers, args.n_heads = config.d_model, config.n_layers, config.n_heads
-    args.steps = args.steps or math.ceil(len(data.train) / args.global_batch_size)  # one epoch
+    if not args.steps:
+        args.steps = math.ceil(args.epochs * len(data.train) / args.global_batch_size)
+    if args.warmup_steps is None:
+        args.warmup_steps = math.ceil(0.03 * args.steps)
     check_ranks(args, data)
     check_memory(args, config)
     return config, files, data
 
 
-def output_folder(args, run: Run) -> Path | None:
-    """Where to write the model; None: this job has written it, before it was started again."""
+def output_folder(args, run: Run, files: WeightFiles) -> tuple[Path | None, Path]:
+    """Where to write the model, and where until it is complete. None: this job has written it,
+    before it was started again."""
     out = Path(args.out or run.folder / "model")
-    run.check_output("out", out.parent / "check")
+    name = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
+    aside = out.with_name(f".{out.name}.writing-{name}")  # another run may have the same --out
     is_there = all_reduce_control(torch.tensor(float(exists(out)))).item() > 0
     if is_there and not run.is_restart:
         fail(f"--out {out} is already there: move it away, or pass another folder")
-    return None if is_there else out
+    if not is_there:
+        run.check_output("out", aside, files.try_to_prepare)
+    return None if is_there else out, aside
+
+
+def documents_of_step(data: Instructions, args, step: int) -> Documents:
+    """A function of (seed, step). The last step of --epochs takes the documents that are left."""
+    n, size = len(data.train), args.global_batch_size
+    left = args.epochs * n - step * size if args.epochs else size
+    indices = global_batch(args.seed, step, size, n)[:left]
+    return data.tokens_of([data.train[i] for i in indices])
 
 
 def sharded_from_meta(model: Llama, args, world: World) -> FullyShardedDataParallel:
@@ -218,30 +297,31 @@ def training_state(model: FullyShardedDataParallel, optimizer: torch.optim.Optim
     return state
 
 
+# flags that have another meaning here, or none: the model has its shape, micro-batches are packed
+OTHERS = "data preset d-model n-layers n-heads seq-len steps micro-batch-size warmup-steps dropout"
+
+
 def parse_args(argv: list[str] | None = None):
-    parser = base_parser(__doc__)
-    parser.add_argument("--model", help="a Hugging Face folder: config, safetensors, tokenizer")
-    parser.add_argument(
-        "--out", help="folder to write, seen by all ranks (default: model/ of the run)"
-    )
-    parser.add_argument("--valid", type=natural, default=0, help="last documents, to evaluate on")
-    parser.add_argument(
-        "--shard-degree", type=positive_int, default=world_size(), help="ranks that shard a unit"
-    )
-    parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
-    parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--no-reshard-after-forward", action="store_true", help="until backward")
-    parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
+    parser = base_parser(__doc__, without=OTHERS.split())
+    add = parser.add_argument
+    add("--model", required=True, help="a Hugging Face folder: config, safetensors, tokenizer")
+    add("--data", required=True, help="a file of instructions in JSON, or sample")
+    add("--out", help="folder to write, seen by all ranks (default: model/ of the run)")
+    add("--valid", type=natural, default=0, help="last documents of --data, to evaluate on")
+    add("--seq-len", type=positive_int, default=2048, help="most tokens of a micro-batch")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=positive_int, help="of all documents (default: 1)")
+    length.add_argument("--steps", type=positive_int, help="optimizer steps, in place of --epochs")
+    add("--warmup-steps", type=natural, help="of linear warm-up (default: 3 %% of the steps)")
+    add("--shard-degree", type=positive_int, default=world_size(), help="ranks that shard a unit")
+    add("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
+    add("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--no-reshard-after-forward", action="store_true", help="until backward")
+    add("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
     # AdamW moves a weight by about the rate per step; decay would also reach the norms
-    parser.set_defaults(lr=2e-5, weight_decay=0.0, steps=None, seq_len=2048)
-    parser.set_defaults(data=None, preset=None, dropout=None)
+    parser.set_defaults(lr=2e-5, weight_decay=0.0, global_batch_size=128)
     args = parser.parse_args(argv)
-    for name in ("preset", "d_model", "n_layers", "n_heads", "dropout", "micro_batch_size"):
-        if getattr(args, name) is not None:
-            why = "the shape is that of --model, and micro-batches are packed up to --seq-len"
-            fail(f"--{name.replace('_', '-')} is no flag of this stage: {why}")
-    if not args.model or not args.data:
-        fail("--model and --data are needed: a Hugging Face folder, and a file of instructions")
+    args.epochs = args.epochs or (None if args.steps else 1)
     if world_size() % args.shard_degree:
         fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
     args.dp, args.micro_batch_size, args.dropout = world_size(), 1, 0.0
@@ -258,7 +338,7 @@ def evaluate(model, data: Instructions, args, device, world: World) -> float:
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
     where = args.seq_len, device, world.rank, world.size
-    for inputs, targets, lengths in packed_batches(data.tokens, data.valid, *where):
+    for inputs, targets, lengths in micro_batches_of(data.tokens_of(data.valid), *where):
         loss = model(inputs, lengths, targets)
         count = (targets != IGNORED).sum()
         total += torch.stack([loss * count, count])
@@ -275,11 +355,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
     config, files, data = load(args)
 
     run = Run(args, __file__, config, device, data)
-    out = output_folder(args, run)
+    out, aside = output_folder(args, run, files)
     with torch.device("meta"):
         model = Llama(config)
     model = sharded_from_meta(model, args, world)
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
+    settings = adamw_settings(args.lr, args.weight_decay) | {"betas": (0.9, 0.999)}
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
     guard(model, optimizer)
 
     state = training_state(model, optimizer)
@@ -287,28 +368,33 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if not first_step:
         read_model(model, files)
         print0(f"read {files.bytes_read:,} bytes of {files.folder} on rank 0")
-    where = device, first_step, world.rank, world.size
-    batches = document_batches(data.tokens, data.train, args.batching, *where)
+    else:
+        done = first_step * args.global_batch_size
+        epochs = f"{done / len(data.train):.2f} epochs of {len(data.train):,}"
+        print0(f"{done:,} documents are done, in the order of --seed: {epochs}")
+    if data.valid and first_step < args.steps:
+        loss = evaluate(model, data, args, device, world)
+        print0(f"val loss {loss:.4f} before step {first_step}")
+    where = args.seq_len, device, world.rank, world.size
 
     step = first_step - 1
     for step in run.steps(first_step):
         lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
         set_learning_rate(optimizer, lr)
-        micro_batches = next(batches)
-        n_targets = sum((targets != IGNORED).sum() for _, targets, _ in micro_batches)
-        total = all_reduce_control(n_targets)  # of this step, on all ranks
+        documents = documents_of_step(data, args, step)
+        n_tokens = sum(len(ids) - 1 for ids, _ in documents)
+        micro_batches = micro_batches_of(documents, *where)
+        total = count_targets(micro_batches)
         loss = torch.zeros((), device=device)
-        for inputs, targets, lengths in micro_batches:
-            # the sum of the losses / total: a mean over the step's targets, no mean of means.
-            # Times the number of ranks, because gradients are averaged over them
-            micro_loss = model(inputs, lengths, targets, total) * world.size
+        for micro_batch in micro_batches:
+            micro_loss = share_of_loss(model, micro_batch, total, world.size)
             micro_loss.backward()
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
         grad_norm = model.clip_grad_norm_(args.max_norm)
         optimizer.step()
-        run.log(step, loss, grad_norm, lr)
+        run.log(step, loss, grad_norm, lr, tokens=n_tokens, targets=total)
         optimizer.zero_grad(set_to_none=True)
 
         if data.valid and run.evaluates(step):
@@ -318,237 +404,16 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     if out and step + 1 >= args.steps:  # else it was asked to stop
         run.checkpoints.wait()  # so that a kill from here on costs no step
-        write_model(model, files, out)
+        try:
+            write_model(model, files, out, aside)
+        except OSError as error:
+            if not args.checkpoint_every and first_step < args.steps:  # it has no checkpoint yet
+                run.checkpoints.save(step + 1, state, args.keep_checkpoints)
+                run.checkpoints.wait()
+            again = f"the same flags and --run-dir {run.folder} write the model, without training"
+            fail(f"--out {out}: {error}; the run's checkpoint is complete: {again}", status=1)
         print0(f"wrote {out}")
     return run.finish(state)
-
-
-# ------------------------------------------------------------------------------------------------
-# Repeated to the letter from 04: flat buffers, of which each rank owns a shard
-# ------------------------------------------------------------------------------------------------
-
-
-class FullyShardedDataParallel(nn.Module):
-    """Shard a module's parameters, gradients and optimizer state; unshard them unit by unit.
-
-    The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
-    in every forward of its unit and nowhere else. All ranks run the same units in the same order.
-    After the last backward of a step come `finish_gradient_synchronization()`, `clip_grad_norm_()`,
-    the optimizer's `step()` and `zero_grad()`. The optimizer updates `parameters()`, the shards.
-
-    All ranks start with the values of the first one. Or the module is on the meta device, so that
-    no rank ever holds the full model. Then `read_shard(name, shapes, owned)` returns a unit's
-    values: the slice `owned` of its parameters, laid side by side (it may reach beyond them).
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        units: list[nn.Module],  # in the order to prefetch in
-        shard_group: ProcessGroup | None = None,  # the N ranks that shard each unit; default: all
-        replicate_group: ProcessGroup | None = None,  # ranks with the same shard; default: none
-        param_dtype: torch.dtype | None = None,  # of gathered units and their inputs
-        reduce_dtype: torch.dtype | None = None,  # of gradients in the reduce-scatter
-        reshard_after_forward: bool = True,  # False: each unit stays until its backward
-        read_shard: Callable[[str, dict[str, torch.Size], slice], Tensor] | None = None,
-        device: torch.device | None = None,  # of the unsharded parameters; default: the module's
-        cpu_offload: bool = False,  # keep the shards on the CPU; groups then need a CPU backend
-    ):
-        super().__init__()
-        self.module, self.read_shard = module, read_shard
-        self.group, self.replicate_group = shard_group, replicate_group
-        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
-        self.reshard_after_forward = reshard_after_forward
-        self.device = device or next(module.parameters()).device
-        self.shard_device = torch.device("cpu") if cpu_offload else self.device
-        self.kept: Unit | None = None  # the unit that stays gathered for backward
-        self.in_flight: Unit | None = None  # the unit whose reduction was started last
-        options = [param_dtype, reduce_dtype, reshard_after_forward]
-        check_options(module, self.device, options, shard_group, replicate_group)
-        named_units = units_with_values(module, units, may_be_meta=read_shard is not None)
-        self.units = [Unit(*named_unit, self) for named_unit in named_units]
-        for i, unit in enumerate(self.units):
-            self.register_parameter(f"shard_{i}", unit.shard)
-
-    def forward(self, *args, **kwargs):
-        if not is_in_backward():
-            for unit in self.units:
-                unit.reshard()  # what was gathered earlier may be stale
-            self.kept = None
-        return self.module(*args, **kwargs)
-
-    def run(self, unit: Unit, *args, **kwargs):
-        """Called as the module's `forward`. Only in here does the module have parameters."""
-        in_backward = is_in_backward()
-        self.enter(unit, in_backward)
-        args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        params = Gather.apply(unit.shard, unit)
-        hooks = checked_saved_tensors_hooks(unit, params)  # calls `unit.pack` and `unpack`
-        with lend_parameters(unit.owners, params), hooks as in_checkpoint:
-            output = unit.module_forward(*args, **kwargs)
-        unit.used_in_backward |= in_checkpoint  # in backward it calls `run`, not `pack`
-        if not in_backward and (self.reshard_after_forward or not torch.is_grad_enabled()):
-            self.after_forward(unit)
-        return output
-
-    def enter(self, unit: Unit, in_backward: bool) -> None:
-        """Gather the unit's parameters, and prefetch those of the next unit that will be used."""
-        unit.unshard()
-        order = self.units[::-1] if in_backward else self.units  # the same on all ranks
-        later = order[order.index(unit) + 1 :]
-        following = [each for each in later if each.used_in_backward or not in_backward]
-        for each in following[:1]:  # none after the last unit
-            each.unshard()  # before the unit's own kernels, with which it overlaps
-        unit.wait()
-
-    def after_forward(self, unit: Unit) -> None:
-        """Free the unit or, if backward needs it, the one kept before. So the last such unit stays
-        until backward, because nothing would hide its second all-gather."""
-        to_free = unit
-        if torch.is_grad_enabled() and unit.used_in_backward:
-            to_free, self.kept = self.kept, unit
-        if to_free is not None:
-            to_free.reshard()
-
-    def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
-        """Free the unit, and start to reduce `grads`, which backward has just completed."""
-        unit.reshard()
-        unit.finish_reduction()  # in flight if this unit was also the last to be reduced
-        unit.start_reduction(grads)
-        previous, self.in_flight = self.in_flight, unit
-        if previous not in (None, unit):  # so at most two units have full gradients
-            previous.finish_reduction()  # after the launch, so that the network stays busy
-
-    @torch.no_grad()
-    def finish_gradient_synchronization(self) -> None:
-        """After a step's last backward: give each shard its average gradient."""
-        for unit in self.units:
-            unit.reshard()  # if it was prefetched and not used
-            unit.finish_reduction()
-            if unit.average is None:  # no backward has reached it
-                continue
-            if self.replicate_group is not None:  # hybrid sharding: average over the replicas
-                unit.average /= dist.get_world_size(self.replicate_group)
-                all_reduce(unit.average, group=self.replicate_group)
-            unit.shard.grad, unit.average = unit.average, None
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients to at most this global norm; returns the norm before clipping."""
-        grads = [unit.shard.grad for unit in self.units if unit.shard.grad is not None]
-        # each rank has the squares of its own shards only
-        norm = all_reduce_control(global_norm(grads).square(), group=self.group).sqrt()
-        for grad in grads:
-            grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return norm
-
-
-class Unit:
-    """A module's parameters side by side in one flat buffer, of which each rank owns a shard.
-
-    shard: [length], a parameter, in the module's dtype, which this rank's optimizer updates.
-    full: the gathered parameters, [N * length], padded, in `dtype`; exists only while unsharded.
-    average: [length], the average gradient over the ranks, summed over this step's micro-batches.
-    """
-
-    def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedDataParallel):
-        self.name, self.fsdp, self.group = name, fsdp, fsdp.group
-        self.n_ranks = dist.get_world_size(self.group)
-        self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
-        # a row of an embedding's gradient sums many tokens: bfloat16 is too imprecise
-        param_dtype = None if is_lookup(module) else fsdp.param_dtype
-        self.owners, flat = take_parameters(module)  # leaves the module without parameters
-        self.dtype = param_dtype or flat.dtype
-        self.owned, padding = owned_by(len(flat), self.group)
-        self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        if fsdp.read_shard is None:
-            flat = flat.to(fsdp.device)
-            broadcast(flat, group=self.group, group_src=0)
-            shard = flat[self.owned]
-        else:  # `flat` is on the meta device; view_as checks the length
-            shard = fsdp.read_shard(name, self.shapes, self.owned).view_as(flat[self.owned])
-        missing = self.owned.stop - self.owned.start - len(shard)  # the last ranks' padding
-        shard = F.pad(shard.to(fsdp.shard_device, flat.dtype), (0, missing))  # a copy: frees `flat`
-        if fsdp.replicate_group is not None:
-            broadcast(shard, group=fsdp.replicate_group, group_src=0)
-        self.shard = nn.Parameter(shard)
-        self.module_forward, module.forward = module.forward, partial(fsdp.run, self)
-        self.full: Tensor | None = None
-        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, its input
-        self.used_in_backward = False  # set by the first forward
-        self.reduction: tuple[Work, Tensor] | None = None  # reduce-scatter in flight, buffer
-        self.average: Tensor | None = None
-
-    def pack(self, tensor: Tensor) -> Tensor | Place:
-        """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
-        place = place_in(self.full, tensor)
-        self.used_in_backward |= place is not None
-        # detached: a node that saved its own output would form a reference cycle
-        return tensor.detach() if place is None else place
-
-    def unpack(self, saved: Tensor | Place) -> Tensor:
-        """Called when backward needs a saved tensor. For a parameter, gather the unit again."""
-        if not isinstance(saved, Place):
-            return saved
-        self.fsdp.enter(self, in_backward=True)
-        return self.full.as_strided(*saved)
-
-    @torch.inference_mode(False)  # under it, `full` would have no version counter
-    def unshard(self) -> None:
-        """Start the all-gather that fills `full`, unless it is filled or in flight."""
-        if self.full is None:
-            sent = self.shard.detach().to(self.fsdp.device, self.dtype)  # cast before it is sent
-            self.full = sent.new_empty(self.n_ranks * len(sent))
-            work = all_gather_single(self.full, sent, self.group, async_op=True)
-            self.gathering = work, sent
-
-    def wait(self) -> None:
-        if self.gathering is not None:
-            self.gathering[0].wait()
-            self.gathering = None
-
-    def reshard(self) -> None:
-        """Wait for an all-gather in flight, then drop `full`."""
-        self.wait()
-        self.full = None  # frees it: `pack` has kept no reference for backward
-
-    def start_reduction(self, grads: tuple[Tensor, ...]) -> None:
-        """Start the reduce-scatter: the sum is written into this rank's part of `flat`."""
-        padding = grads[0].new_zeros(self.sizes[-1])
-        flat = torch.cat([*(grad.flatten() for grad in grads), padding])
-        flat = flat.to(self.fsdp.reduce_dtype or flat.dtype)
-        work = reduce_scatter_single(flat[self.owned], flat, group=self.group, async_op=True)
-        self.reduction = work, flat
-
-    def finish_reduction(self) -> None:
-        """If a reduction is in flight, add its average to the earlier ones and free its buffer."""
-        if self.reduction is None:
-            return
-        work, flat = self.reduction
-        work.wait()
-        average = flat[self.owned].to(self.shard) / self.n_ranks
-        self.average = average if self.average is None else self.average.add_(average)
-        self.reduction = None
-
-
-class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of the ranks' shards; its backward is a reduce-scatter.
-
-    Forward returns views of `full`, which `enter` has gathered. Backward calls `leave`.
-    """
-
-    @staticmethod
-    def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
-        ctx.unit = unit
-        ctx.set_materialize_grads(False)  # a missing gradient is None: `check_backward` raises
-        *chunks, _ = unit.full.split(unit.sizes)
-        return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
-        """Autograd calls it when it has all gradients of the unit."""
-        ctx.unit.fsdp.leave(ctx.unit, grads)
-        return None, None  # no gradient yet: `finish_reduction` will have it
 
 
 if __name__ == "__main__":

@@ -43,9 +43,7 @@ class LlamaConfig:
     head_dim: int
     max_positions: int
     eps: float  # of the norms
-    window: (
-        int | None
-    )  # tokens that a token attends to, itself included: a document must be shorter
+    window: int | None  # how many tokens a token would attend to: documents are not longer
     rope: dict  # of the rotary frequencies: their base, and how slow rotations are stretched
     rotates: tuple[bool, ...]  # by layer: whether it has rotary positions
     tied: bool  # the head is the embedding
@@ -286,8 +284,8 @@ class Llama(nn.Module):
     def forward(
         self, tokens: Tensor, lengths: Sequence[int], targets=None, count: Tensor | None = None
     ) -> Tensor:
-        """Logits [tokens, vocab]. With targets [tokens] their mean loss; with `count`, a number, the
-        sum of their losses divided by it (`linear_cross_entropy`)."""
+        """Logits [tokens, vocab]. With targets [tokens] their mean loss; with `count`, a number,
+        the sum of their losses divided by it (`linear_cross_entropy`)."""
         x = self.model.embed_tokens(tokens)
         rotations = rotation_table(self.config, lengths, x.device).to(x.dtype)
         for layer in self.model.layers:

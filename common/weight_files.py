@@ -31,8 +31,7 @@ class Values(NamedTuple):
 
 
 class WeightFiles:
-    """The headers of a folder's files. ValueError unless the tensors are those of `shapes`, and
-    OSError unless the other files of the folder can be read.
+    """The headers of a folder's files. ValueError unless the tensors are those of `shapes`.
 
     rank, size: this rank's part of what has to be compared at the start.
     """
@@ -165,14 +164,10 @@ def sync(path: Path) -> None:
 
 
 def files_to_copy(folder: Path) -> list[str]:
-    """What belongs to a model beside its weights. OSError if one cannot be read, as a link whose
-    file is missing."""
+    """What belongs to a model beside its weights, also a link whose file is missing."""
     named = [folder.glob(f"*{suffix}") for suffix in (".json", ".jinja", ".model", ".txt")]
     named += [folder.glob("LICENSE*"), folder.glob("additional_chat_templates/*.jinja")]
-    paths = sorted({path for each in named for path in each if not path.is_dir()})
-    for path in paths:
-        open(path, "rb").close()
-    return [str(path.relative_to(folder)) for path in paths]
+    return sorted(str(p.relative_to(folder)) for each in named for p in each if not p.is_dir())
 
 
 def header_of(entries: dict) -> bytes:

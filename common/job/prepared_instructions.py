@@ -16,6 +16,7 @@ import common.instructions
 from common.distributed import print0
 from common.instructions import (
     Document,
+    Spans,
     documents_of,
     load_tokenizer,
     read_examples,
@@ -41,6 +42,9 @@ class Instructions:
     vocab: list[str]
     vocab_size: int
     digest: str
+
+    def tokens_of(self, documents: list[Document]) -> list[tuple[Tensor, Spans]]:
+        return [(self.tokens[start : start + n].long(), spans) for start, n, spans in documents]
 
     @property
     def mean_length(self) -> float:
