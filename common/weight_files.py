@@ -167,7 +167,7 @@ def files_to_copy(folder: Path) -> list[str]:
     """What belongs to a model beside its weights, also a link whose file is missing."""
     named = [folder.glob(f"*{suffix}") for suffix in (".json", ".jinja", ".model", ".txt")]
     named += [folder.glob("LICENSE*"), folder.glob("additional_chat_templates/*.jinja")]
-    return sorted(str(p.relative_to(folder)) for each in named for p in each if not p.is_dir())
+    return sorted({str(p.relative_to(folder)) for x in named for p in x if not p.is_dir()})
 
 
 def header_of(entries: dict) -> bytes:
