@@ -36,9 +36,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# With one hardware queue kernels start in launch order, so an all-reduce is in flight before the
-# matmul that hides it starts. From Blackwell on GPUs do not need it (Megatron-LM, arguments.py).
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
 import torch.distributed as dist
@@ -68,6 +65,10 @@ from common.job.arguments import base_parser, check_arguments, model_config
 from common.job.corpus import load_corpus
 from common.job.launch import cleanup, setup, world_size
 from common.job.run import Run
+
+# With one hardware queue kernels start in launch order, so an all-reduce is in flight before the
+# matmul that hides it starts. From Blackwell on GPUs do not need it (Megatron-LM, arguments.py).
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 # ------------------------------------------------------------------------------------------------
 # The technique: column-parallel, then row-parallel, and one all-reduce

@@ -81,10 +81,11 @@ from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import State, state_of_flat_tensors
 
 from common.job.arguments import base_parser, check_arguments, model_config
-from common.job.checkpoint_hooks import SHAPE, checkpoints, compare_runs
+from common.job.checkpoint_hooks import checkpoints
 from common.job.corpus import load_corpus
 from common.job.launch import cleanup, setup, world_size
 from common.job.run import Run
+from common.job.run_changes import SHAPE, compare_runs
 
 # ------------------------------------------------------------------------------------------------
 # The technique: AdamW on files, during backward
