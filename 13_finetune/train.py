@@ -32,7 +32,8 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -47,14 +48,13 @@ from common.loss import IGNORED
 from common.weight_files import WeightFiles, publish
 
 # isort: split
-from fsdp import FullyShardedDataParallel
-
 from common.batches import global_batch
 from common.distributed import World, group_along, print0
 from common.guards import guard
 from common.llama import Llama, LlamaConfig
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import State, state_of_flat_tensors, tensors_of
+from fsdp import FullyShardedDataParallel
 
 from common.job.arguments import base_parser, check_memory, check_ranks, natural, positive_int
 from common.job.atomic_files import exists
@@ -136,20 +136,26 @@ CHUNK = 2**20  # elements that are converted at a time
 
 
 def read_model(model: nn.Module, files: WeightFiles) -> None:
-    """Fill the shards of a model's `units` from the files. No other values are read."""
+    """Fill the shards of a model's `units` from the files."""
     for unit in model.units:
-        shard = unit.shard.detach()
-        for tensor, first, part in ranges_in(unit.shapes, unit.owned):
-            name, start, dtype, _ = files.values[tensor]
-            start += len(files.headers[name]) + first * dtype.itemsize
-            with open(files.folder / name, "rb", buffering=0) as file:
-                file.seek(start)  # it may be within a row of a matrix
-                for chunk in shard[part].split(CHUNK):
-                    values = torch.empty(len(chunk), dtype=dtype)
-                    if file.readinto(values.view(torch.uint8).numpy()) < values.nbytes:
-                        raise OSError(f"{files.folder / name} has become shorter")
-                    chunk.copy_(values)  # to the shard's dtype and device
-                    files.bytes_read += values.nbytes
+        read_shard(files, unit.shapes, unit.owned, unit.shard.detach())
+
+
+def read_shard(
+    files: WeightFiles, shapes: dict[str, torch.Size], owned: slice, shard: Tensor
+) -> None:
+    """Fill a shard from its places in the files. No other values are read."""
+    for tensor, first, part in ranges_in(shapes, owned):
+        name, start, dtype, _ = files.values[tensor]
+        with open(files.folder / name, "rb", buffering=0) as file:
+            # it may be within a row of a matrix
+            file.seek(len(files.headers[name]) + start + first * dtype.itemsize)
+            for chunk in shard[part].split(CHUNK):
+                values = torch.empty(len(chunk), dtype=dtype)
+                if file.readinto(values.view(torch.uint8).numpy()) < values.nbytes:
+                    raise OSError(f"{files.folder / name} has become shorter")
+                chunk.copy_(values)  # to the shard's dtype and device
+                files.bytes_read += values.nbytes
 
 
 def no_values(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
@@ -186,27 +192,40 @@ def ranges_in(shapes: dict[str, torch.Size], owned: slice) -> Iterator[tuple[str
         begin += shape.numel()
 
 
-def write_model(model: nn.Module, files: WeightFiles, out: Path, aside: Path) -> None:
+def write_model(
+    model: nn.Module,
+    files: WeightFiles,
+    out: Path,
+    aside: Path,
+    values: Callable[..., Tensor] = lambda unit: unit.shard.detach(),
+) -> None:
     """Write a folder like the one that was read: complete, or absent. Every rank calls it.
 
-    aside: where to write it, beside `out`; of this run alone. OSError on all ranks if one fails.
+    aside: where to write it, beside `out`; of this run alone. values: of a unit's shard.
     """
 
     def write_shards() -> None:
         for unit in model.units:
-            write_shard(files, aside, unit.shapes, unit.owned, unit.shard.detach())
+            write_shard(files, aside, unit.shapes, unit.owned, values(unit))
 
     is_first = dist.get_rank() == 0
-    is_writer = model.replicate_group is None or dist.get_rank(model.replicate_group) == 0
-    for is_mine, write in (
-        (is_first, lambda: files.prepare(aside)),
-        (is_writer, write_shards),  # one replica
-        (is_first, lambda: publish(aside, out)),
-    ):
+    replicas = model.replicate_group
+    is_writer = replicas is None or dist.get_rank(replicas) == 0  # one replica
+    prepare, finish = partial(files.prepare, aside), partial(publish, aside, out)
+    steps = [(is_first, prepare), (is_writer, write_shards), (is_first, finish)]
+    in_turn(aside, [step if is_mine else None for is_mine, step in steps])
+
+
+def in_turn(aside: Path, steps: list[Callable[[], None] | None]) -> None:
+    """Take each step when all ranks have taken the previous one; None: not on this rank.
+
+    OSError on all ranks if a step fails on one; then `aside` is removed.
+    """
+    for step in steps:
         error = None
         try:
-            if is_mine:
-                write()
+            if step is not None:
+                step()
         except OSError as found:
             error = found
         # all wait for one another; on the CPU, so that the host waits

@@ -65,7 +65,9 @@ class Guard:
         self.root = ref(sync if isinstance(sync, nn.Module) else sync.module)
         self.reduces_every_backward = getattr(sync, "zero_stage", 1) == 2
         flat = [*getattr(sync, "buckets", ()), *getattr(sync, "units", ())]
-        self.shards = {each.shard for each in flat if hasattr(each, "shard")}
+        # frozen shards are none: in 15 the parameters that train are beside them
+        shards = {each.shard for each in flat if hasattr(each, "shard")}
+        self.shards = {shard for shard in shards if shard.requires_grad}
         self.places = {p: self.place(p) for p in sync.module.parameters() if p.requires_grad}
         self.came: set[Tensor] = set()
         self.expected: dict[Tensor, Tensor | None] = {}
