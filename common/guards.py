@@ -1,4 +1,4 @@
-"""Errors for training loops that break the contract of a wrapper of stage 02, 03, 04, 12 or 13.
+"""Errors for training loops that break the contract of a wrapper of stage 02, 03, 04, 12, 13 or 15.
 
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -83,9 +83,9 @@ class Guard:
         if not self.places:
             for shard in self.shards:
                 shard.register_hook(partial(weak(self.after_a_unit), ref(shard)))
-            for unit in sync.units:
-                check_uses(unit)
             forbid_parameters(self.root())
+        for unit in getattr(sync, "units", ()):
+            check_uses(unit)
 
     def __deepcopy__(self, _):
         raise RuntimeError("a copy would not be synchronized: copy the module that is wrapped")
@@ -171,7 +171,7 @@ class Guard:
             increment_version([*self.places])
 
 
-# ---- what a unit computes with, saves for backward and reads there, in 03 (ZeRO-3), 04 and 12 ----
+# ---- what a unit computes with, saves for backward and reads there: 03 (ZeRO-3), 04, 12 and 15 ----
 
 
 def check_uses(unit) -> None:

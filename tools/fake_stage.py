@@ -7,6 +7,7 @@ once for all other ranks. What a stage reads from files or decides by numbers is
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -80,14 +81,21 @@ def full_documents(_, args, step: int) -> list:
     return [(tokens, [(1, len(tokens))])] * args.dp
 
 
+def empty_shard(_, dtype: torch.dtype, name: str, shapes: dict, owned: slice) -> Tensor:
+    """In place of what 15 reads from files."""
+    numel = sum(shape.numel() for shape in shapes.values())
+    return torch.empty(len(range(*owned.indices(numel))), dtype=dtype)
+
+
 def without_files() -> dict:
-    """Patches of 13, which then needs config.json of --model alone."""
+    """Patches of 13 and 15, which then need config.json of --model alone."""
     data = dict(name="fake", train=[0], valid=[], vocab=[], vocab_size=0, digest="0", tokens=None)
     return {
         "load_instructions": lambda *_: SimpleNamespace(**data),
         "documents_of_step": full_documents,
         "WeightFiles": lambda folder, *_: SimpleNamespace(folder=folder, bytes_read=0),
         "read_model": lambda *_: None,
+        "read_frozen": empty_shard,
         "output_folder": lambda *_: (None, None),
         "check_ranks": lambda *_: None,
         "check_memory": lambda *_: None,
@@ -197,8 +205,11 @@ def report_of(
     storage of parameters, gradients or optimizer state counts once."""
     state = {p: tensors for optimizer in optimizers for p, tensors in optimizer.state.items()}
     params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    gc.collect()  # of an earlier run
+    units = [x for x in gc.get_objects() if type(x).__name__ == "Unit" and hasattr(x, "shard")]
+    frozen = [unit.shard for unit in units if not unit.shard.requires_grad]  # of 15
     kinds = {
-        "parameters": params,
+        "parameters": [*params, *frozen],
         "gradients": [p.grad for p in params if p.grad is not None],
         "optimizer": [t for each in state.values() for t in each.values() if t.dim() > 0],
     }
