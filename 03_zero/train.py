@@ -93,8 +93,6 @@ class ZeroRedundancyOptimizer:
     module: complete, with the same contiguous parameters on every rank. optimizer_class: for
     instance torch.optim.AdamW; defaults: its keyword arguments. process_group: the ranks that
     shard; None for all. bucket_cap_mb: the most MB of one bucket, 1 of the first.
-
-    `self.optimizer` is the optimizer over the shards, for learning-rate schedulers and checkpoints.
     """
 
     zero_stage = 1
@@ -120,9 +118,14 @@ class ZeroRedundancyOptimizer:
             param.register_post_accumulate_grad_hook(weak(self.mark_ready))
         module.register_forward_pre_hook(partial(forbid_float16, params))
         self.shards = [bucket.shard for bucket in self.buckets]
-        self.optimizer = optimizer_class(self.shards, **defaults)
+        self._optimizer = optimizer_class(self.shards, **defaults)
         # a hook, so that the parameters are gathered no matter who calls step()
         self.optimizer.register_step_post_hook(lambda *_: self.all_gather_parameters())
+
+    @property  # that nothing can replace: its hook gathers
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer over the shards, for learning-rate schedulers and checkpoints."""
+        return self._optimizer
 
     def make_bucket(self, params: list[nn.Parameter]) -> Bucket:
         return Bucket(params, self.group)
@@ -323,7 +326,7 @@ class ZeroStage3(ZeroStage2):
         self.units = [Unit(name, unit, process_group) for name, unit in pairs]
         self.bucket_of = {}  # no full gradients to clear
         self.shards = [unit.shard for unit in self.units]
-        self.optimizer = optimizer_class(self.shards, **defaults)  # needs no hook: forward gathers
+        self._optimizer = optimizer_class(self.shards, **defaults)  # needs no hook: forward gathers
 
     def finish_gradient_synchronization(self) -> None:
         """Nothing to do: autograd has reduced and accumulated every gradient."""

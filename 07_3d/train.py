@@ -62,6 +62,7 @@ from common.collectives import (
     all_reduce,
     all_reduce_control,
     average_gradients,
+    forbid_float16_in_graph,
     global_norm,
     irecv,
     isend,
@@ -71,7 +72,7 @@ from common.counter_rng import CounterDropout
 from common.distributed import group_along
 from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
-from common.module_checks import check_plain, forbid_create_graph
+from common.module_checks import check_dtype, check_plain, forbid_create_graph
 
 # isort: split
 from common.batches import eval_batches, train_batches
@@ -316,6 +317,7 @@ class LinearWithAsyncCommunication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, region: TensorParallelRegion) -> Tensor:
+        check_dtype(x)
         x = region.enter(x)
         ctx.save_for_backward(x, weight)
         ctx.region = region
@@ -339,9 +341,7 @@ class ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, partial: Tensor, region: TensorParallelRegion) -> Tensor:
-        if partial.dtype == torch.float16:
-            # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
-            raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
+        check_dtype(partial)
         ctx.region = region
         total, work = region.start_exit(partial)
         work.wait()
@@ -724,10 +724,8 @@ class PipelineStage:
     kinds = "FB"  # of the actions that a schedule must have for each micro-batch
 
     def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
-        if any(p.dtype == torch.float16 for p in nn.ModuleList([part, output]).parameters()):
-            # a gradient can overflow on one rank alone, whose GradScaler skips the step
-            raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
         self.part, self.output, self.autocast = part, output, autocast
+        self.is_checked = False  # whether the first graph has been searched for float16
         self.in_flight: dict[int, InFlight] = {}  # by micro-batch
 
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
@@ -743,6 +741,9 @@ class PipelineStage:
         if trains:
             if not y.requires_grad:
                 raise ValueError("a first stage that is all frozen: run it before the pipeline")
+            if not self.is_checked:
+                forbid_float16_in_graph([y, result])
+                self.is_checked = True
             if self.output is not None:
                 # now: the logits or the head's gradient are too large to keep for each micro-batch
                 (result / m).backward()

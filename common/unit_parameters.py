@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
-from common.collectives import check_same
+from common.collectives import FLOAT16, check_same
 
 
 def units_with_values(
@@ -66,7 +66,12 @@ def check_options(
     if device.type == "meta":
         raise ValueError("read_shard needs a device: the meta device is none")
     if torch.float16 in options:
-        raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
+        raise ValueError(FLOAT16)
+    dtypes = {dtype for dtype in options if isinstance(dtype, torch.dtype)}
+    if not dtypes <= {torch.bfloat16, torch.float32, torch.float64}:
+        raise ValueError(f"{dtypes} would drop digits of weights or gradients: use bfloat16")
+    if options[0] and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
+        raise ValueError("BatchNorm needs weights in its statistics' dtype: leave out param_dtype")
     facts = [(name, p.shape, p.dtype) for name, p in module.named_parameters()]
     facts += [*options, *(buffer.sum() for buffer in module.buffers() if not buffer.is_meta)]
     for each in [group] if replicas is None else [group, replicas]:
@@ -131,8 +136,7 @@ def forbid_float16(params: Sequence[Tensor], *_) -> None:
     if torch.is_autocast_enabled(kind):
         dtypes.add(torch.get_autocast_dtype(kind))
     if torch.float16 in dtypes and torch.is_grad_enabled():
-        # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
-        raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
+        raise ValueError(FLOAT16)
 
 
 def check_backward(unit, version: int, grads: tuple[Tensor | None, ...]) -> None:
@@ -148,6 +152,8 @@ def check_backward(unit, version: int, grads: tuple[Tensor | None, ...]) -> None
 def checked_pack(unit, tensor: Tensor) -> tuple:
     """What `unit.pack` keeps, with a version: of the tensor or, if it is a place, of the shard."""
     saved = unit.pack(tensor)
+    if tensor.dtype == torch.float16:  # of an autocast that was entered within the unit
+        raise ValueError(FLOAT16)
     source = unit.shard if isinstance(saved, Place) else saved
     return source, source._version, saved
 

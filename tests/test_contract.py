@@ -44,6 +44,9 @@ class Unit(nn.Module):
 
     def forward(self, x: Tensor):
         y = self.linear(x).tanh()
+        if self.how == "float16":
+            with torch.autocast("cpu", torch.float16):
+                y = self.linear(x).float()
         if self.how == "keeps a tensor":  # such as an auxiliary loss, computed after the output
             y = self.other(y)
             self.kept = [self.linear(x.sin()).tanh() * self.other.bias]
@@ -187,8 +190,32 @@ WORDS = {  # parts of a training loop
     "clip": lambda t: nn.utils.clip_grad_norm_(t.plain.parameters(), 0.1),
     "clip_ours": lambda t: t.sync.clip_grad_norm_(1.0),
     "guard": lambda t: guard(t.model, t.optimizer),
+    "late_hooks": lambda t: [p.register_post_accumulate_grad_hook(triple) for p in params_of(t)],
+    "late_tensor_hooks": lambda t: [p.register_hook(lambda g: 2 * g) for p in params_of(t)],
+    "replace_inner": lambda t: setattr(t.sync, "optimizer", SGD(t.sync.shards, lr=0.1)),
+    "step_elsewhere": lambda t: SGD(t.sync.shards, lr=0.1).step(),
     "change_lr": lambda t: t.optimizer.param_groups[0].update(lr=0.2),
 }
+
+
+def params_of(trainer: Trainer) -> list[nn.Parameter]:
+    """Those of the model that a loop sees: in 04 and 12 the shards."""
+    return [*trainer.model.parameters()]
+
+
+def triple(param: nn.Parameter) -> None:
+    param.grad.mul_(3)
+
+
+def step_in_backward(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param -= 0.1 * param.grad
+
+
+def hook_before_the_guard(strategy: str) -> None:
+    trainer = trainer_of(strategy, chain(), guarded=False)
+    WORDS["late_hooks"](trainer)
+    guard(trainer.model, trainer.optimizer)
 
 
 def failed_backward(trainer: Trainer) -> None:
@@ -290,6 +317,19 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "mixed dtypes": (of_linear(nn.Module.double), {ABSENT: "dtype"}),
     "float16": (changed(nn.Module.half), {(*STAGES_1_2, *UNITS): "float16", SSD: "not float32"}),
     "autocast to float16": (loop(train_in_float16), {(*STAGES_1_2, *ABSENT): "float16"}),
+    "float16 in a unit": (like("", "float16"), {(*STAGES_1_2, *ABSENT): "float16"}),
+    "cast to float8": (
+        lambda s: Trainer(s, chain(), gathered=torch.float8_e4m3fn),
+        {FSDP: "use bfloat16"},
+    ),
+    "batch norm in bfloat16": (
+        lambda s: Trainer(s, nn.ModuleList([nn.BatchNorm1d(6)]), gathered=torch.bfloat16),
+        {FSDP: "leave out param_dtype"},
+    ),
+    "max_norm": (
+        lambda s: Trainer(s, nn.Sequential(nn.EmbeddingBag(5, 2, max_norm=1.0))),
+        {(*REPLICAS, "zero-3"): "max_norm"},
+    ),
     "cast to float16": (lambda s: Trainer(s, chain(), gathered=torch.float16), {FSDP: "float16"}),
     "meta device": (changed(lambda model: model.to("meta")), {ABSENT: "meta"}),
     "kept in a partial": (of_linear(keep_in_a_partial), {ABSENT: "has been sharded"}),
@@ -329,11 +369,29 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
         like("", "a part recomputed"),
         {ABSENT: "not in a checkpoint()"},
     ),
-    "changed in place": (like("", "changes a parameter"), {ABSENT: "modified inplace"}),
+    "changed in place": (
+        like("", "changes a parameter"),
+        {ABSENT: "modified inplace", REPLICAS: "a forward has changed"},
+    ),
     "two nested backwards": (like("two nested backwards"), {REPLICAS: "use_reentrant=False"}),
     "create_graph": ("double_backward", {(*ALL, *SSD): "create_graph=True"}),
     "sparse gradients": (sparse_gradients, {REPLICAS: "sparse"}),
-    "autograd.grad of the shards": ("grad_of_shards", {FSDP: "autograd.grad"}),
+    "autograd.grad of the shards": ("grad_of_shards", {FSDP: "no autograd.grad"}),
+    "a hook after the guard": (
+        "late_hooks train",
+        {REPLICAS: "before wrapping", FSDP: "hook a unit's output"},
+    ),
+    "a hook before the guard": (hook_before_the_guard, {REPLICAS: "before wrapping"}),
+    "a tensor hook on a shard": ("late_tensor_hooks train", {FSDP: "hook a unit's output"}),
+    "an update in backward": (
+        changed(
+            lambda model: [
+                p.register_post_accumulate_grad_hook(step_in_backward) for p in model.parameters()
+            ]
+        ),
+        {REPLICAS: "step after the finish"},
+    ),
+    "gradients clipped in flight": ("backward clip finish", {AT_THE_END: "not as it was left"}),
     "second backward": ("backward backward", {AT_THE_END: "no_sync"}),
     "no_sync too late": ("backward backward+", {AT_THE_END: "no_sync"}),
     "failed backward": (loop(failed_backward), {(*REPLICAS, *FSDP): "restart the run"}),
@@ -343,6 +401,11 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "a parameter changed in an evaluation": (loop(changed_in_an_evaluation), {ABSENT: "in place"}),
     # of the order of a step
     "step before finish": ("backward step", {(*DDP, *FSDP): "incomplete"}),
+    "another inner optimizer": ("replace_inner", {STAGES_1_2: "has no setter"}),
+    "an optimizer from elsewhere": (
+        "backward finish step_elsewhere",
+        {STAGES_1_2: "no all-gather"},
+    ),
     "step without a backward": ("finish step", {REPLICAS: "left out"}),
     "every backward under no_sync": ("backward+ finish+", {AT_THE_END: "no_sync() left out"}),
     "PyTorch's clipping": ("backward finish clip", {STAGES_1_2: "sharded", ABSENT: "shards only"}),
@@ -488,6 +551,13 @@ def checkpointed_units(model: nn.Module, _, use_reentrant: bool = False) -> Tens
     return of_input(model, _)
 
 
+def compiled_units(model: nn.Module, _) -> Tensor:
+    for unit in units_of(model):
+        if unit._compiled_call_impl is None:
+            unit.compile(backend="eager")
+    return model(batch())
+
+
 ALLOWED = {
     "a step": (of_batch, chain()),
     "other values": (of_batch, chain()),
@@ -505,6 +575,7 @@ ALLOWED = {
     "a unit twice": (of_batch, chain("twice")),
     "a skipped unit": (of_batch, chain("skipped")),
     "the last unit skipped": (of_batch, chain("last skipped")),
+    "compiled units": (compiled_units, chain()),
     "a complex view of a weight": (of_batch, chain("", "a complex view")),
     "a sparse tensor": (of_batch, chain("", "a sparse tensor")),
     "the gradient of an input alone, last": (gradient_of_an_input_last, chain()),
