@@ -70,8 +70,11 @@ def check_options(
     dtypes = {dtype for dtype in options if isinstance(dtype, torch.dtype)}
     if not dtypes <= {torch.bfloat16, torch.float32, torch.float64}:
         raise ValueError(f"{dtypes} would drop digits of weights or gradients: use bfloat16")
-    if options[0] and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
-        raise ValueError("BatchNorm needs weights in its statistics' dtype: leave out param_dtype")
+    for each in module.modules():  # options[0]: param_dtype
+        statistics = getattr(each, "running_mean", None)  # of a BatchNorm
+        if None not in (statistics, each._parameters.get("weight"), options[0]):
+            if options[0] != statistics.dtype:
+                raise ValueError("BatchNorm takes no param_dtype but that of its statistics")
     facts = [(name, p.shape, p.dtype) for name, p in module.named_parameters()]
     facts += [*options, *(buffer.sum() for buffer in module.buffers() if not buffer.is_meta)]
     for each in [group] if replicas is None else [group, replicas]:

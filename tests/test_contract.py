@@ -324,7 +324,7 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     ),
     "batch norm in bfloat16": (
         lambda s: Trainer(s, nn.ModuleList([nn.BatchNorm1d(6)]), gathered=torch.bfloat16),
-        {FSDP: "leave out param_dtype"},
+        {FSDP: "takes no param_dtype"},
     ),
     "max_norm": (
         lambda s: Trainer(s, nn.Sequential(nn.EmbeddingBag(5, 2, max_norm=1.0))),
