@@ -60,11 +60,14 @@ def guard(model: nn.Module, *optimizers) -> None:
 class weak:
     """Call the method while its object exists, without keeping it alive."""
 
-    def __init__(self, method: Callable):
-        self.method = WeakMethod(method)
+    def __init__(self, method: Callable | None):
+        self.method = method and WeakMethod(method)
 
     def __call__(self, *args):
-        return bound(*args) if (bound := self.method()) else None
+        return bound(*args) if self.method and (bound := self.method()) else None
+
+    def __reduce__(self):
+        return weak, (None,)  # nothing watches a copy of a module
 
 
 class Guard:
