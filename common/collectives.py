@@ -17,7 +17,7 @@ a ring: Patarasuk and Yuan, 2009).
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -258,6 +258,15 @@ def broadcast_module(module: nn.Module, group: Group = None) -> None:
     check_same("parameters or buffers", kinds, tensors[0][1].device, group)
     for _, tensor in tensors:
         broadcast(tensor.detach(), group=group, group_src=0)
+
+
+def forbid_float16(params: Sequence[Tensor], *_) -> None:
+    """ValueError if a forward that trains is in float16, by a parameter's dtype or by autocast."""
+    kind, dtypes = params[0].device.type, {p.dtype for p in params}
+    if torch.is_autocast_enabled(kind):
+        dtypes.add(torch.get_autocast_dtype(kind))
+    if torch.float16 in dtypes and torch.is_grad_enabled():
+        raise ValueError(FLOAT16)
 
 
 def forbid_float16_in_graph(output) -> None:

@@ -16,13 +16,10 @@ from weakref import WeakMethod, finalize, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, increment_version
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as of_all
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from common.collectives import forbid_float16_in_graph
+from common.collectives import FLOAT16, forbid_float16, forbid_float16_in_graph
 
 TWICE = (
     "a gradient came twice: every backward of a step but the last belongs in no_sync(), and "
@@ -51,9 +48,9 @@ def guard(model: nn.Module, *optimizers) -> None:
     sync.guard = Guard(sync)
     sync.finish_gradient_synchronization = weak(sync.guard.finish)
     # of all optimizers, for one that is made later may update these parameters or shards, too
-    handles = [register_optimizer_step_pre_hook(weak(sync.guard.before_step))]
-    handles.append(register_optimizer_step_post_hook(weak(sync.guard.after_step)))
-    for handle in handles:
+    before = of_all.register_optimizer_step_pre_hook(weak(sync.guard.before_step))
+    after = of_all.register_optimizer_step_post_hook(weak(sync.guard.after_step))
+    for handle in (before, after):
         finalize(sync.guard, handle.remove)
 
 
@@ -112,6 +109,8 @@ class Guard:
         if not self.places:
             for shard in self.shards:
                 shard.register_hook(partial(weak(self.after_a_unit), ref(shard)))
+            for unit in sync.units:
+                check_uses(unit)
             forbid_parameters(self.root())
 
     def __deepcopy__(self, _):
@@ -240,6 +239,56 @@ def params_of(optimizer: torch.optim.Optimizer) -> set[Tensor]:
     return {p for group in optimizer.param_groups for p in group["params"]}
 
 
+# ---- what a unit computes with, saves for backward and reads there, in 03 (ZeRO-3), 04 and 12 ----
+
+
+def check_uses(unit) -> None:
+    """Put a check around the unit's forward, and around what `saved_tensors_hooks` calls."""
+    unit.module_forward = partial(checked_forward, unit, unit.module_forward)
+    unit.pack = partial(checked_pack, unit, unit.pack)
+    unit.unpack = partial(checked_unpack, unit.unpack)
+
+
+def checked_forward(unit, forward: Callable, *args, **kwargs):
+    """RuntimeError if the unit changes a parameter in place. ValueError if it is in float16."""
+    params = [getattr(owner, name) for owner, name in unit.owners]  # while it computes
+    forbid_float16(params)
+    full, version = unit.full, unit.full._version
+    if params[0].requires_grad:
+        params[0].grad_fn.register_prehook(partial(check_backward, unit, unit.shard._version))
+    output = forward(*args, **kwargs)
+    if full._version != version:
+        raise RuntimeError("a unit has changed a parameter in place")
+    return output
+
+
+def check_backward(unit, version: int, grads: tuple[Tensor | None, ...]) -> None:
+    """Called before `Gather.backward`."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph=True: the reduced gradients have no graph")
+    if unit.shard._version != version:
+        raise RuntimeError("backward through a graph from before the optimizer's last step")
+    if any(grad is None for grad in grads):
+        raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
+
+
+def checked_pack(unit, pack: Callable, tensor: Tensor) -> tuple:
+    """What `unit.pack` keeps, with a version: of the tensor or, if it is a place, of the shard."""
+    if tensor.dtype == torch.float16:  # of an autocast that was entered within the unit
+        raise ValueError(FLOAT16)
+    saved = pack(tensor)
+    source = saved if isinstance(saved, Tensor) else unit.shard
+    return source, source._version, saved
+
+
+def checked_unpack(unpack: Callable, packed: tuple) -> Tensor:
+    """Autograd's own check of versions does not cover what hooks have saved."""
+    source, version, saved = packed
+    if source._version != version:
+        raise RuntimeError("changed in place, or by the optimizer's last step")
+    return unpack(saved)
+
+
 class NoGradient(Tensor):
     """In place of a gradient that is incomplete or sharded: without memory, any use is an error."""
 
@@ -268,7 +317,7 @@ def forbid_parameters(module: nn.Module) -> None:
         each.register_state_dict_pre_hook(fail)
         each.register_load_state_dict_pre_hook(fail)
         each._apply = each.__deepcopy__ = fail
-        if not list(each.named_parameters(recurse=False)):  # a wrapper lists its shards
+        if not list(each.named_parameters()):  # a wrapper lists its shards
             each.named_parameters = fail  # `parameters()` calls it
 
 
