@@ -327,7 +327,7 @@ class Unit:
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of the ranks' shards; its backward is a reduce-scatter."""
+    """A unit's parameters as a function of the ranks' shards; backward starts a reduce-scatter."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
