@@ -130,6 +130,22 @@ def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, size
     return model(inputs, lengths, targets, total / size)
 
 
+@torch.no_grad()
+def mean_loss(
+    model: nn.Module, documents: Documents, most: int, device: torch.device, rank=0, size=1
+) -> float:
+    """Mean loss in nats over all targets of the documents."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, targets
+    for inputs, targets, lengths in micro_batches_of(documents, most, device, rank, size):
+        loss = model(inputs, lengths, targets)
+        count = (targets != IGNORED).sum()
+        total += torch.stack([loss * count, count])
+    all_reduce_control(total)
+    model.train()
+    return (total[0] / total[1]).item()
+
+
 # ---- reading and writing: each rank the bytes of its own shards ----
 
 CHUNK = 2**20  # elements that are converted at a time
@@ -351,19 +367,10 @@ def parse_args(argv: list[str] | None = None):
     return args
 
 
-@torch.no_grad()
 def evaluate(model, data: Instructions, args, device, world: World) -> float:
     """Mean loss in nats over the targets of the documents that training leaves out."""
-    model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
-    where = args.seq_len, device, world.rank, world.size
-    for inputs, targets, lengths in micro_batches_of(data.tokens_of(data.valid), *where):
-        loss = model(inputs, lengths, targets)
-        count = (targets != IGNORED).sum()
-        total += torch.stack([loss * count, count])
-    all_reduce_control(total)
-    model.train()
-    return (total[0] / total[1]).item()
+    documents = data.tokens_of(data.valid)
+    return mean_loss(model, documents, args.seq_len, device, world.rank, world.size)
 
 
 def main(argv: list[str] | None = None) -> list[dict]:

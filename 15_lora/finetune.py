@@ -84,6 +84,22 @@ def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, size
     return model(inputs, lengths, targets, total / size)
 
 
+@torch.no_grad()
+def mean_loss(
+    model: nn.Module, documents: Documents, most: int, device: torch.device, rank=0, size=1
+) -> float:
+    """Mean loss in nats over all targets of the documents."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, targets
+    for inputs, targets, lengths in micro_batches_of(documents, most, device, rank, size):
+        loss = model(inputs, lengths, targets)
+        count = (targets != IGNORED).sum()
+        total += torch.stack([loss * count, count])
+    all_reduce_control(total)
+    model.train()
+    return (total[0] / total[1]).item()
+
+
 # ---- reading and writing: each rank the bytes of its own shards ----
 
 CHUNK = 2**20  # elements that are converted at a time

@@ -3,16 +3,13 @@
 The weight W of a linear layer stays as it was read. Two matrices are trained, A with r rows and B
 with r columns, and the layer computes W x + alpha / r B A x. Every rank holds a shard of each
 unit's W, and all of A and B. A unit is gathered for forward and again for backward, where the
-gradient of x needs W. Nothing of it is reduced: only the gradients of A and B are averaged, once
-per step, as in DDP.
+gradient of x needs W. Only the gradients of A and B are averaged, once per step, as in DDP.
 
-New since stage 13: what is sharded is frozen, so it has no gradient and no optimizer state; what is
-added afterwards trains. `--out` gets an adapter, which `peft` reads, or with --merge a full model.
-13's packing, loss and files are beside this file, in finetune.py.
+New since stage 13: what is sharded is frozen, without gradient and optimizer state, and what is
+added afterwards trains. 13's packing, loss and files are in finetune.py.
 
     P parameters of b bytes each: E of the embedding, O of the head, K of the unit that stays
-    gathered. p in A and B: r (inputs + outputs) per linear layer. N ranks that shard, m
-    micro-batches per step
+    gathered. p in A and B. N ranks that shard, m micro-batches per step
 
     memory per rank, bytes     b P / N + 16 p + three units
     sent per step, elements    all-gather m (2 P - E - O - K), of b bytes, and all-reduce p, of 4
@@ -26,12 +23,9 @@ Run it:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -65,19 +59,25 @@ from common.weight_files import WeightFiles, publish, write_tensors
 from finetune import in_turn, ranges_in, read_shard, write_model
 
 # isort: split
-from common.batches import global_batch
 from common.distributed import World, group_along, print0
 from common.guards import guard
 from common.llama import Llama, LlamaConfig
-from common.loss import IGNORED
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
 from common.shards import training_state
-from finetune import Documents, count_targets, micro_batches_of, share_of_loss
+from finetune import count_targets, mean_loss, micro_batches_of, read_model, share_of_loss
 
-from common.job.arguments import base_parser, check_memory, check_ranks, natural, positive_int
-from common.job.atomic_files import exists
-from common.job.launch import cleanup, fail, rank, setup, world_size
-from common.job.prepared_instructions import Instructions, load_instructions
+from common.job.arguments import check_memory, positive_int
+from common.job.finetuning import (
+    documents_of_step,
+    finetuning_parser,
+    load,
+    output_folder,
+    parse,
+    say_progress,
+    write_output,
+)
+from common.job.launch import cleanup, setup
+from common.job.prepared_instructions import Instructions
 from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
@@ -94,32 +94,27 @@ class FullyShardedFrozen(nn.Module):
     ranks. After the last backward of a step come `finish_gradient_synchronization()`, clipping, the
     optimizer's `step()` and `zero_grad()`.
 
-    units: the modules that are gathered one by one, in the order in which to prefetch them.
-    `read_shard(name, shapes, owned)` returns a unit's values: the slice `owned` of its parameters,
-    laid side by side (it may reach beyond them).
+    units: the modules that are gathered one by one, in the order in which to prefetch them. Of a
+    module on the meta device the shards are zeros, which `read_model` fills.
     """
 
     def __init__(
         self,
         module: nn.Module,
         units: list[nn.Module],
-        read_shard: Callable[[str, dict[str, torch.Size], slice], Tensor],
         device: torch.device,
         param_dtype: torch.dtype,  # of the shards, of gathered units and of their inputs
         shard_group: ProcessGroup | None = None,  # the N ranks that shard each unit; default: all
         reshard_after_forward: bool = True,  # False: each unit stays until its backward
     ):
         super().__init__()
-        self.module, self.read_shard, self.device = module, read_shard, device
-        self.group, self.param_dtype = shard_group, param_dtype
-        self.reshard_after_forward = reshard_after_forward
+        check_options(module, device, [param_dtype, reshard_after_forward], shard_group)
+        self.module, self.device, self.group = module, device, shard_group
+        self.param_dtype, self.reshard_after_forward = param_dtype, reshard_after_forward
         self.replicate_group = None  # for `write_model`: replicas may write the same bytes
         self.kept: Unit | None = None  # the unit that stays gathered for backward
         self.synchronizes = False  # in backward; `guard` asks
-        options = [param_dtype, reshard_after_forward]
-        check_options(module, self.device, options, shard_group)
-        named_units = units_with_values(module, units, may_be_meta=True)
-        self.units = [Unit(*named_unit, self) for named_unit in named_units]
+        self.units = [Unit(*x, self) for x in units_with_values(module, units, may_be_meta=True)]
 
     def forward(self, *args, **kwargs):
         for unit in self.units:
@@ -181,9 +176,10 @@ class Unit:
         self.owners, flat = take_parameters(module)  # leaves the module without parameters
         self.owned, padding = owned_by(len(flat), group)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        shard = fsdp.read_shard(name, self.shapes, self.owned).view(len(flat[self.owned]))
-        padding = self.owned.stop - self.owned.start - len(shard)  # on the last ranks
-        self.shard = F.pad(shard.to(fsdp.device, fsdp.param_dtype), (0, padding))
+        length = self.owned.stop - self.owned.start  # with padding
+        self.shard = torch.zeros(length, dtype=fsdp.param_dtype, device=fsdp.device)
+        if not flat.is_meta:
+            self.shard[: len(flat[self.owned])] = flat[self.owned]
         self.full: Tensor | None = None
         self.module_forward, module.forward = module.forward, self.run
         self.gathering: Work | None = None  # the all-gather in flight
@@ -192,7 +188,8 @@ class Unit:
     def run(self, *args, **kwargs):
         """Called as the module's `forward`. Only in here does the module have its weights."""
         self.fsdp.enter(self)
-        params = self.weights()
+        *chunks, _ = self.full.split(self.sizes)  # without a gradient, so without a `Gather`
+        params = [c.view(s) for c, s in zip(chunks, self.shapes.values(), strict=True)]
         args, kwargs = cast_inputs(args, kwargs, self.fsdp.param_dtype)
         # a checkpoint() around the unit saves only its inputs, and calls `run` again in backward
         hooks = nullcontext() if is_in_checkpoint() else saved_tensors_hooks(self.pack, self.unpack)
@@ -200,11 +197,6 @@ class Unit:
             output = self.module_forward(*args, **kwargs)
         self.fsdp.after_forward(self)
         return output
-
-    def weights(self) -> list[Tensor]:
-        """Views of `full`, without a gradient: so no `Gather` connects them to the shards."""
-        *chunks, _ = self.full.split(self.sizes)
-        return [c.view(s) for c, s in zip(chunks, self.shapes.values(), strict=True)]
 
     def pack(self, tensor: Tensor) -> Tensor | Place:
         """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
@@ -272,39 +264,25 @@ def add_adapters(module: nn.Module, r: int, alpha: float, seed: int, device: tor
 # ---- reading and writing ----
 
 
-def read_frozen(
-    files: WeightFiles, dtype: torch.dtype, name: str, shapes: dict[str, torch.Size], owned: slice
-) -> Tensor:
-    """A `read_shard` of the files' values, converted to `dtype` as they are read."""
-    numel = sum(shape.numel() for shape in shapes.values())
-    shard = torch.empty(len(range(*owned.indices(numel))), dtype=dtype)
-    read_shard(files, shapes, owned, shard)
-    return shard
-
-
 @torch.no_grad()
-def merged(files: WeightFiles, adapted: dict[str, LoRALinear], unit: Unit) -> Tensor:
+def merged(module: nn.Module, files: WeightFiles, unit: Unit) -> Tensor:
     """A unit's shard of W + alpha / r B A in float32, of W as the files have it.
 
-    A range of W needs only those rows of B that its rows meet.
+    A range of W needs only those rows of B that its rows meet. In bfloat16, `write_model` rounds
+    the sum to the precision of W: an adapter keeps B A.
     """
-    shard = read_frozen(files, torch.float32, unit.name, unit.shapes, unit.owned)
+    shard = torch.zeros(len(unit.shard))
+    read_shard(files, unit.shapes, unit.owned, shard)
     for tensor, first, part in ranges_in(unit.shapes, unit.owned):
-        if (name := tensor.removesuffix(".weight")) in adapted:
-            lora, columns = adapted[name], unit.shapes[tensor][1]
-            last = first + part.stop - part.start  # elements of W, row by row
+        owner, _, kind = tensor.rpartition(".")
+        lora = module.get_submodule(owner)
+        if kind == "weight" and isinstance(lora, LoRALinear):
+            last, columns = first + part.stop - part.start, unit.shapes[tensor][1]
             rows = slice(first // columns, math.ceil(last / columns))
             product = lora.scale * lora.lora_B[rows] @ lora.lora_A
             start = first - rows.start * columns
             shard[part] += product.flatten()[start : start + last - first].cpu()
     return shard
-
-
-def write_merged(model: FullyShardedFrozen, files: WeightFiles, out: Path, aside: Path) -> None:
-    """Write a folder like the one that was read, with A and B merged into W. In bfloat16 this
-    rounds B A to the precision of W: an adapter keeps it."""
-    adapted = {n: m for n, m in model.module.named_modules() if isinstance(m, LoRALinear)}
-    write_model(model, files, out, aside, values=partial(merged, files, adapted))
 
 
 def write_adapter(model: FullyShardedFrozen, config: dict, out: Path, aside: Path) -> None:
@@ -327,71 +305,12 @@ def write_adapter(model: FullyShardedFrozen, config: dict, out: Path, aside: Pat
 # ------------------------------------------------------------------------------------------------
 
 
-def load(args) -> tuple[LlamaConfig, WeightFiles, Instructions]:
-    """What --model and --data name. Fails on what would be computed wrongly."""
-    folder = Path(args.model)
-    try:
-        config = LlamaConfig.of_folder(folder, args.activation_checkpointing)
-        config = replace(config, frozen=True)
-        with torch.device("meta"):
-            shapes = {name: p.shape for name, p in Llama(config).named_parameters()}
-        files = WeightFiles(folder, shapes, rank(), world_size())
-    except KeyError as error:
-        fail(f"--model {folder}: there is no {error} in config.json or a header")
-    except (OSError, ValueError) as error:
-        fail(f"--model {folder}: {error}")
-    longest = min(args.seq_len, config.max_positions)
-    if config.window is not None and config.window < longest:
-        fail(f"--model {folder}: a sliding window: pass --seq-len {config.window} or less")
-    data = load_instructions(args.data, folder, longest, args.valid)
-    if data.vocab_size > config.vocab_size:
-        rows = f"token {data.vocab_size - 1}, and the embedding {config.vocab_size} rows"
-        fail(f"--model {folder}: --data has {rows}")
-    args.d_model, args.n_layers, args.n_heads = config.d_model, config.n_layers, config.n_heads
-    if not args.steps:
-        args.steps = math.ceil(args.epochs * len(data.train) / args.global_batch_size)
-    if args.warmup_steps is None:
-        args.warmup_steps = math.ceil(0.03 * args.steps)
-    check_ranks(args, data)
-    check_memory(args, config, bytes_per_parameter=getattr(torch, args.param_dtype).itemsize)
-    return config, files, data
-
-
-def output_folder(args, run: Run, files: WeightFiles) -> tuple[Path | None, Path]:
-    """Where to write the model, and where until it is complete. None: this job has written it,
-    before it was started again."""
-    out = Path(args.out or run.folder / ("model" if args.merge else "adapter"))
-    name = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
-    aside = out.with_name(f".{out.name}.writing-{name}")  # another run may have the same --out
-    is_there = all_reduce_control(torch.tensor(float(exists(out)))).item() > 0
-    if is_there and not run.is_restart:
-        fail(f"--out {out} is already there: move it away, or pass another folder")
-    if not is_there:
-        run.check_output("out", aside, *[files.try_to_prepare] * args.merge)
-    return None if is_there else out, aside
-
-
-def documents_of_step(data: Instructions, args, step: int) -> Documents:
-    """A function of (seed, step). The last step of --epochs takes the documents that are left."""
-    n, size = len(data.train), args.global_batch_size
-    left = args.epochs * n - step * size if args.epochs else size
-    indices = global_batch(args.seed, step, size, n)[:left]
-    return data.tokens_of([data.train[i] for i in indices])
-
-
-def sharded_from_meta(model: Llama, files: WeightFiles, args, world: World) -> FullyShardedFrozen:
-    """Shard a model that is on the meta device, and read this rank's shards."""
+def sharded_from_meta(model: Llama, args, world: World) -> FullyShardedFrozen:
+    """Shard a model that is on the meta device; its shards have no values yet."""
     mesh = (world.size // args.shard_degree, args.shard_degree)
-    dtype = getattr(torch, args.param_dtype)
-    return FullyShardedFrozen(
-        model,
-        model.units(),
-        read_shard=partial(read_frozen, files, dtype),
-        device=world.device,
-        param_dtype=dtype,
-        shard_group=group_along(mesh, 1, "shard", args.timeout),
-        reshard_after_forward=not args.no_reshard_after_forward,
-    )
+    group = group_along(mesh, 1, "shard", args.timeout)
+    dtype, reshards = getattr(torch, args.param_dtype), not args.no_reshard_after_forward
+    return FullyShardedFrozen(model, model.units(), world.device, dtype, group, reshards)
 
 
 def adapter_config(args) -> dict:
@@ -403,55 +322,32 @@ def adapter_config(args) -> dict:
     }
 
 
-# flags that have another meaning here, or none: the model has its shape, micro-batches are packed
-OTHERS = "data preset d-model n-layers n-heads seq-len steps micro-batch-size warmup-steps dropout"
+def state_bytes(args, config: LlamaConfig, world: World) -> int:
+    """Of all ranks together: the sharded weights, and on each rank the adapters' AdamW."""
+    with torch.device("meta"):
+        shapes = [m.weight.shape for m in Llama(config).modules() if type(m) is nn.Linear]
+    adapters = args.lora_rank * sum(map(sum, shapes))
+    weights = getattr(torch, args.param_dtype).itemsize * config.num_parameters()
+    return world.size * (weights // args.shard_degree + 16 * adapters)
 
 
 def parse_args(argv: list[str] | None = None):
-    parser = base_parser(__doc__, without=OTHERS.split())
+    parser = finetuning_parser(__doc__, "adapter/, or model/ with --merge,")
     add = parser.add_argument
-    add("--model", required=True, help="a Hugging Face folder: config, safetensors, tokenizer")
-    add("--data", required=True, help="a file of instructions in JSON, or sample")
-    add("--out", help="folder to write, seen by all ranks (default: adapter/ or model/ of the run)")
     add("--merge", action="store_true", help="write a full model, A and B merged into W")
     add("--lora-rank", type=positive_int, default=16, help="rows of A, columns of B")
     add("--lora-alpha", type=float, default=32.0, help="B A counts alpha / rank times")
-    add("--valid", type=natural, default=0, help="last documents of --data, to evaluate on")
-    add("--seq-len", type=positive_int, default=2048, help="most tokens of a micro-batch")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=positive_int, help="of all documents (default: 1)")
-    length.add_argument("--steps", type=positive_int, help="optimizer steps, in place of --epochs")
-    add("--warmup-steps", type=natural, help="of linear warm-up (default: 3 %% of the steps)")
-    add("--shard-degree", type=positive_int, default=world_size(), help="ranks that shard a unit")
-    add("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
-    add("--no-reshard-after-forward", action="store_true", help="until backward")
     # ten times the rate of 13: Schulman et al., "LoRA Without Regret", 2025
-    parser.set_defaults(lr=2e-4, weight_decay=0.0, global_batch_size=128)
-    args = parser.parse_args(argv)
-    args.epochs = args.epochs or (None if args.steps else 1)
-    if world_size() % args.shard_degree:
-        fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
-    args.dp, args.micro_batch_size, args.dropout = world_size(), 1, 0.0
-    args.dtype = args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
-    args.param_dtype = args.param_dtype or args.dtype
+    parser.set_defaults(lr=2e-4)
+    args = parse(parser, argv)
     args.state_on = "device"
-    args.autocast = False  # units are unsharded in --param-dtype, and their inputs cast to it
     return args
 
 
-@torch.no_grad()
 def evaluate(model, data: Instructions, args, device, world: World) -> float:
     """Mean loss in nats over the targets of the documents that training leaves out."""
-    model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
-    where = args.seq_len, device, world.rank, world.size
-    for inputs, targets, lengths in micro_batches_of(data.tokens_of(data.valid), *where):
-        loss = model(inputs, lengths, targets)
-        count = (targets != IGNORED).sum()
-        total += torch.stack([loss * count, count])
-    all_reduce_control(total)
-    model.train()
-    return (total[0] / total[1]).item()
+    documents = data.tokens_of(data.valid)
+    return mean_loss(model, documents, args.seq_len, device, world.rank, world.size)
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
@@ -460,12 +356,15 @@ def main(argv: list[str] | None = None) -> list[dict]:
     world = setup(args.timeout)
     device = world.device
     config, files, data = load(args)
+    config = replace(config, frozen=True)
+    check_memory(args, config, state_bytes(args, config, world))
 
     run = Run(args, __file__, config, device, data)
-    out, aside = output_folder(args, run, files)
+    out, aside = output_folder(args, run, files, "model" if args.merge else "adapter")
     with torch.device("meta"):
         model = Llama(config)
-    model = sharded_from_meta(model, files, args, world)
+    model = sharded_from_meta(model, args, world)
+    read_model(model, files)
     print0(f"read {files.bytes_read:,} bytes of {files.folder} on rank 0")
     add_adapters(model.module, args.lora_rank, args.lora_alpha, args.seed, device)
     settings = adamw_settings(args.lr, args.weight_decay) | {"betas": (0.9, 0.999)}
@@ -474,10 +373,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     state = training_state(model.module, optimizer)
     first_step = run.checkpoints.load(run.resume, state, optimizer)
-    if first_step:
-        done = first_step * args.global_batch_size
-        epochs = f"{done / len(data.train):.2f} epochs of {len(data.train):,}"
-        print0(f"{done:,} documents are done, in the order of --seed: {epochs}")
+    say_progress(args, data, first_step)
     if data.valid and first_step < args.steps:
         loss = evaluate(model, data, args, device, world)
         print0(f"val loss {loss:.4f} before step {first_step}")
@@ -509,19 +405,11 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     if out and step + 1 >= args.steps:  # else it was asked to stop
-        run.checkpoints.wait()  # so that a kill from here on costs no step
-        try:
-            if args.merge:
-                write_merged(model, files, out, aside)
-            else:
-                write_adapter(model, adapter_config(args), out, aside)
-        except OSError as error:
-            if not args.checkpoint_every and first_step < args.steps:  # it has no checkpoint yet
-                run.checkpoints.save(step + 1, state, args.keep_checkpoints)
-                run.checkpoints.wait()
-            again = f"the same flags and --run-dir {run.folder} write the model, without training"
-            fail(f"--out {out}: {error}; the run's checkpoint is complete: {again}", status=1)
-        print0(f"wrote {out}")
+        write = partial(write_adapter, model, adapter_config(args), out, aside)
+        if args.merge:
+            values = partial(merged, model.module, files)
+            write = partial(write_model, model, files, out, aside, values)
+        write_output(args, run, state, first_step, out, write)
     return run.finish(state)
 
 

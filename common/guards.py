@@ -83,8 +83,7 @@ class Guard:
         self.reduces_every_backward = getattr(sync, "zero_stage", 1) == 2
         flat = [*getattr(sync, "buckets", ()), *getattr(sync, "units", ())]
         # frozen shards are none: in 15 the parameters that train are beside them
-        shards = {each.shard for each in flat if hasattr(each, "shard")}
-        self.shards = {shard for shard in shards if shard.requires_grad}
+        self.shards = {x.shard for x in flat if hasattr(x, "shard") and x.shard.requires_grad}
         self.places = {p: self.place(p) for p in sync.module.parameters() if p.requires_grad}
         self.came: set[Tensor] = set()
         self.expected: dict[Tensor, Tensor | None] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -40,7 +39,10 @@ def with_adapters(folder: Path) -> nn.Module:
     model = reference_of(folder).requires_grad_(False)
     for name, linear in [*model.named_modules()]:
         if isinstance(linear, nn.Linear) and "layers" in name:
-            a = torch.rand(R, linear.in_features, generator=generator_of("lora", 1337, name)) * 2 - 1
+            a = (
+                torch.rand(R, linear.in_features, generator=generator_of("lora", 1337, name)) * 2
+                - 1
+            )
             linear.lora_A = nn.Parameter(a / linear.in_features**0.5)
             linear.lora_B = nn.Parameter(torch.zeros(linear.out_features, R))
             linear.register_forward_hook(lambda m, x, y: y + SCALE * x[0] @ m.lora_A.T @ m.lora_B.T)

@@ -51,8 +51,9 @@ def fake_stage(
     if hasattr(module, "state_folder"):
         patches |= {"state_folder": NoFiles, "StateFile": NoFile}
         patches["SpeculativeAdamW"] = unclipped(module.SpeculativeAdamW)
-    if hasattr(module, "load_instructions"):
-        patches |= without_files()
+    no_files = without_files() if hasattr(module, "documents_of_step") else {}
+    in_job = {name: no_files.pop(name) for name in OF_LOAD & no_files.keys()}
+    patches |= no_files
     words, tokens = [str(i) for i in range(vocabulary)], torch.zeros(2, dtype=torch.int32)
     corpus = Corpus("fake", tokens[:1].expand(2**20), tokens, tokens, words, "0")
     rotary_table.cache_clear()  # real tensors and fake ones do not mix
@@ -61,6 +62,7 @@ def fake_stage(
     try:
         with (
             patch.multiple(module, **{k: v for k, v in patches.items() if hasattr(module, k)}),
+            patch.multiple("common.job.finetuning", **in_job),
             patch("common.collectives.check_same", nothing_to_compare),
             patch("common.unit_parameters.check_same", nothing_to_compare),
             patch("common.job.arguments.check_ranks"),  # there is one process
@@ -81,10 +83,7 @@ def full_documents(_, args, step: int) -> list:
     return [(tokens, [(1, len(tokens))])] * args.dp
 
 
-def empty_shard(_, dtype: torch.dtype, name: str, shapes: dict, owned: slice) -> Tensor:
-    """In place of what 15 reads from files."""
-    numel = sum(shape.numel() for shape in shapes.values())
-    return torch.empty(len(range(*owned.indices(numel))), dtype=dtype)
+OF_LOAD = {"load_instructions", "WeightFiles", "check_ranks"}  # what it calls
 
 
 def without_files() -> dict:
@@ -95,7 +94,6 @@ def without_files() -> dict:
         "documents_of_step": full_documents,
         "WeightFiles": lambda folder, *_: SimpleNamespace(folder=folder, bytes_read=0),
         "read_model": lambda *_: None,
-        "read_frozen": empty_shard,
         "output_folder": lambda *_: (None, None),
         "check_ranks": lambda *_: None,
         "check_memory": lambda *_: None,
