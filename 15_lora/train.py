@@ -94,8 +94,8 @@ class FullyShardedFrozen(nn.Module):
     ranks. After the last backward of a step come `finish_gradient_synchronization()`, clipping, the
     optimizer's `step()` and `zero_grad()`.
 
-    units: the modules that are gathered one by one, in the order in which to prefetch them. Of a
-    module on the meta device the shards are zeros, which `read_model` fills.
+    units: the modules that are gathered one by one, in the order in which to prefetch them. Their
+    values are not used: shards are zeros, which `read_model` fills.
     """
 
     def __init__(
@@ -125,9 +125,8 @@ class FullyShardedFrozen(nn.Module):
     def enter(self, unit: Unit) -> None:
         """Gather the unit's parameters, and prefetch those of the next unit that will be used.
 
-        In backward, free the units after this one: backward has left them, and as they have no
-        gradients, no `Gather.backward` tells when. To free a unit too early would cost bytes, and
-        change no result.
+        In backward, free the units after this one, which it has left: without gradients there is no
+        `Gather.backward` that tells when. A unit that is freed too early is gathered again.
         """
         in_backward = is_in_backward()
         order = self.units[::-1] if in_backward else self.units  # the same on all ranks
@@ -138,7 +137,9 @@ class FullyShardedFrozen(nn.Module):
         later = order[position + 1 :]
         following = [each for each in later if each.used_in_backward or not in_backward]
         for each in following[:1]:  # none after the last unit
-            each.unshard()  # before the unit's own kernels, with which it overlaps
+            # NCCL's stream waits for the kernels that were enqueued earlier: if they were this
+            # unit's own, the all-gather would not overlap with them
+            each.unshard()
         unit.wait()
 
     def after_forward(self, unit: Unit) -> None:
@@ -178,15 +179,13 @@ class Unit:
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
         length = self.owned.stop - self.owned.start  # with padding
         self.shard = torch.zeros(length, dtype=fsdp.param_dtype, device=fsdp.device)
-        if not flat.is_meta:
-            self.shard[: len(flat[self.owned])] = flat[self.owned]
         self.full: Tensor | None = None
         self.module_forward, module.forward = module.forward, self.run
-        self.gathering: Work | None = None  # the all-gather in flight
+        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, its input
         self.used_in_backward = False  # set by the first forward
 
     def run(self, *args, **kwargs):
-        """Called as the module's `forward`. Only in here does the module have its weights."""
+        """Called as the module's `forward`. Only in here does the module have parameters."""
         self.fsdp.enter(self)
         *chunks, _ = self.full.split(self.sizes)  # without a gradient, so without a `Gather`
         params = [c.view(s) for c, s in zip(chunks, self.shapes.values(), strict=True)]
@@ -217,11 +216,12 @@ class Unit:
         """Start the all-gather that fills `full`, unless it is filled or in flight."""
         if self.full is None:
             self.full = self.shard.new_empty(self.n_ranks * len(self.shard))
-            self.gathering = all_gather_single(self.full, self.shard, self.group, async_op=True)
+            work = all_gather_single(self.full, self.shard, self.group, async_op=True)
+            self.gathering = work, self.shard
 
     def wait(self) -> None:
         if self.gathering is not None:
-            self.gathering.wait()
+            self.gathering[0].wait()
             self.gathering = None
 
     def reshard(self) -> None:
