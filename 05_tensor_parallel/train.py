@@ -61,12 +61,13 @@ from common.module_checks import check_plain, forbid_create_graph
 
 # isort: split
 from common.batches import eval_batches, train_batches
+from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.shards import training_state
+
 from common.job.arguments import base_parser, check_arguments, model_config
 from common.job.corpus import load_corpus
 from common.job.launch import cleanup, setup, world_size
 from common.job.run import Run
-from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.shards import training_state
 
 # ------------------------------------------------------------------------------------------------
 # The technique: column-parallel, then row-parallel, and one all-reduce

@@ -50,7 +50,6 @@ from common.collectives import (
     global_norm,
     reduce_scatter_single,
 )
-from common.job.atomic_files import sync
 from common.unit_parameters import (
     Place,
     cast_inputs,
@@ -66,19 +65,22 @@ from common.unit_parameters import (
 )
 from common.weight_files import WeightFiles
 
+from common.job.atomic_files import sync
+
 # isort: split
 from common.distributed import World, group_along, print0
 from common.guards import guard
-from common.job.arguments import base_parser, check_memory, check_ranks, natural, positive_int
-from common.job.atomic_files import exists
-from common.job.instructions import Instructions, load_instructions
-from common.job.launch import cleanup, fail, setup, world_size
-from common.job.run import Run
 from common.llama import Llama, LlamaConfig
 from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.packing import document_batches, packed_batches
 from common.shards import State, state_of_flat_tensors, tensors_of
+
+from common.job.arguments import base_parser, check_memory, check_ranks, natural, positive_int
+from common.job.atomic_files import exists
+from common.job.instructions import Instructions, load_instructions
+from common.job.launch import cleanup, fail, setup, world_size
+from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
 # The technique: each rank reads and writes the bytes of its own shards

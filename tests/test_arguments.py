@@ -17,8 +17,9 @@ from harness import load_stage, stage_file, stages
 from late_backend import recorded_calls
 from processes import end_as_a_launcher_would, start
 
-from common.job import arguments
 from common.model import TransformerConfig
+
+from common.job import arguments
 from tools.stages import needs_model
 
 TABLE = Path(__file__).with_name("bad_arguments.txt")

@@ -21,11 +21,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from common.model import Transformer, TransformerConfig, init_weights
+from common.shards import Shard, training_state
+
 from common.job import checkpoint_hooks as storage
 from common.job import launch
 from common.job.checkpoint import Checkpointer, checkpoints
-from common.model import Transformer, TransformerConfig, init_weights
-from common.shards import Shard, training_state
 
 STUB = types.SimpleNamespace(state={})  # no optimizer's step to set
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
 
 from common.model import Transformer, TransformerConfig, init_weights
+
 from tools.stages import lacks_on_cpu, stage_file
 
 stage = load_stage("10")

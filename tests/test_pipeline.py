@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.counter_rng import sample_keys
 from common.model import Transformer, TransformerConfig, init_weights
+
 from tools.dry_run import dry_run
 
 pytestmark = pytest.mark.slow

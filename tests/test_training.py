@@ -25,14 +25,15 @@ from test_checkpoint import metadata_of, write_metadata
 from torch import Tensor
 
 from common.batches import train_batches
+from common.model import Transformer, TransformerConfig, init_weights
+from common.optimization import learning_rate
+
 from common.job import checkpoint_hooks as storage
 from common.job.atomic_files import sync
 from common.job.checkpoint import checkpoints
 from common.job.corpus import load_corpus
 from common.job.metrics import Metrics, peak_flops, readable
 from common.job.run import Run
-from common.model import Transformer, TransformerConfig, init_weights
-from common.optimization import learning_rate
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 

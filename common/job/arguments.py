@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from common.batches import Batching
 from common.collectives import all_reduce_control
+from common.model import TransformerConfig
+
 from common.job.corpus import Corpus
 from common.job.launch import fail, launch_environment, prepare_streams
-from common.model import TransformerConfig
 
 SHAPE = ("d_model", "n_layers", "n_heads", "seq_len")  # what a preset sets
 PRESETS = {

@@ -19,11 +19,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from common.distributed import print0
+from common.shards import State
+
 from common.job import checkpoint_hooks as storage
 from common.job.atomic_files import exists, move_aside
 from common.job.checkpoint_hooks import checkpoints
 from common.job.launch import fail, rank
-from common.shards import State
 
 
 class Checkpointer:
