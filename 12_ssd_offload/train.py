@@ -71,9 +71,6 @@ from common.unit_parameters import (
     units_with_values,
 )
 
-from common.job.launch import fail
-from common.job.ssd_state import GRADIENT, SLOT, StateFile, StateFolder
-
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.distributed import World, print0

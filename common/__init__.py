@@ -24,7 +24,6 @@ metrics.py             what a logged line holds, how it prints, where it is writ
 checkpoint.py          saving and loading, in the format of torch.distributed.checkpoint
 checkpoint_hooks.py  how checkpoints are stored: checksums, and loading that runs no code
 atomic_files.py        files that are complete or absent, on disks and file systems that fail
-ssd_state.py           for 12: a rank's files, and how they survive a kill
 instructions.py        for 13: instructions and answers as tokens
 weight_files.py        its files: where the values of a tensor are
 """
