@@ -532,7 +532,7 @@ def sharded_from_meta(
             device=world.device,
         )
     except OSError as error:
-        needs = f"the files of this rank need {size / 1e9:.2f} GB"
+        needs = f"the files of this rank need {size / 1e6:,.1f} MB"
         fail(f"--offload-dir {optimizer.folder}: {error.strerror}; {needs}")
 
 
