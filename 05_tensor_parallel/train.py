@@ -36,9 +36,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# With one hardware queue kernels start in launch order, so an all-reduce is in flight before the
-# matmul that hides it starts. From Blackwell on GPUs do not need it (Megatron-LM, arguments.py).
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
 import torch.distributed as dist
@@ -57,7 +54,7 @@ from common.collectives import (
 from common.counter_rng import CounterDropout
 from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
-from common.module_checks import check_plain, forbid_create_graph
+from common.module_checks import check_dtype, check_plain, forbid_create_graph
 
 # isort: split
 from common.batches import eval_batches, train_batches
@@ -68,6 +65,10 @@ from common.job.arguments import base_parser, check_arguments, model_config
 from common.job.corpus import load_corpus
 from common.job.launch import cleanup, setup, world_size
 from common.job.run import Run
+
+# With one hardware queue kernels start in launch order, so an all-reduce is in flight before the
+# matmul that hides it starts. From Blackwell on GPUs do not need it (Megatron-LM, arguments.py).
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 # ------------------------------------------------------------------------------------------------
 # The technique: column-parallel, then row-parallel, and one all-reduce
@@ -147,6 +148,7 @@ class LinearWithAsyncCommunication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, region: TensorParallelRegion) -> Tensor:
+        check_dtype(x)
         x = region.enter(x)
         ctx.save_for_backward(x, weight)
         ctx.region = region
@@ -170,9 +172,7 @@ class ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, partial: Tensor, region: TensorParallelRegion) -> Tensor:
-        if partial.dtype == torch.float16:
-            # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
-            raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
+        check_dtype(partial)
         ctx.region = region
         total, work = region.start_exit(partial)
         work.wait()

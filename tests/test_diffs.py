@@ -51,7 +51,6 @@ def noise(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
 
 
 BANNER = "# The training loop"
-COPIES = "to the letter from"  # in the title of the third banner, if there is one
 
 
 def without_technique(stage: str) -> list[str]:
@@ -66,8 +65,7 @@ def without_technique(stage: str) -> list[str]:
         return lines
     imports = next(i for i, line in enumerate(lines) if line.startswith("from common."))
     split, loop = lines.index("# isort: split"), lines.index(BANNER)
-    copies = next((i for i in range(loop, len(lines)) if COPIES in lines[i]), len(lines))
-    return lines[:imports] + lines[split:technique] + lines[loop:copies]
+    return lines[:imports] + lines[split:technique] + lines[loop:]
 
 
 @pairs
@@ -109,7 +107,6 @@ def differing(pairs: list[tuple[Block | None, Block]]) -> dict[str, str]:
     for base, block in pairs:
         if block.name.startswith("#"):
             inside = (inside or "# The technique" in block.name) and block.name != BANNER
-            inside = inside or COPIES in block.name
         elif inside and base and base.lines != block.lines:
             if block.name != block.owner or block.name == base.name:
                 found[block.name] = f"{base.name} in {base.stage}"

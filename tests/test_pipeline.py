@@ -66,6 +66,12 @@ class Transposed(nn.Linear):
         return super().forward(x.transpose(0, 1)).transpose(0, 1)
 
 
+class Float16(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return super().forward(x).float()
+
+
 MISUSES = {  # what is wrong, and the message of at least one rank
     "autocast": "not [2, 3, 8] in torch.bfloat16",
     "width": "a message is [2, 3, 16]",
@@ -114,7 +120,7 @@ def small_pipeline(case: str) -> tuple[list, list, tuple[float, float], list]:
     if case == "shared weight":
         layers[1][0].weight, layers[3][0].weight = layers[0][0].weight, layers[2][0].weight
     if case == "float16":
-        layers[2 * rank].half()
+        layers[2 * rank] = Float16(8, 8)
     if case == "no layers":
         layers = [nn.Sequential(), nn.Sequential(), *layers[2:]]
     plain, each, loss = copy.deepcopy(nn.Sequential(*layers)), 2 // v, nn.MSELoss()
@@ -214,7 +220,7 @@ def misuse_of_a_mesh(case: str) -> None:
     with pytest.raises(ValueError, match=MESHES[case]):
         mesh = stage.build_mesh(1, 1 if case == "too few ranks" else 2, 1, 60, torch.device("cpu"))
         groups = mesh.to_lower, mesh.to_higher
-        stage.Pipeline(stages, stage.one_f_one_b, *groups, lambda x: x.shape)
+        stage.Pipeline(stages, stage.interleaved_1f1b, *groups, lambda x: x.shape)
 
 
 @pytest.mark.parametrize("case", MESHES)
