@@ -39,8 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.model import Linear, Transformer, TransformerConfig, init_weights, linear_cross_entropy
 
-from common.job.run import keep_freed_memory
-from common.job.ssd_state import StateFolder, return_freed_memory
+from common.job.run import keep_freed_memory, return_freed_memory
 from tools.stages import load_stage
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -523,8 +522,7 @@ def our_ssd(shape: Shape) -> Step:
     stage, module = load_stage("12"), transformer(shape)
     Path("runs").mkdir(exist_ok=True)  # on a disk, as /tmp may not be
     folder = tempfile.TemporaryDirectory(dir="runs")
-    files = StateFolder(Path(folder.name), folder.name)
-    optimizer = stage.SpeculativeAdamW(files, **ADAMW)
+    optimizer = stage.SpeculativeAdamW(Path(folder.name), **ADAMW)
     model = stage.FullyShardedDataParallel(module, module.units(), optimizer)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -533,7 +531,6 @@ def our_ssd(shape: Shape) -> Step:
         loss.backward()
         model.clip_grad_norm_(math.inf)
         optimizer.step()
-        files.commit()
         keep_freed_memory()
         return loss.detach()
 

@@ -28,5 +28,4 @@ checkpoint.py          saving and loading, in the format of torch.distributed.ch
 checkpoint_hooks.py    what that calls: atomic commits, checksums, loading that runs no code
 atomic_files.py        files that are complete or absent, on disks and file systems that fail
 instructions.py        for 13: instructions and answers as tokens
-ssd_state.py           for 12: a rank's files, and how they survive a kill
 """
