@@ -129,7 +129,8 @@ def rope_of(c: dict) -> dict:
     for name in scaling.keys() & parameters.keys():
         if scaling[name] != parameters[name]:
             raise ValueError(f"rope_scaling and rope_parameters differ in {name}: remove one")
-    rope = {"rope_theta": c.get("rope_theta", 10000.0), "rope_type": "default"}
+    base = c.get("rope_theta", 2e6 if c["model_type"] == "smollm3" else 1e4)
+    rope = {"rope_theta": base, "rope_type": "default"}
     rope |= {**parameters, **scaling}
     if rope["rope_type"] == "yarn":
         rope.setdefault("original_max_position_embeddings", c["max_position_embeddings"])
