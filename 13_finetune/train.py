@@ -47,14 +47,13 @@ from common.loss import IGNORED
 from common.weight_files import WeightFiles, publish
 
 # isort: split
-from fsdp import FullyShardedDataParallel
-
 from common.batches import global_batch
 from common.distributed import World, group_along, print0
 from common.guards import guard
 from common.llama import Llama, LlamaConfig
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import State, state_of_flat_tensors, tensors_of
+from fsdp import FullyShardedDataParallel
 
 from common.job.arguments import base_parser, check_memory, check_ranks, natural, positive_int
 from common.job.atomic_files import exists
@@ -70,9 +69,7 @@ Documents = list[tuple[Tensor, list[tuple[int, int]]]]  # tokens, and where answ
 MicroBatch = tuple[Tensor, Tensor, tuple[int, ...]]  # inputs, targets, the documents' lengths
 
 
-def micro_batches_of(
-    documents: Documents, most: int, device: torch.device, rank: int = 0, size: int = 1
-) -> list[MicroBatch]:
+def micro_batches_of(documents: Documents, most: int, device, rank=0, size=1) -> list[MicroBatch]:
     """This rank's micro-batches of at most `most` tokens.
 
     Every rank computes the same packing, and takes equally many micro-batches of it.
@@ -191,16 +188,13 @@ def write_model(model: nn.Module, files: WeightFiles, out: Path, aside: Path) ->
 
     aside: where to write it, beside `out`; of this run alone. OSError on all ranks if one fails.
     """
-
-    def write_shards() -> None:
-        for unit in model.units:
-            write_shard(files, aside, unit.shapes, unit.owned, unit.shard.detach())
-
+    shards = [(unit.shapes, unit.owned, unit.shard.detach()) for unit in model.units]
     is_first = dist.get_rank() == 0
+    # one replica writes
     is_writer = model.replicate_group is None or dist.get_rank(model.replicate_group) == 0
     for is_mine, write in (
         (is_first, lambda: files.prepare(aside)),
-        (is_writer, write_shards),  # one replica
+        (is_writer, lambda: [write_shard(files, aside, *shard) for shard in shards]),
         (is_first, lambda: publish(aside, out)),
     ):
         error = None
@@ -228,20 +222,17 @@ def load(args) -> tuple[LlamaConfig, WeightFiles, Instructions]:
         with torch.device("meta"):
             shapes = {name: p.shape for name, p in Llama(config).named_parameters()}
         files = WeightFiles(folder, shapes, rank(), world_size())
-    except KeyError as error:
-        fail(f"--model {folder}: there is no {error} in config.json or a header")
-    except (OSError, ValueError) as error:
-        fail(f"--model {folder}: {error}")
+    except (KeyError, OSError, ValueError) as error:
+        absent = "config.json or a header has no " * isinstance(error, KeyError)
+        fail(f"--model {folder}: {absent}{error}")
     longest = min(args.seq_len, config.max_positions)
     if config.window is not None and config.window < longest:
         fail(f"--model {folder}: a sliding window: pass --seq-len {config.window} or less")
     data = load_instructions(args.data, folder, longest, args.valid)
     if data.vocab_size > config.vocab_size:
-        rows = f"token {data.vocab_size - 1}, and the embedding {config.vocab_size} rows"
-        fail(f"--model {folder}: --data has {rows}")
-    args.d_model, args.n_layers, args.n_heads = config.d_model, config.n_layers, config.n_heads
-    if not args.steps:
-        args.steps = math.ceil(args.epochs * len(data.train) / args.global_batch_size)
+        rows = f"the embedding has {config.vocab_size} rows"
+        fail(f"--model {folder}: {rows}, and --data the token {data.vocab_size - 1}")
+    args.steps = args.steps or math.ceil(args.epochs * len(data.train) / args.global_batch_size)
     if args.warmup_steps is None:
         args.warmup_steps = math.ceil(0.03 * args.steps)
     check_ranks(args, data)
@@ -250,8 +241,8 @@ def load(args) -> tuple[LlamaConfig, WeightFiles, Instructions]:
 
 
 def output_folder(args, run: Run, files: WeightFiles) -> tuple[Path | None, Path]:
-    """Where to write the model, and where until it is complete. None: this job has written it,
-    before it was started again."""
+    """Where the model will be, and where it is until it is complete. None: it is there already,
+    by this job before a restart."""
     out = Path(args.out or run.folder / "model")
     name = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
     aside = out.with_name(f".{out.name}.writing-{name}")  # another run may have the same --out
@@ -370,8 +361,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         print0(f"read {files.bytes_read:,} bytes of {files.folder} on rank 0")
     else:
         done = first_step * args.global_batch_size
-        epochs = f"{done / len(data.train):.2f} epochs of {len(data.train):,}"
-        print0(f"{done:,} documents are done, in the order of --seed: {epochs}")
+        print0(f"{done:,} documents of --seed's order are done, of {len(data.train):,} per epoch")
     if data.valid and first_step < args.steps:
         loss = evaluate(model, data, args, device, world)
         print0(f"val loss {loss:.4f} before step {first_step}")

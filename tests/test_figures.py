@@ -252,7 +252,21 @@ DENSE = load_stage("09").MixtureConfig(2304).num_parameters() - EXPERTS
 FLOAT8 = 6 * MATRICES / GPT2.flops_per_token()  # the share of 10's layers
 CASTS = H100.matmul / H100.memory_bandwidth  # FLOPs of the saved half of a matmul per byte
 LLAMA = LlamaConfig(
-    32_000, 4096, 11_008, 32, 32, 32, 128, 2048, 1e-6, 1e4, None, *[False] * 5, True, "silu"
+    32_000,
+    4096,
+    11_008,
+    32,
+    32,
+    32,
+    128,
+    2048,
+    1e-6,
+    None,
+    {},
+    (True,) * 32,
+    *[False] * 5,
+    True,
+    "silu",
 )
 LLAMA_TOKEN = LLAMA.flops_per_token() / 160e12  # seconds on an A100
 LLAMA_LAYER = 4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096

@@ -642,8 +642,8 @@ def test_what_is_wrong_in_the_data_is_named_in_one_line(models, tmp_path, error_
 
 
 BAD_TOKENIZERS = {  # fields of its tokenizer_config.json
-    "a template that is wrong": (dict(chat_template="{% if %}"), "in its object 1: "),
-    "no template": (dict(chat_template=None), "no chat template: a base model?"),
+    "a template that is wrong": (dict(chat_template="{% if %}"), "object 1: "),
+    "no template": (dict(chat_template=None), "the model no chat template"),
     "a template that raises": (dict(chat_template="{{ raise_exception('odd') }}"), "1: odd"),
     "an answer without an end": (dict(chat_template=CHAT.replace("<|end|>", "")), "token of its"),
     "an end that is no token": (dict(chat_template=CHAT.replace("end|>", "eot|>")), "token of its"),
