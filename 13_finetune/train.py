@@ -295,8 +295,8 @@ OTHERS = "data preset d-model n-layers n-heads seq-len steps micro-batch-size wa
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__, without=OTHERS.split())
     add = parser.add_argument
-    add("--model", required=True, help="a Hugging Face folder: config, safetensors, tokenizer")
-    add("--data", required=True, help="a file of instructions in JSON, or sample")
+    add("--model", help="a Hugging Face folder: config, safetensors, tokenizer")
+    add("--data", help="a file of instructions in JSON, or sample")
     add("--out", help="folder to write, seen by all ranks (default: model/ of the run)")
     add("--valid", type=natural, default=0, help="last documents of --data, to evaluate on")
     add("--seq-len", type=positive_int, default=2048, help="most tokens of a micro-batch")
@@ -312,6 +312,8 @@ def parse_args(argv: list[str] | None = None):
     # AdamW moves a weight by about the rate per step; decay would also reach the norms
     parser.set_defaults(lr=2e-5, weight_decay=0.0, global_batch_size=128)
     args = parser.parse_args(argv)
+    if not args.model or not args.data:
+        fail("--model and --data are needed: a Hugging Face folder, and a file of instructions")
     args.epochs = args.epochs or (None if args.steps else 1)
     if world_size() % args.shard_degree:
         fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
