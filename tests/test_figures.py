@@ -254,7 +254,21 @@ CASTS = H100.matmul / H100.memory_bandwidth  # FLOPs of the saved half of a matm
 # what casts and copies move per token and d, by the number of matmuls in float8
 FLOAT8_BYTES = {3: 5 * (7 + 9) + 2 * (7 + 9), 2: 5 * (7 + 9) + 3 * 7}
 LLAMA = LlamaConfig(
-    32_000, 4096, 11_008, 32, 32, 32, 128, 2048, 1e-6, 1e4, None, *[False] * 5, True, "silu"
+    32_000,
+    4096,
+    11_008,
+    32,
+    32,
+    32,
+    128,
+    2048,
+    1e-6,
+    None,
+    {},
+    (True,) * 32,
+    *[False] * 5,
+    True,
+    "silu",
 )
 LLAMA_TOKEN = LLAMA.flops_per_token() / 160e12  # seconds on an A100
 LLAMA_LAYER = 4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096
