@@ -50,11 +50,12 @@ from common.collectives import (
     all_gather_single,
     all_reduce_control,
     broadcast_module,
+    forbid_float16,
     global_norm,
     reduce_scatter_single,
     split_into_buckets,
 )
-from common.guards import forbid_float16, weak
+from common.guards import weak
 from common.unit_parameters import (
     Place,
     is_in_checkpoint,
@@ -94,8 +95,6 @@ class ZeroRedundancyOptimizer:
     module: complete, with the same contiguous parameters on every rank. optimizer_class: for
     instance torch.optim.AdamW; defaults: its keyword arguments. process_group: the ranks that
     shard; None for all. bucket_cap_mb: the most MB of one bucket, 1 of the first.
-
-    `self.optimizer` is the optimizer over the shards, for learning-rate schedulers and checkpoints.
     """
 
     zero_stage = 1
@@ -121,9 +120,14 @@ class ZeroRedundancyOptimizer:
             param.register_post_accumulate_grad_hook(weak(self.mark_ready))
         module.register_forward_pre_hook(partial(forbid_float16, params))
         self.shards = [bucket.shard for bucket in self.buckets]
-        self.optimizer = optimizer_class(self.shards, **defaults)
+        self._optimizer = optimizer_class(self.shards, **defaults)
         # a hook, so that the parameters are gathered no matter who calls step()
         self.optimizer.register_step_post_hook(lambda *_: self.all_gather_parameters())
+
+    @property  # that nothing can replace: its hook gathers
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer over the shards, for learning-rate schedulers and checkpoints."""
+        return self._optimizer
 
     def make_bucket(self, params: list[nn.Parameter]) -> Bucket:
         return Bucket(params, self.group)
@@ -323,7 +327,7 @@ class ZeroStage3:
         named_units = units_with_values(module, units)
         self.units = [Unit(*named_unit, process_group) for named_unit in named_units]
         self.shards = [unit.shard for unit in self.units]
-        self.optimizer = optimizer_class(self.shards, **defaults)
+        self._optimizer = optimizer_class(self.shards, **defaults)
 
     def no_sync(self):
         """Without effect: every backward reduces the gradients."""

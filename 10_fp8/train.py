@@ -94,7 +94,7 @@ class Float8Linear(nn.Module):
         if kind != "Linear" or any(size % 16 for size in shape):
             raise ValueError(f"float8 takes a Linear with multiples of 16, not {kind} {shape}")
         self.weight = plain.weight
-        self.scaling = RECIPES[recipe]
+        self.recipe = recipe  # and not the scaling, which cannot be pickled
 
     def reset_parameters(self) -> None:  # as in nn.Linear
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
@@ -104,11 +104,11 @@ class Float8Linear(nn.Module):
         if not {x.dtype, self.weight.dtype} <= {torch.float32, torch.bfloat16}:
             raise TypeError(f"float8 takes float32 or bfloat16, not {x.dtype}, {self.weight.dtype}")
         rows = x.reshape(-1, x.shape[-1])
-        n_tokens = len(rows)
-        if self.scaling == ScalingType.TensorWise and (n_tokens % 16 or not n_tokens):
+        n_tokens, scaling = len(rows), RECIPES[self.recipe]
+        if scaling == ScalingType.TensorWise and (n_tokens % 16 or not n_tokens):
             # dW sums over the tokens: add rows of zeros, which change no scale and no gradient
             rows = F.pad(rows, (0, 0, 0, 16 - n_tokens % 16))
-        y = Float8Matmuls.apply(rows, self.weight, self.scaling)
+        y = Float8Matmuls.apply(rows, self.weight, scaling)
         if len(y) > n_tokens:  # only if padded: a slice's backward copies the gradient
             y = y[:n_tokens]
         return y.view(*x.shape[:-1], y.shape[1])

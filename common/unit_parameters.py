@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from common.collectives import check_same
+from common.collectives import FLOAT16, check_same
 
 
 def units_with_values(
@@ -64,7 +64,15 @@ def check_options(
     if device.type == "meta":
         raise ValueError("read_shard needs a device: the meta device is none")
     if torch.float16 in options:
-        raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
+        raise ValueError(FLOAT16)
+    dtypes = {dtype for dtype in options if isinstance(dtype, torch.dtype)}
+    if not dtypes <= {torch.bfloat16, torch.float32, torch.float64}:
+        raise ValueError(f"{dtypes} would drop digits of weights or gradients: use bfloat16")
+    for each in module.modules():  # options[0]: param_dtype
+        statistics = getattr(each, "running_mean", None)  # of a BatchNorm
+        if None not in (statistics, each._parameters.get("weight"), options[0]):
+            if options[0] != statistics.dtype:
+                raise ValueError("BatchNorm takes no param_dtype but that of its statistics")
     facts = [(name, p.shape, p.dtype) for name, p in module.named_parameters()]
     facts += [*options, *(buffer.sum() for buffer in module.buffers() if not buffer.is_meta)]
     for each in [group] if replicas is None else [group, replicas]:
