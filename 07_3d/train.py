@@ -14,13 +14,13 @@ optimizer); and a global norm that counts every parameter once. The parts of 05 
 unchanged are beside this file, in tensor_parallel.py and pipeline.py.
 
     P parameters, of which a rank has Q, about P / (pp tp), in l layers; m micro-batches per step
-    A = micro-batch x seq x d_model elements; e = 1 with the embedding, and 1 more with the LM head
+    H = micro-batch x seq x d_model; e = 1 with the embedding, and 1 more with the LM head
 
     memory per rank   4 Q + 12 Q / dp bytes, and until the gradients are reduced 4 Q more; 06's
                       activations for 1 / dp of the batch, sharded as in 05
     sent per step     over dp: reduce-scatter Q + all-gather Q
-                      over tp: 2 (tp-1)/tp m (4 l + e) A elements, and 05's for the loss
-                      over pp: m A per boundary and direction (--sequence-parallel: m A / tp)
+                      over tp: all-reduces of m (4 l + e) H elements, and 05's for the loss
+                      over pp: m H per boundary and direction (--sequence-parallel: m H / tp)
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", 2021; and the papers of 03, 05 and 06.
