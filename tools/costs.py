@@ -156,8 +156,9 @@ def mesh(x: Costs) -> None:
     shards = tp if x.args.sequence_parallel else 1
     part = pipeline(x, pp, x.rank // (dp * tp), 4 * x.A / shards)
     own = tensor_parallel(x, "tp", tp, *part)
-    x.hold(4 * own, 4 * own, 8 * own)
-    x.send("all_reduce", "dp", dp, 4 * own)
+    x.hold(4 * own, 4 * own / dp, 8 * own / dp)  # until they are reduced, all gradients
+    x.send("reduce_scatter_single", "dp", dp, 4 * own)
+    x.send("all_gather_single", "dp", dp, 4 * own)
 
 
 def context_parallel(x: Costs) -> None:
