@@ -224,7 +224,7 @@ def parse_args(argv: list[str] | None = None):
     )
     parser.add_argument("--valid", type=natural, default=0, help="last documents, to evaluate on")
     parser.add_argument(
-        "--shard-degree", type=positive_int, default=world_size(), help="ranks that shard a unit"
+        "--shard-degree", type=positive_int, help="ranks that shard a unit (default: all)"
     )
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
@@ -240,6 +240,7 @@ def parse_args(argv: list[str] | None = None):
             fail(f"--{name.replace('_', '-')} is no flag of this stage: {why}")
     if not args.model or not args.data:
         fail("--model and --data are needed: a Hugging Face folder, and a file of instructions")
+    args.shard_degree = args.shard_degree or world_size()
     if world_size() % args.shard_degree:
         fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
     args.dp, args.micro_batch_size, args.dropout = world_size(), 1, 0.0
