@@ -55,6 +55,8 @@ def saved(train, curve, tmp_path_factory):
 STAGES = list(SAVES)
 PAIRS = [(of, "01") for of in STAGES] + [("01", into) for into in STAGES[1:]]
 PAIRS += list(zip(STAGES[1:], STAGES[2:], strict=False))
+# 14 saves shards of shards, as none of those that it builds on
+PAIRS += [pair for other in ("04", "05", "07") for pair in ((other, "14"), ("14", other))]
 
 
 @pytest.mark.parametrize("of, into", PAIRS)
