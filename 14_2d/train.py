@@ -97,10 +97,10 @@ class FullyShardedTensorParallel(FullyShardedDataParallel):
         replicate_group = mesh.replicate if mesh.replicate.size() > 1 else None
         super().__init__(module, units, mesh.shard, replicate_group, **options)
         self.tp, self.shard_dims = mesh.tp, shard_dims_of(module)  # by name; norms have none
-        sharded = [each for each in module.modules() if isinstance(each, TensorParallelModule)]
-        self.sequence_parallel = any(
-            isinstance(each.region, SequenceParallelRegion) for each in sharded
-        )
+        regions = [m.region for m in module.modules() if isinstance(m, TensorParallelModule)]
+        if any(region.group is not mesh.tp for region in regions):
+            raise ValueError("the module's matrices are sharded over another group than mesh.tp")
+        self.sequence_parallel = any(isinstance(r, SequenceParallelRegion) for r in regions)
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
@@ -108,19 +108,6 @@ class FullyShardedTensorParallel(FullyShardedDataParallel):
         super().finish_gradient_synchronization()
         if self.sequence_parallel:
             self.all_reduce_replicated_gradients()
-
-    def gradients_of(self, sharded: bool) -> list[Tensor]:
-        """Views of this rank's gradients, of the parameters that are sharded over tp or of the
-        others: norms. One view per unit is empty, since a rank may own no part of such parameters.
-        """
-        views = []
-        for unit in self.units:
-            if unit.shard.grad is None:  # no backward has reached it
-                continue
-            ranges = ranges_in(unit.shapes, unit.owned)
-            parts = [part for name, _, part in ranges if (name in self.shard_dims) == sharded]
-            views += [unit.shard.grad[part] for part in [slice(0), *parts]]
-        return views
 
     def all_reduce_replicated_gradients(self) -> None:
         """Sum the norms' gradients, once per step: each rank's are of its part of the sequence."""
@@ -146,6 +133,19 @@ class FullyShardedTensorParallel(FullyShardedDataParallel):
         for grad in grads:
             grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
+
+    def gradients_of(self, sharded: bool) -> list[Tensor]:
+        """Views of this rank's gradients, of the parameters that are sharded over tp or of the
+        others: norms. One view per unit is empty, since a rank may own no part of such parameters.
+        """
+        views = []
+        for unit in self.units:
+            if unit.shard.grad is None:  # no backward has reached it
+                continue
+            ranges = ranges_in(unit.shapes, unit.owned)
+            parts = [part for name, _, part in ranges if (name in self.shard_dims) == sharded]
+            views += [unit.shard.grad[part] for part in [slice(0), *parts]]
+        return views
 
 
 def ranges_in(shapes: dict[str, torch.Size], owned: slice) -> Iterator[tuple[str, int, slice]]:
