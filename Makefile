@@ -18,6 +18,7 @@ help help-all: ### this list
 # NPROC=4     processes of run-02 and later; by default one per GPU, or two without a GPU
 # ARGS="..."  flags of what the target runs: make run-01 ARGS="--data sample --steps 100"; ARGS=--help lists them
 # EDIT="..."  an expression for sed: run-NN trains with this change to the script, and prints it
+# FILE=       the file that EDIT changes in place of the script, beside it: FILE=pipeline.py for 07
 # NODES= GPUS= CPUS= MEM= PARTITION= ACCOUNT= TIME=    of a job: make submit-02 NODES=4 GPUS=8 MEM=0
 # FROM=01     the stage that diff-NN compares with; by default the one that its stage.toml names
 # DEVICE=cuda dry-run-NN on fake GPU tensors: memory as on a GPU, and where the host waits for it
@@ -82,10 +83,12 @@ dry-run-all: $(READY) ### every stage on 8 to 4096 ranks, in one table
 plan: $(READY) ## the fastest layouts of a model on your GPUs: see RUNNING.md
 	@$(python) -m tools.planner.plan $(ARGS)
 # ---- write ----
+copies: ### write the files beside train.py anew, which a stage takes unchanged from earlier ones
+	@$(or $(wildcard $(python)),$(PYTHON)) -m tools.copies
 exercise-%: $$(folder)/train.py $(READY) ## write stage NN yourself: its script with blanks, in exercises/
 	@$(python) -m tools.exercise $* $(ARGS)
 check-%: $$(folder)/train.py $(READY) ## check that exercise, or SCRIPT= a changed copy of the stage's script
-	@OMP_NUM_THREADS=1 PYTHONPATH=. $(python) tests/check_script.py $* $${SCRIPT:+"$$SCRIPT"}
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(python) tests/check.py $* $${SCRIPT:+"$$SCRIPT"}
 first-difference: $(READY) ### where two runs begin to differ: ARGS="RUN REFERENCE"
 	@$(python) -m tools.first_difference $(or $(ARGS),--help)
 # ---- check ----

@@ -22,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from common.batches import eval_batches, train_batches
-from common.job.arguments import base_parser, check_arguments, model_config
-from common.job.corpus import load_corpus
-from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
 from common.shards import training_state
+
+from common.job.arguments import base_parser, check_arguments, model_config
+from common.job.corpus import load_corpus
+from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
 # The training loop

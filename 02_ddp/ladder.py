@@ -28,9 +28,10 @@ import train
 from torch import Tensor, nn
 
 from common.distributed import print0
+from common.model import Transformer, TransformerConfig, init_weights
+
 from common.job.arguments import positive
 from common.job.launch import cleanup, setup
-from common.model import Transformer, TransformerConfig, init_weights
 
 # ---- the network ----
 

@@ -40,14 +40,15 @@ from common.guards import weak
 from common.batches import eval_batches, train_batches
 from common.distributed import World
 from common.guards import guard
-from common.job.arguments import base_parser, check_arguments, model_config, positive
-from common.job.corpus import load_corpus
-from common.job.launch import cleanup, setup, world_size
-from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
 from common.shards import training_state
+
+from common.job.arguments import base_parser, check_arguments, model_config, positive
+from common.job.corpus import load_corpus
+from common.job.launch import cleanup, setup, world_size
+from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
 # The technique: gradients in buckets, all-reduced while backward runs

@@ -70,14 +70,15 @@ from common.unit_parameters import (
 from common.batches import eval_batches, train_batches
 from common.distributed import World, group_along
 from common.guards import guard
-from common.job.arguments import base_parser, check_arguments, model_config, positive_int
-from common.job.corpus import load_corpus
-from common.job.launch import cleanup, fail, setup, world_size
-from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, initial_shard
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import State, state_of_flat_tensors, tensors_of
+
+from common.job.arguments import base_parser, check_arguments, model_config, positive_int
+from common.job.corpus import load_corpus
+from common.job.launch import cleanup, fail, setup, world_size
+from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
 # The technique: flat buffers, of which each rank owns a shard

@@ -36,9 +36,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# With one hardware queue kernels start in launch order, so an all-reduce is in flight before the
-# matmul that hides it starts. From Blackwell on GPUs do not need it (Megatron-LM, arguments.py).
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
 import torch.distributed as dist
@@ -61,12 +58,17 @@ from common.module_checks import check_plain, forbid_create_graph
 
 # isort: split
 from common.batches import eval_batches, train_batches
+from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.shards import training_state
+
 from common.job.arguments import base_parser, check_arguments, model_config
 from common.job.corpus import load_corpus
 from common.job.launch import cleanup, setup, world_size
 from common.job.run import Run
-from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.shards import training_state
+
+# With one hardware queue kernels start in launch order, so an all-reduce is in flight before the
+# matmul that hides it starts. From Blackwell on GPUs do not need it (Megatron-LM, arguments.py).
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 # ------------------------------------------------------------------------------------------------
 # The technique: column-parallel, then row-parallel, and one all-reduce

@@ -59,14 +59,15 @@ from common.module_checks import check_plain, forbid_create_graph
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.distributed import group_along
-from common.job.arguments import base_parser, check_pipeline, model_config, positive_int
-from common.job.corpus import load_corpus
-from common.job.launch import cleanup, setup, world_size
-from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import training_state
+
+from common.job.arguments import base_parser, check_pipeline, model_config, positive_int
+from common.job.corpus import load_corpus
+from common.job.launch import cleanup, setup, world_size
+from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
 # The technique: schedules that tell each rank what to do next, and one executor

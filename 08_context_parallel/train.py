@@ -61,14 +61,15 @@ from common.counter_rng import Positions
 from common.batches import eval_batches, train_batches
 from common.counter_rng import CounterDropout
 from common.distributed import World, group_along
-from common.job.arguments import base_parser, check_arguments, model_config, positive_int
-from common.job.corpus import load_corpus
-from common.job.launch import cleanup, fail, setup, world_size
-from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Attention, Transformer, init_weights
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
 from common.shards import training_state
+
+from common.job.arguments import base_parser, check_arguments, model_config, positive_int
+from common.job.corpus import load_corpus
+from common.job.launch import cleanup, fail, setup, world_size
+from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
 # The technique: keys and values travel around a ring, and log-sum-exps merge the results

@@ -30,8 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed import print0
-from common.job.launch import cleanup, rank, setup
 from common.model import Transformer
+
+from common.job.launch import cleanup, rank, setup
 
 NEARLY_TIED = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # difference of two scores, by --dtype
 

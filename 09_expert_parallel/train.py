@@ -54,6 +54,11 @@ from common.loss import in_autocast_dtype
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.distributed import World, group_along, print0
+from common.loss import IGNORED
+from common.model import MLP, Transformer, TransformerConfig, init_weights
+from common.optimization import adamw_settings, learning_rate, set_learning_rate
+from common.shards import training_state
+
 from common.job.arguments import (
     base_parser,
     check_arguments,
@@ -64,10 +69,6 @@ from common.job.arguments import (
 from common.job.corpus import load_corpus
 from common.job.launch import cleanup, fail, setup, world_size
 from common.job.run import Run
-from common.loss import IGNORED
-from common.model import MLP, Transformer, TransformerConfig, init_weights
-from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.shards import training_state
 
 # ------------------------------------------------------------------------------------------------
 # The technique: tokens travel to their experts and back

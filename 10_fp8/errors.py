@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 from train import E4M3, E5M2, RECIPES, Float8, Float8Linear, to_float8
 
-from common.job.corpus import load_corpus
 from common.model import Transformer, TransformerConfig, init_weights
+
+from common.job.corpus import load_corpus
 
 # ---- the error of the gradients ----
 

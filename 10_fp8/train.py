@@ -42,14 +42,15 @@ from common.module_checks import check_plain, forbid_create_graph
 from common.batches import eval_batches, train_batches
 from common.collectives import all_reduce_control, average_gradients
 from common.distributed import World
-from common.job.arguments import base_parser, check_arguments, model_config
-from common.job.corpus import load_corpus
-from common.job.launch import cleanup, fail, setup, world_size
-from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
 from common.shards import training_state
+
+from common.job.arguments import base_parser, check_arguments, model_config
+from common.job.corpus import load_corpus
+from common.job.launch import cleanup, fail, setup, world_size
+from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
 # The technique: scale, round to float8, multiply

@@ -43,14 +43,15 @@ from common.guards import NoGradient
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.distributed import World
-from common.job.arguments import base_parser, check_arguments, model_config
-from common.job.corpus import load_corpus
-from common.job.launch import cleanup, setup, world_size
-from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import State, tensors_of
+
+from common.job.arguments import base_parser, check_arguments, model_config
+from common.job.corpus import load_corpus
+from common.job.launch import cleanup, setup, world_size
+from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
 # The technique: reduce each matrix's gradient to its owner, which broadcasts the update

@@ -25,12 +25,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.model import Transformer, TransformerConfig, initial_shard
+from common.optimization import adamw_settings
+
 from benchmarks.bench import interval
 from common.job.launch import cleanup, setup
 from common.job.run import keep_freed_memory
 from common.job.ssd_state import GRADIENT, SLOT, StateFile, StateFolder, return_freed_memory
-from common.model import Transformer, TransformerConfig, initial_shard
-from common.optimization import adamw_settings
 from tools.stages import load_stage
 
 SETTINGS = adamw_settings(1e-4, 0.1)

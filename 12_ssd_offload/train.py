@@ -54,8 +54,6 @@ from common.collectives import (
     norms_of_rows,
     reduce_scatter_single,
 )
-from common.job.launch import fail
-from common.job.ssd_state import GRADIENT, SLOT, StateFile, StateFolder
 from common.unit_parameters import (
     Place,
     cast_inputs,
@@ -70,19 +68,24 @@ from common.unit_parameters import (
     units_with_values,
 )
 
+from common.job.launch import fail
+from common.job.ssd_state import GRADIENT, SLOT, StateFile, StateFolder
+
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.distributed import World, print0
 from common.guards import guard
-from common.job.arguments import base_parser, check_arguments, model_config
-from common.job.checkpoint_hooks import SHAPE, checkpoints, compare_runs
-from common.job.corpus import load_corpus
-from common.job.launch import cleanup, setup, world_size
-from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer, initial_shard
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import State, state_of_flat_tensors
+
+from common.job.arguments import base_parser, check_arguments, model_config
+from common.job.checkpoint_hooks import checkpoints
+from common.job.corpus import load_corpus
+from common.job.launch import cleanup, setup, world_size
+from common.job.run import Run
+from common.job.run_changes import SHAPE, compare_runs
 
 # ------------------------------------------------------------------------------------------------
 # The technique: AdamW on files, during backward

@@ -37,9 +37,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from common.model import Linear, Transformer, TransformerConfig, init_weights, linear_cross_entropy
+
 from common.job.run import keep_freed_memory
 from common.job.ssd_state import StateFolder, return_freed_memory
-from common.model import Linear, Transformer, TransformerConfig, init_weights, linear_cross_entropy
 from tools.stages import load_stage
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}

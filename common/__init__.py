@@ -1,30 +1,32 @@
-"""What the stages share and no stage teaches. What a reader needs, in reading order:
+"""Two rooms. What a reader needs, in reading order; no file of it imports one of job/:
 
 model.py               the transformer as a list of units
 loss.py                cross-entropy in chunks, without the full logits in memory
 counter_rng.py         stateless randomness: seeds from names, dropout masks from counters
 batches.py             batches as functions of (seed, step)
 optimization.py        AdamW's settings, the learning-rate schedule, clipping
+distributed.py         the ranks: joining the others, groups along a mesh, printing and saving once
 collectives.py         PyTorch's collectives, a ledger of their bytes, buckets, the global norm
 shards.py              what a rank has of each tensor of a checkpoint
+guards.py              what breaks the contract of a wrapper is an error, seen from outside
+module_checks.py       what is checked of a module that is replaced, and of a backward
 unit_parameters.py     for 03, 04, 12 and 13: a model's units and parameters, and their checks
 llama.py               for 13: models with the parameter names of Hugging Face
 packing.py             its micro-batches: documents side by side
-guards.py              what breaks the contract of a wrapper is an error, seen from outside
-module_checks.py       what is checked of a module that is replaced, and of a backward
+weight_files.py        its files: where the values of a tensor are
 
-And what a job needs, in job/. Nothing above imports it, and no lesson is in it:
+What a job needs, in job/, with no lesson in it:
 
-launch.py              the process group: launchers, start, end, errors
+launch.py              launchers, the start and the end of a process, errors
 arguments.py           the flags that every stage has, and their checks
 corpus.py              corpora as memory-mapped tokens; sample.txt.gz is the text of `--data sample`
 run.py                 a run: its steps, when it saves and when it stops
 run_folder.py          its folder: the name, the lock, and what is moved aside of another run
+run_changes.py         what may change when it continues from a checkpoint, and what may not
 metrics.py             what a logged line holds, how it prints, where it is written
 checkpoint.py          saving and loading, in the format of torch.distributed.checkpoint
-checkpoint_hooks.py  how checkpoints are stored: checksums, and loading that runs no code
+checkpoint_hooks.py    what that calls: atomic commits, checksums, loading that runs no code
 atomic_files.py        files that are complete or absent, on disks and file systems that fail
-ssd_state.py           for 12: a rank's files, and how they survive a kill
 instructions.py        for 13: instructions and answers as tokens
-weight_files.py        its files: where the values of a tensor are
+ssd_state.py           for 12: a rank's files, and how they survive a kill
 """

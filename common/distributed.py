@@ -14,7 +14,6 @@ from datetime import timedelta
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,11 +75,10 @@ def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> d
     size, stride = shape[axis], prod(shape[axis + 1 :])
     firsts = (rank for rank in range(prod(shape)) if rank // stride % size == 0)
     lines = [[first + i * stride for i in range(size)] for first in firsts]
-    options = {"timeout": timedelta(seconds=timeout), "group_desc": name}
-    return dist.new_subgroups_by_enumeration(lines, **options)[0]
+    return dist.new_subgroups_by_enumeration(lines, timedelta(seconds=timeout), group_desc=name)[0]
 
 
-def print0(*values: Any, **kwargs: Any) -> None:
+def print0(*values: object, **kwargs: object) -> None:
     if _is_rank_0():
         say(*values, **kwargs)
 
@@ -106,7 +104,7 @@ def _is_rank_0() -> bool:
     return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))) == 0
 
 
-def say(*values: Any, **kwargs: Any) -> None:
+def say(*values: object, **kwargs: object) -> None:
     """`print`, flushed. A full disk or a closed terminal is reported once and ends no run."""
     try:
         print(*values, **{"flush": True, **kwargs})

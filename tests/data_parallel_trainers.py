@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from common.collectives import all_gather_single
 from common.guards import guard
+
 from tools.stages import load_stage
 
 STRATEGIES = {  # stage, and arguments of its class

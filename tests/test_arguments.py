@@ -17,8 +17,9 @@ from harness import load_stage, stage_file, stages
 from late_backend import recorded_calls
 from processes import end_as_a_launcher_would, start
 
-from common.job import arguments
 from common.model import TransformerConfig
+
+from common.job import arguments
 from tools.stages import needs_model
 
 TABLE = Path(__file__).with_name("bad_arguments.txt")
@@ -78,7 +79,7 @@ def main_with(argv: list[str], of_rank_1: dict) -> None:
     """Train with other flags, or another script, on rank 1."""
     others = of_rank_1 if torch.distributed.get_rank() == 1 else {}
     flags = [f"{name}={value}" for name, value in others.items() if name != "CODE"]
-    with patch.object(sys, "argv", [others.get("CODE", "")]):
+    with patch.object(sys, "argv", [others.get("CODE", f"{argv[-1]}-script/train.py")]):
         load_stage("02").main([*argv, *flags])
 
 
@@ -89,7 +90,9 @@ def main_with(argv: list[str], of_rank_1: dict) -> None:
         ({"--d-model": "64"}, ["--d-model is"]),  # before any message of the model's shapes
         ({"--data": "{other}"}, ["the hash of --data is"]),
         ({"--data": "{absent}"}, ["rank 1 on", "absent/train.txt"]),
-        ({"CODE": __file__}, ["the hash of the code is"]),
+        ({"CODE": "{changed}/train.py"}, ["the hash of the code is"]),
+        ({"CODE": "{beside}/train.py"}, ["the hash of the code is"]),
+        ({"CODE": "{same}/train.py"}, []),
         ({"--data": "{copy}"}, []),  # each node may have its own copy
     ],
 )
@@ -99,7 +102,12 @@ def test_ranks_that_differ_are_an_error_that_names_what_differs(
     for name in ("other", "copy"):
         shutil.copytree(corpus_dir, tmp_path / name)
     (tmp_path / "other/test.txt").write_text("word1 word2\n")
-    places = {name: str(tmp_path / name) for name in ("other", "copy", "absent")}
+    scripts = {"run-script": "11", "same": "11", "changed": "21", "beside": "12"}
+    for name, (script, other) in scripts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(script)
+        (tmp_path / name / "pipeline.py").write_text(other)
+    places = {name: str(tmp_path / name) for name in ("other", "copy", "absent", *scripts)}
     of_rank_1 = {name: value.format(**places) for name, value in of_rank_1.items()}
     argv = f"{BASE} --data {corpus_dir} --run-dir {tmp_path}/run".split()
     ended = fresh_pool(2).attempt(main_with, argv, of_rank_1)

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import pickle
+import re
 import shutil
 import time
 import types
@@ -21,11 +22,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from common.model import Transformer, TransformerConfig, init_weights
+from common.shards import Shard, training_state
+
 from common.job import checkpoint_hooks as storage
 from common.job import launch
 from common.job.checkpoint import Checkpointer, checkpoints
-from common.model import Transformer, TransformerConfig, init_weights
-from common.shards import Shard, training_state
 
 STUB = types.SimpleNamespace(state={})  # no optimizer's step to set
 
@@ -90,6 +92,25 @@ def test_round_trip_of_large_small_and_non_contiguous_tensors(tmp_path):
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     assert load_checkpoint(tmp_path, "auto", found) == 1
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_the_way_of_a_tensor_is_as_the_module_describes_it(tmp_path, monkeypatch):
+    listed = re.findall(r"^ {8,}(\w+)\.(\w+)  ", storage.__doc__, re.MULTILINE)
+    called = {}  # in the order of the first calls
+
+    def recorded(names: tuple[str, str], method):
+        return lambda *args, **kwargs: called.setdefault(names) or method(*args, **kwargs)
+
+    for owner, name in listed:
+        kind = getattr(storage, owner, Shard)
+        monkeypatch.setattr(kind, name, recorded((owner, name), getattr(kind, name)))
+    state = {
+        "model.plain": torch.ones(3),
+        "model.sharded": Shard.of_slice((2,), 0, 0, torch.ones(2)),
+    }
+    save_checkpoint(tmp_path, 1, state)
+    load_checkpoint(tmp_path, "auto", state)
+    assert [*called] == listed and len(listed) > 10
 
 
 # ---- shards ----

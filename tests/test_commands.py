@@ -347,6 +347,31 @@ def test_edits_at_the_same_time_have_scripts_of_their_own(tmp_path):
     assert [*script.parent.iterdir()] == [script]
 
 
+def test_an_edit_of_a_file_beside_the_script_reaches_the_script(tmp_path):
+    folder, root = tmp_path / "07_3d", {"cwd": tmp_path, "text": True, "capture_output": True}
+    folder.mkdir(), (tmp_path / "common").mkdir()
+    lines = ["import os", "import sys", "from pathlib import Path"]
+    lines += ["sys.path.insert(0, str(Path(__file__).resolve().parent))"]
+    lines += ["import pipeline, other", "print(pipeline.a, other.a, os.environ['EDIT'])"]
+    (folder / "train.py").write_text("\n".join(lines) + "\n")
+    for name in ("pipeline", "other"):
+        (folder / f"{name}.py").write_text("a = 1\n")
+    command = ["sh", REPO / "tools/run.sh", "true", "07_3d/train.py"]
+    edits = {
+        ("s/1/2/", "pipeline.py"): "2 1 pipeline.py: s/1/2/",
+        ("s/other.a/7/", ""): "1 7 s/other.a/7/",
+    }
+    for (edit, file), expected in edits.items():
+        environment = os.environ | {"EDIT": edit, "FILE": file, "PYTHONSAFEPATH": "1"}
+        ran = subprocess.run(command, env=environment, **root)
+        edited = ran.stdout.split()[-1]
+        environment["EDIT"] = f"{file}: {edit}" if file else edit
+        done = subprocess.run([sys.executable, edited], env=environment, **root)
+        assert done.stdout == f"{expected}\n", (ran, done)
+    done = subprocess.run(command, env=os.environ | {"EDIT": "s/b/2/", "FILE": "other.py"}, **root)
+    assert done.returncode == 2 and "changes nothing in 07_3d/other.py" in done.stderr
+
+
 def test_sbatch_files_differ_in_names_and_numbers_alone_and_have_the_warning_of_launch_sh():
     assert "${SBATCH_SIGNAL:-B:USR1@180}" in (REPO / "slurm/launch.sh").read_text()
     others = set()

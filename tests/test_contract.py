@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from common.guards import guard
+
 from common.job.ssd_state import StateFolder
 from tools.stages import load_stage
 

@@ -1,5 +1,7 @@
 """The READMEs' section "Copy": what it lists, in a folder alone, trains another model.
 
+The files beside a script are such copies, too.
+
 The first paragraph of a section says what to take, its first block trains a model, and its second
 one saves and loads the state, which every rank loses in between. The same block runs once more.
 """
@@ -23,9 +25,10 @@ import torch
 from processes import free_port
 from torch import nn
 
+from tools import copies
 from tools.export import write_weights
 from tools.pool import fork_server
-from tools.stages import REPO, needs_model, stage_file, stage_path, stages
+from tools.stages import REPO, beside, load_file, needs_model, stage_file, stage_path, stages
 
 COPIED = stages()[1:]
 
@@ -98,36 +101,18 @@ class Section:
         readme = stage_path(self.stage).with_name("README.md").read_text()
         assert "\n## Copy\n" in readme, f"{self.stage}'s README has no section Copy"
         text = readme[readme.index("\n## Copy\n") + 1 :].split("\n## ")[0]
-        self.what_to_take = text[: text.index("```")]
+        self.what_to_take = copies.what_to_take(self.stage)
         self.example, self.saving = re.findall(r"```python\n(.*?)```", text, re.S)
         (self.file,) = re.findall(r"\bas `(\w+\.py)`", self.what_to_take)
         self.common = re.findall(r"`(common/(?:job/)?\w+\.py)`", self.what_to_take)
-        without = re.search(r"without (`\w+`)", self.what_to_take)
-        self.without = without[1].strip("`") if without else None
         ranks = re.search(r"on each of (\d+) ranks", self.what_to_take)
         self.ranks = int(ranks[1]) if ranks else 2
         self.width = int(re.search(r"Linear\((\d+)", self.example)[1])
 
-    def technique(self) -> str:
-        """The file that the first paragraph describes."""
-        text = stage_path(self.stage).read_text()
-        rule = "# " + "-" * 96 + "\n"
-        taken = [text[text.index("from __future__") : text.index("# isort: split")]]
-        _, *sections = re.split(rf"(?m)^{rule}(?=# )", text)  # each begins with its title
-        taken += [section for section in sections if section.startswith("# The technique")]
-        if "repeats" in self.what_to_take:
-            (repeated,) = [part for part in sections if re.match("# .*epeated to the letter", part)]
-            taken.append(repeated[: repeated.index("\nif __name__")])
-        code = re.sub(r"(?m)^sys\.path.*\n", "", "".join(taken))
-        if self.without:
-            (gone,) = [
-                node
-                for node in ast.parse(code).body
-                if isinstance(node, ast.FunctionDef) and node.name == self.without
-            ]
-            lines = code.splitlines(keepends=True)
-            code = "".join(lines[: gone.lineno - 1] + lines[gone.end_lineno :])
-        return code
+    def files(self) -> dict[str, str]:
+        """What the first paragraph describes: a file, and those beside `train.py`."""
+        others = {path.name: path.read_text() for path in beside(self.stage)}
+        return {self.file: copies.technique(self.stage)} | others
 
     def loop(self) -> str:
         return self.example[self.example.index("for x, y in ") :]
@@ -148,7 +133,8 @@ class Section:
         lines = []
         for node in ast.parse(self.example).body:
             code = ast.unparse(node)
-            if f"from {self.file.removesuffix('.py')} import" in code or "init_process" in code:
+            names = "|".join(name.removesuffix(".py") for name in self.files())
+            if re.match(f"from ({names}) import", code) or "init_process" in code:
                 continue
             if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef):
                 lines.append(code)
@@ -209,7 +195,8 @@ def section(request) -> Section:
 def test_a_copied_technique_trains_another_model(tmp_path, section, monkeypatch):
     """As the plain model; a stage that computes something else, as the same lines on one rank."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    (tmp_path / section.file).write_text(section.technique())
+    for name, text in section.files().items():
+        (tmp_path / name).write_text(text)
     for name in section.common:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / name, tmp_path / name)
@@ -229,8 +216,9 @@ def test_a_copied_technique_trains_another_model(tmp_path, section, monkeypatch)
 
 def test_the_section_lists_what_the_copy_imports(tmp_path, section):
     """No file more or less, and no name in the copy that its imports do not define."""
-    code = section.technique()
-    needed, queue = set(), [code, section.example]
+    files = section.files()
+    assert {*files} == {*re.findall(r"`(?!train)(\w+\.py)`", section.what_to_take)}
+    needed, queue = set(), [*files.values(), section.example]
     while queue:
         for name in re.findall(r"^from (common\.[\w.]+) import", queue.pop(), re.M):
             file = name.replace(".", "/") + ".py"
@@ -238,10 +226,51 @@ def test_the_section_lists_what_the_copy_imports(tmp_path, section):
                 needed.add(file)
                 queue.append((REPO / file).read_text())
     assert needed == set(section.common)
-    (tmp_path / section.file).write_text(code)
+    (tmp_path / section.file).write_text(files[section.file])
     ruff = [Path(sys.executable).with_name("ruff"), "check", "--isolated", "--select", "F821"]
     done = subprocess.run([*ruff, section.file], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+# ---- the files beside a script ----
+
+
+@pytest.mark.parametrize("stage", stages())
+def test_the_files_beside_a_script_are_those_of_the_sections_copy(stage):
+    for path, text in copies.expected(stage).items():
+        origin = Section(stage_file(stage).copies[path.name])
+        assert path.name == origin.file
+        assert path.read_text().partition("\n")[2] == copies.technique(origin.stage), "make copies"
+        assert path.read_text() == text, "make copies"
+
+
+@pytest.mark.parametrize("stage", stages())
+def test_a_script_uses_no_norm_of_the_files_beside_it(stage):
+    """Those sum the squares over the ranks of another stage."""
+    own = {path.stem for path in beside(stage)}
+    for node in ast.walk(ast.parse(stage_path(stage).read_text())):
+        if isinstance(node, ast.Import):
+            assert not own & {name.name for name in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module in own:
+            assert not {"clip_grad_norm_", "*"} & {name.name for name in node.names}
+
+
+def test_each_script_gets_the_files_of_its_own_folder(tmp_path):
+    """Also if another one has a file of the same name; and no folder stays on the path."""
+    names = {name.removesuffix(".py") for x in stages() for name in stage_file(x).copies}
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        lines = ["import sys", "from pathlib import Path"]
+        lines += ["sys.path.insert(0, str(Path(__file__).resolve().parent))"]
+        for name in names:
+            (folder / f"{name}.py").write_text(f"origin = {folder.name!r}\n")
+            lines += [f"from {name} import origin as {name}"]
+        (folder / "train.py").write_text("\n".join(lines))
+    before = sys.path[:]
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        module = load_file(folder / "train.py", f"script_{folder.name}")
+        assert {getattr(module, name) for name in names} == {folder.name}
+        assert sys.path == before
 
 
 def test_the_readme_has_a_line_for_every_stage():

@@ -23,10 +23,11 @@ from harness import REPO, load_stage
 
 from common.batches import Batching, eval_batches, train_batches
 from common.counter_rng import sample_keys
-from common.job import corpus as data
-from common.job.corpus import EOS, UNKNOWN, load_corpus
 from common.loss import IGNORED
 from common.model import Transformer, TransformerConfig, init_weights
+
+from common.job import corpus as data
+from common.job.corpus import EOS, UNKNOWN, load_corpus
 
 CPU = torch.device("cpu")
 SEQ = 8

@@ -51,19 +51,21 @@ def noise(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
 
 
 BANNER = "# The training loop"
-COPIES = "to the letter from"  # in the title of the third banner, if there is one
 
 
 def without_technique(stage: str) -> list[str]:
     """The imports and the training loop, which all stages share.
 
-    The technique is left out: it is replaced as a whole, so an equal line elsewhere was not moved.
+    The technique and what it imports of common/ are left out: they are replaced as a whole, so an
+    equal line elsewhere was not moved.
     """
     lines = lines_of(stage)
     technique = next((i for i, x in enumerate(lines) if x.startswith("# The technique")), None)
-    loop = lines.index(BANNER)
-    copies = next((i for i in range(loop, len(lines)) if COPIES in lines[i]), len(lines))
-    return lines if technique is None else lines[:technique] + lines[loop:copies]
+    if technique is None:
+        return lines
+    imports = next(i for i, line in enumerate(lines) if line.startswith("from common."))
+    split, loop = lines.index("# isort: split"), lines.index(BANNER)
+    return lines[:imports] + lines[split:technique] + lines[loop:]
 
 
 @pairs
@@ -105,7 +107,6 @@ def differing(pairs: list[tuple[Block | None, Block]]) -> dict[str, str]:
     for base, block in pairs:
         if block.name.startswith("#"):
             inside = (inside or "# The technique" in block.name) and block.name != BANNER
-            inside = inside or COPIES in block.name
         elif inside and base and base.lines != block.lines:
             if block.name != block.owner or block.name == base.name:
                 found[block.name] = f"{base.name} in {base.stage}"

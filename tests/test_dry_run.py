@@ -14,6 +14,7 @@ from harness import REPO, PeakMemory, cases, load_stage
 from torch.utils._python_dispatch import _disable_current_modes
 
 from common import collectives
+
 from tools.dry_run import PATCHES, Report, dry_run
 
 pytestmark = pytest.mark.slow

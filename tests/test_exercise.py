@@ -47,7 +47,7 @@ def test_make_check_names_a_planted_bug(bug, tmp_path):
     text = stage_path(stage).read_text()
     assert text.count(old) == 1
     (tmp_path / "copy.py").write_text(text.replace(old, new))
-    command = [sys.executable, REPO / "tests/check_script.py", stage, tmp_path / "copy.py"]
+    command = [sys.executable, REPO / "tests/check.py", stage, tmp_path / "copy.py"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "RUNS_"))}
     environment |= {"PYTHONPATH": str(REPO), "RERUNS": "0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from common.counter_rng import sample_keys
-from common.job.checkpoint import checkpoints
 from common.model import MLP, Transformer, TransformerConfig, init_weights
+
+from common.job.checkpoint import checkpoints
 from tools.dry_run import PATCHES, dry_run
 from tools.export import tensors_of
 

@@ -16,10 +16,11 @@ from test_finetune import weights_of
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from common.job.checkpoint import checkpoints
-from common.job.corpus import load_corpus
 from common.llama import Llama, LlamaConfig
 from common.model import Transformer, TransformerConfig, init_weights
+
+from common.job.checkpoint import checkpoints
+from common.job.corpus import load_corpus
 from tools import export
 
 pytestmark = pytest.mark.slow

@@ -21,10 +21,11 @@ import torch
 from data_parallel_trainers import Trainer
 from harness import REPO, PeakMemory, fake_ranks, live_bytes, load_stage, runs_for
 
-from benchmarks.rows import SHAPES
-from common.job.arguments import PRESETS
 from common.llama import LlamaConfig
 from common.model import Transformer, TransformerConfig, init_weights
+
+from benchmarks.rows import SHAPES
+from common.job.arguments import PRESETS
 from tools.costs import costs_of
 from tools.dry_run import Report, dry_run, figures
 from tools.planner import plan, step_time

@@ -20,12 +20,13 @@ from harness import BFLOAT16, REPO, assert_same_curve, load_stage, process_bytes
 from torch import Tensor
 
 from common.batches import global_batch
-from common.job.instructions import load_instructions
 from common.llama import Llama, LlamaConfig
 from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate
 from common.packing import pack, packed_batches
 from common.weight_files import DTYPES
+
+from common.job.instructions import load_instructions
 from tools.dry_run import dry_run
 from tools.export import export_folder, run_and_checkpoint
 

@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
 
 from common.model import Transformer, TransformerConfig, init_weights
+
 from tools.stages import lacks_on_cpu, stage_file
 
 stage = load_stage("10")
-cost, errors = importlib.import_module("cost"), importlib.import_module("errors")
+overhead, errors = importlib.import_module("overhead"), importlib.import_module("errors")
 E4M3, E5M2 = stage.E4M3, stage.E5M2
 ROWWISE, TENSORWISE = stage.RECIPES.values()
 README = (REPO / "10_fp8/README.md").read_text()
@@ -348,7 +349,7 @@ def test_what_a_layer_saves_is_what_the_readme_says(autocast):
     name = "bfloat16" if autocast else "float32"
     stated = re.search(rf"^\| {name} \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", README, re.M)
     for recipe, figure in zip((None, *stage.RECIPES), stated.groups(), strict=True):
-        assert abs(cost.saved_bytes(recipe, autocast) - float(figure)) < 0.2
+        assert abs(overhead.saved_bytes(recipe, autocast) - float(figure)) < 0.2
 
 
 # ---- what the casts cost ----
@@ -356,18 +357,18 @@ def test_what_a_layer_saves_is_what_the_readme_says(autocast):
 
 @recipes
 def test_a_cast_moves_the_bytes_of_the_readme(recipe):
-    for name, dtype in cost.DTYPES.items():
+    for name, dtype in overhead.DTYPES.items():
         (stated,) = re.findall(rf"^\| {name} \| (\d+) \| \d+ \|$", README, re.M)
-        assert cost.bytes_as_written(recipe, dtype) == int(stated)
+        assert overhead.bytes_as_written(recipe, dtype) == int(stated)
 
 
 @pytest.mark.slow
 @compiler
 @recipes
 def test_a_compiled_cast_reads_its_input_twice_and_writes_float8(recipe):
-    for name, dtype in cost.DTYPES.items():
+    for name, dtype in overhead.DTYPES.items():
         (stated,) = re.findall(rf"^\| {name} \| \d+ \| (\d+) \|$", README, re.M)
-        fused, kernels = cost.compiled_cast(recipe, dtype)
+        fused, kernels = overhead.compiled_cast(recipe, dtype)
         assert fused == int(stated) and len(kernels) == 1
 
 

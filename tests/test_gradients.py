@@ -17,6 +17,7 @@ from harness import StageRun, assert_reproduces, comparably, load_stage, runs_fo
 from torch import Tensor
 
 from common import collectives
+
 from common.job.checkpoint import checkpoints
 from tools.export import tensors_of
 

@@ -13,6 +13,7 @@ from harness import REPO
 from processes import executable, torchrun
 
 from common import collectives
+
 from common.job.launch import has_lost_a_peer, launch_environment, rank, setup, world_size
 from common.job.run import check_id
 from common.job.run_folder import RunFolder, launch_name

@@ -6,12 +6,15 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 
 import pytest
 from harness import REPO, stage_path, stages
 from processes import executable
 
 import common
+
+from tools.stages import beside
 
 FORBIDDEN = (
     "torch.nn.parallel",
@@ -65,8 +68,9 @@ def test_a_stage_uses_no_ready_made_technique(stage):
 
 
 @every_stage
-def test_a_stage_imports_the_standard_library_torch_and_common_alone(stage):
-    assert packages_of(tree_of(stage)) <= {*sys.stdlib_module_names, "torch", "common"}
+def test_a_stage_imports_torch_common_and_the_files_beside_it_alone(stage):
+    own = {path.stem for path in beside(stage)}
+    assert packages_of(tree_of(stage)) - own <= {*sys.stdlib_module_names, "torch", "common"}
 
 
 def test_requirements_declare_every_imported_package():
@@ -102,14 +106,38 @@ def test_setup_keeps_the_pytorch_of_an_environment(tmp_path, torch, has_torch, s
 
 
 def test_map_of_common_names_every_file():
-    named = re.findall(r"^(\w+\.py) ", common.__doc__, re.MULTILINE)
-    files = [path.name for path in REPO.glob("common/**/*.py") if path.name != "__init__.py"]
-    assert sorted(named) == sorted(files)
+    for folder, listed in zip(("", "job/"), common.__doc__.split("in job/, with"), strict=True):
+        named = re.findall(r"^(\w+\.py) ", listed, re.MULTILINE)
+        files = {path.name for path in REPO.glob(f"common/{folder}*.py")} - {"__init__.py"}
+        assert sorted(named) == sorted(files)
+
+
+def test_what_a_reader_of_02_opens_in_common_is_small():
+    room, queue = set(), [stage_path("02")]
+    while queue:
+        imported = re.findall(r"^from common\.(\w+) import", queue.pop().read_text(), re.MULTILINE)
+        new = {REPO / f"common/{name}.py" for name in imported} - room
+        room |= new
+        queue += new
+    lines = sum(len(file.read_text().splitlines()) for file in room)
+    assert len(room) <= 10 and lines <= 1480, f"{len(room)} files, {lines} lines"
 
 
 def test_what_a_reader_needs_imports_nothing_of_what_a_job_needs():
     for file in REPO.glob("common/*.py"):
         assert not uses(names_of(ast.parse(file.read_text())), "common.job"), file.name
+
+
+def test_imports_go_from_tests_to_tools_to_common_and_in_no_circle():
+    folders, graph = ("common", "tools", "benchmarks"), {}
+    tests = {"tests", *(file.stem for file in REPO.glob("tests/*.py"))}
+    for height, folder in enumerate(folders):
+        for file in (REPO / folder).rglob("*.py"):
+            tree, name = ast.parse(file.read_text()), file.relative_to(REPO).with_suffix("")
+            assert not packages_of(tree) & {*folders[height + 1 :], *tests}, name
+            graph[".".join(name.parts)] = names_of(tree)
+    used = {file: {other for other in graph if uses(graph[file], other)} for file in graph}
+    list(TopologicalSorter(used).static_order())  # CycleError names a circle
 
 
 # run by a new interpreter: what each file of common/ changes that the packages it needs do not
@@ -181,10 +209,7 @@ def test_all_scripts_have_the_same_layout(stage):
     tree, lines = tree_of(stage), stage_path(stage).read_text().splitlines()
     assert ast.get_docstring(tree)
     assert lines.count("# The training loop") == 1
-    # 07 and later repeat definitions of other stages under a third banner, below the loop
-    titles = [i for i, line in enumerate(lines) if re.match("# .*to the letter from", line)]
-    last = titles[0] if titles else len(lines)
-    loop = [n for n in tree.body if lines.index("# The training loop") < n.lineno <= last]
+    loop = [n for n in tree.body if n.lineno > lines.index("# The training loop")]
     functions = [n.name for n in loop if isinstance(n, ast.FunctionDef)]
     assert functions[-3:] == ["parse_args", "evaluate", "main"]
     assert ast.unparse(tree.body[-1]).startswith("if __name__ == '__main__':")

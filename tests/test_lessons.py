@@ -17,6 +17,8 @@ import pytest
 from harness import REPO, lines_of, stages
 from slurm_cluster import skip_or_fail
 
+from tools.stages import beside
+
 pytestmark = pytest.mark.slow  # building the pages takes seconds
 
 
@@ -66,6 +68,10 @@ def test_every_link_anchor_and_picture_resolves(pages, folder):
 @pytest.mark.parametrize("stage", stages())
 def test_a_page_of_code_shows_every_line(pages, stage):
     assert pages[f"{stage}-code.html"].code("id=") == {*enumerate(lines_of(stage), 1)}
+    for path in beside(stage):
+        page = f"{stage}-{path.stem}.html"
+        assert page in pages[f"{stage}-code.html"].links
+        assert pages[page].code("id=") == {*enumerate(path.read_text().splitlines(), 1)}
 
 
 @pytest.mark.parametrize("old, new", [*permutations(stages(), 2)])

@@ -16,8 +16,9 @@ from harness import WorkerExit, assert_same_curve, cases, load_stage, stage_path
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.job.arguments import PRESETS
 from common.model import Transformer, TransformerConfig, init_weights
+
+from common.job.arguments import PRESETS
 
 stage = load_stage("11")
 

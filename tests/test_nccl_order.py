@@ -14,10 +14,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import load_stage, stage_path
+from harness import load_stage, stage_path, stages
 from late_backend import Call, Wait
 from nccl_rules import Records, assert_completes, assert_connects_early, assert_ranks_agree
 from test_schedules import cases, schedule_of
+
+from tools.stages import load_file
 
 stage = load_stage("06")
 SCHEDULES = tuple(stage.SCHEDULES)
@@ -217,18 +219,24 @@ def test_connecting_while_receiving_is_found():
         assert_connects_early([[], [link, other, Wait(0)]])
 
 
-ONE_QUEUE, EAGER = ("CUDA_DEVICE_MAX_CONNECTIONS", "1"), ("CUDA_MODULE_LOADING", "EAGER")
-SET = [("05", *ONE_QUEUE), ("07", *ONE_QUEUE), *((n, *EAGER) for n in ("06", "07", "08"))]
+ONE_QUEUE, EAGER = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
+SET = {"05": {ONE_QUEUE: "1"}, "07": {ONE_QUEUE: "1", EAGER: "EAGER"}}
+SET |= {"06": {EAGER: "EAGER"}, "08": {EAGER: "EAGER"}}
 
 
-@pytest.mark.parametrize(("number", "name", "value"), SET)
-def test_a_script_sets_cudas_variables_before_it_imports_torch(number, name, value, monkeypatch):
-    """Else CUDA is initialized without them. A value that the user has set stays."""
-    path = stage_path(number)
-    before_torch = path.read_text().partition("\nimport torch\n")[0]
-    for given, expected in (None, value), ("user", "user"):
-        monkeypatch.delenv(name, raising=False)
-        if given:
-            monkeypatch.setenv(name, given)
-        exec(before_torch, {"__file__": str(path), "__name__": "script"})
-        assert os.environ[name] == expected
+@pytest.mark.parametrize("number", stages())
+def test_a_script_sets_cudas_variables_when_it_is_imported(number, monkeypatch):
+    """Before it uses CUDA, which reads them once. A value that the user has set stays."""
+    path, load = stage_path(number), load_file.__wrapped__  # a new module each time
+    for name in (ONE_QUEUE, EAGER):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    for name in ("is_available", "device_count", "init", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, None)  # calling it is an error
+    load(path, "imported")
+    names = {name for name in (ONE_QUEUE, EAGER) if name in os.environ}
+    assert {name: os.environ[name] for name in names} == SET.get(number, {})
+    for name in names:
+        monkeypatch.setenv(name, "user")
+        load(path, "imported")
+        assert os.environ[name] == "user"

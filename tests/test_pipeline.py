@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.counter_rng import sample_keys
 from common.model import Transformer, TransformerConfig, init_weights
+
 from tools.dry_run import dry_run
 
 pytestmark = pytest.mark.slow
@@ -213,7 +214,7 @@ def misuse_of_a_mesh(case: str) -> None:
     with pytest.raises(ValueError, match=MESHES[case]):
         mesh = stage.build_mesh(1, 1 if case == "too few ranks" else 2, 1, 60, torch.device("cpu"))
         groups = mesh.to_lower, mesh.to_higher
-        stage.Pipeline(stages, stage.one_f_one_b, *groups, lambda x: x.shape)
+        stage.Pipeline(stages, stage.interleaved_1f1b, *groups, lambda x: x.shape)
 
 
 @pytest.mark.parametrize("case", MESHES)

@@ -295,7 +295,8 @@ def test_second_derivatives_and_float16_are_errors(pools):
 def replicated_gradients(number: str) -> None:
     """07 has a `clip_grad_norm_` of its own."""
     stage, group = load_stage(number), dist.group.WORLD
-    column = stage.ColumnParallelLinear(plain_linear(), stage.TensorParallelRegion(group))
+    names = SimpleNamespace(**stage.tensor_parallel.__globals__)  # of the file that defines it
+    column = names.ColumnParallelLinear(plain_linear(), names.TensorParallelRegion(group))
     assert [*stage.shard_dims_of(column)] == ["weight"]
     column.norm, rank = nn.RMSNorm(4), dist.get_rank()
     column(torch.ones(1, 1, 8)).sum().backward()

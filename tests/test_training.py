@@ -25,14 +25,16 @@ from test_checkpoint import metadata_of, write_metadata
 from torch import Tensor
 
 from common.batches import train_batches
+from common.model import Transformer, TransformerConfig, init_weights
+from common.optimization import learning_rate
+
 from common.job import checkpoint_hooks as storage
 from common.job.atomic_files import sync
 from common.job.checkpoint import checkpoints
 from common.job.corpus import load_corpus
 from common.job.metrics import Metrics, peak_flops, readable
 from common.job.run import Run
-from common.model import Transformer, TransformerConfig, init_weights
-from common.optimization import learning_rate
+from common.job.run_changes import compare_runs
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 
@@ -411,7 +413,7 @@ def test_checkpoint_of_another_version_is_one_clear_line(pools, saved_run, tmp_p
     (ended,) = pools(1, group=False).attempt_train("01", [*argv, "--resume", str(tmp_path)])
     assert ended.exit_status == 2 and ended.stderr.count("\n") == 1, ended
     assert "another version of this code saved it" in ended.stderr
-    assert storage.compare_runs(None, {"arguments": {}}) == []  # of Checkpointer(folder)
+    assert compare_runs(None, {"arguments": {}}) == []  # of Checkpointer(folder)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU])

@@ -1,4 +1,7 @@
-"""What the Makefile calls, `python -m tools.NAME`, and what tests and benchmarks share."""
+"""What the Makefile calls, `python -m tools.NAME`, and what tests and benchmarks share.
+
+What runs the tests is among them: tests/check.py (`make check-NN`), chaos.py and mutants.py.
+"""
 
 import sys
 

@@ -16,7 +16,7 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.stages import REPO, renamed, stage_file, stage_paths, stages
+from tools.stages import REPO, beside, renamed, stage_file, stage_paths, stages
 
 DEFINITIONS, LEADING = (ast.FunctionDef, ast.ClassDef), (ast.Expr, ast.Import, ast.ImportFrom)
 TOP = "docstring and imports"
@@ -84,7 +84,8 @@ def align(old: Block | None, new: Block) -> list[tuple[str, list[Line], list[Lin
 
 
 def compare(old: str, new: str, repo: Path = REPO) -> tuple[list, list[Block], list[str]]:
-    """All of the newer stage; of the older one what is in no pair; and the names that are gone."""
+    """All of the newer stage; of the older one what is in no pair; and the names that are gone.
+    What has moved to a file beside the newer script is not gone."""
     every = {n: split(x.parent.name, x.read_text("utf-8")) for n, x in stage_paths(repo).items()}
     older, newer, pairs, continued = every[old], every[new], [], []
     owners, others = {block.owner for block in newer}, renamed(repo)
@@ -100,7 +101,21 @@ def compare(old: str, new: str, repo: Path = REPO) -> tuple[list, list[Block], l
         pairs.append((base, block))
         continued += names
     rest = [block for block in older if block not in [base for base, _ in pairs]]
+    continued += names_beside(new, repo)
     return pairs, rest, [x.name for x in rest if x.name not in continued and x.name[0] != "#"]
+
+
+def names_beside(stage: str, repo: Path = REPO) -> set[str]:
+    """What the files beside a script define."""
+    texts = [path.read_text("utf-8") for path in beside(stage, repo)]
+    return {block.name for text in texts for block in split(stage, text)} - {TOP}
+
+
+def moved(stage: str) -> Iterator[tuple[str, Path]]:
+    """Every file beside a script, after a line that says what it is."""
+    for path, origin in zip(beside(stage), stage_file(stage).copies.values(), strict=True):
+        where, count = stage_paths()[origin].parent.name, len(path.read_text("utf-8").splitlines())
+        yield f"{path.name}, beside train.py: as in {where} ({count} lines)", path
 
 
 def folded(pairs: list[tuple]) -> Iterator[tuple[str, list[tuple]]]:
@@ -128,6 +143,7 @@ def report(old: str, new: str) -> Iterator[str]:
     pairs, _, gone = compare(old, new)
     older, newer = (stage_paths()[x].parent.name for x in (old, new))
     yield f"* {older} -> {newer}: + new   - gone   = the same"
+    yield from [f"= {text}" for text, _ in moved(new)]
     for summary, [(base, block), *_] in folded(pairs):
         if summary:
             yield from textwrap.wrap(f"= {summary}", 100, subsequent_indent="=     ")

@@ -13,9 +13,10 @@ import argparse
 import ast
 import itertools
 import re
+import shutil
 
 from common.job.launch import fail
-from tools.stages import REPO, stage_file, stage_path, stages
+from tools.stages import REPO, beside, stage_file, stage_path, stages
 
 
 def bodies(source: str) -> dict[str, slice]:
@@ -88,6 +89,8 @@ def main() -> None:
     if not common.is_symlink():
         common.symlink_to("../common")
     path.write_text(with_blanks(args.stage), "utf-8")
+    for other in beside(args.stage):
+        shutil.copy(other, path.parent)
     print(f"{shown}: write, in this order,")
     print("\n".join(f"  {i:2}  {name}" for i, name in enumerate(names, 1)))
     print(f"then: make check-{args.stage}, after each of them if you like")

@@ -35,9 +35,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from common.collectives import ledger
+
 from common.job.launch import fail
 from common.job.run import Run
-from tools.dry_run import Report, fake_stage, report_of
+from tools.fake_stage import Report, fake_stage, report_of
 from tools.memory import PeakMemory, device_of
 from tools.stages import load_stage
 

@@ -16,8 +16,8 @@ from markdown_it import MarkdownIt
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import BashLexer, find_lexer_class_for_filename, get_lexer_by_name
 
-from tools.diff import Block, Line, align, compare, folded
-from tools.stages import REPO, stage_file, stage_paths
+from tools.diff import Block, Line, align, compare, folded, moved, names_beside
+from tools.stages import REPO, beside, stage_file, stage_paths
 
 STAGES, PICTURES = stage_paths(), (".svg", ".png")
 FORMATTER = HtmlFormatter(nowrap=True)
@@ -25,6 +25,7 @@ ALIKE = 0.5  # the part of its words that a line keeps, at least, if it is shown
 PAGES = {REPO / "README.md": "index.html"}
 PAGES |= {path.with_name("README.md"): f"{n}.html" for n, path in STAGES.items()}
 PAGES |= {path: f"{n}-code.html" for n, path in STAGES.items()}
+PAGES |= {path: f"{n}-{path.stem}.html" for n in STAGES for path in beside(n)}
 FRAME = """<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="stylesheet" href="style.css">
@@ -43,7 +44,14 @@ def lines_of(path: Path) -> list[str]:
 def code_page(path: Path) -> str:
     numbered = enumerate(lines_of(path), 1)
     lines = (f'<code id="L{i}"><a href="#L{i}" data-n="{i}"></a>{x}\n</code>' for i, x in numbered)
-    return f'<h1>{path.relative_to(REPO)}</h1><div class="code">{"".join(lines)}</div>'
+    n = next((n for n, script in STAGES.items() if script == path), "")
+    head = f"<h1>{path.relative_to(REPO)}</h1>{links_beside(n) if n else ''}"
+    return f'{head}<div class="code">{"".join(lines)}</div>'
+
+
+def links_beside(n: str) -> str:
+    """Links to the files beside a stage's script."""
+    return "".join(f'<p><a href="{PAGES[path]}">{text}</a></p>' for text, path in moved(n))
 
 
 @cache
@@ -119,11 +127,14 @@ def comparison_page(old: str, new: str) -> str:
         if base and (base.stage != older or block.owner == block.name != base.name):
             note = f"<p>compared with {base.name} in {base.stage}</p>"
         body += f'<section id="L{block.first}">{note}{rows(base, block)}</section>'
+    known = names_beside(new)
     for block in rest:
+        where = f"beside {newer}/train.py" if block.name in known else f"only in {older}"
         lines = "".join(cell("old", x, None, older) for x in enumerate(block.lines, block.first))
-        body += fold(f"only in {older}: {block.name} ({len(block.lines)} lines)", lines)
+        body += fold(f"{where}: {block.name} ({len(block.lines)} lines)", lines)
     others = "".join(f' <a href="{new}-from-{n}.html">{n}</a>' for n in STAGES if n != new)
     head = f"<h1>{older} → {newer}</h1><p>{new} compared with{others}</p>"
+    head += links_beside(new)
     head += "".join(f"<p><b>{key}</b> {text}</p>" for key, text in outline.items() if text)
     heads = f'<div class="row heads"><code>{older}</code><code>{newer}</code></div>'
     return f'{head}<div class="code">{heads}{body}</div>'

@@ -129,7 +129,7 @@ class Pool:
             for connection in multiprocessing.connection.wait(list(waiting), max(0.0, left)):
                 rank = waiting[connection]
                 try:
-                    outcomes[rank] = pickle.loads(connection.recv_bytes())
+                    outcomes[rank] = Outcome(**pickle.loads(connection.recv_bytes()))
                 except (EOFError, OSError):
                     self._processes[rank].join(5)
                     code = self._processes[rank].exitcode

@@ -2,6 +2,7 @@
 # Train a stage on this machine: run.sh PYTHON SCRIPT [FLAG...]. In the environment:
 # NPROC  number of processes; by default one per GPU, or two without a GPU
 # EDIT   an expression for sed: train with this change to the script, and print it
+# FILE   what EDIT changes in place of the script: a file beside it
 set -eu
 python=$1 script=$2
 shift 2
@@ -13,27 +14,42 @@ number_of_gpus() {
 }
 
 # Print the path of a copy with the change: runs/edited/CHECKSUM/STAGE/edited.py, two folders below
-# a link to common/. The checksum is of its text: commands at the same time have copies of their own.
+# a link to common/, with links to the files beside the script. The checksum is of the changed text:
+# commands at the same time have copies of their own.
 edited() {
+  folder=$(dirname "$script") file=${FILE:-$(basename "$script")}
   mkdir -p runs/edited
   aside=$(mktemp runs/edited/XXXXXX)
   trap 'rm -f "$aside"' EXIT
-  sed "$EDIT" "$script" >"$aside"
-  if cmp -s "$script" "$aside"; then
-    echo "EDIT='$EDIT' changes nothing in $script" >&2
+  sed "$EDIT" "$folder/$file" >"$aside"
+  if cmp -s "$folder/$file" "$aside"; then
+    echo "EDIT='$EDIT' changes nothing in $folder/$file" >&2
+    [ "${FILE:-}" ] || echo "FILE= names another file of $folder" >&2
     exit 2
   fi
-  diff "$script" "$aside" >&2 || true
+  diff "$folder/$file" "$aside" >&2 || true
   copy=runs/edited/$(cksum <"$aside" | tr ' ' -)
-  stage=$copy/$(basename "$(dirname "$script")")
+  stage=$copy/$(basename "$folder")
   mkdir -p "$stage"
   [ -L "$copy/common" ] || ln -s ../../../common "$copy/common" || true
+  for other in "$folder"/*.py; do
+    name=$(basename "$other")
+    [ "$name" = "$file" ] || [ -L "$stage/$name" ] || ln -s "../../../../$other" "$stage/$name" || true
+  done
+  if [ "$folder/$file" != "$script" ]; then
+    mv "$aside" "$stage/$file"
+    aside=$(mktemp runs/edited/XXXXXX)
+    cat "$script" >"$aside" # no link: it looks for the other files where it is itself
+  fi
   mv "$aside" "$stage/edited.py"
   echo "$stage/edited.py"
 }
 
 stage=${script%%/*}
-if [ "${EDIT:-}" ]; then script=$(edited); fi
+if [ "${EDIT:-}" ]; then
+  script=$(edited)
+  export EDIT="${FILE:+$FILE: }$EDIT" # for the run's config.json
+fi
 set -- "$script" "$@"
 if [ "${stage#01_}" = "$stage" ]; then
   gpus=$(number_of_gpus)

@@ -7,6 +7,8 @@ says what the tools and the tests need to know of it. CONTRIBUTING.md lists the 
     title = "Data parallelism"      of the README, too
     compare = "01"                  the earlier stage that `make diff-NN` compares it with
     diff_lines = 199                the most lines of that diff
+    copies = { "fsdp.py" = "04" }   files beside its script, each taken unchanged from an earlier
+                                    stage: tools/copies.py
     flags = "--bucket-cap-mb"       its own, separated by spaces: the reference runs without them
     reference = "02"                the stage whose one-process run it reproduces: by default 01;
                                     its own number where it changes what is computed
@@ -122,6 +124,7 @@ class StageFile:
     title: str = ""
     compare: str = ""
     diff_lines: int = 0
+    copies: dict[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     reference: str = "01"
     tolerance: dict[str, float] = field(default_factory=dict)
@@ -165,6 +168,11 @@ def stage_path(number: str) -> Path:
     return stage_paths()[number]
 
 
+def beside(number: str, repo: Path = REPO) -> list[Path]:
+    """The files that a stage has beside its script, taken unchanged from earlier stages."""
+    return [stage_paths(repo)[number].with_name(name) for name in stage_file(number, repo).copies]
+
+
 def load_stage(number: str) -> ModuleType:
     """`train.py` of a stage as a module; the name of its folder is no identifier for `import`.
 
@@ -177,10 +185,19 @@ def load_stage(number: str) -> ModuleType:
 
 @cache
 def load_file(path: Path, name: str) -> ModuleType:
-    """A file as the module `name`."""
-    spec = importlib.util.spec_from_file_location(name, path)
+    """A file as the module `name`.
+
+    A script puts its folder on the path and imports the files beside it. So that no other stage
+    finds them there, the path is as before afterwards, and none is imported from an earlier call.
+    """
+    for file_name in {file_name for number in stages() for file_name in stage_file(number).copies}:
+        sys.modules.pop(file_name.removesuffix(".py"), None)
+    spec, before = importlib.util.spec_from_file_location(name, path), sys.path[:]
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = before
     return module
 
 
@@ -233,6 +250,9 @@ def _read(number: str, repo: Path) -> tuple[dict, list[StageRun], list[str]]:
     for name in ("compare", "reference"):
         if name in values and (values[name] not in stages(repo) or values[name] > number):
             found.append(f"{name} = {values.pop(name)!r} is not one of the stages up to this one")
+    for name, origin in [*values.get("copies", {}).items()]:
+        if origin not in stages(repo) or origin >= number:
+            found.append(f"copies: {name} is of {values['copies'].pop(name)!r}, no earlier stage")
     values["flags"] = tuple(values.get("flags", "").split())
     values["exercise"] = tuple(values.get("exercise", ()))
     runs: list[StageRun] = []

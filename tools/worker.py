@@ -1,4 +1,7 @@
-"""A process of a `tools.pool.Pool`: it joins the group and runs jobs as they arrive."""
+"""A process of a `tools.pool.Pool`: it joins the group and runs jobs as they arrive.
+
+Its answers are the fields of an `Outcome`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ import threading
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import common.job.launch
-from tools.pool import Outcome
 
 
 def work(rank: int, size: int, port: int | None, connection, environment, folder, backend) -> None:
@@ -62,8 +65,8 @@ def work(rank: int, size: int, port: int | None, connection, environment, folder
             torch.cuda.reset_peak_memory_stats()
         outcome = do(job)
         if port is not None and not dist.is_initialized():
-            outcome.traceback = outcome.traceback or "the job destroyed the pool's process group"
-        if port is not None and outcome.traceback is None:
+            outcome.setdefault("traceback", "the job destroyed the pool's process group")
+        if port is not None and "traceback" not in outcome:
             tidy_up()
         gc.collect()
         if torch.cuda.is_initialized():
@@ -71,7 +74,7 @@ def work(rank: int, size: int, port: int | None, connection, environment, folder
         try:
             answer = pickle.dumps(outcome)
         except Exception:
-            outcome = Outcome(traceback=f"result cannot be pickled\n{traceback.format_exc()}")
+            outcome = {"traceback": f"result cannot be pickled\n{traceback.format_exc()}"}
             answer = pickle.dumps(outcome)
         del outcome
         connection.send_bytes(answer)
@@ -88,16 +91,16 @@ def tidy_up() -> None:
             dist.destroy_process_group(group)
 
 
-def do(job: bytes) -> Outcome:
+def do(job: bytes) -> dict[str, Any]:
     out, err = io.StringIO(), io.StringIO()
-    outcome = Outcome()
+    outcome: dict[str, Any] = {}
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             function, args, kwargs = pickle.loads(job)
-            outcome.value = function(*args, **kwargs)
+            outcome["value"] = function(*args, **kwargs)
         except SystemExit as exit:
-            outcome.exit_status = exit.code if isinstance(exit.code, int) else int(bool(exit.code))
+            status = exit.code if isinstance(exit.code, int) else int(bool(exit.code))
+            outcome["exit_status"] = status
         except BaseException:
-            outcome.traceback = traceback.format_exc()
-    outcome.stdout, outcome.stderr = out.getvalue(), err.getvalue()
-    return outcome
+            outcome["traceback"] = traceback.format_exc()
+    return {**outcome, "stdout": out.getvalue(), "stderr": err.getvalue()}

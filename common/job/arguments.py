@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from common.batches import Batching
 from common.collectives import all_reduce_control
+from common.model import TransformerConfig
+
 from common.job.corpus import Corpus
 from common.job.launch import fail, launch_environment, prepare_streams
-from common.model import TransformerConfig
 
 SHAPE = ("d_model", "n_layers", "n_heads", "seq_len")  # what a preset sets
 PRESETS = {
@@ -233,8 +234,9 @@ def check_ranks(args: Arguments, corpus: Corpus) -> None:
     """Fail if ranks differ in what all must share: arguments, data, code, versions."""
     if not dist.is_initialized():
         return
-    code = hashlib.sha256()
-    for file in (Path(sys.argv[0]), *sorted(Path(__file__).parents[1].rglob("*.py"))):
+    code, script = hashlib.sha256(), Path(sys.argv[0])
+    common = Path(__file__).parents[1].rglob("*.py")
+    for file in (script, *sorted(script.parent.glob("*.py")), *sorted(common)):
         code.update(file.read_bytes() if file.is_file() else b"")
     shared = {"--" + name.replace("_", "-"): repr(value) for name, value in vars(args).items()}
     del shared["--data"]  # each node may have its own copy

@@ -19,11 +19,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from common.distributed import print0
+from common.shards import State
+
 from common.job import checkpoint_hooks as storage
 from common.job.atomic_files import exists, move_aside
 from common.job.checkpoint_hooks import checkpoints
 from common.job.launch import fail, rank
-from common.shards import State
+from common.job.run_changes import compare_runs
 
 
 class Checkpointer:
@@ -49,7 +51,7 @@ class Checkpointer:
         """Save `state` after `step` steps; then delete all but the last `keep` checkpoints.
 
         Every rank calls it. It waits for the previous save, copies `state` to host memory and
-        returns; the rest runs in the background.
+        returns; the rest runs in the background. checkpoint_hooks.py lists what DCP calls.
         """
         self.wait()
         started = time.perf_counter()
@@ -173,7 +175,7 @@ class Checkpointer:
         """
         try:
             reader, error = storage.Reader(path), None
-            notes = storage.compare_runs(reader.metadata.planner_data[storage.RUN], self.run)
+            notes = compare_runs(reader.metadata.planner_data[storage.RUN], self.run)
         except (storage.CheckpointError, OSError) as found:
             error = found
         except (AttributeError, KeyError, TypeError):  # of what the metadata holds on the run

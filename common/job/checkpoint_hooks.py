@@ -1,9 +1,24 @@
-"""Checkpoint storage: PyTorch's file format, atomic commits, checksums and safe unpickling.
+"""What `dcp.async_save` and `dcp.load` call: atomic commits, checksums and safe unpickling.
 
 The files are those of `torch.distributed.checkpoint` (DCP), so PyTorch's own tools read them. A
 64-bit XXH3 checksum of each stored item is beside the item's offset in the metadata, where
 PyTorch's reader ignores it. The metadata's own follows its pickle, where unpickling has stopped.
-Both must be there, and are verified before anything is used.
+Both are verified before anything is used. The way of a tensor, or of a `Shard`'s chunks:
+
+    Checkpointer.save
+        AtomicWriter.stage                       copies it to host memory; the rest in a thread
+        Shard.__create_write_items__             lists each chunk as an item, PyTorch each tensor
+        AtomicWriter.prepare_global_plan         rank 0: makes the folder `writing-...`
+        AtomicWriter.write_data                  writes this rank's file; for each item
+            SavePlanner.lookup_object            finds its copy
+            HashingStream.transform_save_stream  hashes its bytes on the way to the file
+        AtomicWriter.finish                      rank 0: writes `.metadata`; renames to `step-...`
+    Checkpointer.load
+        Reader.__init__                          verifies and unpickles `.metadata`
+        LoadPlanner.create_local_plan            lists the parts of items that this rank needs
+        Reader.prepare_local_plan                sorts them by their places in the files; for each
+            VerifiedItems.transform_load_stream  reads its item and verifies the checksum
+            LoadPlanner.lookup_tensor            finds the tensor or chunk that it is copied to
 """
 
 import copyreg
@@ -26,6 +41,9 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from common.job.atomic_files import exists, move_aside, sync
 
+RUN = " run"  # key of the run's arguments and hashes in the metadata
+SEAL = b"\nxxh3_64 "  # between the pickle of the metadata and its checksum
+
 
 class CheckpointError(Exception):
     """A checkpoint cannot be used."""
@@ -39,59 +57,7 @@ class IncompatibleCheckpointError(CheckpointError):
     """The checkpoint is intact, but belongs to another model or another program."""
 
 
-class SavePlanner(dcp.DefaultSavePlanner):
-    """PyTorch's planner, for tensors and for `common.shards.Shard`."""
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return find_tensor_shard(self.state_dict[index.fqn], index).contiguous()
-
-
-class LoadPlanner(dcp.DefaultLoadPlanner):
-    """The same for loading. names: all tensors of the model, of which this rank may hold some."""
-
-    def __init__(self, names: set[str]):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.names = names
-
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: dcp.Metadata, *_) -> None:
-        self.state_dict, self.metadata = state_dict, metadata  # PyTorch's version copies `Shard`s
-
-    def create_local_plan(self) -> dcp.LoadPlan:
-        unknown = sorted(self.metadata.state_dict_metadata.keys() - self.names)
-        if unknown:
-            raise IncompatibleCheckpointError(f"it has {unknown[0]}, which this model lacks")
-        try:
-            return super().create_local_plan()
-        except (RuntimeError, ValueError) as error:
-            raise IncompatibleCheckpointError(str(error)) from None
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return find_tensor_shard(self.state_dict[index.fqn], index)
-
-
-class HashingStream:
-    """PyTorch's hook for the stream of each item. It hashes what passes and changes nothing."""
-
-    def __init__(self):
-        self.hashes: dict[MetadataIndex, xxh3_64] = {}
-
-    def transform_save_stream(self, item: dcp.WriteItem, file: BinaryIO) -> tuple[Any, list]:
-        self.file, self.hash = file, xxh3_64()
-        self.hashes[item.index] = self.hash
-        return self, []  # no transformation that a reader would have to undo
-
-    def write(self, data) -> int:
-        self.hash.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        pass  # other items follow in the same file
-
-    close = flush
-
-
-RUN = " run"  # key of the run's arguments and hashes in the metadata
-SEAL = b"\nxxh3_64 "  # between the pickle of the metadata and its checksum
+# ---- saving ----
 
 
 class AtomicWriter(dcp.FileSystemWriter):
@@ -126,6 +92,10 @@ class AtomicWriter(dcp.FileSystemWriter):
             torch.cuda.synchronize()
         return copy
 
+    def storage_meta(self) -> StorageMeta:
+        # a string: Python 3.13 pickles a path under a name that other versions do not have
+        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
+
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         return plan  # PyTorch's version creates the folder on every rank
 
@@ -148,10 +118,6 @@ class AtomicWriter(dcp.FileSystemWriter):
             result.storage_data.xxh3_64 = self.transforms.hashes[result.index].intdigest()
         return written
 
-    def storage_meta(self) -> StorageMeta:
-        # a string: Python 3.13 pickles a path under a name that other versions do not have
-        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
-
     def finish(self, metadata: dcp.Metadata, results: list) -> None:
         """Commit. Runs on rank 0, after every rank has written."""
         # DCP's readers look up tensors here by their names, of which " run" is none
@@ -173,6 +139,34 @@ class AtomicWriter(dcp.FileSystemWriter):
             shutil.rmtree(old.rename(old.with_name(f"deleting-{old.name}")), ignore_errors=True)
 
 
+class SavePlanner(dcp.DefaultSavePlanner):
+    """PyTorch's planner, for tensors and for `common.shards.Shard`."""
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return find_tensor_shard(self.state_dict[index.fqn], index).contiguous()
+
+
+class HashingStream:
+    """PyTorch's hook for the stream of each item. It hashes what passes and changes nothing."""
+
+    def __init__(self):
+        self.hashes: dict[MetadataIndex, xxh3_64] = {}
+
+    def transform_save_stream(self, item: dcp.WriteItem, file: BinaryIO) -> tuple[Any, list]:
+        self.file, self.hash = file, xxh3_64()
+        self.hashes[item.index] = self.hash
+        return self, []  # no transformation that a reader would have to undo
+
+    def write(self, data) -> int:
+        self.hash.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        pass  # other items follow in the same file
+
+    close = flush
+
+
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
     """The checkpoints in a folder, oldest first. A save that is not complete has another name.
 
@@ -185,48 +179,7 @@ def checkpoints(folder: str | os.PathLike) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
-DCP = "torch.distributed.checkpoint"
-ALLOWED = {  # all that the metadata of tensors consists of, besides dtypes
-    "collections": ("OrderedDict",),
-    "torch": ("Size", "device"),
-    "torch.serialization": ("_get_layout",),
-    f"{DCP}.filesystem": ("_StorageInfo",),
-    f"{DCP}.metadata": (
-        *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-        *("TensorProperties", "TensorStorageMetadata", "ChunkStorageMetadata"),
-    ),
-}
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Unpickle the classes of metadata and nothing else: a pickle can run any code."""
-
-    def find_class(self, module: str, name: str):
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if name not in ALLOWED.get(module, ()) and not is_dtype:
-            raise pickle.UnpicklingError(f"the metadata asks for {module}.{name}: not loaded")
-        return super().find_class(module, name)
-
-
-class VerifiedItems:
-    """PyTorch's hook for the stream of each item that is read. It verifies the item's checksum."""
-
-    def __init__(self, storage_data: dict):
-        self.storage_data, self.last, self.content = storage_data, None, b""
-
-    def transform_load_stream(self, part: dcp.ReadItem, _, stream: BinaryIO) -> BinaryIO:
-        if part.storage_index != self.last:  # the parts of one item follow each other
-            self.content = self.read(part.storage_index, stream)
-            self.last = part.storage_index
-        return io.BytesIO(self.content)
-
-    def read(self, index: MetadataIndex, stream: BinaryIO) -> bytes:
-        info = self.storage_data[index]
-        content = stream.read(info.length)
-        if info.xxh3_64 != xxh3_64_intdigest(content):
-            where = f"{index.fqn} in {info.relative_path}"
-            raise CorruptCheckpointError(f"{where}: the checksum differs")
-        return content
+# ---- loading ----
 
 
 class Reader(dcp.FileSystemReader):
@@ -264,27 +217,68 @@ class Reader(dcp.FileSystemReader):
         return plan
 
 
-SHAPE = ("d_model", "n_layers", "n_heads")  # of the weights
-# arguments that may differ from those of the run that saved, but not silently
-REPORTED = ("seed", "seq_len", "global_batch_size", "lr", "warmup_steps", "min_lr_ratio", "steps")
-REPORTED += ("weight_decay", "grad_clip", "dropout")
-HASHES = {"vocabulary": "the hash of --data's words", "corpus": "the hash of --data"}
+DCP = "torch.distributed.checkpoint"
+ALLOWED = {  # all that the metadata of tensors consists of, besides dtypes
+    "collections": ("OrderedDict",),
+    "torch": ("Size", "device"),
+    "torch.serialization": ("_get_layout",),
+    f"{DCP}.filesystem": ("_StorageInfo",),
+    f"{DCP}.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        *("TensorProperties", "TensorStorageMetadata", "ChunkStorageMetadata"),
+    ),
+}
 
 
-def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
-    """Report how this run differs from the one that saved the checkpoint, if both are known.
+class MetadataUnpickler(pickle.Unpickler):
+    """Unpickle the classes of metadata and nothing else: a pickle can run any code."""
 
-    Another shape or vocabulary is an error, even one of equal size: its meaning does not fit.
-    """
-    if not saved or not run:
-        return []
-    old, new = ({**each, **each["arguments"]} for each in (saved, run))
+    def find_class(self, module: str, name: str):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name not in ALLOWED.get(module, ()) and not is_dtype:
+            raise pickle.UnpicklingError(f"the metadata asks for {module}.{name}: not loaded")
+        return super().find_class(module, name)
 
-    def changed(*names: str) -> list[str]:
-        known_as = {name: HASHES.get(name, "--" + name.replace("_", "-")) for name in names}
-        differ = [name for name in names if old[name] != new[name]]
-        return [f"{known_as[name]} is now {new[name]}, was {old[name]!r}" for name in differ]
 
-    if found := changed(*SHAPE, "vocabulary"):
-        raise IncompatibleCheckpointError("; ".join(found))
-    return changed(*REPORTED, "corpus")
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """The same for loading. names: all tensors of the model, of which this rank may hold some."""
+
+    def __init__(self, names: set[str]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.names = names
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: dcp.Metadata, *_) -> None:
+        self.state_dict, self.metadata = state_dict, metadata  # PyTorch's version copies `Shard`s
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        unknown = sorted(self.metadata.state_dict_metadata.keys() - self.names)
+        if unknown:
+            raise IncompatibleCheckpointError(f"it has {unknown[0]}, which this model lacks")
+        try:
+            return super().create_local_plan()
+        except (RuntimeError, ValueError) as error:
+            raise IncompatibleCheckpointError(str(error)) from None
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return find_tensor_shard(self.state_dict[index.fqn], index)
+
+
+class VerifiedItems:
+    """PyTorch's hook for the stream of each item that is read. It verifies the item's checksum."""
+
+    def __init__(self, storage_data: dict):
+        self.storage_data, self.last, self.content = storage_data, None, b""
+
+    def transform_load_stream(self, part: dcp.ReadItem, _, stream: BinaryIO) -> BinaryIO:
+        if part.storage_index != self.last:  # the parts of one item follow each other
+            self.content = self.read(part.storage_index, stream)
+            self.last = part.storage_index
+        return io.BytesIO(self.content)
+
+    def read(self, index: MetadataIndex, stream: BinaryIO) -> bytes:
+        info = self.storage_data[index]
+        content = stream.read(info.length)
+        if info.xxh3_64 != xxh3_64_intdigest(content):
+            where = f"{index.fqn} in {info.relative_path}"
+            raise CorruptCheckpointError(f"{where}: the checksum differs")
+        return content

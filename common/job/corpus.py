@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from common.distributed import print0
+
 from common.job.atomic_files import exists, sync
 from common.job.launch import fail
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from common.distributed import print0
+from common.packing import Document
+
 from common.job.corpus import EOS, load_prepared, read_words
 from common.job.launch import fail
-from common.packing import Document
 
 FILES = ("tokens.int32", "lengths.int32", "prompts.int32", "vocab.int32")  # of a prepared file
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from common.collectives import ledger
 from common.distributed import print0, warn
+
 from common.job.atomic_files import exists, replacing
 from common.job.launch import rank, world_size
 

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from common.collectives import all_reduce_control
 from common.distributed import print0, save0, warn
+from common.model import TransformerConfig
+from common.shards import State
+
 from common.job.arguments import Arguments
 from common.job.atomic_files import check_writable, replacing
 from common.job.checkpoint import Checkpointer, checkpoints
@@ -27,8 +30,6 @@ from common.job.corpus import Corpus
 from common.job.launch import fail, launch_environment, rank, world_size
 from common.job.metrics import Metrics
 from common.job.run_folder import RunFolder
-from common.model import TransformerConfig
-from common.shards import State
 
 # Signals that ask a run to save and stop: of a user, Slurm, a closed terminal, and of LSF or Grid
 # Engine before a limit.

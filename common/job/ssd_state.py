@@ -32,6 +32,7 @@ from xxhash import xxh3_64_intdigest
 
 from common.collectives import all_reduce_control
 from common.distributed import print0, warn
+
 from common.job.launch import fail
 
 PAGE = 1024  # float32 elements, 4,096 bytes

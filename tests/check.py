@@ -1,6 +1,6 @@
 """`make check-NN`: the tests of a stage, on a script of yours.
 
-    python tests/check_script.py 02 [SCRIPT]       default: exercises/02_ddp/train.py
+    python tests/check.py 02 [SCRIPT]       default: exercises/02_ddp/train.py
 
 SCRIPT is an exercise, whose blanks have the stage's own code meanwhile, or any changed copy of the
 stage's script. This is pytest with SCRIPT_02=SCRIPT and a plugin that tells a line per check: those
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -24,6 +25,7 @@ from test_late_backend import train
 
 from tools import first_difference
 from tools.exercise import blanks_of, filled
+from tools.stages import beside
 
 CHECKS = {  # name: a file, and words of the names of its tests, of which the stage's runs are taken
     "gradients": "test_gradients.py reference[",
@@ -193,6 +195,9 @@ def main() -> int:
         loaded.parent.mkdir()
         text, lines = filled(text, number)
         loaded.write_text(text, "utf-8")
+        for path in beside(number):  # the script's own, or the stage's
+            found = script.with_name(path.name)
+            shutil.copy(found if found.is_file() else path, loaded.parent)
         os.environ[f"SCRIPT_{number}"] = str(loaded)
         report = Report(number, loaded, lines)
         files = dict.fromkeys(str(REPO / "tests" / t.split(" ")[0]) for t in report.tests.values())
