@@ -1,11 +1,8 @@
-# From 04; generated
+# `make copies` takes this from 04_fsdp/train.py, by section "Copy" of its README.
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-
 
 import torch
 import torch.distributed as dist
@@ -35,6 +32,7 @@ from common.unit_parameters import (
     units_with_values,
 )
 
+# ------------------------------------------------------------------------------------------------
 # The technique: flat buffers, of which each rank owns a shard
 # ------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,7 @@
-# From 05; generated
+# `make copies` takes this from 05_tensor_parallel/train.py, by section "Copy" of its README.
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
@@ -24,6 +19,7 @@ from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
 from common.module_checks import check_plain, forbid_create_graph
 
+# ------------------------------------------------------------------------------------------------
 # The technique: column-parallel, then row-parallel, and one all-reduce
 # ------------------------------------------------------------------------------------------------
 #

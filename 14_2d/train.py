@@ -40,10 +40,17 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = map(str, Path(__file__).resolve().parents[:2])
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # of the files beside this one
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from common.collectives import all_reduce, all_reduce_control, global_norm
+from common.distributed import group_along
+from common.model import initial_value
 from fsdp import FullyShardedDataParallel
 from tensor_parallel import (
     SequenceParallelRegion,
@@ -53,25 +60,20 @@ from tensor_parallel import (
     shard_of,
     tensor_parallel,
 )
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-
-from common.collectives import all_reduce, all_reduce_control, global_norm
-from common.distributed import group_along
-from common.model import initial_value
 
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.distributed import World
 from common.guards import guard
-from common.job.arguments import base_parser, check_arguments, model_config, positive_int
-from common.job.corpus import load_corpus
-from common.job.launch import cleanup, fail, setup, world_size
-from common.job.run import Run
 from common.loss import IGNORED
 from common.model import Transformer
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import State, state_of_flat_tensors, tensors_of
+
+from common.job.arguments import base_parser, check_arguments, model_config, positive_int
+from common.job.corpus import load_corpus
+from common.job.launch import cleanup, fail, setup, world_size
+from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
 # The technique: a shard of a shard
@@ -94,12 +96,12 @@ class FullyShardedTensorParallel(FullyShardedDataParallel):
     """
 
     def __init__(self, module: nn.Module, units: list[nn.Module], mesh: Mesh, **options):
-        replicate_group = mesh.replicate if mesh.replicate.size() > 1 else None
-        super().__init__(module, units, mesh.shard, replicate_group, **options)
-        self.tp, self.shard_dims = mesh.tp, shard_dims_of(module)  # by name; norms have none
         regions = [m.region for m in module.modules() if isinstance(m, TensorParallelModule)]
         if any(region.group is not mesh.tp for region in regions):
             raise ValueError("the module's matrices are sharded over another group than mesh.tp")
+        replicate_group = mesh.replicate if mesh.replicate.size() > 1 else None
+        super().__init__(module, units, mesh.shard, replicate_group, **options)
+        self.tp, self.shard_dims = mesh.tp, shard_dims_of(module)  # by name; norms have none
         self.sequence_parallel = any(isinstance(r, SequenceParallelRegion) for r in regions)
 
     @torch.no_grad()
