@@ -1,4 +1,4 @@
-"""14: shards of shards. The tests of all stages have its curves, gradients, bytes and checkpoints."""
+"""14: shards of shards. Tests of all stages have its curves, gradients, bytes and checkpoints."""
 
 from __future__ import annotations
 
