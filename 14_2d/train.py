@@ -17,7 +17,7 @@ parameter once; checkpoints.
     of them in the embedding, O in the output; S ranks that shard, m micro-batches per step; float32
 
     memory per rank, bytes              16 Q / S, and 04's unsharded units, now 1 / tp as large
-    sent per step, in elements of which a rank sends (n - 1) / n to the n ranks of the group
+    communication per step, elements
         over shard                      reduce-scatter m Q + all-gather m (2 Q - E - O)
         over tp                         as 05; --sequence-parallel: its norms' gradients only / S
         over replicate                  all-reduce Q / S
