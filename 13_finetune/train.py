@@ -304,7 +304,7 @@ def parse_args(argv: list[str] | None = None):
     length.add_argument("--epochs", type=positive_int, help="of all documents (default: 1)")
     length.add_argument("--steps", type=positive_int, help="optimizer steps, in place of --epochs")
     add("--warmup-steps", type=natural, help="of linear warm-up (default: 3 %% of the steps)")
-    add("--shard-degree", type=positive_int, default=world_size(), help="ranks that shard a unit")
+    add("--shard-degree", type=positive_int, help="ranks that shard a unit (default: all)")
     add("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
     add("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
     add("--no-reshard-after-forward", action="store_true", help="until backward")
@@ -315,6 +315,7 @@ def parse_args(argv: list[str] | None = None):
     if not args.model or not args.data:
         fail("--model and --data are needed: a Hugging Face folder, and a file of instructions")
     args.epochs = args.epochs or (None if args.steps else 1)
+    args.shard_degree = args.shard_degree or world_size()
     if world_size() % args.shard_degree:
         fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
     args.dp, args.micro_batch_size, args.dropout = world_size(), 1, 0.0
