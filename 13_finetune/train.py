@@ -27,7 +27,6 @@ Run it:
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import shutil
@@ -48,18 +47,25 @@ from common.loss import IGNORED
 from common.weight_files import WeightFiles, publish
 
 # isort: split
-from common.batches import global_batch
 from common.distributed import World, group_along, print0
 from common.guards import guard
-from common.llama import Llama, LlamaConfig
+from common.llama import Llama
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import State, state_of_flat_tensors, tensors_of
 from fsdp import FullyShardedDataParallel
 
-from common.job.arguments import base_parser, check_memory, check_ranks, natural, positive_int
-from common.job.atomic_files import exists
-from common.job.launch import cleanup, fail, rank, setup, world_size
-from common.job.prepared_instructions import Instructions, load_instructions
+from common.job.arguments import check_memory
+from common.job.finetuning import (
+    documents_of_step,
+    finetuning_parser,
+    load,
+    output_folder,
+    parse,
+    say_progress,
+    write_output,
+)
+from common.job.launch import cleanup, setup
+from common.job.prepared_instructions import Instructions
 from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
@@ -70,9 +76,7 @@ Documents = list[tuple[Tensor, list[tuple[int, int]]]]  # tokens, and where answ
 MicroBatch = tuple[Tensor, Tensor, tuple[int, ...]]  # inputs, targets, the documents' lengths
 
 
-def micro_batches_of(
-    documents: Documents, most: int, device: torch.device, rank: int = 0, size: int = 1
-) -> list[MicroBatch]:
+def micro_batches_of(documents: Documents, most: int, device, rank=0, size=1) -> list[MicroBatch]:
     """This rank's micro-batches of at most `most` tokens.
 
     Every rank computes the same packing, and takes equally many micro-batches of it.
@@ -131,9 +135,7 @@ def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, size
 
 
 @torch.no_grad()
-def mean_loss(
-    model: nn.Module, documents: Documents, most: int, device: torch.device, rank=0, size=1
-) -> float:
+def mean_loss(model: nn.Module, documents: Documents, most: int, device, rank=0, size=1) -> float:
     """Mean loss in nats over all targets of the documents."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, targets
@@ -163,9 +165,9 @@ def read_shard(
     """Fill a shard from its places in the files. No other values are read."""
     for tensor, first, part in ranges_in(shapes, owned):
         name, start, dtype, _ = files.values[tensor]
+        start += len(files.headers[name]) + first * dtype.itemsize
         with open(files.folder / name, "rb", buffering=0) as file:
-            # it may be within a row of a matrix
-            file.seek(len(files.headers[name]) + start + first * dtype.itemsize)
+            file.seek(start)  # it may be within a row of a matrix
             for chunk in shard[part].split(CHUNK):
                 values = torch.empty(len(chunk), dtype=dtype)
                 if file.readinto(values.view(torch.uint8).numpy()) < values.nbytes:
@@ -224,23 +226,21 @@ def write_model(
         for unit in model.units:
             write_shard(files, aside, unit.shapes, unit.owned, values(unit))
 
-    is_first = dist.get_rank() == 0
-    replicas = model.replicate_group
+    is_first, replicas = dist.get_rank() == 0, model.replicate_group
     is_writer = replicas is None or dist.get_rank(replicas) == 0  # one replica
     prepare, finish = partial(files.prepare, aside), partial(publish, aside, out)
-    steps = [(is_first, prepare), (is_writer, write_shards), (is_first, finish)]
-    in_turn(aside, [step if is_mine else None for is_mine, step in steps])
+    in_turn(aside, [(is_first, prepare), (is_writer, write_shards), (is_first, finish)])
 
 
-def in_turn(aside: Path, steps: list[Callable[[], None] | None]) -> None:
-    """Take each step when all ranks have taken the previous one; None: not on this rank.
+def in_turn(aside: Path, steps: list[tuple[bool, Callable[[], None]]]) -> None:
+    """Take each step, if it is this rank's, when all ranks have taken the previous one.
 
     OSError on all ranks if a step fails on one; then `aside` is removed.
     """
-    for step in steps:
+    for is_mine, step in steps:
         error = None
         try:
-            if step is not None:
+            if is_mine:
                 step()
         except OSError as found:
             error = found
@@ -253,57 +253,6 @@ def in_turn(aside: Path, steps: list[Callable[[], None] | None]) -> None:
 # ------------------------------------------------------------------------------------------------
 # The training loop
 # ------------------------------------------------------------------------------------------------
-
-
-def load(args) -> tuple[LlamaConfig, WeightFiles, Instructions]:
-    """What --model and --data name. Fails on what would be computed wrongly."""
-    folder = Path(args.model)
-    try:
-        config = LlamaConfig.of_folder(folder, args.activation_checkpointing)
-        with torch.device("meta"):
-            shapes = {name: p.shape for name, p in Llama(config).named_parameters()}
-        files = WeightFiles(folder, shapes, rank(), world_size())
-    except KeyError as error:
-        fail(f"--model {folder}: there is no {error} in config.json or a header")
-    except (OSError, ValueError) as error:
-        fail(f"--model {folder}: {error}")
-    longest = min(args.seq_len, config.max_positions)
-    if config.window is not None and config.window < longest:
-        fail(f"--model {folder}: a sliding window: pass --seq-len {config.window} or less")
-    data = load_instructions(args.data, folder, longest, args.valid)
-    if data.vocab_size > config.vocab_size:
-        rows = f"token {data.vocab_size - 1}, and the embedding {config.vocab_size} rows"
-        fail(f"--model {folder}: --data has {rows}")
-    args.d_model, args.n_layers, args.n_heads = config.d_model, config.n_layers, config.n_heads
-    if not args.steps:
-        args.steps = math.ceil(args.epochs * len(data.train) / args.global_batch_size)
-    if args.warmup_steps is None:
-        args.warmup_steps = math.ceil(0.03 * args.steps)
-    check_ranks(args, data)
-    check_memory(args, config)
-    return config, files, data
-
-
-def output_folder(args, run: Run, files: WeightFiles) -> tuple[Path | None, Path]:
-    """Where to write the model, and where until it is complete. None: this job has written it,
-    before it was started again."""
-    out = Path(args.out or run.folder / "model")
-    name = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
-    aside = out.with_name(f".{out.name}.writing-{name}")  # another run may have the same --out
-    is_there = all_reduce_control(torch.tensor(float(exists(out)))).item() > 0
-    if is_there and not run.is_restart:
-        fail(f"--out {out} is already there: move it away, or pass another folder")
-    if not is_there:
-        run.check_output("out", aside, files.try_to_prepare)
-    return None if is_there else out, aside
-
-
-def documents_of_step(data: Instructions, args, step: int) -> Documents:
-    """A function of (seed, step). The last step of --epochs takes the documents that are left."""
-    n, size = len(data.train), args.global_batch_size
-    left = args.epochs * n - step * size if args.epochs else size
-    indices = global_batch(args.seed, step, size, n)[:left]
-    return data.tokens_of([data.train[i] for i in indices])
 
 
 def sharded_from_meta(model: Llama, args, world: World) -> FullyShardedDataParallel:
@@ -332,38 +281,15 @@ def training_state(model: FullyShardedDataParallel, optimizer: torch.optim.Optim
     return state
 
 
-# flags that have another meaning here, or none: the model has its shape, micro-batches are packed
-OTHERS = "data preset d-model n-layers n-heads seq-len steps micro-batch-size warmup-steps dropout"
-
-
 def parse_args(argv: list[str] | None = None):
-    parser = base_parser(__doc__, without=OTHERS.split())
+    parser = finetuning_parser(__doc__, "model/")
     add = parser.add_argument
-    add("--model", required=True, help="a Hugging Face folder: config, safetensors, tokenizer")
-    add("--data", required=True, help="a file of instructions in JSON, or sample")
-    add("--out", help="folder to write, seen by all ranks (default: model/ of the run)")
-    add("--valid", type=natural, default=0, help="last documents of --data, to evaluate on")
-    add("--seq-len", type=positive_int, default=2048, help="most tokens of a micro-batch")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=positive_int, help="of all documents (default: 1)")
-    length.add_argument("--steps", type=positive_int, help="optimizer steps, in place of --epochs")
-    add("--warmup-steps", type=natural, help="of linear warm-up (default: 3 %% of the steps)")
-    add("--shard-degree", type=positive_int, default=world_size(), help="ranks that shard a unit")
-    add("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
     add("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--no-reshard-after-forward", action="store_true", help="until backward")
     add("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
-    # AdamW moves a weight by about the rate per step; decay would also reach the norms
-    parser.set_defaults(lr=2e-5, weight_decay=0.0, global_batch_size=128)
-    args = parser.parse_args(argv)
-    args.epochs = args.epochs or (None if args.steps else 1)
-    if world_size() % args.shard_degree:
-        fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
-    args.dp, args.micro_batch_size, args.dropout = world_size(), 1, 0.0
-    args.dtype = args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
-    args.param_dtype = args.param_dtype or args.dtype
+    # AdamW moves a weight by about the rate per step
+    parser.set_defaults(lr=2e-5)
+    args = parse(parser, argv)
     args.state_on = "host" if args.cpu_offload else "device"
-    args.autocast = False  # units are unsharded in --param-dtype, and their inputs cast to it
     return args
 
 
@@ -379,6 +305,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     world = setup(args.timeout)
     device = world.device
     config, files, data = load(args)
+    check_memory(args, config)
 
     run = Run(args, __file__, config, device, data)
     out, aside = output_folder(args, run, files)
@@ -394,10 +321,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if not first_step:
         read_model(model, files)
         print0(f"read {files.bytes_read:,} bytes of {files.folder} on rank 0")
-    else:
-        done = first_step * args.global_batch_size
-        epochs = f"{done / len(data.train):.2f} epochs of {len(data.train):,}"
-        print0(f"{done:,} documents are done, in the order of --seed: {epochs}")
+    say_progress(args, data, first_step)
     if data.valid and first_step < args.steps:
         loss = evaluate(model, data, args, device, world)
         print0(f"val loss {loss:.4f} before step {first_step}")
@@ -429,16 +353,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     if out and step + 1 >= args.steps:  # else it was asked to stop
-        run.checkpoints.wait()  # so that a kill from here on costs no step
-        try:
-            write_model(model, files, out, aside)
-        except OSError as error:
-            if not args.checkpoint_every and first_step < args.steps:  # it has no checkpoint yet
-                run.checkpoints.save(step + 1, state, args.keep_checkpoints)
-                run.checkpoints.wait()
-            again = f"the same flags and --run-dir {run.folder} write the model, without training"
-            fail(f"--out {out}: {error}; the run's checkpoint is complete: {again}", status=1)
-        print0(f"wrote {out}")
+        write = partial(write_model, model, files, out, aside)
+        write_output(args, run, state, first_step, out, write)
     return run.finish(state)
 
 

@@ -24,9 +24,7 @@ Documents = list[tuple[Tensor, list[tuple[int, int]]]]  # tokens, and where answ
 MicroBatch = tuple[Tensor, Tensor, tuple[int, ...]]  # inputs, targets, the documents' lengths
 
 
-def micro_batches_of(
-    documents: Documents, most: int, device: torch.device, rank: int = 0, size: int = 1
-) -> list[MicroBatch]:
+def micro_batches_of(documents: Documents, most: int, device, rank=0, size=1) -> list[MicroBatch]:
     """This rank's micro-batches of at most `most` tokens.
 
     Every rank computes the same packing, and takes equally many micro-batches of it.
@@ -85,9 +83,7 @@ def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, size
 
 
 @torch.no_grad()
-def mean_loss(
-    model: nn.Module, documents: Documents, most: int, device: torch.device, rank=0, size=1
-) -> float:
+def mean_loss(model: nn.Module, documents: Documents, most: int, device, rank=0, size=1) -> float:
     """Mean loss in nats over all targets of the documents."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, targets
@@ -117,9 +113,9 @@ def read_shard(
     """Fill a shard from its places in the files. No other values are read."""
     for tensor, first, part in ranges_in(shapes, owned):
         name, start, dtype, _ = files.values[tensor]
+        start += len(files.headers[name]) + first * dtype.itemsize
         with open(files.folder / name, "rb", buffering=0) as file:
-            # it may be within a row of a matrix
-            file.seek(len(files.headers[name]) + start + first * dtype.itemsize)
+            file.seek(start)  # it may be within a row of a matrix
             for chunk in shard[part].split(CHUNK):
                 values = torch.empty(len(chunk), dtype=dtype)
                 if file.readinto(values.view(torch.uint8).numpy()) < values.nbytes:
@@ -178,23 +174,21 @@ def write_model(
         for unit in model.units:
             write_shard(files, aside, unit.shapes, unit.owned, values(unit))
 
-    is_first = dist.get_rank() == 0
-    replicas = model.replicate_group
+    is_first, replicas = dist.get_rank() == 0, model.replicate_group
     is_writer = replicas is None or dist.get_rank(replicas) == 0  # one replica
     prepare, finish = partial(files.prepare, aside), partial(publish, aside, out)
-    steps = [(is_first, prepare), (is_writer, write_shards), (is_first, finish)]
-    in_turn(aside, [step if is_mine else None for is_mine, step in steps])
+    in_turn(aside, [(is_first, prepare), (is_writer, write_shards), (is_first, finish)])
 
 
-def in_turn(aside: Path, steps: list[Callable[[], None] | None]) -> None:
-    """Take each step when all ranks have taken the previous one; None: not on this rank.
+def in_turn(aside: Path, steps: list[tuple[bool, Callable[[], None]]]) -> None:
+    """Take each step, if it is this rank's, when all ranks have taken the previous one.
 
     OSError on all ranks if a step fails on one; then `aside` is removed.
     """
-    for step in steps:
+    for is_mine, step in steps:
         error = None
         try:
-            if step is not None:
+            if is_mine:
                 step()
         except OSError as found:
             error = found

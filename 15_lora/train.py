@@ -296,8 +296,8 @@ def write_adapter(model: FullyShardedFrozen, config: dict, out: Path, aside: Pat
         write_tensors(aside / "adapter_model.safetensors", named)
         (aside / "adapter_config.json").write_text(text, "utf-8")
 
-    steps = [write, partial(publish, aside, out)]
-    in_turn(aside, steps if dist.get_rank() == 0 else [None, None])
+    is_first = dist.get_rank() == 0
+    in_turn(aside, [(is_first, write), (is_first, partial(publish, aside, out))])
 
 
 # ------------------------------------------------------------------------------------------------

@@ -28,6 +28,5 @@ checkpoint.py          saving and loading, in the format of torch.distributed.ch
 checkpoint_hooks.py    what that calls: atomic commits, checksums, loading that runs no code
 atomic_files.py        files that are complete or absent, on disks and file systems that fail
 prepared_instructions.py   for 13 and 15: files of instructions, prepared once as tokens
-finetuning.py          for them: flags, what they name, the folder that is written
-ssd_state.py           for 12: a rank's files, and how they survive a kill
+finetuning.py          for both: flags, what they name, the folder that is written
 """

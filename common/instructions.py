@@ -150,9 +150,7 @@ def load_tokenizer(folder: Path):
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ValueError(
-            f"with {folder}: its tokenizer cannot be loaded: {reason(error)}"
-        ) from None
+        raise ValueError(f"with {folder}: no tokenizer can be loaded: {reason(error)}") from None
 
 
 def untrained_ids(tokenizer, folder: Path) -> set[int]:
@@ -165,9 +163,8 @@ def untrained_ids(tokenizer, folder: Path) -> set[int]:
         return set()
     content = json.loads(file.read_text("utf-8"))
     known = {each["content"] for each in content["added_tokens"]}
-    added = tokenizer.get_added_vocab().items()
-    in_vocabulary = set(dict(content["model"]["vocab"]))  # of pairs, in some models
-    return {number for token, number in added if token not in known | in_vocabulary}
+    known |= dict(content["model"]["vocab"]).keys()  # in some models it is a list of pairs
+    return {number for token, number in tokenizer.get_added_vocab().items() if token not in known}
 
 
 def documents_of(examples: Sequence[dict], tokenizer) -> Iterator[tuple[list[int], Spans]]:
@@ -175,7 +172,7 @@ def documents_of(examples: Sequence[dict], tokenizer) -> Iterator[tuple[list[int
     is_chat = "instruction" not in examples[0]
     texts_of = chat_texts if is_chat else alpaca_texts
     if is_chat and tokenizer.chat_template is None:
-        raise ValueError("has messages, and the model has no chat template: a base model?")
+        raise ValueError("has messages, and the model no chat template: a base model?")
     ends = tuple(tokenizer.get_added_vocab())
     for first in range(0, len(examples), AT_A_TIME):
         every = []
@@ -186,8 +183,7 @@ def documents_of(examples: Sequence[dict], tokenizer) -> Iterator[tuple[list[int
                     raise ValueError("an answer does not end with a token of its own")
                 answers[-1][1].encode()  # fails on half a surrogate pair, as tokenizers would
             except Exception as error:  # a template is a program, and raises what it likes
-                message = f"cannot be used, in its object {i}: {reason(error)}"
-                raise ValueError(message) from None
+                raise ValueError(f"cannot be used, object {i}: {reason(error)}") from None
             every += conversations_of(answers)
         # a chat template writes the first token itself: the tokenizer would add it again
         yield from encode(tokenizer, every, special=not is_chat)
@@ -207,13 +203,15 @@ def conversations_of(answers: Answers) -> Iterator[Answers]:
 def encode(tokenizer, every: list[Answers], special: bool) -> Iterator[tuple[list[int], Spans]]:
     """In use a prompt is tokenized without its answer. Usually the tokens of a text are those of
     its parts, and each text is tokenized twice; otherwise each prompt is tokenized again."""
-    ids_of = partial(tokenizer, verbose=False, return_attention_mask=False)
+
+    def ids_of(texts: list[str], special: bool) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+
     parts_of = [parts(answers) for answers in every]
-    first = ids_of([each[0] for each in parts_of], add_special_tokens=special)["input_ids"]
-    whole = ids_of([answers[-1][1] for answers in every], add_special_tokens=special)["input_ids"]
-    rest = [part for each in parts_of for part in each[1:]]
-    rest = iter(ids_of(rest, add_special_tokens=False)["input_ids"])
-    for answers, ids, prompt in zip(every, whole, first, strict=True):
+    first = ids_of([each[0] for each in parts_of], special)
+    rest = iter(ids_of([part for each in parts_of for part in each[1:]], False))
+    wholes = ids_of([answers[-1][1] for answers in every], special)
+    for answers, ids, prompt in zip(every, wholes, first, strict=True):
         each = [prompt, *islice(rest, 2 * len(answers) - 1)]
         if list(chain.from_iterable(each)) == ids:
             places = [*accumulate(map(len, each))]
@@ -234,10 +232,9 @@ def encode_each(ids_of, answers: Answers, special: bool) -> Iterator[tuple[list[
     An answer joins the document before it if that one's tokens begin its prompt's."""
     ids, spans = [], []
     for prompt, whole in answers:
-        before, new = ids_of([prompt, whole], add_special_tokens=special)["input_ids"]
+        before, new = ids_of([prompt, whole], special)
         if new[: len(before)] != before:
-            answer = whole.removeprefix(prompt)
-            new = before + ids_of([answer], add_special_tokens=False)["input_ids"][0]
+            new = before + ids_of([whole.removeprefix(prompt)], False)[0]
         if spans and before[: len(ids)] != ids:
             yield ids, spans
             spans = []

@@ -164,8 +164,10 @@ def is_in_checkpoint() -> bool:
 
 
 def is_lookup(unit: nn.Module) -> bool:
-    """Whether all parameters are those of `nn.Embedding`s, which only look up rows."""
-    return all(isinstance(m, nn.Embedding) for m in unit.modules() if list(m.parameters(False)))
+    """Whether all parameters are those of `nn.Embedding`s, which only look up rows, or of modules
+    of another class that says so by an attribute `is_lookup`."""
+    owners = (module for module in unit.modules() if list(module.parameters(recurse=False)))
+    return all(isinstance(m, nn.Embedding) or getattr(m, "is_lookup", False) for m in owners)
 
 
 def cast_inputs(args: tuple, kwargs: dict, dtype: torch.dtype | None) -> tuple[tuple, dict]:

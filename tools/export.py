@@ -114,7 +114,8 @@ def export_folder(run: Path, checkpoint: Path, out: Path) -> None:
     """Write a folder with configuration, weights and tokenizer: complete, or absent."""
     try:
         description = json.loads((run / "config.json").read_text("utf-8"))
-        args, aside = description["arguments"], out.with_name(f".{out.name}.writing")
+        args = description["arguments"]
+        aside = out.with_name(f".{out.name}.writing-{os.getpid()}")
         if exists(out) or args.get("n_experts"):
             raise ValueError("it is already there" if exists(out) else "experts have no such form")
         weights = tensors_of(checkpoint)

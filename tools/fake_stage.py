@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
@@ -27,7 +26,6 @@ from common.collectives import Ledger, all_reduce_control, ledger
 from common.model import rotary_table
 
 from common.job.corpus import Corpus
-from common.job.ssd_state import StateFile, StateFolder
 from tools.stages import load_stage
 
 
@@ -48,8 +46,9 @@ def fake_stage(
         patches["exchange_counts"] = partial(balanced_counts, rows, exchange)
     if hasattr(module, "check_same"):
         patches["check_same"] = nothing_to_compare
-    if hasattr(module, "state_folder"):
-        patches |= {"state_folder": NoFiles, "StateFile": NoFile}
+    if hasattr(module, "StateFile"):
+        patches["StateFile"] = without_file(module.StateFile)
+        patches["ThreadPoolExecutor"] = AtOnce
         patches["SpeculativeAdamW"] = unclipped(module.SpeculativeAdamW)
     no_files = without_files() if hasattr(module, "documents_of_step") else {}
     in_job = {name: no_files.pop(name) for name in OF_LOAD & no_files.keys()}
@@ -109,42 +108,31 @@ def balanced_counts(rows: int, exchange, counts: Tensor, group: dist.ProcessGrou
     return [sent, [sent[group.rank()]] * len(sent)]
 
 
-class NoFile(StateFile):
-    """In place of 12's file of a unit: nothing is read or written."""
+def without_file(state_file: type) -> type:
+    """12's file of a unit, but nothing is read or written."""
 
-    def __init__(self, folder: StateFolder, name: str, shard: Tensor):
-        self.folder, self.path, self.length = folder, Path(name), len(shard)
-        folder.files.append(self)
+    def init(self, optimizer, name: str, shard: Tensor) -> None:
+        self.optimizer, self.name, self.length = optimizer, name, len(shard)
+        optimizer.files.append(self)
 
-    def empty(self, n_rows: int) -> Tensor:
-        return torch.empty(n_rows, self.length)
-
-    def _move(self, *_) -> None:
-        pass
-
-    def write_slot(self, *_) -> None:
-        pass
-
-    def mapped(self) -> Tensor:
-        return torch.empty(1).expand(3, self.length)  # in a file, not in memory
+    methods = {
+        "__init__": init,
+        "empty": lambda self, n_rows: torch.empty(n_rows, self.length),
+        "move": lambda *_: None,
+        "mapped": lambda self: torch.empty(1).expand(3, self.length),  # not in memory
+    }
+    return type("WithoutFile", (state_file,), methods)
 
 
-class NoFiles(StateFolder):
-    """In place of 12's folder: its jobs run at once, in this thread."""
+class AtOnce:
+    """In place of 12's threads: a job runs at once, in this thread."""
 
     def __init__(self, *_):
-        self.files, self.jobs, self.is_restored = [], {}, False
-        self.step = self.slot = self.commits = self.committed = 0
-        self.path, self.traffic, self.threads = Path(), {}, self
+        pass
 
     def submit(self, function, *args) -> Future:
         (job := Future()).set_result(function(*args))
         return job
-
-    def commit(self) -> None:
-        self.committed = self.step
-
-    close = commit
 
 
 def unclipped(optimizer: type) -> type:

@@ -31,8 +31,8 @@ def finetuning_parser(description: str | None, output: str) -> Parser:
     """The flags of a stage that fine-tunes a model. output: the default of --out."""
     parser = base_parser(description, without=OTHERS.split())
     add = parser.add_argument
-    add("--model", required=True, help="a Hugging Face folder: config, safetensors, tokenizer")
-    add("--data", required=True, help="a file of instructions in JSON, or sample")
+    add("--model", help="a Hugging Face folder: config, safetensors, tokenizer")
+    add("--data", help="a file of instructions in JSON, or sample")
     add("--out", help=f"folder to write, seen by all ranks (default: {output} of the run)")
     add("--valid", type=natural, default=0, help="last documents of --data, to evaluate on")
     add("--seq-len", type=positive_int, default=2048, help="most tokens of a micro-batch")
@@ -40,16 +40,20 @@ def finetuning_parser(description: str | None, output: str) -> Parser:
     length.add_argument("--epochs", type=positive_int, help="of all documents (default: 1)")
     length.add_argument("--steps", type=positive_int, help="optimizer steps, in place of --epochs")
     add("--warmup-steps", type=natural, help="of linear warm-up (default: 3 %% of the steps)")
-    add("--shard-degree", type=positive_int, default=world_size(), help="ranks that shard a unit")
+    add("--shard-degree", type=positive_int, help="ranks that shard a unit (default: all)")
     add("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
     add("--no-reshard-after-forward", action="store_true", help="until backward")
+    # decay would also reach the norms
     parser.set_defaults(weight_decay=0.0, global_batch_size=128)
     return parser
 
 
 def parse(parser: Parser, argv: list[str] | None) -> Arguments:
     args = parser.parse_args(argv)
+    if not args.model or not args.data:
+        fail("--model and --data are needed: a Hugging Face folder, and a file of instructions")
     args.epochs = args.epochs or (None if args.steps else 1)
+    args.shard_degree = args.shard_degree or world_size()
     if world_size() % args.shard_degree:
         fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
     args.dp, args.micro_batch_size, args.dropout = world_size(), 1, 0.0
@@ -67,20 +71,18 @@ def load(args: Arguments) -> tuple[LlamaConfig, WeightFiles, Instructions]:
         with torch.device("meta"):
             shapes = {name: p.shape for name, p in Llama(config).named_parameters()}
         files = WeightFiles(folder, shapes, rank(), world_size())
-    except KeyError as error:
-        fail(f"--model {folder}: there is no {error} in config.json or a header")
-    except (OSError, ValueError) as error:
-        fail(f"--model {folder}: {error}")
+    except (KeyError, OSError, ValueError) as error:
+        absent = "config.json or a header has no " * isinstance(error, KeyError)
+        fail(f"--model {folder}: {absent}{error}")
     longest = min(args.seq_len, config.max_positions)
     if config.window is not None and config.window < longest:
         fail(f"--model {folder}: a sliding window: pass --seq-len {config.window} or less")
     data = load_instructions(args.data, folder, longest, args.valid)
     if data.vocab_size > config.vocab_size:
-        rows = f"token {data.vocab_size - 1}, and the embedding {config.vocab_size} rows"
-        fail(f"--model {folder}: --data has {rows}")
+        rows = f"the embedding has {config.vocab_size} rows"
+        fail(f"--model {folder}: {rows}, and --data the token {data.vocab_size - 1}")
     args.d_model, args.n_layers, args.n_heads = config.d_model, config.n_layers, config.n_heads
-    if not args.steps:
-        args.steps = math.ceil(args.epochs * len(data.train) / args.global_batch_size)
+    args.steps = args.steps or math.ceil(args.epochs * len(data.train) / args.global_batch_size)
     if args.warmup_steps is None:
         args.warmup_steps = math.ceil(0.03 * args.steps)
     check_ranks(args, data)
@@ -97,10 +99,9 @@ def documents_of_step(data: Instructions, args: Arguments, step: int) -> list[tu
 
 def say_progress(args: Arguments, data: Instructions, first_step: int) -> None:
     """What a run that continues has done."""
-    done = first_step * args.global_batch_size
-    epochs = f"{done / len(data.train):.2f} epochs of {len(data.train):,}"
     if first_step:
-        print0(f"{done:,} documents are done, in the order of --seed: {epochs}")
+        done = first_step * args.global_batch_size
+        print0(f"{done:,} documents of --seed's order are done, of {len(data.train):,} per epoch")
 
 
 # ---- the output ----
@@ -109,8 +110,9 @@ def say_progress(args: Arguments, data: Instructions, first_step: int) -> None:
 def output_folder(
     args: Arguments, run: Run, files: WeightFiles, name: str = "model"
 ) -> tuple[Path | None, Path]:
-    """Where to write, and where until it is complete. None: this job has written it, before it was
-    started again. name: of what is written, by default a model like the one that was read."""
+    """Where the output will be, and where it is until it is complete. None: it is there already,
+    by this job before a restart. name: of what is written, a model like the one in --model or not.
+    """
     out = Path(args.out or run.folder / name)
     digest = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
     aside = out.with_name(f".{out.name}.writing-{digest}")  # another run may have the same --out

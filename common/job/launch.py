@@ -175,7 +175,7 @@ def rank_0_first(function: Callable[[], None]) -> None:
             message = str(error)
         store.set(key, message)
     else:
-        store.wait([key], timedelta(days=30))
+        store.wait([key], timedelta(days=7))
     if message := store.get(key).decode():
         fail(message)
 

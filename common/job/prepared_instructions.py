@@ -23,12 +23,12 @@ from common.instructions import (
     turns_without_answer,
     untrained_ids,
 )
+from common.weight_files import files_to_copy
 
 from common.job.corpus import EOS, load_prepared, prepare, read_words
 from common.job.launch import fail, rank_0_first
 
 FILES = tuple(f"{x}.int32" for x in ("tokens", "lengths", "answers", "spans", "counts"))
-SUFFIXES = {".json", ".jinja", ".txt", ".model"}  # of files that may change the tokens
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def load_instructions(name: str, folder: Path, longest: int, n_valid: int) -> In
         fail(f"this Python has no {' and no '.join(absent)}: pip install transformers jinja2")
     try:
         content = b"" if name == "sample" else Path(name).read_bytes()
-        files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
-        hashes = [hashlib.sha256(each.read_bytes()).hexdigest() for each in files]
+        files = [folder / each for each in files_to_copy(folder)]  # the tokenizer's, among others
+        hashes = [hashlib.sha256(x.read_bytes()).hexdigest() for x in files if x.is_file()]
     except OSError as error:
         fail(f"--data {name}: {error}")
     code = [Path(file).read_text("utf-8") for file in (__file__, common.instructions.__file__)]
