@@ -408,7 +408,8 @@ def test_the_host_waits_for_the_other_ranks_before_it_opens_files(monkeypatch, t
     monkeypatch.setattr(stage.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(stage, "all_reduce_control", lambda x: seen.append(x.device.type) or x)
     model = SimpleNamespace(units=[], replicate_group=None, device=torch.device("meta"))
-    stage.write_model(model, None, tmp_path / "model", tmp_path / "aside")
+    files = SimpleNamespace(prepare=None)
+    stage.write_model(model, files, tmp_path / "model", tmp_path / "aside")
     assert seen == ["cpu"] * 3
 
 
@@ -476,7 +477,7 @@ def test_a_model_that_cannot_be_written_is_written_from_the_checkpoint(
 @quick
 def test_runs_with_the_same_output_write_to_folders_of_their_own(monkeypatch, tmp_path):
     stage, seen = load_stage("13"), set()
-    monkeypatch.setattr(stage, "all_reduce_control", lambda x: x)
+    monkeypatch.setattr("common.job.finetuning.all_reduce_control", lambda x: x)
     for name in ("a", "b"):
         args = SimpleNamespace(out=str(tmp_path / "model"))
         run = SimpleNamespace(folder=tmp_path / name, is_restart=False, check_output=lambda *_: 0)
