@@ -66,7 +66,7 @@ from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, 
 from common.shards import training_state
 from finetune import count_targets, mean_loss, micro_batches_of, read_model, share_of_loss
 
-from common.job.arguments import check_memory, positive_int
+from common.job.arguments import check_memory, positive, positive_int
 from common.job.finetuning import (
     documents_of_step,
     finetuning_parser,
@@ -336,7 +336,7 @@ def parse_args(argv: list[str] | None = None):
     add = parser.add_argument
     add("--merge", action="store_true", help="write a full model, A and B merged into W")
     add("--lora-rank", type=positive_int, default=16, help="rows of A, columns of B")
-    add("--lora-alpha", type=float, default=32.0, help="B A counts alpha / rank times")
+    add("--lora-alpha", type=positive, default=32.0, help="B A counts alpha / rank times")
     # ten times the rate of 13: Schulman et al., "LoRA Without Regret", 2025
     parser.set_defaults(lr=2e-4)
     args = parse(parser, argv)
