@@ -653,7 +653,7 @@ STATED = {
         ],
     },
     "15": {
-        r"r = 16, that is ([\d.]+) in place of ([\d.]+) GB": [
+        r"that is ([\d.]+) in place of ([\d.]+) GB": [
             4 * ADAPTERS / GB,
             16 * ADAPTERS / GB,
         ],
