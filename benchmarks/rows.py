@@ -303,10 +303,8 @@ def parallel_plan(sequence_parallel: bool) -> dict:
     return plan
 
 
-def torch_tensor_parallel(shape: Shape, sequence_parallel: bool) -> Step:
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
-    model = with_torchs_linears(transformer(shape))
-    model = parallelize_module(model, mesh, parallel_plan(sequence_parallel))
+def loss_parallel_step(model: nn.Module) -> Step:
+    """The step of a model whose logits are a DTensor, sharded along the vocabulary."""
     # fused AdamW takes no group that mixes DTensors with the plain weights of the norms
     kinds: dict[type, list[nn.Parameter]] = {}
     for p in model.parameters():
@@ -320,6 +318,12 @@ def torch_tensor_parallel(shape: Shape, sequence_parallel: bool) -> Step:
         return loss.full_tensor()
 
     return step_of(optimizer, forward_and_backward)
+
+
+def torch_tensor_parallel(shape: Shape, sequence_parallel: bool) -> Step:
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    model = with_torchs_linears(transformer(shape))
+    return loss_parallel_step(parallelize_module(model, mesh, parallel_plan(sequence_parallel)))
 
 
 # ---- 06: torch.distributed.pipelining ----
@@ -538,6 +542,29 @@ def our_ssd(shape: Shape) -> Step:
     return step
 
 
+# ---- 14: parallelize_module, then fully_shard ----
+
+TP = 2  # the tensor-parallel degree
+
+
+def our_2d(shape: Shape) -> Step:
+    stage, module = load_stage("14"), transformer(shape)
+    mesh = stage.build_mesh(1, dist.get_world_size() // TP, TP, timeout=600)
+    stage.tensor_parallel(module, mesh.tp, sequence_parallel=True)
+    model = stage.FullyShardedTensorParallel(module, module.units(), mesh)
+    return plain_step(model, finish=model.finish_gradient_synchronization)
+
+
+def torch_2d(shape: Shape) -> Step:
+    sizes = dist.get_world_size() // TP, TP
+    mesh = init_device_mesh(device().type, sizes, mesh_dim_names=("shard", "tp"))
+    model = with_torchs_linears(transformer(shape))
+    model = parallelize_module(model, mesh["tp"], parallel_plan(sequence_parallel=True))
+    for module in (*model.units(), model):
+        fully_shard(module, mesh=mesh["shard"])
+    return loss_parallel_step(model)
+
+
 # ---- the table ----
 
 
@@ -636,5 +663,12 @@ ROWS = {
         "04 with --cpu-offload: PyTorch has no counterpart",
         may_be_slower=True,
         shapes=("wide",),
+    ),
+    "14-2d": Row(
+        our_2d,
+        torch_2d,
+        "parallelize_module, SequenceParallel, loss_parallel; then fully_shard",
+        (4,),
+        share_of=lambda rank: rank // TP,
     ),
 }

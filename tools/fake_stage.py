@@ -73,11 +73,10 @@ def fake_stage(
             dist.destroy_process_group()
 
 
-def full_documents(_, __, batching, device, *___):
-    """In place of 13's batches: a micro-batch per rank, full with one document."""
-    tokens = torch.zeros(batching.seq_len, dtype=torch.int64, device=device)
-    while True:
-        yield [(tokens, tokens, (batching.seq_len,))]
+def full_documents(_, args, step: int) -> list:
+    """In place of 13's documents: for each rank one that fills a micro-batch."""
+    tokens = torch.zeros(args.seq_len + 1, dtype=torch.int64)
+    return [(tokens, [(1, len(tokens))])] * args.dp
 
 
 def without_files() -> dict:
@@ -85,10 +84,10 @@ def without_files() -> dict:
     data = dict(name="fake", train=[0], valid=[], vocab=[], vocab_size=0, digest="0", tokens=None)
     return {
         "load_instructions": lambda *_: SimpleNamespace(**data),
-        "document_batches": full_documents,
-        "WeightFiles": lambda folder, _: SimpleNamespace(folder=folder, bytes_read=0),
+        "documents_of_step": full_documents,
+        "WeightFiles": lambda folder, *_: SimpleNamespace(folder=folder, bytes_read=0),
         "read_model": lambda *_: None,
-        "output_folder": lambda *_: None,
+        "output_folder": lambda *_: (None, None),
         "check_ranks": lambda *_: None,
         "check_memory": lambda *_: None,
     }

@@ -102,9 +102,9 @@ class Run:
         data = f"data {corpus.name} (hash {corpus.digest})"
         print0(f"{stage}: {size}, {data}, run folder {self.folder}")
 
-    def check_output(self, name: str, path: Path) -> None:
+    def check_output(self, name: str, path: Path, check: Callable = check_writable) -> None:
         """Fail now, and not after the last step, if rank 0 cannot write what the argument names."""
-        self._of_rank_0(name, check_writable, path)
+        self._of_rank_0(name, check, path)
 
     def _of_rank_0(self, name: str, function: Callable, *args):
         """What `function` returns on rank 0. An OSError there ends the run on all ranks: it cannot
