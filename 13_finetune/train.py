@@ -1,16 +1,16 @@
 """Stage 13: fine-tuning a pretrained model on instructions, sharded by 04.
 
-Every rank reads the byte ranges of its own shards from the files of a Hugging Face folder, and at
-the end writes the same ranges of new files. Neither takes the memory of a full unit. The documents
-of a step are packed side by side into micro-batches, equally many on every rank. Each attends to
-itself alone. The loss is the mean over all targets of the step: micro-batches have unequal numbers
-of them.
+The documents of a step are packed side by side into micro-batches, equally many on every rank.
+Each attends to itself alone. The loss is the mean over all targets of the step: micro-batches have
+unequal numbers of them. Every rank reads the byte ranges of its own shards from the files of a
+Hugging Face folder, and at the end writes the same ranges of new files. Neither takes the memory of
+a full unit.
 
-New since stage 04: sharded reading and writing of safetensors; a loss that is weighted by targets;
-a tied embedding, one unit that runs twice per forward. 04 is beside this file, as fsdp.py.
+New since stage 04: packing; a loss that is weighted by targets; sharded reading and writing of
+safetensors; a tied embedding, one unit that runs twice per forward. 04's class is in `fsdp.py`.
 
-    P parameters, b bytes each in the files; N ranks that shard, m micro-batches per step;
-    E of the embedding, O of the head; float32
+    P parameters, b bytes each in the files; N ranks that shard, m micro-batches per step, as many
+    as its documents need; E of the embedding, O of the head; float32
 
     read and written per rank    b P / N bytes, once, and the files' headers
     memory                       that of 04; while reading 4 P / N bytes
@@ -27,10 +27,12 @@ Run it:
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,48 +40,111 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # of the files beside 
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.collectives import all_reduce_control
-from common.weight_files import WeightFiles
-from fsdp import FullyShardedDataParallel
-
-from common.job.atomic_files import sync
+from common.loss import IGNORED
+from common.weight_files import WeightFiles, publish
 
 # isort: split
+from common.batches import global_batch
 from common.distributed import World, group_along, print0
 from common.guards import guard
 from common.llama import Llama, LlamaConfig
-from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.packing import document_batches, packed_batches
 from common.shards import State, state_of_flat_tensors, tensors_of
+from fsdp import FullyShardedDataParallel
 
 from common.job.arguments import base_parser, check_memory, check_ranks, natural, positive_int
 from common.job.atomic_files import exists
-from common.job.instructions import Instructions, load_instructions
-from common.job.launch import cleanup, fail, setup, world_size
+from common.job.launch import cleanup, fail, rank, setup, world_size
+from common.job.prepared_instructions import Instructions, load_instructions
 from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
-# The technique: each rank reads and writes the bytes of its own shards
+# The technique: documents side by side, one mean over all their targets, files read by their bytes
 # ------------------------------------------------------------------------------------------------
+
+Documents = list[tuple[Tensor, list[tuple[int, int]]]]  # tokens, and where answers begin and end
+MicroBatch = tuple[Tensor, Tensor, tuple[int, ...]]  # inputs, targets, the documents' lengths
+
+
+def micro_batches_of(documents: Documents, most: int, device, rank=0, size=1) -> list[MicroBatch]:
+    """This rank's micro-batches of at most `most` tokens.
+
+    Every rank computes the same packing, and takes equally many micro-batches of it.
+    """
+    packed = pack([len(ids) - 1 for ids, _ in documents], size, most)  # the last one is no input
+    mine = ([documents[i] for i in indices] for indices in packed[rank::size])
+    return [side_by_side(each, device) for each in mine]
+
+
+def pack(lengths: Sequence[int], size: int, most: int) -> list[list[int]]:
+    """Distribute documents over micro-batches of at most `most` tokens; returns their indices.
+
+    From the longest to the shortest, each goes into the micro-batch with the fewest tokens. The
+    number of micro-batches is the lowest multiple of `size`, the ranks, for which all fit.
+    """
+    count = math.ceil(sum(lengths) / (most * size)) * size
+    while True:
+        packed: list[list[int]] = [[] for _ in range(count)]
+        tokens = [0] * count
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            lightest = tokens.index(min(tokens))
+            packed[lightest].append(i)
+            tokens[lightest] += lengths[i]
+        if max(tokens) <= most:
+            return packed
+        count += size
+
+
+def side_by_side(documents: Documents, device: torch.device) -> MicroBatch:
+    """Join documents without padding. inputs, targets: int64 [tokens]."""
+    inputs, targets = [], []
+    # a rank without a document computes one token, which has no target
+    for ids, spans in documents or [(torch.zeros(2, dtype=torch.int64), [])]:
+        inputs.append(ids[:-1])
+        targets.append(torch.full_like(ids[1:], IGNORED))
+        for begin, end in spans:  # of an answer; the target of a token is the next one
+            targets[-1][begin - 1 : end - 1] = ids[begin:end]
+    joined = (torch.cat(each).to(device, non_blocking=True) for each in (inputs, targets))
+    return *joined, tuple(map(len, inputs))
+
+
+def count_targets(micro_batches: list[MicroBatch]) -> Tensor:
+    """The targets of a step, on all ranks: to be known before its first backward."""
+    return all_reduce_control(sum((targets != IGNORED).sum() for _, targets, _ in micro_batches))
+
+
+def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, size: int) -> Tensor:
+    """What a micro-batch adds to the mean over all targets of a step.
+
+    That is the sum of its losses / total. A mean over its own targets would give a token more
+    weight where a micro-batch has few of them. Times the number of ranks, over which gradients are
+    averaged: so the model divides by total / size.
+    """
+    inputs, targets, lengths = micro_batch
+    return model(inputs, lengths, targets, total / size)
+
+
+# ---- reading and writing: each rank the bytes of its own shards ----
 
 CHUNK = 2**20  # elements that are converted at a time
 
 
-def read_model(model: FullyShardedDataParallel, files: WeightFiles) -> None:
-    """Fill this rank's shards from the files. No other values are read."""
+def read_model(model: nn.Module, files: WeightFiles) -> None:
+    """Fill the shards of a model's `units` from the files. No other values are read."""
     for unit in model.units:
         shard = unit.shard.detach()
         for tensor, first, part in ranges_in(unit.shapes, unit.owned):
-            file_name, start, dtype, _ = files.values[tensor]
-            with open(files.folder / file_name, "rb", buffering=0) as file:
-                file.seek(start + first * dtype.itemsize)  # it may be within a row of a matrix
+            name, start, dtype, _ = files.values[tensor]
+            start += len(files.headers[name]) + first * dtype.itemsize
+            with open(files.folder / name, "rb", buffering=0) as file:
+                file.seek(start)  # it may be within a row of a matrix
                 for chunk in shard[part].split(CHUNK):
                     values = torch.empty(len(chunk), dtype=dtype)
                     if file.readinto(values.view(torch.uint8).numpy()) < values.nbytes:
-                        raise OSError(f"{files.folder / file_name} has become shorter")
+                        raise OSError(f"{files.folder / name} has become shorter")
                     chunk.copy_(values)  # to the shard's dtype and device
                     files.bytes_read += values.nbytes
 
@@ -96,14 +161,15 @@ def write_shard(
 ) -> None:
     """Write a shard to its places in the files of `folder`, in the dtypes that were read."""
     for tensor, first, part in ranges_in(shapes, owned):
-        file_name, start, dtype, _ = files.values[tensor]
-        with open(folder / file_name, "r+b", buffering=0) as file:
-            file.seek(start + first * dtype.itemsize)
-            for chunk in shard[part].split(CHUNK):
-                values = memoryview(chunk.to("cpu", dtype).view(torch.uint8).numpy())
-                while values:  # after a short write the next one raises OSError
-                    values = values[file.write(values) :]
-            os.fsync(file.fileno())
+        # a tied embedding may be stored twice
+        for name, start, dtype, _ in filter(None, (files.values[tensor], files.copies.get(tensor))):
+            with open(folder / name, "r+b", buffering=0) as file:
+                file.seek(len(files.new_headers[name]) + start + first * dtype.itemsize)
+                for chunk in shard[part].split(CHUNK):
+                    values = memoryview(chunk.to("cpu", dtype).view(torch.uint8).numpy())
+                    while values:  # after a short write the next one raises OSError
+                        values = values[file.write(values) :]
+                os.fsync(file.fileno())
 
 
 def ranges_in(shapes: dict[str, torch.Size], owned: slice) -> Iterator[tuple[str, int, slice]]:
@@ -117,20 +183,30 @@ def ranges_in(shapes: dict[str, torch.Size], owned: slice) -> Iterator[tuple[str
         begin += shape.numel()
 
 
-def write_model(model: FullyShardedDataParallel, files: WeightFiles, out: Path) -> None:
-    """Write a folder like the one that was read: complete, or absent. Every rank calls it."""
-    aside = out.with_name(f".{out.name}.writing")
-    if dist.get_rank() == 0:
-        files.prepare(aside)
-    all_reduce_control(torch.zeros(()))  # the files are there; on the CPU, so that the host waits
-    if model.replicate_group is None or dist.get_rank(model.replicate_group) == 0:  # one replica
-        for unit in model.units:
-            write_shard(files, aside, unit.shapes, unit.owned, unit.shard.detach())
-    all_reduce_control(torch.zeros(()))  # all ranks have written
-    if dist.get_rank() == 0:
-        sync(aside)
-        aside.rename(out)
-        sync(out.parent)
+def write_model(model: nn.Module, files: WeightFiles, out: Path, aside: Path) -> None:
+    """Write a folder like the one that was read: complete, or absent. Every rank calls it.
+
+    aside: where to write it, beside `out`; of this run alone. OSError on all ranks if one fails.
+    """
+    shards = [(unit.shapes, unit.owned, unit.shard.detach()) for unit in model.units]
+    is_first = dist.get_rank() == 0
+    # one replica writes
+    is_writer = model.replicate_group is None or dist.get_rank(model.replicate_group) == 0
+    for is_mine, write in (
+        (is_first, lambda: files.prepare(aside)),
+        (is_writer, lambda: [write_shard(files, aside, *shard) for shard in shards]),
+        (is_first, lambda: publish(aside, out)),
+    ):
+        error = None
+        try:
+            if is_mine:
+                write()
+        except OSError as found:
+            error = found
+        # all wait for one another; on the CPU, so that the host waits
+        if all_reduce_control(torch.tensor(float(error is not None))).item():
+            shutil.rmtree(aside, ignore_errors=True)
+            raise error or OSError("another rank could not write")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -145,30 +221,45 @@ def load(args) -> tuple[LlamaConfig, WeightFiles, Instructions]:
         config = LlamaConfig.of_folder(folder, args.activation_checkpointing)
         with torch.device("meta"):
             shapes = {name: p.shape for name, p in Llama(config).named_parameters()}
-        files = WeightFiles(folder, shapes)
-    except KeyError as error:
-        fail(f"--model {folder}: there is no {error} in config.json or a header")
-    except (OSError, ValueError) as error:
-        fail(f"--model {folder}: {error}")
-    data = load_instructions(args.data, folder, min(args.seq_len, config.max_positions), args.valid)
+        files = WeightFiles(folder, shapes, rank(), world_size())
+    except (KeyError, OSError, ValueError) as error:
+        absent = "config.json or a header has no " * isinstance(error, KeyError)
+        fail(f"--model {folder}: {absent}{error}")
+    longest = min(args.seq_len, config.max_positions)
+    if config.window is not None and config.window < longest:
+        fail(f"--model {folder}: a sliding window: pass --seq-len {config.window} or less")
+    data = load_instructions(args.data, folder, longest, args.valid)
     if data.vocab_size > config.vocab_size:
-        rows = f"{data.vocab_size} tokens, the embedding {config.vocab_size} rows"
-        fail(f"--model {folder}: the tokenizer has {rows}")
-    args.d_model, args.n_layers, args.n_heads = config.d_model, config.n_layers, config.n_heads
-    args.steps = args.steps or math.ceil(len(data.train) / args.global_batch_size)  # one epoch
+        rows = f"the embedding has {config.vocab_size} rows"
+        fail(f"--model {folder}: {rows}, and --data the token {data.vocab_size - 1}")
+    args.steps = args.steps or math.ceil(args.epochs * len(data.train) / args.global_batch_size)
+    if args.warmup_steps is None:
+        args.warmup_steps = math.ceil(0.03 * args.steps)
     check_ranks(args, data)
     check_memory(args, config)
     return config, files, data
 
 
-def output_folder(args, run: Run) -> Path | None:
-    """Where to write the model; None: this job has written it, before it was started again."""
+def output_folder(args, run: Run, files: WeightFiles) -> tuple[Path | None, Path]:
+    """Where the model will be, and where it is until it is complete. None: it is there already,
+    by this job before a restart."""
     out = Path(args.out or run.folder / "model")
-    run.check_output("out", out.parent / "check")
+    name = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
+    aside = out.with_name(f".{out.name}.writing-{name}")  # another run may have the same --out
     is_there = all_reduce_control(torch.tensor(float(exists(out)))).item() > 0
     if is_there and not run.is_restart:
         fail(f"--out {out} is already there: move it away, or pass another folder")
-    return None if is_there else out
+    if not is_there:
+        run.check_output("out", aside, files.try_to_prepare)
+    return None if is_there else out, aside
+
+
+def documents_of_step(data: Instructions, args, step: int) -> Documents:
+    """A function of (seed, step). The last step of --epochs takes the documents that are left."""
+    n, size = len(data.train), args.global_batch_size
+    left = args.epochs * n - step * size if args.epochs else size
+    indices = global_batch(args.seed, step, size, n)[:left]
+    return data.tokens_of([data.train[i] for i in indices])
 
 
 def sharded_from_meta(model: Llama, args, world: World) -> FullyShardedDataParallel:
@@ -197,30 +288,34 @@ def training_state(model: FullyShardedDataParallel, optimizer: torch.optim.Optim
     return state
 
 
+# flags that have another meaning here, or none: the model has its shape, micro-batches are packed
+OTHERS = "data preset d-model n-layers n-heads seq-len steps micro-batch-size warmup-steps dropout"
+
+
 def parse_args(argv: list[str] | None = None):
-    parser = base_parser(__doc__)
-    parser.add_argument("--model", help="a Hugging Face folder: config, safetensors, tokenizer")
-    parser.add_argument(
-        "--out", help="folder to write, seen by all ranks (default: model/ of the run)"
-    )
-    parser.add_argument("--valid", type=natural, default=0, help="last documents, to evaluate on")
-    parser.add_argument(
-        "--shard-degree", type=positive_int, default=world_size(), help="ranks that shard a unit"
-    )
-    parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
-    parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--no-reshard-after-forward", action="store_true", help="until backward")
-    parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
+    parser = base_parser(__doc__, without=OTHERS.split())
+    add = parser.add_argument
+    add("--model", help="a Hugging Face folder: config, safetensors, tokenizer")
+    add("--data", help="a file of instructions in JSON, or sample")
+    add("--out", help="folder to write, seen by all ranks (default: model/ of the run)")
+    add("--valid", type=natural, default=0, help="last documents of --data, to evaluate on")
+    add("--seq-len", type=positive_int, default=2048, help="most tokens of a micro-batch")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=positive_int, help="of all documents (default: 1)")
+    length.add_argument("--steps", type=positive_int, help="optimizer steps, in place of --epochs")
+    add("--warmup-steps", type=natural, help="of linear warm-up (default: 3 %% of the steps)")
+    add("--shard-degree", type=positive_int, help="ranks that shard a unit (default: all)")
+    add("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
+    add("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--no-reshard-after-forward", action="store_true", help="until backward")
+    add("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
     # AdamW moves a weight by about the rate per step; decay would also reach the norms
-    parser.set_defaults(lr=2e-5, weight_decay=0.0, steps=None, seq_len=2048)
-    parser.set_defaults(data=None, preset=None, dropout=None)
+    parser.set_defaults(lr=2e-5, weight_decay=0.0, global_batch_size=128)
     args = parser.parse_args(argv)
-    for name in ("preset", "d_model", "n_layers", "n_heads", "dropout", "micro_batch_size"):
-        if getattr(args, name) is not None:
-            why = "the shape is that of --model, and micro-batches are packed up to --seq-len"
-            fail(f"--{name.replace('_', '-')} is no flag of this stage: {why}")
     if not args.model or not args.data:
         fail("--model and --data are needed: a Hugging Face folder, and a file of instructions")
+    args.epochs = args.epochs or (None if args.steps else 1)
+    args.shard_degree = args.shard_degree or world_size()
     if world_size() % args.shard_degree:
         fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
     args.dp, args.micro_batch_size, args.dropout = world_size(), 1, 0.0
@@ -237,7 +332,7 @@ def evaluate(model, data: Instructions, args, device, world: World) -> float:
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
     where = args.seq_len, device, world.rank, world.size
-    for inputs, targets, lengths in packed_batches(data.tokens, data.valid, *where):
+    for inputs, targets, lengths in micro_batches_of(data.tokens_of(data.valid), *where):
         loss = model(inputs, lengths, targets)
         count = (targets != IGNORED).sum()
         total += torch.stack([loss * count, count])
@@ -254,11 +349,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
     config, files, data = load(args)
 
     run = Run(args, __file__, config, device, data)
-    out = output_folder(args, run)
+    out, aside = output_folder(args, run, files)
     with torch.device("meta"):
         model = Llama(config)
     model = sharded_from_meta(model, args, world)
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
+    settings = adamw_settings(args.lr, args.weight_decay) | {"betas": (0.9, 0.999)}
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
     guard(model, optimizer)
 
     state = training_state(model, optimizer)
@@ -266,28 +362,32 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if not first_step:
         read_model(model, files)
         print0(f"read {files.bytes_read:,} bytes of {files.folder} on rank 0")
-    where = device, first_step, world.rank, world.size
-    batches = document_batches(data.tokens, data.train, args.batching, *where)
+    else:
+        done = first_step * args.global_batch_size
+        print0(f"{done:,} documents of --seed's order are done, of {len(data.train):,} per epoch")
+    if data.valid and first_step < args.steps:
+        loss = evaluate(model, data, args, device, world)
+        print0(f"val loss {loss:.4f} before step {first_step}")
+    where = args.seq_len, device, world.rank, world.size
 
     step = first_step - 1
     for step in run.steps(first_step):
         lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
         set_learning_rate(optimizer, lr)
-        micro_batches = next(batches)
-        n_targets = sum((targets != IGNORED).sum() for _, targets, _ in micro_batches)
-        total = all_reduce_control(n_targets)  # of this step, on all ranks
+        documents = documents_of_step(data, args, step)
+        n_tokens = sum(len(ids) - 1 for ids, _ in documents)
+        micro_batches = micro_batches_of(documents, *where)
+        total = count_targets(micro_batches)
         loss = torch.zeros((), device=device)
-        for inputs, targets, lengths in micro_batches:
-            # the sum of the losses / total: a mean over the step's targets, no mean of means.
-            # Times the number of ranks, because gradients are averaged over them
-            micro_loss = model(inputs, lengths, targets, total) * world.size
+        for micro_batch in micro_batches:
+            micro_loss = share_of_loss(model, micro_batch, total, world.size)
             micro_loss.backward()
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
         grad_norm = model.clip_grad_norm_(args.max_norm)
         optimizer.step()
-        run.log(step, loss, grad_norm, lr)
+        run.log(step, loss, grad_norm, lr, tokens=n_tokens, targets=total)
         optimizer.zero_grad(set_to_none=True)
 
         if data.valid and run.evaluates(step):
@@ -297,7 +397,14 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     if out and step + 1 >= args.steps:  # else it was asked to stop
         run.checkpoints.wait()  # so that a kill from here on costs no step
-        write_model(model, files, out)
+        try:
+            write_model(model, files, out, aside)
+        except OSError as error:
+            if not args.checkpoint_every and first_step < args.steps:  # it has no checkpoint yet
+                run.checkpoints.save(step + 1, state, args.keep_checkpoints)
+                run.checkpoints.wait()
+            again = f"the same flags and --run-dir {run.folder} write the model, without training"
+            fail(f"--out {out}: {error}; the run's checkpoint is complete: {again}", status=1)
         print0(f"wrote {out}")
     return run.finish(state)
 

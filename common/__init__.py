@@ -12,7 +12,7 @@ guards.py              what breaks the contract of a wrapper is an error, seen f
 module_checks.py       what is checked of a module that is replaced, and of a backward
 unit_parameters.py     for 03, 04, 12 and 13: a model's units and parameters, and their checks
 llama.py               for 13: models with the parameter names of Hugging Face
-packing.py             its micro-batches: documents side by side
+instructions.py        its texts as documents: tokens, and which of them are answers
 weight_files.py        its files: where the values of a tensor are
 
 What a job needs, in job/, with no lesson in it:
@@ -27,6 +27,5 @@ metrics.py             what a logged line holds, how it prints, where it is writ
 checkpoint.py          saving and loading, in the format of torch.distributed.checkpoint
 checkpoint_hooks.py    what that calls: atomic commits, checksums, loading that runs no code
 atomic_files.py        files that are complete or absent, on disks and file systems that fail
-instructions.py        for 13: instructions and answers as tokens
-ssd_state.py           for 12: a rank's files, and how they survive a kill
+prepared_instructions.py   for 13: files of instructions, prepared once as tokens
 """

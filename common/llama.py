@@ -2,8 +2,9 @@
 
     embed_tokens -> layers.0 -> ... -> layers.L-1 -> norm -> lm_head (tied: embed_tokens again)
 
-The families: Llama 2 and 3, Qwen2 and 2.5 (with biases of q, k and v), Qwen3 (with norms of q and
-k), and Arcee (an MLP without a gate), in which form the other stages' models are exported.
+The families: Llama 2 and 3, Mistral, Qwen2 and 2.5 (with biases of q, k and v), Qwen3 (with norms
+of q and k), SmolLM3 (layers without positions), and Arcee (an MLP without a gate), in which form
+the other stages' models are exported. Sliding windows must be longer than any document.
 
 A micro-batch is one row of tokens, documents side by side, and the documents' lengths. The
 positions of each document start at 0, and its tokens attend to that document alone.
@@ -24,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from common.loss import linear_cross_entropy
 
-FAMILIES = ("llama", "qwen2", "qwen3", "arcee")  # each has a model "...ForCausalLM"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "arcee")  # each "...ForCausalLM"
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu2": lambda x: F.relu(x).square()}
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE_TYPES = ("default", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class LlamaConfig:
     head_dim: int
     max_positions: int
     eps: float  # of the norms
-    theta: float  # base of the rotary frequencies
-    llama3: tuple[float, ...] | None  # the values of LLAMA3, which stretch slow rotations
+    window: int | None  # how many tokens a token would attend to: documents are not longer
+    rope: dict  # of the rotary frequencies: their base, and how slow rotations are stretched
+    rotates: tuple[bool, ...]  # by layer: whether it has rotary positions
     tied: bool  # the head is the embedding
     qkv_bias: bool
     o_bias: bool
@@ -58,20 +60,19 @@ class LlamaConfig:
         """Read `config.json`. ValueError for a model that this file would compute wrongly."""
         c = json.loads((folder / "config.json").read_text("utf-8"))
         family, heads, bias = c["model_type"], c["num_attention_heads"], c.get("attention_bias")
-        # transformers 5 writes `rope_parameters`, older versions the other two
-        rope = {"rope_theta": c.get("rope_theta", 10000.0), **(c.get("rope_scaling") or {})}
-        rope |= c.get("rope_parameters") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        sliding = c.get("use_sliding_window") or "sliding" in str(c.get("layer_types"))
+        rope, n_layers = rope_of(c), c["num_hidden_layers"]
+        has_window = c.get("use_sliding_window", family == "mistral")
+        interval = c.get("no_rope_layer_interval", 4)  # of SmolLM3, whose lists have 1 for a layer
+        rotates = c.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(n_layers)]
         unsupported = {
             f"model_type {family}": family not in FAMILIES,
             f"architectures {c['architectures']}": "ForCausalLM" not in str(c["architectures"]),
-            f"positions of the type {rope_type}": rope_type not in ("default", "llama3"),
+            f"positions of the type {rope['rope_type']}": rope["rope_type"] not in ROPE_TYPES,
             "partial_rotary_factor": {**c, **rope}.get("partial_rotary_factor", 1.0) != 1.0,
             f"hidden_act {c['hidden_act']}": c["hidden_act"] not in ACTIVATIONS,
-            "a sliding window": sliding,
-            "quantized weights": "quantization_config" in c,
-            "dropout in attention": c.get("attention_dropout", 0) != 0,
+            "yarn with mscale": rope["rope_type"] == "yarn" and bool(rope.get("mscale")),
+            "quantized weights": c.get("quantization_config") is not None,
+            "dropout in attention": bool(c.get("attention_dropout")),
         }
         if found := [what for what, is_so in unsupported.items() if is_so]:
             raise ValueError(f"not supported: {', '.join(found)}")
@@ -79,15 +80,16 @@ class LlamaConfig:
             vocab_size=c["vocab_size"],
             d_model=c["hidden_size"],
             d_hidden=c["intermediate_size"],
-            n_layers=c["num_hidden_layers"],
+            n_layers=n_layers,
             n_heads=heads,
             n_kv_heads=c.get("num_key_value_heads") or heads,
             head_dim=c.get("head_dim") or c["hidden_size"] // heads,
-            max_positions=c["max_position_embeddings"],
+            max_positions=rope.get("max_positions", c["max_position_embeddings"]),
             eps=c["rms_norm_eps"],
-            theta=rope["rope_theta"],
-            llama3=tuple(rope[name] for name in LLAMA3) if rope_type == "llama3" else None,
-            tied=c.get("tie_word_embeddings", False),
+            window=c.get("sliding_window", 4096) if has_window else None,
+            rope=rope,
+            rotates=tuple(map(bool, rotates)) if family == "smollm3" else (True,) * n_layers,
+            tied=c.get("tie_word_embeddings", family == "smollm3"),
             qkv_bias=bool(bias) or family == "qwen2",
             o_bias=bool(bias) and family != "qwen2",
             mlp_bias=bool(c.get("mlp_bias")),
@@ -118,18 +120,61 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype)
 
 
+def rope_of(c: dict) -> dict:
+    """What a `config.json` says of rotary positions, with the defaults filled in."""
+    # transformers 5 writes `rope_parameters`, older versions and users the other two
+    scaling, parameters = c.get("rope_scaling") or {}, c.get("rope_parameters") or {}
+    if "type" in scaling:
+        scaling = {"rope_type": scaling["type"], **scaling}
+    for name in scaling.keys() & parameters.keys():
+        if scaling[name] != parameters[name]:
+            raise ValueError(f"rope_scaling and rope_parameters differ in {name}: remove one")
+    base = c.get("rope_theta", 2e6 if c["model_type"] == "smollm3" else 1e4)
+    rope = {"rope_theta": base, "rope_type": "default"}
+    rope |= {**parameters, **scaling}
+    if rope["rope_type"] == "yarn":
+        rope.setdefault("original_max_position_embeddings", c["max_position_embeddings"])
+        stretched = rope["factor"] * rope["original_max_position_embeddings"]
+        rope["max_positions"] = max(c["max_position_embeddings"], int(stretched))
+    return rope
+
+
+def frequencies(rope: dict, size: int, device: torch.device) -> tuple[Tensor, float]:
+    """The rotary frequencies of `size` features, [size / 2], and a factor of cos and sin.
+
+    Slow rotations, whose waves are longer than the texts of the first training, are stretched by
+    `factor`; fast ones stay.
+    """
+    exponent = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+    frequency = 1.0 / rope["rope_theta"] ** exponent
+    if rope["rope_type"] == "default":
+        return frequency, 1.0
+    factor, length = rope["factor"], rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "llama3":  # a ramp over the number of rotations
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        stays, scale = ((length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1), 1.0
+    else:  # yarn: over the features (Peng et al., 2023)
+
+        def feature(rotations: float) -> float:  # the one that rotates so often in `length` tokens
+            waves = math.log(length / (rotations * 2 * math.pi))
+            return size * waves / (2 * math.log(rope["rope_theta"]))
+
+        low, high = feature(rope.get("beta_fast") or 32), feature(rope.get("beta_slow") or 1)
+        if rope.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        ramp = torch.arange(size // 2, dtype=torch.float32, device=device) - low
+        stays = 1 - (ramp / (high - low or 0.001)).clamp(0, 1)
+        scale = rope.get("attention_factor") or 0.1 * math.log(max(factor, 1)) + 1
+    return frequency * (stays + (1 - stays) / factor), scale
+
+
 def rotation_table(c: LlamaConfig, lengths: Sequence[int], device: torch.device) -> Tensor:
     """cos and sin of the angle of each token and feature: float32 [2, tokens, 1, head_dim]."""
-    exponent = torch.arange(0, c.head_dim, 2, dtype=torch.float32, device=device) / c.head_dim
-    frequency = 1.0 / c.theta**exponent
-    if c.llama3 is not None:  # long waves are stretched by `factor`, short ones stay
-        factor, low, high, old_length = c.llama3
-        waves = old_length * frequency / (2 * math.pi)  # in the length of the first training
-        stays = ((waves - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * (stays + (1 - stays) / factor)
+    frequency, scale = frequencies(c.rope, c.head_dim, device)
     position = torch.cat([torch.arange(n, device=device) for n in lengths])
     angle = (position[:, None, None] * frequency).repeat(1, 1, 2)
-    return torch.stack((angle.cos(), angle.sin()))
+    return torch.stack((angle.cos(), angle.sin())) * scale
 
 
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
@@ -156,9 +201,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention; several heads of q may share one of k and v."""
 
-    def __init__(self, c: LlamaConfig):
+    def __init__(self, c: LlamaConfig, rotates: bool):
         super().__init__()
-        self.head_dim = c.head_dim
+        self.head_dim, self.rotates = c.head_dim, rotates
         self.q_proj = nn.Linear(c.d_model, c.n_heads * c.head_dim, c.qkv_bias)
         self.k_proj = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, c.qkv_bias)
         self.v_proj = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, c.qkv_bias)
@@ -169,7 +214,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotations: Tensor, lengths: Sequence[int]) -> Tensor:
         projections = self.q_proj, self.k_proj, self.v_proj
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in projections)
-        q, k = rotate(self.q_norm(q), rotations), rotate(self.k_norm(k), rotations)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotates:
+            q, k = rotate(q, rotations), rotate(k, rotations)
         return self.o_proj(attend(q, k, v, lengths).flatten(-2))
 
 
@@ -192,10 +239,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """A unit: attention, then MLP, each with a norm before it and a residual around it."""
 
-    def __init__(self, c: LlamaConfig):
+    def __init__(self, c: LlamaConfig, rotates: bool):
         super().__init__()
         self.input_layernorm = RMSNorm(c.d_model, c.eps)
-        self.self_attn = Attention(c)
+        self.self_attn = Attention(c, rotates)
         self.post_attention_layernorm = RMSNorm(c.d_model, c.eps)
         self.mlp = MLP(c)
 
@@ -225,7 +272,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config, self.model = config, nn.Module()
         self.model.embed_tokens = Embedding(config.vocab_size, config.d_model)
-        self.model.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
+        self.model.layers = nn.ModuleList(Layer(config, each) for each in config.rotates)
         self.model.norm = RMSNorm(config.d_model, config.eps)
         if not config.tied:
             self.lm_head = Head(config.d_model, config.vocab_size, bias=False)
@@ -238,7 +285,8 @@ class Llama(nn.Module):
     def forward(
         self, tokens: Tensor, lengths: Sequence[int], targets=None, count: Tensor | None = None
     ) -> Tensor:
-        """Logits [tokens, vocab], or with targets [tokens] their loss (`linear_cross_entropy`)."""
+        """Logits [tokens, vocab]. With targets [tokens] their mean loss; with `count`, a number,
+        the sum of their losses divided by it (`linear_cross_entropy`)."""
         x = self.model.embed_tokens(tokens)
         rotations = rotation_table(self.config, lengths, x.device).to(x.dtype)
         for layer in self.model.layers:

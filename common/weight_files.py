@@ -1,11 +1,12 @@
 """The safetensors files of a Hugging Face folder: where the values of each tensor are.
 
-A file begins with the length of its header, in 8 bytes. The header (JSON) has each tensor's dtype,
-its shape, and where its values begin and end. The values follow, row by row.
+For 13. A file begins with the length of its header, in 8 bytes. The header (JSON) has each tensor's
+dtype, its shape, and where its values begin and end. The values follow, row by row.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,13 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-from common.job.atomic_files import exists, sync
-
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+CHUNK = 2**20  # bytes that are compared or copied at a time
 
 
 class Values(NamedTuple):
-    """Where a tensor's values are: from byte `start` of a file on."""
+    """Where a tensor's values are: from byte `start` behind the header of a file on."""
 
     file: str
     start: int
@@ -29,21 +31,32 @@ class Values(NamedTuple):
 
 
 class WeightFiles:
-    """The headers of a folder's files. ValueError unless the tensors are those of `shapes`."""
+    """The headers of a folder's files. ValueError unless the tensors are those of `shapes`.
 
-    def __init__(self, folder: Path, shapes: dict[str, torch.Size]):
+    rank, size: this rank's part of what has to be compared at the start.
+    """
+
+    def __init__(self, folder: Path, shapes: dict[str, torch.Size], rank: int = 0, size: int = 1):
         self.folder = folder
-        self.headers: dict[str, bytes] = {}  # by file
+        self.headers: dict[str, bytes] = {}  # by file: as they are read, and as they are written
+        self.new_headers: dict[str, bytes] = {}
         self.values: dict[str, Values] = {}  # by tensor
+        self.copies: dict[str, Values] = {}  # of a tied embedding: the head, if it is there as well
         self.others: list[tuple[str, int, int]] = []  # file, start, end: no parameters
-        index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
-        if exists(index):
-            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        self.to_copy = files_to_copy(folder)
+        index = json.loads((folder / INDEX).read_text("utf-8")) if INDEX in self.to_copy else {}
+        self.weight_map: dict[str, str] = index.get("weight_map", {})
+        names = set(self.weight_map.values()) or {SINGLE}
+        if SINGLE not in names and (folder / SINGLE).exists():
+            raise ValueError(f"{INDEX} does not name {SINGLE}, which is beside it: remove one")
         for name in sorted(names):
             if Path(name).name != name:
-                raise ValueError(f"{index.name} names {name}, a file of another folder")
+                raise ValueError(f"{INDEX} names {name}, a file of another folder")
             self.read_header(name)
         self.bytes_read = sum(map(len, self.headers.values()))  # `read_model` adds the values
+        if HEAD in self.values.keys() - shapes.keys() and EMBEDDING in self.values:
+            self.copies[EMBEDDING] = self.values.pop(HEAD)
+            self.check_copy(EMBEDDING, rank, size)
         found = {name: values.shape for name, values in self.values.items()}
         differ = {
             "missing": shapes.keys() - found.keys(),
@@ -63,33 +76,103 @@ class WeightFiles:
             if size > path.stat().st_size:
                 raise ValueError(f"{name} is no safetensors file; a pointer of Git LFS, perhaps?")
             header = file.read(size)
-        self.headers[name] = length + header
-        for tensor, entry in json.loads(header).items():
+        entries = json.loads(header)
+        self.headers[name] = self.new_headers[name] = length + header
+        if size % 8 or entries.get("__metadata__", {}).get("format") != "pt":
+            self.new_headers[name] = header_of(entries)
+        for tensor, entry in entries.items():
             if tensor == "__metadata__":
                 continue
+            if (listed := self.weight_map.get(tensor, name)) != name:
+                raise ValueError(f"{tensor} is in {name}, but in {listed} according to {INDEX}")
             dtype, shape = DTYPES.get(entry["dtype"]), torch.Size(entry["shape"])
-            start, end = (8 + len(header) + offset for offset in entry["data_offsets"])
+            start, end = entry["data_offsets"]
             if tensor.endswith("rotary_emb.inv_freq"):  # old versions saved the frequencies
                 self.others.append((name, start, end))
                 continue
             if dtype is None:
                 raise ValueError(f"{tensor} is {entry['dtype']}, not one of {', '.join(DTYPES)}")
-            if end - start != shape.numel() * dtype.itemsize or end > path.stat().st_size:
+            is_short = 8 + size + end > path.stat().st_size
+            if end - start != shape.numel() * dtype.itemsize or is_short:
                 raise ValueError(f"{name} is truncated in {tensor}")
             self.values[tensor] = Values(name, start, dtype, shape)
+
+    def check_copy(self, tensor: str, rank: int, size: int) -> None:
+        """ValueError if this rank's part of a tensor's copy has other bytes."""
+        ours, copy = self.values[tensor], self.copies[tensor]
+        n_bytes = ours.shape.numel() * ours.dtype.itemsize
+        begin, end = (n_bytes * i // size for i in (rank, rank + 1))
+        is_same = (ours.dtype, ours.shape) == (copy.dtype, copy.shape)
+        while is_same and begin < end:
+            count = min(CHUNK, end - begin)
+            is_same = self.read(ours, begin, count) == self.read(copy, begin, count)
+            begin += count
+        if not is_same:
+            raise ValueError(f"tied embeddings, and a {HEAD} with other values than {tensor}")
+
+    def read(self, values: Values, begin: int, count: int) -> bytes:
+        with open(self.folder / values.file, "rb", buffering=0) as file:
+            file.seek(len(self.headers[values.file]) + values.start + begin)
+            return file.read(count)
 
     def prepare(self, folder: Path) -> None:
         """Make a folder like this one. Its weight files have headers, but no values yet."""
         shutil.rmtree(folder, ignore_errors=True)  # what a killed process has left
         folder.mkdir(parents=True)
-        for path in self.folder.iterdir():  # the configuration, the tokenizer, the index
-            if path.suffix in (".json", ".jinja", ".model", ".txt"):
-                sync(Path(shutil.copy(path, folder)))
-        for name, header in self.headers.items():
+        for name in self.to_copy:  # the configuration, the tokenizer, the index
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy(self.folder / name, folder / name)
+        for name, header in self.new_headers.items():
             (folder / name).write_bytes(header)
-            os.truncate(folder / name, (self.folder / name).stat().st_size)
+            n_bytes = (self.folder / name).stat().st_size - len(self.headers[name])
+            os.truncate(folder / name, len(header) + n_bytes)
         for name, start, end in self.others:
             with open(self.folder / name, "rb") as old, open(folder / name, "r+b") as new:
-                old.seek(start)
-                new.seek(start)
+                old.seek(len(self.headers[name]) + start)
+                new.seek(len(self.new_headers[name]) + start)
                 new.write(old.read(end - start))
+
+    def try_to_prepare(self, folder: Path) -> None:
+        """OSError if the model could not be written now: try it before the first step."""
+        try:
+            self.prepare(folder)
+            needed = sum(path.stat().st_size for path in folder.rglob("*"))
+            if (free := shutil.disk_usage(folder).free) < needed:
+                raise OSError(f"{needed / 1e9:,.2f} GB are needed, {free / 1e9:,.2f} GB are free")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(folder: Path, out: Path) -> None:
+    """Rename a folder to `out` when all that is in it is on the disk: complete, or absent."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+    folder.rename(out)
+    sync(out.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder's entries to disk, where the file system can (some cannot)."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
+    finally:
+        os.close(handle)
+
+
+def files_to_copy(folder: Path) -> list[str]:
+    """What belongs to a model beside its weights, also a link whose file is missing."""
+    named = [folder.glob(f"*{suffix}") for suffix in (".json", ".jinja", ".model", ".txt")]
+    named += [folder.glob("LICENSE*"), folder.glob("additional_chat_templates/*.jinja")]
+    return sorted({str(p.relative_to(folder)) for x in named for p in x if not p.is_dir()})
+
+
+def header_of(entries: dict) -> bytes:
+    """A header that all readers accept: with the format, and padded to 8 bytes."""
+    entries["__metadata__"] = {**entries.get("__metadata__", {}), "format": "pt"}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

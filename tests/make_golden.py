@@ -1,23 +1,19 @@
-"""Make tests/golden: small random models of each family and their logits, by `transformers`.
-
-    pip install transformers; python tests/make_golden.py
+"""Make tests/golden: small random models of each family, by `transformers`.
 
 Each folder has config.json and the weights, as `save_pretrained` writes them; `tokenizer/` has the
-files of a tokenizer for all of them. logits.pt: of each folder tokens, the lengths of the documents
-side by side, and every 16th logit of each token, of one document per forward.
+files of a tokenizer for all of them.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-transformers = importlib.import_module("transformers")  # for this script alone
 GOLDEN = Path(__file__).with_name("golden")
 SHAPE = dict(
     vocab_size=304,
@@ -39,7 +35,6 @@ EVERY = {  # class, further fields of the configuration, dtype, largest file
     "qwen3": ("Qwen3", dict(head_dim=8), "float32", "1GB"),
     "arcee": ("Arcee", dict(tie_word_embeddings=True), "bfloat16", "1GB"),
 }
-LENGTHS = (5, 1, 70, 17)
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
@@ -63,7 +58,7 @@ def make_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def make_model(name: str) -> dict:
+def make_model(name: str) -> None:
     family, more, dtype, shard_size = EVERY[name]
     config = getattr(transformers, f"{family}Config")(**SHAPE, **more)
     torch.manual_seed(0)
@@ -73,15 +68,11 @@ def make_model(name: str) -> dict:
             p.mul_(8) if p.dim() > 1 else p.add_(0.3 * torch.randn_like(p))
     model.to(getattr(torch, dtype)).save_pretrained(GOLDEN / name, max_shard_size=shard_size)
     (GOLDEN / name / "generation_config.json").unlink()
-    model = transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / name, dtype=torch.float32)
-    tokens = torch.randint(0, SHAPE["vocab_size"], (sum(LENGTHS),))
-    with torch.no_grad():
-        logits = torch.cat([model(each[None]).logits[0] for each in tokens.split(LENGTHS)])
-    return {"tokens": tokens, "lengths": LENGTHS, "logits": logits[:, ::16].clone()}
 
 
 if __name__ == "__main__":
     shutil.rmtree(GOLDEN, ignore_errors=True)
     GOLDEN.mkdir()
     make_tokenizer(GOLDEN / "tokenizer")
-    torch.save({name: make_model(name) for name in EVERY}, GOLDEN / "logits.pt")
+    for name in EVERY:
+        make_model(name)

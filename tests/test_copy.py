@@ -59,11 +59,11 @@ path = f"state-{dist.get_rank()}.pt"
 """
 LOSE = """
 buffers = [buffer.clone() for buffer in model.buffers()]
-offloaded = [file.mapped() for file in folder.files] if "folder" in locals() else []
+offloaded = [file.mapped() for file in getattr(locals().get("optimizer"), "files", [])]
 lost = locals().get("params") or offloaded or model.parameters()
 for tensor in [*lost, *model.buffers()]:
     tensor.data.zero_()
-for value in [v for v in locals().values() if isinstance(v, torch.optim.Optimizer)]:
+for value in [v for v in locals().values() if hasattr(v, "param_groups")]:
     for state in getattr(value, "optimizer", value).state.values():
         for moment in state.values():
             if torch.is_tensor(moment):

@@ -76,6 +76,31 @@ def mesh(tp: int, pp: int) -> list[float]:
     return [bubble, over_tp, over_dp, compute + bubble + over_tp + over_dp]
 
 
+def fsdp_and_tensor(ranks: int) -> dict[str, float]:
+    """14: seconds of the same step with tp = 8 and FSDP over the nodes, in one micro-batch."""
+    layers, width, seq, vocab = 40, 5120, 4096, 33_280
+    layer, tokens = 12 * width**2 / 8, 512 * 8 * seq / ranks  # of a rank, of a tp group
+    embedding, card = vocab * width / 8, group_bandwidth(ranks // 8, 1, NVLINK, CARD)
+    flops = 6 * (layers * 8 * layer + vocab * width) + 12 * layers * width * seq
+    over_tp = 3 * 2 * layers * 7 / 8 * 2 * tokens * width / INSIDE
+    forward, gather, reduction = (2 * layer * x for x in (tokens / F, 1 / card, 2 / card))
+    exposed = max(0, gather - forward) + max(0, gather + reduction - 2 * forward)
+    found = {"compute": flops * 512 * seq / (ranks * F), "tp": over_tp}
+    found["step"] = found["compute"] + over_tp + layers * exposed
+    ends = gather + reduction + 8 * embedding / card  # of the first layer and the embedding
+    return found | {"forward": forward, "gather": gather, "ends": ends}
+
+
+def interleaved_mesh(ranks: int, pp: int) -> float:
+    """14: seconds of the same step with tp = 8 and an interleaved pipeline of two stages per rank,
+    by 07's formulas."""
+    found, m = fsdp_and_tensor(ranks), 512 * 8 * pp / ranks
+    parameters = 40 * 12 * 5120**2 + 2 * 33_280 * 5120
+    over_dp = 2 * 4 * parameters / (8 * pp) / CARD
+    share = (pp - 1) / (2 * m)
+    return found["compute"] * (1 + share) + found["tp"] * (1 + share) + over_dp
+
+
 def compute(tokens: int) -> float:
     """Milliseconds of forward and backward of --preset gpt2 on one H100."""
     return 1e3 * GPT2.flops_per_token() * tokens / F
@@ -208,6 +233,30 @@ def peak_in_07(alone, tp: int, pp: int) -> list[float]:
     return [(few.peak + (40 / pp - 3) * (many.peak - few.peak)) / GB]
 
 
+def sent_in_14(group: str, flags: str, ranks: int, words: int = 2304) -> float:
+    """Bytes that rank 0 sends over a group."""
+    with patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": str(ranks)}):
+        args = load_stage("14").parse_args(flags.split())
+    sent = costs_of("14", args, ranks, 0, words).sent
+    return sum(nbytes for (_, over), nbytes in sent.items() if over == group)
+
+
+def row_of_14(tp: int) -> list[float]:
+    """GB over tp, GB over shard, network cards of a shard group in a node, and its milliseconds."""
+    flags = "--d-model 4096 --n-layers 16 --n-heads 64 --seq-len 1024 --dtype bfloat16"
+    flags += f" --global-batch-size 64 --sequence-parallel --tp {tp}"
+    over_tp, over_shard = (sent_in_14(group, flags, 64, 33_280) for group in ("tp", "shard"))
+    seconds = over_shard / group_bandwidth(64 // tp, 8 // tp, NVLINK, CARD)
+    return [over_tp / GB, over_shard / GB, 8 // tp, 1e3 * seconds]
+
+
+def peak_in_14(alone) -> list[float]:
+    """GB. It is linear in the number of layers."""
+    argv = text_of("14").split('make dry-run-14 ARGS="--ranks 1024 ')[1].split('"')[0]
+    few, many = (alone(report_of, "14", 1024, f"{argv} --n-layers {n}") for n in (2, 4))
+    return [(few.peak + 19 * (many.peak - few.peak)) / GB]
+
+
 CHECKPOINTING = "--activation-checkpointing"
 ROOM = 80 - 25  # GB that the model state of --preset gpt2-xl leaves on an H100
 
@@ -255,7 +304,21 @@ CASTS = H100.matmul / H100.memory_bandwidth  # FLOPs of the saved half of a matm
 # what casts and copies move per token and d, by the number of matmuls in float8
 FLOAT8_BYTES = {3: 5 * (7 + 9) + 2 * (7 + 9), 2: 5 * (7 + 9) + 3 * 7}
 LLAMA = LlamaConfig(
-    32_000, 4096, 11_008, 32, 32, 32, 128, 2048, 1e-6, 1e4, None, *[False] * 5, True, "silu"
+    32_000,
+    4096,
+    11_008,
+    32,
+    32,
+    32,
+    128,
+    2048,
+    1e-6,
+    None,
+    {},
+    (True,) * 32,
+    *[False] * 5,
+    True,
+    "silu",
 )
 LLAMA_TOKEN = LLAMA.flops_per_token() / 160e12  # seconds on an A100
 LLAMA_LAYER = 4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096
@@ -263,6 +326,8 @@ SENT_BY_LLAMA = [  # GB per micro-batch on four ranks: gathered, the embedding i
     3 / 4 * 2 * (2 * LLAMA.num_parameters() - 32_000 * 4096 - LLAMA_LAYER) / GB,
     3 / 4 * 4 * LLAMA.num_parameters() / GB,
 ]
+NODES_1024 = fsdp_and_tensor(1024)
+HOP, NETWORK_HOP = (step_time.HAND[name] for name in ("hop", "network hop"))
 LAYOUTS = ((8, 1), (8, 4), (8, 8), (4, 4))  # tp, pp in 07's table
 # milliseconds of a layer there, with tp = 8: four sequences, and its weights in bfloat16 over dp
 FORWARD = 1e3 * 2 * 12 * 5120**2 / 8 * 4 * 4096 / F
@@ -535,6 +600,45 @@ STATED = {
             129 * 32 * LLAMA_TOKEN,
             52_002 * 3 / 128,
             52_002 * 3 / 128 * 129 * 32 * LLAMA_TOKEN / 60,
+        ],
+    },
+    "14": {
+        r"With ([\d.]+) µs per hop inside a node and ([\d.]+) µs between nodes": [
+            1e6 * HOP,
+            1e6 * NETWORK_HOP,
+        ],
+        r"over 1,024 ranks takes ([\d.]+) ms before .* moves its data in ([\d.]+) ms": [
+            1e3 * ((1024 - 128) * HOP + 127 * NETWORK_HOP),
+            1e3 * 2 * 12 * 5120**2 / INSIDE,
+        ],
+        r"would communicate ([\d.]+) times": [communication_over_computation(5120, 16)],
+        r"^\| model state \| .* \| ([\d.]+) MB": [ROTARY + costs("14", "--tp 2", 4)[0]],
+        r"^\| sent over `shard` .* \| ([\d.]+) MB": [sent_in_14("shard", "--tp 2", 4) / MB],
+        r"^\| sent over `tp` .* \| ([\d.]+) MB": [sent_in_14("tp", "--tp 2", 4) / MB],
+        **{(rf"^\| {tp} \|" + r" ([\d.]+) \|" * 4): row_of_14(tp) for tp in (1, 2, 4, 8)},
+        r"state is ([\d.]+) GB per rank": [
+            costs(
+                "04", "--d-model 4096 --n-layers 16 --n-heads 64 --global-batch-size 64", 64, 33_280
+            )[0]
+            / 1e3
+        ],
+        r"added: ([\d.]+) GB at 400 GB/s take (\d+) ms": [
+            row_of_14(8)[0],
+            1e3 * row_of_14(8)[0] * GB / INSIDE,
+        ],
+        r"^computation +([\d.]+) s": [NODES_1024["compute"]],
+        r"^tp, exposed +([\d.]+) s": [NODES_1024["tp"]],
+        r"^a layer's forward +([\d.]+) ms +.* takes ([\d.]+) ms": [
+            1e3 * NODES_1024["forward"],
+            1e3 * NODES_1024["gather"],
+        ],
+        r"^a step +([\d.]+) s +.*: ([\d.]+) s": [NODES_1024["step"], mesh(8, 4)[-1]],
+        r"A rank's peak is ([\d.]+) GB": (peak_in_14,),
+        r"last reductions, about (\d+) ms": [1e3 * NODES_1024["ends"]],
+        r"That is ([\d,]+) tokens, and ([\d,]+) in backward": [F / CARD, 1.5 * F / CARD],
+        r"waits: a step takes ([\d.]+) s\. .* eight takes ([\d.]+) s": [
+            fsdp_and_tensor(4096)["step"],
+            interleaved_mesh(4096, 8),
         ],
     },
     "benchmarks": {

@@ -8,7 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -20,82 +20,121 @@ from harness import BFLOAT16, REPO, assert_same_curve, load_stage, process_bytes
 from torch import Tensor
 
 from common.batches import global_batch
+from common.instructions import documents_of, load_tokenizer, read_examples
 from common.llama import Llama, LlamaConfig
 from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate
-from common.packing import pack, packed_batches
-from common.weight_files import DTYPES
+from common.weight_files import HEAD, WeightFiles
 
-from common.job.instructions import load_instructions
+from common.job.prepared_instructions import load_instructions
 from tools.dry_run import dry_run
 from tools.export import export_folder, run_and_checkpoint
 
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.slow
 quick = pytest.mark.quick
 
 GOLDEN = REPO / "tests/golden"
-LOGITS = torch.load(GOLDEN / "logits.pt", weights_only=True)
+SAVED = [path.name for path in sorted(GOLDEN.iterdir()) if path.name != "tokenizer"]
 CPU = torch.device("cpu")
 KEPT = "--no-reshard-after-forward"
 FLAGS = "--steps 8 --global-batch-size 6 --seq-len 320 --lr 1e-3 --warmup-steps 2 --log-every 1"
 
+# what a config.json of the Hub says of a family beside the shapes, with the names of that time
+SHAPE = dict(vocab_size=304, hidden_size=24, intermediate_size=40, num_hidden_layers=4)
+SHAPE |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+SHAPE |= dict(hidden_act="silu", rms_norm_eps=1e-6, attention_dropout=0.0, torch_dtype="bfloat16")
+LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=64)
+YARN = dict(type="yarn", factor=4.0, original_max_position_embeddings=32)
+NO_WINDOW = dict(use_sliding_window=False, max_window_layers=2, rope_theta=1e6)
+QWEN3 = dict(head_dim=8, attention_bias=False, rope_scaling=None, sliding_window=None)
+OF_THE_HUB = {  # family, and fields; head: tied, and the head is stored as well
+    "Llama-3.2": ("llama", dict(rope_scaling=LLAMA3, rope_theta=5e5, tie_word_embeddings=True)),
+    "Mistral-v0.1": ("mistral", dict(sliding_window=4096, tie_word_embeddings=False)),
+    "Mistral-v0.3": ("mistral", dict(sliding_window=None, rope_theta=1e6)),
+    "Qwen2.5": ("qwen2", dict(sliding_window=16, tie_word_embeddings=True) | NO_WINDOW),
+    "Qwen2.5-yarn": ("qwen2", dict(rope_scaling=YARN, sliding_window=16) | NO_WINDOW),
+    "Qwen3-head": ("qwen3", dict(tie_word_embeddings=True) | QWEN3 | NO_WINDOW),
+    "SmolLM3": ("smollm3", dict(no_rope_layers=[1, 0, 1, 1], pad_token_id=3)),
+}
+
+
+def make_model(folder: Path, family: str, fields: dict) -> None:
+    """Random weights that matter, under the names that transformers gives them."""
+    name = {"smollm3": "SmolLM3"}.get(family, family.capitalize())
+    config = SHAPE | {"model_type": family, "architectures": [f"{name}ForCausalLM"]} | fields
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    model = reference_of(folder, from_files=False)
+    for p in model.parameters():
+        p.data = 8 * p if p.dim() > 1 else p + 0.3 * torch.randn_like(p)
+    weights = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
+    if "head" in folder.name:
+        weights[HEAD] = weights["model.embed_tokens.weight"].clone()
+    safetensors.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def reference_of(folder: Path, from_files: bool = True) -> torch.nn.Module:
+    """The model of transformers, in float32."""
+    if from_files:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's files, in their dtypes."""
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        content = path.read_bytes()
-        begin = 8 + int.from_bytes(content[:8], "little")
-        header = json.loads(content[8:begin])
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            first, end = (begin + offset for offset in entry["data_offsets"])
-            values = torch.frombuffer(bytearray(content[first:end]), dtype=DTYPES[entry["dtype"]])
-            found[name] = values.view(entry["shape"])
-    return found
+    every = map(safetensors.load_file, sorted(folder.glob("*.safetensors")))
+    return {name: tensor for each in every for name, tensor in each.items()}
 
 
 def plain(folder: Path) -> Llama:
     model = Llama(LlamaConfig.of_folder(folder))
-    model.load_state_dict({name: tensor.float() for name, tensor in weights_of(folder).items()})
+    weights = {name: tensor.float() for name, tensor in weights_of(folder).items()}
+    if model.config.tied:
+        weights.pop(HEAD, None)
+    model.load_state_dict(weights)
     return model
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """A folder of the golden models, with a tokenizer each."""
+    """A folder of models, with a tokenizer each."""
     folder = tmp_path_factory.mktemp("models")
-    for name in LOGITS:
+    for name in SAVED:
         shutil.copytree(GOLDEN / name, folder / name)
-        shutil.copytree(GOLDEN / "tokenizer", folder / name, dirs_exist_ok=True)
+    for name, (family, fields) in OF_THE_HUB.items():
+        make_model(folder / name, family, fields)
+    for each in folder.iterdir():
+        shutil.copytree(GOLDEN / "tokenizer", each, dirs_exist_ok=True)
     return folder
 
 
-def examples() -> list[dict]:
-    rng, words = random.Random(0), "red blue green cat dog house tree river apple stone".split()
-    found = []
-    for i in range(40):
-        some = " ".join(rng.choices(words, k=rng.randint(1, 14)))
-        found.append({"instruction": f"Repeat {i}.", "input": some * (i % 3 > 0), "output": some})
-    return found
+def words(rng: random.Random, most: int) -> str:
+    some = "red blue green cat dog house tree river apple stone".split()
+    return " ".join(rng.choices(some, k=rng.randint(1, most)))
 
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory) -> Path:
-    """A file of messages. Some documents are longer than half a micro-batch."""
-    path, lines = tmp_path_factory.mktemp("data") / "chat.jsonl", []
-    for each in examples():
-        asked = {"role": "user", "content": f"{each['instruction']} {each['input']}"}
-        answer = {"role": "assistant", "content": each["output"]}
-        lines.append(json.dumps({"messages": [asked, answer]}) + "\n")
+    """Conversations of one to three answers. Some are longer than half a micro-batch."""
+    path, rng, lines = tmp_path_factory.mktemp("data") / "chat.jsonl", random.Random(0), []
+    for i in range(40):
+        turns = [("user", 20), ("assistant", 14)] * (1 + i % 3)
+        messages = [{"role": role, "content": words(rng, most)} for role, most in turns]
+        lines.append(json.dumps({"messages": messages}) + "\n")
     path.write_text("".join(lines))
     return path
 
 
 @pytest.fixture(scope="module")
 def alpaca(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "alpaca.json"
-    path.write_text(json.dumps(examples()))
+    path, rng = tmp_path_factory.mktemp("data") / "alpaca.json", random.Random(0)
+    given = [words(rng, 14) * (i % 3 > 0) for i in range(40)]
+    path.write_text(json.dumps([{"instruction": f"{x}!", "input": x, "output": x} for x in given]))
     return path
 
 
@@ -103,27 +142,17 @@ def alpaca(tmp_path_factory) -> Path:
 
 
 @quick
-@pytest.mark.parametrize("name", LOGITS)
+@pytest.mark.parametrize("name", [*SAVED, *OF_THE_HUB])
 def test_logits_are_those_of_transformers(models, name):
-    """Of documents side by side; the golden ones are of one document per forward."""
-    golden, model = LOGITS[name], plain(models / name)
-    tokens, lengths = golden["tokens"], golden["lengths"]
+    """Of documents side by side, each of which transformers gets alone."""
+    ours, theirs = plain(models / name), reference_of(models / name)
+    lengths = 5, 1, 70, 17
+    tokens = torch.randint(0, SHAPE["vocab_size"], (sum(lengths),))
     with torch.no_grad():
-        logits = model(tokens, lengths)
-        single = torch.cat([model(each, (len(each),)) for each in tokens.split(lengths)])
-    assert golden["logits"].std() > 0.5
-    for found in (logits, single):
-        torch.testing.assert_close(found[:, ::16], golden["logits"], rtol=0, atol=1e-5)
-
-
-def test_the_golden_logits_are_those_of_the_installed_transformers(models):
-    auto = pytest.importorskip("transformers").AutoModelForCausalLM
-    for name, golden in LOGITS.items():
-        model = auto.from_pretrained(models / name, dtype=torch.float32)
-        each = golden["tokens"].split(golden["lengths"])
-        with torch.no_grad():
-            logits = torch.cat([model(tokens[None]).logits[0] for tokens in each])
-        torch.testing.assert_close(logits[:, ::16], golden["logits"], rtol=0, atol=1e-5)
+        expected = torch.cat([theirs(each[None]).logits[0] for each in tokens.split(lengths)])
+        found = ours(tokens, lengths)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 @quick
@@ -135,48 +164,52 @@ def test_a_document_has_no_influence_on_another(models):
     assert torch.equal(after_a, after_b)
 
 
-# ---- curves: against one document per forward in one process ----
+# ---- curves: against transformers' model on one document per forward in one process ----
 
 
 def plain_documents(folder: Path, data: Path, longest: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and targets of each document, from its text."""
-    from tokenizers import Tokenizer
-
-    tokenizer, found = Tokenizer.from_file(str(folder / "tokenizer.json")), []
-    text = data.read_text()
-    for each in json.loads(text) if text[0] == "[" else map(json.loads, text.splitlines()):
+    """Tokens and targets of each document, by its tokens with and without each answer."""
+    tokenizer, found = transformers.AutoTokenizer.from_pretrained(folder), []
+    for each in read_examples(data.read_bytes()):
         if "messages" in each:
-            asked, answer = (message["content"] for message in each["messages"])
-            prompt = f"<|bos|><|start|>user\n{asked}<|end|>\n<|start|>assistant\n"
-            prompt, answer = (
-                tokenizer.encode(prompt, add_special_tokens=False),
-                f"{answer}<|end|>\n",
-            )
+            roles = [message["role"] for message in each["messages"]]
+            ends = [i for i, role in enumerate(roles) if role == "assistant"]
+            render = tokenizer.apply_chat_template
+            pairs = [
+                [
+                    render(each["messages"][:i], add_generation_prompt=True)["input_ids"],
+                    render(each["messages"][: i + 1])["input_ids"],
+                ]
+                for i in ends
+            ]
         else:
             paired = ", paired with an input that provides further context" * bool(each["input"])
             prompt = f"Below is an instruction that describes a task{paired}. Write a response that"
             prompt += " appropriately completes the request.\n\n### Instruction:\n"
             prompt += each["instruction"] + "\n\n"
             prompt += f"### Input:\n{each['input']}\n\n" * bool(each["input"]) + "### Response:\n"
-            prompt, answer = tokenizer.encode(prompt), each["output"] + "<|eos|>"
-        answer = tokenizer.encode(answer, add_special_tokens=False).ids
-        ids = torch.tensor([*prompt.ids, *answer])[: longest + 1]
-        targets = torch.tensor([IGNORED] * len(prompt.ids) + answer)[: longest + 1]
+            pairs = [tokenizer([prompt, f"{prompt}{each['output']}<|eos|>"])["input_ids"]]
+        ids = torch.tensor(pairs[-1][1])
+        targets = torch.full_like(ids, IGNORED)
+        for before, with_answer in pairs:
+            targets[len(before) : len(with_answer)] = ids[len(before) : len(with_answer)]
+        ids, targets = ids[: longest + 1], targets[: longest + 1]
         if (targets[1:] != IGNORED).any():
             found.append((ids[:-1], targets[1:]))
     return found
 
 
-def plain_curve(folder: Path, data: Path, n_valid: int = 4) -> tuple[list[dict], Llama]:
+def plain_curve(folder: Path, data: Path, n_valid: int = 4) -> tuple[list[dict], torch.nn.Module]:
     """The metrics of a run with FLAGS, by the definition: the mean over all targets of a step."""
     documents = plain_documents(folder, data, 320)
     train, valid = documents[:-n_valid], documents[-n_valid:]
-    model, lines = plain(folder), []
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(1e-3, 0.0))
+    model, lines = reference_of(folder), []
+    settings = adamw_settings(1e-3, 0.0) | {"betas": (0.9, 0.999)}
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
 
     def loss_of(documents) -> Tensor:
         losses = [
-            F.cross_entropy(model(x, (len(x),)), y, reduction="sum", ignore_index=IGNORED)
+            F.cross_entropy(model(x[None]).logits[0], y, reduction="sum", ignore_index=IGNORED)
             for x, y in documents
         ]
         return sum(losses) / sum((y != IGNORED).sum() for _, y in documents)
@@ -201,6 +234,8 @@ def curve(models):
 
 
 def argv_of(model: Path, data: Path, run: Path, flags: str = "") -> list[str]:
+    if data.exists() and (model / "config.json").exists():
+        load_instructions(str(data), model, 320, 0)  # so that no rank has to import transformers
     where = f"--model {model} --data {data} --run-dir {run} --valid 4"
     return [*where.split(), *FLAGS.split(), *flags.split()]
 
@@ -214,6 +249,8 @@ CURVES = [  # ranks, model, further flags, backend
     (2, "llama-tied", "--no-reshard-after-forward --activation-checkpointing", "gloo"),
     (2, "qwen2", "--cpu-offload", "gloo"),
     (4, "arcee", "--activation-checkpointing", "gloo"),
+    (2, "Qwen3-head", "", "gloo"),
+    (2, "SmolLM3", "", "gloo"),
     (2, "llama", "--activation-checkpointing", "late"),
     (4, "qwen2-tied", "--shard-degree 2", "late"),
     (2, "qwen2-tied", "--dtype bfloat16", "gloo"),
@@ -235,9 +272,11 @@ def test_a_curve_is_that_of_single_documents_in_one_process(
         return
     out, read = weights_of(tmp_path / "model"), weights_of(models / name)
     assert out.keys() == read.keys()
-    for key, value in model.state_dict().items():
-        assert out[key].dtype == read[key].dtype
-        torch.testing.assert_close(out[key], value.to(out[key].dtype), rtol=0.01, atol=1e-4)
+    for key, value in reference_of(tmp_path / "model").state_dict().items():
+        precision = 0.01 if torch.float32 not in {t.dtype for t in read.values()} else 1e-5
+        torch.testing.assert_close(value, model.state_dict()[key], rtol=precision, atol=1e-4)
+    if HEAD in out and model.config.tie_word_embeddings:
+        assert torch.equal(out[HEAD], out["model.embed_tokens.weight"])
 
 
 def test_a_curve_of_alpacas_examples(pools, models, alpaca, tmp_path):
@@ -253,12 +292,24 @@ def test_a_resumed_run_ends_with_the_same_bits(pools, models, chat, tmp_path):
     whole = pools(2).train("13", argv)[0]
     saved = tmp_path / "a/checkpoints/step-00000004"
     resumed = pools(2).train("13", argv_of(model, chat, tmp_path / "b", f"--resume {saved}"))[0]
-    names = ("step", "loss", "grad_norm", "val_loss")
+    names = ("step", "loss", "grad_norm", "tokens", "targets", "val_loss")
     lines = [[{n: x[n] for n in names if n in x} for x in run] for run in (whole, resumed)]
     assert lines[0][4:] == lines[1] and len(lines[1]) == 4
     assert files_of(tmp_path / "a/model") == files_of(tmp_path / "b/model")
     export_folder(*run_and_checkpoint(tmp_path / "a"), tmp_path / "exported")
     assert files_of(tmp_path / "exported") == files_of(tmp_path / "a/model")
+
+
+@quick
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_an_epoch_takes_every_document_once(models, chat, tmp_path, epochs):
+    stage, argv = load_stage("13"), argv_of(models / "qwen2", chat, tmp_path, f"--epochs {epochs}")
+    args = stage.parse_args([word for word in argv if word not in ("--steps", "8")])
+    _, _, data = stage.load(args)
+    taken = [x for step in range(args.steps) for x in stage.documents_of_step(data, args, step)]
+    every = data.tokens_of(data.train * epochs)
+    assert sorted(ids.tolist() for ids, _ in taken) == sorted(ids.tolist() for ids, _ in every)
+    assert args.steps == -(-epochs * 36 // 6)
 
 
 # ---- reading and writing ----
@@ -294,7 +345,7 @@ def read_and_write(folder: Path, out: Path | None) -> dict:
     )
     if out is not None:
         wrote = process_bytes("wchar")
-        stage.write_model(model, files, out)
+        stage.write_model(model, files, out, out.with_name("aside"))
         found["system_wrote"] = process_bytes("wchar") - wrote
     return found
 
@@ -353,10 +404,10 @@ def test_the_host_waits_for_the_other_ranks_before_it_opens_files(monkeypatch, t
     """A GPU's all-reduce is only enqueued when the call returns."""
     stage, seen = load_stage("13"), []
     monkeypatch.setattr(stage.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(stage, "all_reduce_control", seen.append)
+    monkeypatch.setattr(stage, "all_reduce_control", lambda x: seen.append(x.device.type) or x)
     model = SimpleNamespace(units=[], replicate_group=None, device=torch.device("meta"))
-    stage.write_model(model, None, tmp_path / "model")
-    assert [tensor.device.type for tensor in seen] == ["cpu", "cpu"]
+    stage.write_model(model, None, tmp_path / "model", tmp_path / "aside")
+    assert seen == ["cpu"] * 3
 
 
 KILLED = """
@@ -378,10 +429,10 @@ def test_a_kill_while_writing_leaves_no_model_and_the_next_run_writes_it(
     argv = argv_of(models / "qwen2", chat, tmp_path, "--checkpoint-every 8")
     done = subprocess.run([sys.executable, "-c", KILLED, *argv], cwd=REPO, capture_output=True)
     assert done.returncode == -9, done.stderr
-    assert not (tmp_path / "model").exists() and (tmp_path / ".model.writing").exists()
+    assert not (tmp_path / "model").exists() and [*tmp_path.glob(".model.writing-*")]
     assert pools(1).train("13", argv) == [[]]  # nothing was left to do but this
     assert weights_of(tmp_path / "model").keys() == weights_of(models / "qwen2").keys()
-    assert not (tmp_path / ".model.writing").exists()
+    assert not [*tmp_path.glob(".model.writing-*")]
 
 
 def test_a_model_that_is_there_is_only_accepted_from_the_same_job(
@@ -395,6 +446,66 @@ def test_a_model_that_is_there_is_only_accepted_from_the_same_job(
     assert len(out) == 8 and not again.exit_status and files_of(tmp_path / "model") == before
     (other,) = pools(1).attempt(train_in, {}, "13", argv)
     assert other.exit_status == 2 and "is already there" in other.stderr
+
+
+def fail_to_write(*_) -> None:
+    raise OSError("the disk is full")
+
+
+def train_on_a_full_disk(argv: list[str]) -> None:
+    with patch.object(load_stage("13"), "write_shard", fail_to_write):
+        load_stage("13").main(argv)
+
+
+@quick
+def test_a_model_that_cannot_be_written_is_written_from_the_checkpoint(
+    fresh_pool, pools, models, chat, tmp_path
+):
+    argv, pool = argv_of(models / "qwen2", chat, tmp_path), fresh_pool(2)
+    for outcome in pool.attempt(train_on_a_full_disk, argv):
+        assert outcome.exit_status == 1 and outcome.traceback is None
+        said = "disk is full; the run's checkpoint is complete: the same flags and --run-dir"
+        assert not outcome.stderr or said in outcome.stderr
+    pool.close()  # it has locked the folder
+    assert not [*tmp_path.glob("*model*")]
+    assert pools(1).train("13", argv) == [[]] and (tmp_path / "model/config.json").exists()
+
+
+@quick
+def test_runs_with_the_same_output_write_to_folders_of_their_own(monkeypatch, tmp_path):
+    stage, seen = load_stage("13"), set()
+    monkeypatch.setattr(stage, "all_reduce_control", lambda x: x)
+    for name in ("a", "b"):
+        args = SimpleNamespace(out=str(tmp_path / "model"))
+        run = SimpleNamespace(folder=tmp_path / name, is_restart=False, check_output=lambda *_: 0)
+        seen.add(stage.output_folder(args, run, SimpleNamespace(try_to_prepare=None))[1])
+    assert len(seen) == 2
+
+
+@quick
+def test_written_files_have_the_form_that_all_readers_accept(models, tmp_path):
+    folder = shutil.copytree(models / "Qwen3-head", tmp_path / "model")
+    header(lambda entries: entries.pop("__metadata__"))(folder)  # and its length is odd
+    (folder / "LICENSE").write_text("as you like")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tools.jinja").write_text("{{ tools }}")
+    (folder / "notes.json").mkdir()
+    (tmp_path / "run").mkdir()
+    with patch("torch.distributed.get_rank", lambda *_: 0):
+        model, stage = plain(folder), load_stage("13")
+        files = WeightFiles(folder, {name: p.shape for name, p in model.named_parameters()})
+        files.prepare(tmp_path / "out")
+        for name, p in model.named_parameters():
+            whole = {name: p.shape}, slice(0, p.numel()), p.detach().flatten()
+            stage.write_shard(files, tmp_path / "out", *whole)
+    with safetensors.safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    content = (tmp_path / "out/model.safetensors").read_bytes()
+    assert int.from_bytes(content[:8], "little") % 8 == 0
+    out, read = weights_of(tmp_path / "out"), weights_of(folder)
+    assert out.keys() == read.keys() and all(torch.equal(out[name], read[name]) for name in out)
+    named = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
+    assert {"LICENSE", "additional_chat_templates/tools.jinja"} <= named - {"notes.json"}
 
 
 @pytest.mark.parametrize("name, flags", [("qwen2", ""), ("qwen2-tied", ""), ("llama", KEPT)])
@@ -416,17 +527,18 @@ def test_a_step_sends_and_holds_what_the_readme_says(pools, models, name, flags)
 
 
 @quick
-def test_prompts_are_no_targets_and_answers_end(models, chat, alpaca):
-    """Against tokens and targets that are built from the text here."""
-    for name, data in (("qwen2", chat), ("llama", alpaca)):
-        found = load_instructions(str(data), models / name, 200, 0)
-        expected = plain_documents(models / name, data, 200)
-        assert len(found.train) == len(expected)
-        (batch,) = packed_batches(found.tokens, found.train[:5], 1000, CPU)
-        order = sorted(range(5), key=lambda i: -len(expected[i][0]))  # the longest first
-        for i in (0, 1):
-            assert torch.equal(batch[i], torch.cat([expected[k][i] for k in order]))
-        assert batch[2] == tuple(len(expected[k][0]) for k in order)
+@pytest.mark.parametrize("name, data", [("qwen2", "chat"), ("llama", "alpaca")])
+def test_prompts_are_no_targets_and_answers_end(models, name, data, request):
+    """All answers of a conversation, against tokens that are rendered answer by answer."""
+    data = request.getfixturevalue(data)
+    found, stage = load_instructions(str(data), models / name, 200, 0), load_stage("13")
+    expected = plain_documents(models / name, data, 200)
+    assert len(found.train) == len(expected)
+    (batch,) = stage.micro_batches_of(found.tokens_of(found.train[:5]), 1000, CPU)
+    order = sorted(range(5), key=lambda i: -len(expected[i][0]))  # the longest first
+    for i in (0, 1):
+        assert torch.equal(batch[i], torch.cat([expected[k][i] for k in order]))
+    assert batch[2] == tuple(len(expected[k][0]) for k in order)
 
 
 @quick
@@ -440,9 +552,135 @@ def test_documents_that_are_too_long_are_cut_or_left_out_and_counted(models, tmp
     assert said in capsys.readouterr().out
 
 
+CHAT = json.loads((GOLDEN / "tokenizer/tokenizer_config.json").read_text())["chat_template"]
+REWRITES = CHAT.replace("m.content", "(m.content if loop.last else m.content.replace('yo', 'YO'))")
+TOOLS = "{% for tool in tools or [] %}<|start|>{{ tool.name }}<|end|>{% endfor %}" + CHAT
+ASKED, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+START, SAID = "<|bos|><|start|>user\nhi<|end|>\n<|start|>assistant\n", "yo<|end|>\n"
+AGAIN = START.removeprefix("<|bos|>")
+SHAREGPT = [{"from": who, "value": {"human": "hi", "gpt": "yo"}[who]} for who in ("human", "gpt")]
+
+
+@quick
+@pytest.mark.parametrize(
+    "template, example, expected",
+    [
+        (CHAT, {"messages": [ASKED, ANSWER] * 2}, [START, SAID, AGAIN, SAID]),
+        (CHAT, {"messages": [ASKED, ANSWER, ASKED]}, [START, SAID]),
+        (CHAT, {"conversations": SHAREGPT}, [START, SAID]),
+        (
+            CHAT,
+            {"conversations": SHAREGPT[::-1] + SHAREGPT[1:]},  # its first turn is only context
+            [f"<|bos|><|start|>assistant\n{SAID}{AGAIN}", SAID],
+        ),
+        (
+            TOOLS,
+            {"messages": [ASKED, ANSWER], "tools": [{"name": "map"}]},
+            [f"<|start|>map<|end|>{START}", SAID],
+        ),
+        (
+            CHAT.replace("m.content", "(m.content or m.tool_calls)"),
+            {"messages": [ASKED, ANSWER | {"content": None, "tool_calls": "call"}]},
+            [START, "call<|end|>\n"],
+        ),
+    ],
+)
+def test_a_conversation_is_rendered_as_in_use(models, template, example, expected):
+    """Prompt, answer, what is between it and the next answer, that answer: of all documents."""
+    tokenizer, found = load_tokenizer(models / "qwen2"), []
+    tokenizer.chat_template = template
+    for ids, spans in documents_of([example], tokenizer):
+        places = [0, *(place for span in spans for place in span)]
+        parts = zip(places, places[1:], strict=False)
+        found += [tokenizer.decode(ids[begin:end]) for begin, end in parts]
+        assert places[-1] == len(ids)
+    assert found == expected
+
+
+def test_an_answer_after_a_prompt_that_the_template_rewrites_is_a_document_of_its_own(models):
+    tokenizer = load_tokenizer(models / "qwen2")
+    tokenizer.chat_template = REWRITES
+    (first, _), (second, spans) = documents_of([{"messages": [ASKED, ANSWER] * 2}], tokenizer)
+    assert tokenizer.decode(first).endswith(SAID) and len(spans) == 1
+    assert "YO<|end|>" in tokenizer.decode(second[: spans[0][0]])
+
+
+def test_parts_that_a_tokenizer_joins_are_tokenized_as_in_use(models):
+    """The last letters of the prompt and the first ones of the answer would be one token."""
+    tokenizer = load_tokenizer(models / "qwen2")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% if m.role != 'user' %}"
+    tokenizer.chat_template += "<|end|>{% endif %}{% endfor %}"
+    pair = next(t for t, i in tokenizer.get_vocab().items() if i > 290 and len(t) == 2)
+    turns = [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}] * 2
+    (first, spans), (second, later) = documents_of([{"messages": turns}], tokenizer)
+    assert len(first) == 3 and spans == [(1, 3)]
+    assert len(second) == 5 and later == [(3, 5)] and tokenizer.decode(second[:1]) == pair
+
+
+BAD_DATA = {  # what of it the one line says
+    '{"instruction": "a", "output": "b"}\n\n{"instruction"': "in line 3",
+    "[]": "no examples",
+    '["a"]': "object 1: 'a'",
+    '{"messages": null}': "no list of objects: None",
+    '{"messages": [{"from": "human"}]}': "role is no text",
+    '{"messages": [{"role": "robot", "content": ""}]}': "role 'robot' is none of",
+    '{"messages": [{"role": "user", "content": "a"}]}': "have no answer",
+    '{"messages": [{"role": "user", "content": [1]}]}': "content is no text: [1]",
+    '{"conversations": [{"from": "bing", "value": ""}]}': "role 'bing'",
+    '{"instruction": "a", "output": null}': "object 1: its output is no text: None",
+    '{"instruction": "a", "output": "b"}\n{"instruction": 1}': "has no output in its object 2",
+    '{"instruction": "\\ud83d", "output": "b"}': "surrogates",
+    json.dumps({"messages": [ASKED, ANSWER], "tools": [{"name": "map"}]}): "does not use",
+}
+
+
+@quick
+@pytest.mark.parametrize("content", BAD_DATA)
+def test_what_is_wrong_in_the_data_is_named_in_one_line(models, tmp_path, error_of, content):
+    (tmp_path / "data").write_text(content)
+    line = error_of(load_instructions, str(tmp_path / "data"), models / "llama", 200, 0)
+    assert BAD_DATA[content] in line
+
+
+BAD_TOKENIZERS = {  # fields of its tokenizer_config.json
+    "a template that is wrong": (dict(chat_template="{% if %}"), "object 1: "),
+    "no template": (dict(chat_template=None), "the model no chat template"),
+    "a template that raises": (dict(chat_template="{{ raise_exception('odd') }}"), "1: odd"),
+    "an answer without an end": (dict(chat_template=CHAT.replace("<|end|>", "")), "token of its"),
+    "an end that is no token": (dict(chat_template=CHAT.replace("end|>", "eot|>")), "token of its"),
+    "an answer that changes": (dict(chat_template=CHAT + "<think>"), "after its prompt"),
+    "a new token": (dict(extra_special_tokens={"x": "yo"}), "tokenizer.json has no yo"),
+    "a new end": (dict(eos_token="<|new|>"), "tokenizer.json has no <|new|>"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TOKENIZERS)
+def test_what_is_wrong_in_the_tokenizer_is_named_in_one_line(models, tmp_path, error_of, case):
+    folder, (fields, said) = shutil.copytree(models / "qwen2", tmp_path / "m"), BAD_TOKENIZERS[case]
+    edited("tokenizer_config.json", **fields)(folder)
+    (tmp_path / "data").write_text(json.dumps({"messages": [ASKED, ANSWER]}))
+    assert said in error_of(load_instructions, str(tmp_path / "data"), folder, 200, 0)
+
+
+@quick
+def test_data_are_prepared_again_if_code_or_a_file_of_the_tokenizer_changes(models, tmp_path):
+    folder = shutil.copytree(models / "llama", tmp_path / "model")
+    (tmp_path / "data").write_text(json.dumps({"messages": [ASKED, ANSWER]}))
+    load = partial(load_instructions, str(tmp_path / "data"), folder, 200, 0)
+    first = load()
+    (folder / "chat_template.jinja").write_text(CHAT.replace("start", "bos"))
+    assert load().digest != first.digest
+    (folder / "chat_template.jinja").unlink()
+    with patch("common.job.prepared_instructions.documents_of") as called:
+        assert load().digest == first.digest and not called.called
+        with patch("common.job.prepared_instructions.version", lambda _: "0"):
+            pytest.raises(SystemExit, load)  # there are no documents, but it asked for them
+    assert called.called
+
+
 @quick
 def test_packing_wastes_little_and_gives_every_rank_the_same_number():
-    rng = random.Random(0)
+    rng, pack = random.Random(0), load_stage("13").pack
     for _ in range(500):
         size, most = rng.randint(1, 8), rng.randint(20, 300)
         lengths = [rng.randint(1, most) for _ in range(rng.randint(1, 60))]
@@ -456,7 +694,7 @@ def test_packing_wastes_little_and_gives_every_rank_the_same_number():
 
 
 def test_more_ranks_than_documents_train_on_a_token_without_a_target(pools, models, chat, tmp_path):
-    few = "--global-batch-size 3 --steps 2"
+    few = "--global-batch-size 3"
     one = pools(1).train("13", argv_of(models / "qwen2", chat, tmp_path / "1", few))[0]
     for metrics in pools(4).train("13", argv_of(models / "qwen2", chat, tmp_path / "4", few)):
         assert_same_curve(metrics, one)
@@ -465,9 +703,9 @@ def test_more_ranks_than_documents_train_on_a_token_without_a_target(pools, mode
 # ---- what is not supported ----
 
 
-def edited(**fields):
+def edited(name: str = "config.json", **fields):
     def edit(folder: Path) -> None:
-        path = folder / "config.json"
+        path = folder / name
         path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
     return edit
@@ -488,39 +726,42 @@ def header(change):
     return edit
 
 
-def shorter(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", 10_000)
+def twice(folder: Path) -> None:
+    """The same file again, under the name of a single one, and as a second of an index."""
+    shutil.copy(folder / "model.safetensors", folder / "second.safetensors")
+    index = {"weight_map": {NORM: "model.safetensors", "lm_head.weight": "second.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def more_tokens(folder: Path) -> None:
-    """Than the embedding has rows."""
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    first = tokenizer["added_tokens"][0]
-    tokenizer["added_tokens"] += [first | {"id": i, "content": f"<{i}>"} for i in range(300, 305)]
-    path.write_text(json.dumps(tokenizer))
+def beside(folder: Path) -> None:
+    """An index that does not name the single file."""
+    index = {"weight_map": {NORM: "second.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 NORM, INV_FREQ = "model.norm.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
+BOTH = dict(rope_scaling=YARN, rope_parameters=dict(rope_type="default", rope_theta=1e4))
 UNSUPPORTED = {
     "gemma": (edited(model_type="gemma"), "model_type gemma"),
-    "yarn": (edited(rope_scaling={"rope_type": "yarn"}, rope_parameters=None), "type yarn"),
-    "window": (edited(use_sliding_window=True), "sliding window"),
+    "linear": (edited(rope_parameters=dict(rope_type="linear", factor=2)), "type linear"),
+    "both": (edited(**BOTH), "rope_scaling and rope_parameters differ in rope_type"),
+    "window": (edited(use_sliding_window=True, sliding_window=64), "pass --seq-len 64 or less"),
     "quantized": (edited(quantization_config={}), "quantized"),
     "activation": (edited(hidden_act="gelu_new"), "gelu_new"),
     "reward": (edited(architectures=["Qwen2ForSequenceClassification"]), "SequenceClass"),
     "tokenizer": (edited(vocab_size=200), "of another shape"),
     "missing layer": (edited(num_hidden_layers=3), "12 tensors are missing"),
     "extra layer": (edited(num_hidden_layers=1), "12 tensors are not of this model"),
-    "tied": (edited(tie_word_embeddings=True), "lm_head.weight"),
+    "tied": (edited(tie_word_embeddings=True), "a lm_head.weight with other values"),
     "int8": (header(lambda entries: entries[NORM].update(dtype="I8")), "is I8"),
     "no field": (lambda folder: (folder / "config.json").write_text("{}"), "model_type"),
-    "truncated": (shorter, "is truncated in"),
+    "truncated": (lambda x: os.truncate(x / "model.safetensors", 10_000), "is truncated in"),
+    "twice": (twice, "is in model.safetensors, but in second.safetensors according to"),
+    "beside": (beside, "does not name model.safetensors"),
     "git lfs": (
         lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"),
         "no safetensors file",
     ),
-    "more tokens": (more_tokens, "305 tokens, the embedding 304 rows"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "No such file"),
 }
 
@@ -532,25 +773,42 @@ def test_what_is_not_supported_is_an_error_in_one_line(models, alpaca, tmp_path,
     folder = shutil.copytree(models / "qwen2", tmp_path / "model")
     change(folder)
     stage = load_stage("13")
-    args = stage.parse_args(argv_of(folder, alpaca, tmp_path))
+    args = stage.parse_args(argv_of(models / "qwen2", alpaca, tmp_path))
+    args.model = str(folder)
     line = error_of(stage.load, args)
     assert line.startswith("train.py: --model") or "pytest" in line, line
     assert said in line
 
 
 @quick
-def test_without_tokenizers_the_error_names_the_package(monkeypatch, models, error_of):
-    """In these words, by which `make quickstart` knows what to skip."""
-    monkeypatch.setattr("common.job.instructions.find_spec", lambda _: None)
-    assert " has no tokenizers" in error_of(load_instructions, "sample", models / "llama", 64, 0)
+def test_a_sliding_window_is_that_of_transformers(models):
+    names = "Mistral-v0.1", "Mistral-v0.3", "Qwen2.5"
+    assert [LlamaConfig.of_folder(models / name).window for name in names] == [4096, None, None]
 
 
 @quick
-def test_rotary_frequencies_of_old_versions_are_skipped(models, alpaca, tmp_path):
+@pytest.mark.parametrize("field", ["attention_dropout", "quantization_config"])
+def test_null_is_none(models, tmp_path, field):
     folder = shutil.copytree(models / "qwen2", tmp_path / "model")
-    header(lambda entries: entries.update({INV_FREQ: entries[NORM]}))(folder)
-    stage = load_stage("13")
-    _, files, _ = stage.load(stage.parse_args(argv_of(folder, alpaca, tmp_path)))
+    edited(**{field: None})(folder)
+    assert LlamaConfig.of_folder(folder) == LlamaConfig.of_folder(models / "qwen2")
+
+
+@quick
+def test_without_transformers_the_error_names_the_packages(monkeypatch, models, error_of):
+    """In these words, by which `make quickstart` knows what to skip."""
+    monkeypatch.setattr("common.job.prepared_instructions.find_spec", lambda _: None)
+    line = error_of(load_instructions, "sample", models / "llama", 64, 0)
+    assert " has no transformers" in line and "pip install transformers jinja2" in line
+
+
+@quick
+def test_rotary_frequencies_of_old_versions_are_skipped(models, tmp_path):
+    folder = shutil.copytree(models / "qwen2", tmp_path / "model")
+    weights = weights_of(folder) | {INV_FREQ: torch.rand(3)}
+    safetensors.save_file(weights, folder / "model.safetensors")
+    shapes = {name: p.shape for name, p in plain(models / "qwen2").named_parameters()}
+    files = WeightFiles(folder, shapes)
     files.prepare(tmp_path / "out")
     out, read = weights_of(tmp_path / "out"), weights_of(folder)
     assert torch.equal(out[INV_FREQ], read[INV_FREQ]) and not out["lm_head.weight"].any()
@@ -558,12 +816,11 @@ def test_rotary_frequencies_of_old_versions_are_skipped(models, alpaca, tmp_path
 
 BAD = {
     "--preset small": "--preset",
-    "--d-model 64": "--d-model",
     "--dropout 0.1": "--dropout",
     "--micro-batch-size 2": "--micro-batch-size",
+    "--epochs 2": "not allowed with argument",
     "--shard-degree 3": "--shard-degree 3",
     "--data {absent}": "absent",
-    "--data {broken}": "has no output in its object 2",
     "--valid 1000": "documents have an answer",
     "--model {absent}": "--model",
 }
@@ -572,8 +829,13 @@ BAD = {
 @quick
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_arguments_are_an_error_in_one_line(models, alpaca, tmp_path, error_of, flags):
-    (tmp_path / "broken.jsonl").write_text('{"instruction": 1, "output": ""}\n{"instruction": 1}')
-    broken, absent = tmp_path / "broken.jsonl", tmp_path / "absent"
-    argv = argv_of(models / "qwen2", alpaca, tmp_path, flags.format(broken=broken, absent=absent))
+    argv = argv_of(models / "qwen2", alpaca, tmp_path, flags.format(absent=tmp_path / "absent"))
     stage = load_stage("13")
     assert BAD[flags] in error_of(lambda: stage.load(stage.parse_args(argv)))
+
+
+@quick
+def test_the_help_shows_the_flags_of_this_stage_alone(capsys):
+    pytest.raises(SystemExit, load_stage("13").parse_args, ["--help"])
+    said = capsys.readouterr().out
+    assert "--epochs" in said and not {"--preset", "--dropout", "--n-heads"} & {*said.split()}

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from common.distributed import save0
-from common.weight_files import WeightFiles
+from common.weight_files import WeightFiles, header_of
 
 from common.job.arguments import Parser
 from common.job.atomic_files import exists
@@ -114,7 +114,8 @@ def export_folder(run: Path, checkpoint: Path, out: Path) -> None:
     """Write a folder with configuration, weights and tokenizer: complete, or absent."""
     try:
         description = json.loads((run / "config.json").read_text("utf-8"))
-        args, aside = description["arguments"], out.with_name(f".{out.name}.writing")
+        args = description["arguments"]
+        aside = out.with_name(f".{out.name}.writing-{os.getpid()}")
         if exists(out) or args.get("n_experts"):
             raise ValueError("it is already there" if exists(out) else "experts have no such form")
         weights = tensors_of(checkpoint)
@@ -193,9 +194,8 @@ def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
     for name, t in weights.items():
         places = [at, at := at + t.nbytes]
         header[name] = {"dtype": "F32", "shape": [*t.shape], "data_offsets": places}
-    text = json.dumps(header).encode()
     with open(folder / "model.safetensors", "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_of(header))
         for t in weights.values():
             file.write(t.contiguous().numpy())
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
@@ -26,7 +25,6 @@ from common.collectives import Ledger, all_reduce_control, ledger
 from common.model import rotary_table
 
 from common.job.corpus import Corpus
-from common.job.ssd_state import StateFile, StateFolder
 from tools.stages import load_stage
 
 
@@ -47,8 +45,9 @@ def fake_stage(
         patches["exchange_counts"] = partial(balanced_counts, rows, exchange)
     if hasattr(module, "check_same"):
         patches["check_same"] = nothing_to_compare
-    if hasattr(module, "state_folder"):
-        patches |= {"state_folder": NoFiles, "StateFile": NoFile}
+    if hasattr(module, "StateFile"):
+        patches["StateFile"] = without_file(module.StateFile)
+        patches["ThreadPoolExecutor"] = AtOnce
         patches["SpeculativeAdamW"] = unclipped(module.SpeculativeAdamW)
     if hasattr(module, "load_instructions"):
         patches |= without_files()
@@ -74,11 +73,10 @@ def fake_stage(
             dist.destroy_process_group()
 
 
-def full_documents(_, __, batching, device, *___):
-    """In place of 13's batches: a micro-batch per rank, full with one document."""
-    tokens = torch.zeros(batching.seq_len, dtype=torch.int64, device=device)
-    while True:
-        yield [(tokens, tokens, (batching.seq_len,))]
+def full_documents(_, args, step: int) -> list:
+    """In place of 13's documents: for each rank one that fills a micro-batch."""
+    tokens = torch.zeros(args.seq_len + 1, dtype=torch.int64)
+    return [(tokens, [(1, len(tokens))])] * args.dp
 
 
 def without_files() -> dict:
@@ -86,10 +84,10 @@ def without_files() -> dict:
     data = dict(name="fake", train=[0], valid=[], vocab=[], vocab_size=0, digest="0", tokens=None)
     return {
         "load_instructions": lambda *_: SimpleNamespace(**data),
-        "document_batches": full_documents,
-        "WeightFiles": lambda folder, _: SimpleNamespace(folder=folder, bytes_read=0),
+        "documents_of_step": full_documents,
+        "WeightFiles": lambda folder, *_: SimpleNamespace(folder=folder, bytes_read=0),
         "read_model": lambda *_: None,
-        "output_folder": lambda *_: None,
+        "output_folder": lambda *_: (None, None),
         "check_ranks": lambda *_: None,
         "check_memory": lambda *_: None,
     }
@@ -104,42 +102,31 @@ def balanced_counts(rows: int, exchange, counts: Tensor, group: dist.ProcessGrou
     return [sent, [sent[group.rank()]] * len(sent)]
 
 
-class NoFile(StateFile):
-    """In place of 12's file of a unit: nothing is read or written."""
+def without_file(state_file: type) -> type:
+    """12's file of a unit, but nothing is read or written."""
 
-    def __init__(self, folder: StateFolder, name: str, shard: Tensor):
-        self.folder, self.path, self.length = folder, Path(name), len(shard)
-        folder.files.append(self)
+    def init(self, optimizer, name: str, shard: Tensor) -> None:
+        self.optimizer, self.name, self.length = optimizer, name, len(shard)
+        optimizer.files.append(self)
 
-    def empty(self, n_rows: int) -> Tensor:
-        return torch.empty(n_rows, self.length)
-
-    def _move(self, *_) -> None:
-        pass
-
-    def write_slot(self, *_) -> None:
-        pass
-
-    def mapped(self) -> Tensor:
-        return torch.empty(1).expand(3, self.length)  # in a file, not in memory
+    methods = {
+        "__init__": init,
+        "empty": lambda self, n_rows: torch.empty(n_rows, self.length),
+        "move": lambda *_: None,
+        "mapped": lambda self: torch.empty(1).expand(3, self.length),  # not in memory
+    }
+    return type("WithoutFile", (state_file,), methods)
 
 
-class NoFiles(StateFolder):
-    """In place of 12's folder: its jobs run at once, in this thread."""
+class AtOnce:
+    """In place of 12's threads: a job runs at once, in this thread."""
 
     def __init__(self, *_):
-        self.files, self.jobs, self.is_restored = [], {}, False
-        self.step = self.slot = self.commits = self.committed = 0
-        self.path, self.traffic, self.threads = Path(), {}, self
+        pass
 
     def submit(self, function, *args) -> Future:
         (job := Future()).set_result(function(*args))
         return job
-
-    def commit(self) -> None:
-        self.committed = self.step
-
-    close = commit
 
 
 def unclipped(optimizer: type) -> type:

@@ -146,7 +146,7 @@ class Quickstart:
             folder = FOLDER / f"{folder.name}-{len([*FOLDER.iterdir()])}"
         argv = [*row.flags.split(), *row.more.split(), "--run-dir", str(folder)]
         if needs_model(row.stage):
-            argv += ["--model", str(self.exported()), "--lr", "1e-3"]
+            argv += f"--model {self.exported()} --lr 1e-3 --global-batch-size 24".split()
         argv += [] if "--resume" in row.more else ["--resume", "never"]
         if row.by_torchrun:
             self.by_torchrun(row, argv, deadline - time.monotonic())

@@ -9,6 +9,7 @@ import platform
 import re
 import sys
 from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -95,8 +96,8 @@ natural = _number(int, 0)
 non_negative = _number(float, 0)
 
 
-def base_parser(description: str | None) -> Parser:
-    """A parser with the flags that every stage has. Defaults are printed by --help."""
+def base_parser(description: str | None, without: Sequence[str] = ()) -> Parser:
+    """A parser with the flags that every stage has, less some. Defaults are printed by --help."""
     prepare_streams()
     p = Parser(
         description=(description or "").strip().split("\n")[0],  # None under python -OO
@@ -105,7 +106,11 @@ def base_parser(description: str | None) -> Parser:
         allow_abbrev=False,
     )
     count, amount = positive_int, non_negative
-    add = p.add_argument
+
+    def add(flag: str, **options) -> None:
+        if flag.removeprefix("--") not in without:
+            p.add_argument(flag, **options)
+
     add("--data", default="wikitext2", help="wikitext2, sample, a folder of {train,valid,test}.txt")
     add("--preset", choices=PRESETS, default="tiny", help="shape of the model")
     add("--d-model", type=count, help="width (default: the preset's)")

@@ -75,23 +75,28 @@ def load_prepared(
 
     If the folder is not there, `write` fills a new one. Fails with status 2 if that is impossible.
     """
-    root = os.environ.get("DATA_ROOT") or Path(__file__).resolve().parents[2] / "data"
-    prepared = Path(os.path.expanduser(root), folder)
+    prepared = _path_of(folder)
     again = f"remove {prepared}, and it is prepared again"
     try:
-        if not exists(prepared / "digest.txt"):
-            _prepare(name, prepared, files, write)
+        prepare(name, folder, files, write)
         contents = [_mapped(prepared / file) for file in files]
         recorded = (prepared / "digest.txt").read_text().split()
     except OSError as error:
         is_gone = isinstance(error, FileNotFoundError)  # else it may be intact: another user's
         fail(f"--data {name}: {error}: {again if is_gone else 'set DATA_ROOT to another folder'}")
+    except ValueError as error:  # here, where the lock is free again: the other ranks wait for it
+        fail(str(error))
     found = _digests(contents)
     if found != recorded:
         pairs = zip(files, found[1:], recorded[1:], strict=False)
         wrong = next((file for file, ours, theirs in pairs if ours != theirs), "digest.txt")
         fail(f"--data {name}: {prepared / wrong} has changed since it was prepared: {again}")
     return contents, recorded[0]
+
+
+def _path_of(folder: str) -> Path:
+    root = os.environ.get("DATA_ROOT") or Path(__file__).resolve().parents[2] / "data"
+    return Path(os.path.expanduser(root), folder)
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
@@ -131,10 +136,16 @@ def _folder_name(name: str) -> str:
     return f"{re.sub('[^A-Za-z0-9.-]', '_', folder.name)[:60]}-{content.hexdigest()[:12]}"
 
 
-def _prepare(name: str, prepared: Path, files: Sequence[str], write: Callable | None) -> None:
+def prepare(name: str, folder: str, files: Sequence[str], write: Callable | None) -> None:
+    """Fill a prepared folder, unless it is there. ValueError, with a line for `fail`, if that is
+    impossible."""
+    prepared = _path_of(folder)
+    if exists(prepared / "digest.txt"):
+        return
     if write is None:
+        how = "run `make data` where there is internet"
         other = "--data sample, or --data DIR with train.txt, valid.txt and test.txt"
-        fail(f"--data {name} is not prepared: run `make data` where there is internet, or {other}")
+        raise ValueError(f"--data {name} is not prepared: {how}, or {other}")
     try:
         prepared.parent.mkdir(parents=True, exist_ok=True)
         with open(prepared.with_name(f"{prepared.name}.lock"), "w") as lock:
@@ -160,9 +171,10 @@ def _prepare(name: str, prepared: Path, files: Sequence[str], write: Callable | 
                         raise
                     # a process on another node, which does not see the lock, was first
     except OSError as error:
-        fail(f"--data {name}: cannot prepare it in {prepared.parent}: {error}; set DATA_ROOT")
-    except ValueError as error:  # here, where the lock is free again: the other ranks wait for it
-        fail(f"--data {name} {error}")
+        where = f"{prepared.parent}: {error}; set DATA_ROOT"
+        raise ValueError(f"--data {name}: cannot prepare it in {where}") from None
+    except ValueError as error:
+        raise ValueError(f"--data {name} {error}") from None
 
 
 def read_words(name: str) -> dict[str, list[str]]:

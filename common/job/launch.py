@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import io
+import itertools
 import os
 import platform
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +31,8 @@ PEER_IS_GONE = re.compile(
 # launchers that are not supported: their number of processes, or a rank where there is none
 OTHER_SIZES = ("PMI_SIZE", "FLUX_JOB_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
 OTHER_RANKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
+
+CALLS = itertools.count()  # of `rank_0_first`
 
 GRACE = 2.0  # seconds that a failing rank waits before it exits: launchers then end the other ranks
 
@@ -152,6 +156,28 @@ def _check_store() -> None:
     if restarts and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         needs = "--standalone (or --rdzv-backend c10d) and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         fail(f"torchrun --max-restarts needs {needs}")
+
+
+def rank_0_first(function: Callable[[], None]) -> None:
+    """Call a function on rank 0. The others wait until it has returned, without a time limit.
+
+    A ValueError there ends the job: its message is the line of `fail`, on every rank.
+    """
+    store = (
+        dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore()
+    )
+    key = f"rank 0 first, call {next(CALLS)}"
+    if rank() == 0:
+        message = ""
+        try:
+            function()
+        except ValueError as error:
+            message = str(error)
+        store.set(key, message)
+    else:
+        store.wait([key], timedelta(days=7))
+    if message := store.get(key).decode():
+        fail(message)
 
 
 def cleanup() -> None:

@@ -45,6 +45,8 @@ COLUMNS = {
     "comm_mb": ("comm/comm_mb", "sent {:.2f} MB"),
     "mfu": ("speed/mfu", "MFU {:.1%}"),
     "seconds_left": ("speed/seconds_left", "ETA {}"),
+    "tokens": ("data/tokens", "{:,.0f} tokens"),
+    "targets": ("data/targets", "{:,.0f} targets"),
     "save_ms": ("speed/save_ms", "save {:.1f} ms"),
     "val_loss": ("loss/val", "val loss {:.4g}"),
     "val_ppl": ("perplexity/val", "val ppl {:.4g}"),

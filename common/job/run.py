@@ -53,7 +53,9 @@ class Run:
         device: torch.device,
         corpus: Corpus,
     ):
-        if device.type == "cpu":
+        if args.state_on == "disk":
+            return_freed_memory()
+        elif device.type == "cpu":
             keep_freed_memory()
         script = Path(script).resolve()
         stage = script.parent.name
@@ -100,9 +102,9 @@ class Run:
         data = f"data {corpus.name} (hash {corpus.digest})"
         print0(f"{stage}: {size}, {data}, run folder {self.folder}")
 
-    def check_output(self, name: str, path: Path) -> None:
+    def check_output(self, name: str, path: Path, check: Callable = check_writable) -> None:
         """Fail now, and not after the last step, if rank 0 cannot write what the argument names."""
-        self._of_rank_0(name, check_writable, path)
+        self._of_rank_0(name, check, path)
 
     def _of_rank_0(self, name: str, function: Callable, *args):
         """What `function` returns on rank 0. An OSError there ends the run on all ranks: it cannot
@@ -281,6 +283,13 @@ def keep_freed_memory() -> None:
         if not libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD of malloc.h
             libc.mallopt(-3, 2**25)  # the most before glibc 2.35
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def return_freed_memory() -> None:
+    """Make glibc return large buffers to the system when they are freed. If it kept them, fragments
+    would grow with the number of units, of which an offloading stage holds a few at a time."""
+    with contextlib.suppress(OSError, AttributeError):  # without glibc
+        ctypes.CDLL("libc.so.6").mallopt(-3, 2**17)  # M_MMAP_THRESHOLD of malloc.h, bytes
 
 
 def git_commit() -> str | None:

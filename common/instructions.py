@@ -1,0 +1,246 @@
+"""Instructions and their answers as documents: tokens, and where the answers are in them.
+
+A document is a prompt and an answer, or a conversation with several answers. Targets are the tokens
+of all answers, each with the token that ends it. The tokenizer and the chat template are those of
+transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate, chain, islice, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ALPACA = (  # the prompts of Stanford Alpaca, and a line break
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes"
+    " the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
+)
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+SHAREGPT = {"human": "user", "gpt": "assistant"}
+AT_A_TIME = 1000  # examples that are rendered, then tokenized
+
+Answers = list[tuple[str, str]]  # of an example: the text before each answer, and with the answer
+Spans = list[tuple[int, int]]  # of a document: where each answer begins and ends
+
+
+class Document(NamedTuple):
+    """A range of the data's tokens. Targets are those of its spans, none the first token."""
+
+    start: int
+    length: int
+    spans: Spans
+
+    @property
+    def prompt(self) -> int:
+        return self.spans[0][0]
+
+
+# ---- examples ----
+
+
+def read_examples(content: bytes) -> list[dict]:
+    """The objects of a JSON list, or one per line; all of the same kind."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"is not UTF-8 in line {line}: {error}") from None
+    if text.lstrip().startswith("["):
+        examples = json.loads(text)
+    else:
+        examples = []
+        for i, line in enumerate(text.split("\n"), 1):
+            try:
+                examples += [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                raise ValueError(f"is no JSON in line {i}: {error}") from None
+    if not examples:
+        raise ValueError("has no examples")
+    kinds = ({"messages"}, {"conversations"}, {"instruction", "output"})
+    names = next((kind for kind in kinds if kind <= fields_of(examples[0], 1)), kinds[-1])
+    for i, example in enumerate(examples, 1):
+        if missing := names - fields_of(example, i):
+            raise ValueError(f"has no {' and '.join(sorted(missing))} in its object {i}")
+    return examples
+
+
+def fields_of(example: Any, i: int) -> set[str]:
+    if not isinstance(example, dict):
+        raise ValueError(f"has no object in the place of its object {i}: {example!r:.80}")
+    return set(example)
+
+
+def text_of(example: dict, field: str) -> str:
+    value = example.get(field)
+    if not isinstance(value, str):
+        raise ValueError(f"its {field} is no text: {value!r:.80}")
+    return value
+
+
+def messages_of(example: dict) -> list[dict]:
+    """The messages of a conversation, also if it is in the form of ShareGPT."""
+    field = "messages" if "messages" in example else "conversations"
+    messages = example[field]
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise ValueError(f"its {field} are no list of objects: {messages!r:.80}")
+    if field == "conversations":
+        turns = [(text_of(each, "from"), text_of(each, "value")) for each in messages]
+        messages = [{"role": SHAREGPT.get(who, who), "content": text} for who, text in turns]
+    for message in messages:
+        if text_of(message, "role") not in ROLES:
+            raise ValueError(f"its role {message['role']!r:.80} is none of {', '.join(ROLES)}")
+        if message.get("content") is not None or not message.get("tool_calls"):
+            text_of(message, "content")
+    return messages
+
+
+def turns_without_answer(example: dict) -> int:
+    """How many messages follow the last answer. They are no part of a document."""
+    if "instruction" in example:
+        return 0
+    roles = [message["role"] for message in messages_of(example)]
+    return roles[::-1].index("assistant")
+
+
+# ---- as text ----
+
+
+def alpaca_texts(tokenizer, example: dict) -> Answers:
+    if tokenizer.eos_token is None:
+        raise ValueError("the tokenizer has no eos_token, so no answer would end")
+    given = text_of(example, "input") if example.get("input") is not None else ""
+    context = ", paired with an input that provides further context" if given else ""
+    given = f"### Input:\n{given}\n\n" if given else ""
+    prompt = ALPACA.format(context, text_of(example, "instruction"), given)
+    return [(prompt, prompt + text_of(example, "output") + tokenizer.eos_token)]
+
+
+def chat_texts(tokenizer, example: dict) -> Answers:
+    """Of each answer what comes before it, as it is in use: the prompt of a chat template."""
+    messages, tools = messages_of(example), example.get("tools") or None
+    if tools and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
+        raise ValueError(f"its tools are no list of objects: {tools!r:.80}")
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    answers = []
+    for i, message in enumerate(messages):
+        is_asked = any(each["role"] not in ("system", "developer") for each in messages[:i])
+        if message["role"] == "assistant" and is_asked:  # else it is context
+            prompt = render(messages[:i], tools=tools, add_generation_prompt=True)
+            whole = render(messages[: i + 1], tools=tools)
+            if not whole.startswith(prompt):
+                raise ValueError("the chat template does not put this answer after its prompt")
+            answers.append((prompt, whole))
+            last = messages[: i + 1]
+    if not answers:
+        raise ValueError("its messages have no answer")
+    if tools and render(last) == answers[-1][1]:
+        raise ValueError("it has tools, which the chat template does not use")
+    return answers
+
+
+# ---- as tokens ----
+
+
+def load_tokenizer(folder: Path):
+    try:
+        from transformers import AutoTokenizer  # here alone: the import takes seconds
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"with {folder}: no tokenizer can be loaded: {reason(error)}") from None
+
+
+def untrained_ids(tokenizer, folder: Path) -> set[int]:
+    """Tokens that other files declare and tokenizer.json does not have: transformers adds them.
+
+    The embedding may have rows for them, because it is often padded; they were never trained.
+    """
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        return set()
+    content = json.loads(file.read_text("utf-8"))
+    known = {each["content"] for each in content["added_tokens"]}
+    known |= dict(content["model"]["vocab"]).keys()  # in some models it is a list of pairs
+    return {number for token, number in tokenizer.get_added_vocab().items() if token not in known}
+
+
+def documents_of(examples: Sequence[dict], tokenizer) -> Iterator[tuple[list[int], Spans]]:
+    """Yield the tokens of each document, and where its answers are."""
+    is_chat = "instruction" not in examples[0]
+    texts_of = chat_texts if is_chat else alpaca_texts
+    if is_chat and tokenizer.chat_template is None:
+        raise ValueError("has messages, and the model no chat template: a base model?")
+    ends = tuple(tokenizer.get_added_vocab())
+    for first in range(0, len(examples), AT_A_TIME):
+        every = []
+        for i, example in enumerate(examples[first : first + AT_A_TIME], first + 1):
+            try:
+                answers = texts_of(tokenizer, example)
+                if not all(whole.rstrip().endswith(ends) for _, whole in answers):
+                    raise ValueError("an answer does not end with a token of its own")
+                answers[-1][1].encode()  # fails on half a surrogate pair, as tokenizers would
+            except Exception as error:  # a template is a program, and raises what it likes
+                raise ValueError(f"cannot be used, object {i}: {reason(error)}") from None
+            every += conversations_of(answers)
+        # a chat template writes the first token itself: the tokenizer would add it again
+        yield from encode(tokenizer, every, special=not is_chat)
+
+
+def conversations_of(answers: Answers) -> Iterator[Answers]:
+    """Split answers where the template has changed what came before, as Qwen3's drops the
+    reasoning of earlier answers. What is left are parts of one text."""
+    begin = 0
+    for i, ((_, whole), (prompt, _)) in enumerate(pairwise(answers), 1):
+        if not prompt.startswith(whole):
+            yield answers[begin:i]
+            begin = i
+    yield answers[begin:]
+
+
+def encode(tokenizer, every: list[Answers], special: bool) -> Iterator[tuple[list[int], Spans]]:
+    """In use a prompt is tokenized without its answer. Usually the tokens of a text are those of
+    its parts, and each text is tokenized twice; otherwise each prompt is tokenized again."""
+
+    def ids_of(texts: list[str], special: bool) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+
+    parts_of = [parts(answers) for answers in every]
+    first = ids_of([each[0] for each in parts_of], special)
+    rest = iter(ids_of([part for each in parts_of for part in each[1:]], False))
+    wholes = ids_of([answers[-1][1] for answers in every], special)
+    for answers, ids, prompt in zip(every, wholes, first, strict=True):
+        each = [prompt, *islice(rest, 2 * len(answers) - 1)]
+        if list(chain.from_iterable(each)) == ids:
+            places = [*accumulate(map(len, each))]
+            yield ids, [*zip(places[::2], places[1::2], strict=True)]
+        else:
+            yield from encode_each(ids_of, answers, special)
+
+
+def parts(answers: Answers) -> list[str]:
+    """Prompt, answer, what is between it and the next answer, the next answer, ..."""
+    places = [0, *(len(text) for texts in answers for text in texts)]
+    return [answers[-1][1][begin:end] for begin, end in pairwise(places)]
+
+
+def encode_each(ids_of, answers: Answers, special: bool) -> Iterator[tuple[list[int], Spans]]:
+    """If the tokens of a prompt begin those of prompt and answer, the rest are the answer's (a
+    tokenizer may put a space before each text); otherwise those of its own text are.
+    An answer joins the document before it if that one's tokens begin its prompt's."""
+    ids, spans = [], []
+    for prompt, whole in answers:
+        before, new = ids_of([prompt, whole], special)
+        if new[: len(before)] != before:
+            new = before + ids_of([whole.removeprefix(prompt)], False)[0]
+        if spans and before[: len(ids)] != ids:
+            yield ids, spans
+            spans = []
+        ids, spans = new, [*spans, (len(before), len(new))]
+    yield ids, spans
+
+
+def reason(error: Exception) -> str:
+    return " ".join(f"{error}".split()) or type(error).__name__
