@@ -174,17 +174,18 @@ def memory_of_rank(stage: str, job: Job, rows: int, last: bool) -> float:
     peak = backward
     if last:
         stays = (job.sharding == "fsdp" and job.reshards) * job.gather_bytes * 12 * d * d  # a layer
-        if job.sharding == "fsdp" and job.tp > 1:  # the head, and its gradients
-            stays = (job.gather_bytes + 4) * job.vocab * d / job.tp
+        if job.sharding == "fsdp" and job.tp > 1:  # the head (if all stays, 2 bytes more of the
+            stays = (job.gather_bytes + 4) * job.vocab * d / job.tp  # embedding), and gradients
         peak = max(peak, head_memory(job, rows, outside) + stays)
     elif job.pp > 1:  # the embedding's gradient, when the micro-batch's layers are done
         peak = max(peak, 4 * job.vocab * d / job.tp + 12 * tokens * d - layers / job.virtual * kept)
-    messages += 0 if job.reshards else job.gather_bytes * table.P
+    messages += 0 if job.reshards else job.gather_bytes * table.P / job.tp
     first = in_flight * layers * kept + peak + messages
     # gradients come with the first backward: full where the second one begins, or ends
     more = min(most, job.micro_batches - 1)
     second = more * layers * kept + (peak if more else backward) + messages
-    reduced = 2 * gradients if stage == "07" else 0  # a copy in one buffer
+    # 07 reduces a copy of all gradients
+    reduced = 2 * gradients + table.held["gradients"] if stage == "07" else 0
     return state + max(first, gradients + second, reduced)
 
 
