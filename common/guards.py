@@ -1,4 +1,4 @@
-"""Errors for training loops that break the contract of a wrapper of stage 02, 03, 04, 12 or 13.
+"""Errors for training loops that break the contract of a wrapper of stage 02, 03, 04, 12, 13 or 15.
 
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -81,7 +81,8 @@ class Guard:
         self.root = ref(sync if isinstance(sync, nn.Module) else sync.module)
         self.reduces_every_backward = getattr(sync, "zero_stage", 1) == 2
         flat = [*getattr(sync, "buckets", ()), *getattr(sync, "units", ())]
-        self.shards = {each.shard for each in flat if hasattr(each, "shard")}
+        # frozen shards are none: in 15 the parameters that train are beside them
+        self.shards = {x.shard for x in flat if hasattr(x, "shard") and x.shard.requires_grad}
         self.places = {p: self.place(p) for p in sync.module.parameters() if p.requires_grad}
         self.came: set[Tensor] = set()
         self.expected: dict[Tensor, Tensor | None] = {}
@@ -105,16 +106,17 @@ class Guard:
                 raise RuntimeError(HOOKS)
             param.register_post_accumulate_grad_hook(weak(self.after_it_was_taken))
             self.hooks[param] = [*hooks]
-        if not self.places:
-            for shard in self.shards:
-                shard.register_hook(partial(weak(self.after_a_unit), ref(shard)))
+        if hasattr(sync, "units"):
             # not at the top: whoever copies 02 does not need that file
             from common import unit_parameters as units
 
             for unit in sync.units:
                 units.check_uses(unit)
-            units.forbid_parameters(self.root())
-            self.check_parameters = partial(units.check_no_parameters, self.root, self.shards)
+            if not self.places:  # in 15 there are some: the adapters
+                for shard in self.shards:
+                    shard.register_hook(partial(weak(self.after_a_unit), ref(shard)))
+                units.forbid_parameters(self.root())
+                self.check_parameters = partial(units.check_no_parameters, self.root, self.shards)
 
     def __deepcopy__(self, _):
         raise RuntimeError("a copy would not be synchronized: copy the module that is wrapped")
@@ -156,7 +158,8 @@ class Guard:
         if param._version != self.version:  # by a hook from before the wrapper's
             raise RuntimeError(HOOKS)
         sync, self.expected[param] = self.sync(), param.grad
-        for bucket in sync.buckets[len(self.in_flight) : sync.launched]:
+        buckets = getattr(sync, "buckets", ())  # 15 has none
+        for bucket in buckets and buckets[len(self.in_flight) : sync.launched]:
             if not self.reduces_every_backward:  # else no gradient is left to change
                 self.in_flight[bucket] = bucket.grads._version
         if not self.shards:  # DDP, whose buckets stay until the next finish

@@ -328,6 +328,17 @@ SENT_BY_LLAMA = [  # GB per micro-batch on four ranks: gathered, the embedding i
 ]
 NODES_1024 = fsdp_and_tensor(1024)
 HOP, NETWORK_HOP = (step_time.HAND[name] for name in ("hop", "network hop"))
+
+
+def adapters(c: LlamaConfig, r: int = 16) -> int:
+    """The parameters in 15's A and B."""
+    width = c.n_kv_heads * c.head_dim
+    sides = 4 * c.d_model + 2 * (c.d_model + width) + 3 * (c.d_model + c.d_hidden)
+    return r * c.n_layers * sides
+
+
+ADAPTERS = adapters(LLAMA)
+LLAMA_8B = replace(LLAMA, vocab_size=128_256, d_hidden=14_336, n_kv_heads=8)
 LAYOUTS = ((8, 1), (8, 4), (8, 8), (4, 4))  # tp, pp in 07's table
 # milliseconds of a layer there, with tp = 8: four sequences, and its weights in bfloat16 over dp
 FORWARD = 1e3 * 2 * 12 * 5120**2 / 8 * 4 * 4096 / F
@@ -639,6 +650,39 @@ STATED = {
         r"waits: a step takes ([\d.]+) s\. .* eight takes ([\d.]+) s": [
             fsdp_and_tensor(4096)["step"],
             interleaved_mesh(4096, 8),
+        ],
+    },
+    "15": {
+        r"that is ([\d.]+) in place of ([\d.]+) GB": [
+            4 * ADAPTERS / GB,
+            16 * ADAPTERS / GB,
+        ],
+        r"would pay: ([\d.]+) in place of ([\d.]+) GB": [64 * ADAPTERS / GB, 256 * ADAPTERS / GB],
+        r"7B has ([\d.]+) billion parameters, and ([\d.]+) million": [
+            LLAMA.num_parameters() / GB,
+            ADAPTERS / 1e6,
+        ],
+        r"\*\*State\*\* per rank: ([\d.]+) GB, with full fine-tuning ([\d.]+) GB": [
+            (2 / 4 * LLAMA.num_parameters() + 16 * ADAPTERS) / GB,
+            16 / 4 * LLAMA.num_parameters() / GB,
+        ],
+        r"([\d.]+) GB gathered\. Per step: ([\d.]+) GB .* 13 sends ([\d.]+) GB": [
+            SENT_BY_LLAMA[0] - 3 / 4 * 2 * 32_000 * 4096 / GB,
+            3 / 2 * 4 * ADAPTERS / GB,
+            sum(SENT_BY_LLAMA),
+        ],
+        r"takes ([\d.]+) s, and the gathers take ([\d.]+) s": [
+            4 / 6 * 2048 * LLAMA_TOKEN,
+            SENT_BY_LLAMA[0] / 250,
+        ],
+        r"8B has ([\d.]+) billion parameters, and ([\d.]+) million": [
+            LLAMA_8B.num_parameters() / GB,
+            adapters(LLAMA_8B) / 1e6,
+        ],
+        r"([\d.]+) GB of weights in bfloat16 and ([\d.]+) GB for .* holds (\d+) GB": [
+            2 * LLAMA_8B.num_parameters() / GB,
+            16 * adapters(LLAMA_8B) / GB,
+            16 * LLAMA_8B.num_parameters() / GB,
         ],
     },
     "benchmarks": {

@@ -7,6 +7,7 @@ once for all other ranks. What a stage reads from files or decides by numbers is
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -49,8 +50,9 @@ def fake_stage(
         patches["StateFile"] = without_file(module.StateFile)
         patches["ThreadPoolExecutor"] = AtOnce
         patches["SpeculativeAdamW"] = unclipped(module.SpeculativeAdamW)
-    if hasattr(module, "load_instructions"):
-        patches |= without_files()
+    no_files = without_files() if hasattr(module, "documents_of_step") else {}
+    in_job = {name: no_files.pop(name) for name in OF_LOAD & no_files.keys()}
+    patches |= no_files
     words, tokens = [str(i) for i in range(vocabulary)], torch.zeros(2, dtype=torch.int32)
     corpus = Corpus("fake", tokens[:1].expand(2**20), tokens, tokens, words, "0")
     rotary_table.cache_clear()  # real tensors and fake ones do not mix
@@ -59,6 +61,7 @@ def fake_stage(
     try:
         with (
             patch.multiple(module, **{k: v for k, v in patches.items() if hasattr(module, k)}),
+            patch.multiple("common.job.finetuning", **in_job),
             patch("common.collectives.check_same", nothing_to_compare),
             patch("common.unit_parameters.check_same", nothing_to_compare),
             patch("common.job.arguments.check_ranks"),  # there is one process
@@ -79,8 +82,11 @@ def full_documents(_, args, step: int) -> list:
     return [(tokens, [(1, len(tokens))])] * args.dp
 
 
+OF_LOAD = {"load_instructions", "WeightFiles", "check_ranks"}  # what it calls
+
+
 def without_files() -> dict:
-    """Patches of 13, which then needs config.json of --model alone."""
+    """Patches of 13 and 15, which then need config.json of --model alone."""
     data = dict(name="fake", train=[0], valid=[], vocab=[], vocab_size=0, digest="0", tokens=None)
     return {
         "load_instructions": lambda *_: SimpleNamespace(**data),
@@ -185,8 +191,11 @@ def report_of(
     storage of parameters, gradients or optimizer state counts once."""
     state = {p: tensors for optimizer in optimizers for p, tensors in optimizer.state.items()}
     params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    gc.collect()  # of an earlier run
+    units = [x for x in gc.get_objects() if type(x).__name__ == "Unit" and hasattr(x, "shard")]
+    frozen = [unit.shard for unit in units if not unit.shard.requires_grad]  # of 15
     kinds = {
-        "parameters": params,
+        "parameters": [*params, *frozen],
         "gradients": [p.grad for p in params if p.grad is not None],
         "optimizer": [t for each in state.values() for t in each.values() if t.dim() > 0],
     }
