@@ -43,12 +43,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup, Work
 
 from common.collectives import (
     all_gather_single,
     all_reduce_control,
     broadcast_module,
+    forbid_float16,
     global_norm,
     reduce_scatter_single,
     split_into_buckets,
@@ -56,8 +58,7 @@ from common.collectives import (
 from common.guards import weak
 from common.unit_parameters import (
     Place,
-    checked_saved_tensors_hooks,
-    forbid_float16,
+    is_in_checkpoint,
     lend_parameters,
     owned_by,
     place_in,
@@ -94,8 +95,6 @@ class ZeroRedundancyOptimizer:
     module: complete, with the same contiguous parameters on every rank. optimizer_class: for
     instance torch.optim.AdamW; defaults: its keyword arguments. process_group: the ranks that
     shard; None for all. bucket_cap_mb: the most MB of one bucket, 1 of the first.
-
-    `self.optimizer` is the optimizer over the shards, for learning-rate schedulers and checkpoints.
     """
 
     zero_stage = 1
@@ -121,9 +120,14 @@ class ZeroRedundancyOptimizer:
             param.register_post_accumulate_grad_hook(weak(self.mark_ready))
         module.register_forward_pre_hook(partial(forbid_float16, params))
         self.shards = [bucket.shard for bucket in self.buckets]
-        self.optimizer = optimizer_class(self.shards, **defaults)
+        self._optimizer = optimizer_class(self.shards, **defaults)
         # a hook, so that the parameters are gathered no matter who calls step()
         self.optimizer.register_step_post_hook(lambda *_: self.all_gather_parameters())
+
+    @property  # that nothing can replace: its hook gathers
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer over the shards, for learning-rate schedulers and checkpoints."""
+        return self._optimizer
 
     def make_bucket(self, params: list[nn.Parameter]) -> Bucket:
         return Bucket(params, self.group)
@@ -297,11 +301,11 @@ class ShardedGradientBucket(Bucket):
 # ---- ZeRO-3: units, whose full parameters exist only while they compute ----
 
 
-class ZeroStage3(ZeroStage2):
+class ZeroStage3:
     """ZeRO-3: shard the parameters, too, and gather them unit by unit.
 
-    Units replace buckets, and `Gather.backward` replaces the hooks on gradients. Clipping, `step`
-    and `zero_grad` are inherited, because they need only the shards.
+    Units replace buckets, and `Gather.backward` replaces the hooks on gradients. It is used as
+    ZeRO-1 and -2 are, although there is nothing left to accumulate, to wait for or to gather.
 
     The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
     in every forward of its unit and nowhere else. All ranks run the same units in the same order.
@@ -320,14 +324,27 @@ class ZeroStage3(ZeroStage2):
     ):
         self.module, self.group = module, process_group
         broadcast_module(module, process_group)
-        pairs = units_with_values(module, units)
-        self.units = [Unit(name, unit, process_group) for name, unit in pairs]
-        self.bucket_of = {}  # no full gradients to clear
+        named_units = units_with_values(module, units)
+        self.units = [Unit(*named_unit, process_group) for named_unit in named_units]
         self.shards = [unit.shard for unit in self.units]
-        self.optimizer = optimizer_class(self.shards, **defaults)  # needs no hook: forward gathers
+        self._optimizer = optimizer_class(self.shards, **defaults)
+
+    def no_sync(self):
+        """Without effect: every backward reduces the gradients."""
+        return nullcontext()
 
     def finish_gradient_synchronization(self) -> None:
         """Nothing to do: autograd has reduced and accumulated every gradient."""
+
+    clip_grad_norm_ = ZeroRedundancyOptimizer.clip_grad_norm_  # needs only the shards
+
+    def step(self) -> None:
+        """Update this rank's shards. The next forward gathers the new parameters."""
+        self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to None, whatever `set_to_none` is."""
+        self.optimizer.zero_grad()
 
 
 class Unit:
@@ -351,7 +368,8 @@ class Unit:
         """Called as the module's `forward`. Only in here does the module have parameters."""
         self.full = None  # old values, if the last backward has not reached `Gather.backward`
         params = Gather.apply(self.shard, self)
-        hooks = checked_saved_tensors_hooks(self, params)  # calls `pack` and `unpack`
+        # a checkpoint() around the unit saves only its inputs, and calls `run` again in backward
+        hooks = nullcontext() if is_in_checkpoint() else saved_tensors_hooks(self.pack, self.unpack)
         try:
             with lend_parameters(self.owners, params), hooks:
                 return self.module_forward(*args, **kwargs)
@@ -383,7 +401,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
-        ctx.set_materialize_grads(False)  # a missing gradient is None: `check_backward` raises
+        ctx.set_materialize_grads(False)  # a missing gradient is None, and so an error
         *chunks, _ = unit.unshard().split(unit.sizes)  # the all-gather
         return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 
@@ -405,7 +423,7 @@ class Gather(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------------
 
 
-def training_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> State:
+def training_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer | ZeroStage3) -> State:
     """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
     state: State = {}
     if optimizer.zero_stage == 3:

@@ -20,9 +20,15 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.nn.utils import clip_grads_with_norm_
 from torch.profiler import record_function
 
-from common.collectives import all_reduce_control, global_norm, irecv, isend
+from common.collectives import (
+    all_reduce_control,
+    forbid_float16_in_graph,
+    global_norm,
+    irecv,
+    isend,
+)
 from common.loss import in_autocast_dtype
-from common.module_checks import check_plain, forbid_create_graph
+from common.module_checks import check_dtype, check_plain, forbid_create_graph
 
 # ------------------------------------------------------------------------------------------------
 # The technique: schedules that tell each rank what to do next, and one executor
@@ -223,10 +229,8 @@ class PipelineStage:
     kinds = "FB"  # of the actions that a schedule must have for each micro-batch
 
     def __init__(self, part: nn.Module, output: nn.Module | None, autocast: bool):
-        if any(p.dtype == torch.float16 for p in nn.ModuleList([part, output]).parameters()):
-            # a gradient can overflow on one rank alone, whose GradScaler skips the step
-            raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
         self.part, self.output, self.autocast = part, output, autocast
+        self.is_checked = False  # whether the first graph has been searched for float16
         self.in_flight: dict[int, InFlight] = {}  # by micro-batch
 
     def forward(self, micro: int, x: Tensor, targets: Tensor, keys: Tensor | None, m: int):
@@ -242,6 +246,9 @@ class PipelineStage:
         if trains:
             if not y.requires_grad:
                 raise ValueError("a first stage that is all frozen: run it before the pipeline")
+            if not self.is_checked:
+                forbid_float16_in_graph([y, result])
+                self.is_checked = True
             if self.output is not None:
                 # now: the logits or the head's gradient are too large to keep for each micro-batch
                 (result / m).backward()
@@ -372,6 +379,7 @@ class LinearWithDeferredGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: DeferredLinear) -> Tensor:
+        check_dtype(x)
         ctx.save_for_backward(x)
         ctx.layer = layer  # its weight is no input: autograd computes no gradient of it
         return F.linear(x, layer.weight.to(x.dtype))

@@ -2,6 +2,7 @@
 
     python 10_fp8/errors.py gradients    the error of every layer's gradients, per recipe
     python 10_fp8/errors.py underflow    how many gradients each format rounds to zero
+    python 10_fp8/errors.py outliers     the error of all other elements, when a few are larger
 
 The model is the tiny preset with its initial weights, the batch the beginning of the sample.
 """
@@ -9,6 +10,7 @@ The model is the tiny preset with its initial weights, the batch the beginning o
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from math import hypot
 from unittest.mock import patch
 
@@ -94,25 +96,37 @@ SIZES = [10**i for i in range(7)]
 
 
 def rounded(x: Tensor, kind: str, sharing: str) -> Tensor:
-    """x after a round trip through e4m3 or int8, with a scale per tensor or row."""
-    if kind == "e4m3":
-        scaling = TENSORWISE if sharing == "tensor" else ROWWISE
-        return to_float8(x, E4M3, scaling).dequantize(x.dtype)
-    scale = x.abs().amax(None if sharing == "tensor" else 1, keepdim=True) / 127
-    return (x / scale).round() * scale
+    """x after a round trip through e4m3, e5m2 or int8, with a scale per tensor, row or block."""
+    rows = {"tensor": x.view(1, -1), "row": x, "block": x.view(-1, 128)}[sharing]
+    if kind != "int8":
+        rows8 = to_float8(rows, E4M3 if kind == "e4m3" else E5M2, ROWWISE)
+        return rows8.dequantize(x.dtype).view_as(x)
+    scale = rows.abs().amax(1, keepdim=True) / 127
+    return ((rows / scale).round() * scale).view_as(x)
 
 
-def outlier_errors(kind: str, sharing: str) -> list[float]:
-    """For each of SIZES, the relative error of all other elements, when one feature of random
-    activations [tokens, features] is that many times as large."""
+def outlier_errors(kind: str, sharing: str, of: str = "feature") -> list[float]:
+    """For each of SIZES, the relative error of all other elements, when one feature (or token) of
+    random activations [tokens, features] is that many times as large."""
     torch.manual_seed(0)
     plain, errors = torch.randn(512, 512), []
+    others = (slice(None), slice(1, None)) if of == "feature" else (slice(1, None),)
     for size in SIZES:
-        x = plain.clone()
-        x[:, 0] *= size
-        difference = (rounded(x, kind, sharing) - x)[:, 1:]
-        errors.append((difference.norm() / x[:, 1:].norm()).item())
+        x = plain * size
+        x[others] = plain[others]
+        difference = (rounded(x, kind, sharing) - x)[others]
+        errors.append((difference.norm() / x[others].norm()).item())
     return errors
+
+
+def show_outliers() -> None:
+    for of in ("feature", "token"):
+        print(f"Error of the other elements in percent, when one {of} is k times as large\n")
+        print(f"{'k':16}" + "".join(f"{size:>11,}" for size in SIZES))
+        for kind, sharing in product(("e4m3", "e5m2", "int8"), ("tensor", "row", "block")):
+            found = outlier_errors(kind, sharing, of)
+            print(f"{f'{kind}, {sharing}':16}" + "".join(f"{100 * x:11.1f}" for x in found))
+        print()
 
 
 # ---- underflow ----
@@ -135,6 +149,8 @@ def show_underflow() -> None:
         "e5m2, scales of 1": lambda g: g.to(E5M2),
         "e5m2, tensorwise": lambda g: to_float8(g, E5M2, TENSORWISE).numbers,
         "e5m2, rowwise": lambda g: to_float8(g, E5M2, ROWWISE).numbers,
+        "e4m3, tensorwise": lambda g: to_float8(g, E4M3, TENSORWISE).numbers,
+        "e4m3, rowwise": lambda g: to_float8(g, E4M3, ROWWISE).numbers,
     }
     count = sum((grad != 0).sum().item() for grad in seen)
     print(f"Of {count:,} gradients of activations, percent that round to zero\n")
@@ -145,7 +161,7 @@ def show_underflow() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    shows = {"gradients": show_gradients, "underflow": show_underflow}
+    shows = {"gradients": show_gradients, "underflow": show_underflow, "outliers": show_outliers}
     parser.add_argument("subject", choices=shows)
     shows[parser.parse_args().subject]()
 

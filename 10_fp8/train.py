@@ -67,6 +67,7 @@ from common.job.run import Run
 E4M3 = torch.float8_e4m3fn  # 4 bits of exponent and 3 of mantissa, largest 448: for X and W
 E5M2 = torch.float8_e5m2  # a wider range and one bit less, largest 57,344: for gradients
 RECIPES = {"rowwise": ScalingType.RowWise, "tensorwise": ScalingType.TensorWise}
+FAST_ACCUM_IN_BACKWARD = False  # see `scaled_matmul`; its speed has not been measured here
 
 
 def float8(model: Transformer, recipe: str) -> Transformer:
@@ -93,9 +94,9 @@ class Float8Linear(nn.Module):
         if kind != "Linear" or any(size % 16 for size in shape):
             raise ValueError(f"float8 takes a Linear with multiples of 16, not {kind} {shape}")
         self.weight = plain.weight
-        self.scaling = RECIPES[recipe]
+        self.recipe = recipe  # and not the scaling, which cannot be pickled
 
-    def reset_parameters(self) -> None:  # as in nn.Linear
+    def reset_parameters(self) -> None:  # as in nn.Linear: gives values after `to_empty`
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., tokens, in] -> [..., tokens, out]
@@ -103,11 +104,11 @@ class Float8Linear(nn.Module):
         if not {x.dtype, self.weight.dtype} <= {torch.float32, torch.bfloat16}:
             raise TypeError(f"float8 takes float32 or bfloat16, not {x.dtype}, {self.weight.dtype}")
         rows = x.reshape(-1, x.shape[-1])
-        n_tokens = len(rows)
-        if self.scaling == ScalingType.TensorWise and (n_tokens % 16 or not n_tokens):
+        n_tokens, scaling = len(rows), RECIPES[self.recipe]
+        if scaling == ScalingType.TensorWise and (n_tokens % 16 or not n_tokens):
             # dW sums over the tokens: add rows of zeros, which change no scale and no gradient
             rows = F.pad(rows, (0, 0, 0, 16 - n_tokens % 16))
-        y = Float8Matmuls.apply(rows, self.weight, self.scaling)
+        y = Float8Matmuls.apply(rows, self.weight, scaling)
         if len(y) > n_tokens:  # only if padded: a slice's backward copies the gradient
             y = y[:n_tokens]
         return y.view(*x.shape[:-1], y.shape[1])
@@ -138,11 +139,12 @@ class Float8Matmuls(torch.autograd.Function):
             # dX sums over `out`, so rowwise W needs scales per input. Tensorwise the result is
             # forward's weight8, transposed
             weight8 = to_float8(weight.t(), E4M3, ctx.scaling)
-            grad_x = scaled_matmul(grad8, weight8, grad.dtype, use_fast_accum=False)
+            grad_x = scaled_matmul(grad8, weight8, grad.dtype, FAST_ACCUM_IN_BACKWARD)
         if needs_grad_weight and is_rowwise:  # the scales of x8 vary along the tokens
             grad_weight = (grad.t() @ x8.dequantize(grad.dtype)).to(weight.dtype)
         elif needs_grad_weight:
-            grad_weight = scaled_matmul(grad8.t(), x8.t(), weight.dtype, use_fast_accum=False)
+            transposed = grad8.t(), x8.t()
+            grad_weight = scaled_matmul(*transposed, weight.dtype, FAST_ACCUM_IN_BACKWARD)
         return grad_x, grad_weight, None
 
 
@@ -174,8 +176,8 @@ def to_float8(x: Tensor, dtype: torch.dtype, scaling: ScalingType) -> Float8:
     amax = vector_norm(x, torch.inf, dims, keepdim=True).float()
     # A float32 is 1.f * 2^e: a sign, e + 127 in 8 bits, f in 23. The largest float8 numbers are
     # 1.75 * 2^8 and 1.75 * 2^15, so e is rounded up if 1.f > 1.75. Then f's bits are more than
-    # 0x600000, and adding 0x1FFFFF carries into e. The minimum gives an amax of 0 a scale, and
-    # keeps scale and inverse normal numbers
+    # 0x600000, and adding 0x1FFFFF carries into e. The README works an amax of 5 through. The
+    # minimum, about 2^-80, gives an amax of 0 a scale, whose inverse is below float32's 2^127
     bits = amax.clamp(min=1e-24).view(torch.int32) + 0x1FFFFF
     exponent = (bits >> 23) - (8 if dtype == E4M3 else 15)  # of the scale, plus 127
     # a cast to e4m3 would turn an infinity into 448, so all that share its scale become NaN

@@ -95,8 +95,10 @@ class Muon(torch.optim.Optimizer):
         compiles: bool = False,
         group: ProcessGroup | None = None,
     ):
-        if any(p.dim() != 2 or not p.requires_grad for p in owners):
-            raise ValueError("Muon takes 2-D parameters that train; the others are for AdamW")
+        if any(p.dim() != 2 or not p.requires_grad or p.is_complex() for p in owners):
+            raise ValueError("Muon takes real 2-D parameters that train; the others are for AdamW")
+        if dtype not in (torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(f"small updates would become zero in {dtype}: use bfloat16")
         settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__(list(owners), settings)
         self.owners, self.dtype, self.group = owners, dtype, group

@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.cuda import Event
 from torch.distributed import Work
 from torch.linalg import vector_norm
@@ -58,8 +58,8 @@ from common.unit_parameters import (
     Place,
     cast_inputs,
     check_options,
-    checked_saved_tensors_hooks,
     is_in_backward,
+    is_in_checkpoint,
     is_lookup,
     lend_parameters,
     owned_by,
@@ -205,7 +205,8 @@ class FullyShardedDataParallel(nn.Module):
 
     The contract. Each parameter is in exactly one unit, trains, is float32, and is used
     in every forward of its unit and nowhere else. All ranks run the same units in the same order,
-    each once per micro-batch. Every backward of a step but the last is under `no_sync()`. A step is
+    each once per micro-batch. units: the modules that are gathered one by one, in the order in
+    which to prefetch them. Every backward of a step but the last is under `no_sync()`. A step is
     `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`, and `commit()` of
     the optimizer's folder.
 
@@ -217,7 +218,7 @@ class FullyShardedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        units: list[nn.Module],  # in the order to prefetch in
+        units: list[nn.Module],
         optimizer: SpeculativeAdamW,  # it has the files, and gets the gradients
         param_dtype: torch.dtype | None = None,  # of gathered units and their inputs
         read_shard: Callable[[str, dict[str, torch.Size], slice], Tensor] | None = None,
@@ -237,10 +238,9 @@ class FullyShardedDataParallel(nn.Module):
         self.units = [Unit(*named_unit, self) for named_unit in named_units]
 
     def forward(self, *args, **kwargs):
-        if not is_in_backward():
-            for unit in self.units:
-                unit.reshard()  # what was gathered earlier may be stale
-            self.kept = None
+        for unit in self.units:
+            unit.reshard()  # what was gathered earlier may be stale
+        self.kept = None
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -252,39 +252,35 @@ class FullyShardedDataParallel(nn.Module):
         finally:
             self.synchronizes = True
 
-    def run(self, unit: Unit, *args, **kwargs):
-        """Called as the module's `forward`. Only in here does the module have parameters."""
-        in_backward = is_in_backward()
-        self.enter(unit, in_backward)
-        args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        params = Gather.apply(unit.shard, unit)
-        hooks = checked_saved_tensors_hooks(unit, params)  # calls `unit.pack` and `unpack`
-        with lend_parameters(unit.owners, params), hooks as in_checkpoint:
-            output = unit.module_forward(*args, **kwargs)
-        unit.used_in_backward |= in_checkpoint  # in backward it calls `run`, not `pack`
-        if not in_backward:
-            self.after_forward(unit)
-        return output
-
-    def enter(self, unit: Unit, in_backward: bool) -> None:
+    def enter(self, unit: Unit) -> None:
         """Gather the unit's parameters, prefetch those of the next unit that will be used, and
-        start to read those of the unit after it."""
+        start to read those of the unit after it.
+
+        Called by `Gather.forward`, and in backward by `unpack` for each parameter that is read: the
+        first call gathers the unit, and the others find it gathered.
+        """
         unit.unshard()
+        in_backward = is_in_backward()
         order = self.units[::-1] if in_backward else self.units  # the same on all ranks
         later = order[order.index(unit) + 1 :]
         following = [each for each in later if each.used_in_backward or not in_backward]
         for each in following[:2]:
             each.fetch()
         for each in following[:1]:  # none after the last unit
-            each.unshard()  # before the unit's own kernels, with which it overlaps
+            # NCCL's stream waits for the kernels that were enqueued earlier: if they were this
+            # unit's own, the all-gather would not overlap with them
+            each.unshard()
         unit.wait()
 
     def after_forward(self, unit: Unit) -> None:
         """Free the unit or, if backward needs it, the one kept before. So the last such unit stays
         until backward, because nothing would hide its second all-gather."""
+        unit.used_in_backward |= is_in_checkpoint()  # backward runs its forward again
+        if is_in_backward():  # its own backward follows, which frees it
+            return
         to_free = unit
         if torch.is_grad_enabled() and unit.used_in_backward:
-            to_free, self.kept = self.kept, unit
+            to_free, self.kept = self.kept, unit  # so it is freed one unit after its forward
         if to_free is not None:
             to_free.reshard()
 
@@ -301,7 +297,7 @@ class FullyShardedDataParallel(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward: wait until threads have finished with all gradients."""
         for unit in self.units:
-            unit.reshard()  # if it was prefetched and not used
+            unit.reshard()  # if it was prefetched, and backward did not reach it
             unit.finish_reduction()
         self.optimizer.folder.wait()
         missing = [u.name for u in self.units if not self.optimizer.is_complete.get(u.file)]
@@ -322,7 +318,7 @@ class FullyShardedDataParallel(nn.Module):
 
 
 class Unit:
-    """A module's parameters side by side in one flat buffer, of which each rank owns a shard.
+    """One unit's parameters side by side in a flat buffer, of which this rank keeps its shard.
 
     file: has the shard's parameters, moments and gradient, [length] each.
     shard: an empty parameter, the same in all units, so that autograd calls `Gather.backward`.
@@ -330,31 +326,47 @@ class Unit:
     """
 
     def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedDataParallel):
-        self.name, self.fsdp, self.folder = name, fsdp, fsdp.optimizer.folder
-        self.n_ranks = dist.get_world_size()
+        self.fsdp, self.folder = fsdp, fsdp.optimizer.folder
+        self.name, self.n_ranks = name, dist.get_world_size()
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
         # a row of an embedding's gradient sums many tokens: bfloat16 is too imprecise
         param_dtype = None if is_lookup(module) else fsdp.param_dtype
         self.owners, flat = take_parameters(module)  # leaves the module without parameters
-        self.dtype = param_dtype or flat.dtype
         self.owned, padding = owned_by(len(flat), None)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        if fsdp.read_shard is None:
-            flat = flat.to(fsdp.device)
-            broadcast(flat, group_src=0)
-            shard = flat[self.owned]
-        else:  # `flat` is on the meta device; view_as checks the length
-            shard = fsdp.read_shard(name, self.shapes, self.owned).view_as(flat[self.owned])
-        missing = self.owned.stop - self.owned.start - len(shard)  # the last ranks' padding
-        self.file = StateFile(self.folder, name, F.pad(shard, (0, missing)))
+        self.file = StateFile(self.folder, name, self.shard_of(flat))
         self.shard = fsdp.optimizer.shard
-        self.module_forward, module.forward = module.forward, partial(fsdp.run, self)
-        self.reading: Future[Tensor] | None = None  # what `read` will return
         self.full: Tensor | None = None
+        self.module_forward, module.forward = module.forward, self.run
+        self.dtype = param_dtype or flat.dtype
+        self.reading: Future[Tensor] | None = None  # what `read` will return
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, its input
         self.used_in_backward = False  # set by the first forward
         # the reduce-scatter in flight, its buffer, whether it belongs to the last micro-batch
         self.reduction: tuple[Work, Tensor, bool] | None = None
+
+    def shard_of(self, flat: Tensor) -> Tensor:
+        """This rank's part of the first rank's `flat`, or of the values that `read_shard` has."""
+        fsdp, length = self.fsdp, len(flat[self.owned])  # the padding is not in `flat`
+        if fsdp.read_shard is None:
+            flat = flat.to(fsdp.device)
+            broadcast(flat, group_src=0)
+            shard = flat[self.owned]
+        else:  # `flat` is on the meta device: it has a length, but no values
+            shard = fsdp.read_shard(self.name, self.shapes, self.owned).view(length)
+        padding = self.owned.stop - self.owned.start - length  # on the last ranks
+        return F.pad(shard, (0, padding))
+
+    def run(self, *args, **kwargs):
+        """Called as the module's `forward`. Only in here does the module have parameters."""
+        params = Gather.apply(self.shard, self)
+        args, kwargs = cast_inputs(args, kwargs, self.fsdp.param_dtype)
+        # a checkpoint() around the unit saves only its inputs, and calls `run` again in backward
+        hooks = nullcontext() if is_in_checkpoint() else saved_tensors_hooks(self.pack, self.unpack)
+        with lend_parameters(self.owners, params), hooks:
+            output = self.module_forward(*args, **kwargs)
+        self.fsdp.after_forward(self)
+        return output
 
     def pack(self, tensor: Tensor) -> Tensor | Place:
         """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
@@ -367,7 +379,7 @@ class Unit:
         """Called when backward needs a saved tensor. For a parameter, gather the unit again."""
         if not isinstance(saved, Place):
             return saved
-        self.fsdp.enter(self, in_backward=True)
+        self.fsdp.enter(self)
         return self.full.as_strided(*saved)
 
     def fetch(self) -> None:
@@ -424,23 +436,21 @@ class Unit:
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of the ranks' shards; its backward is a reduce-scatter.
-
-    Forward returns views of `full`, which `enter` has gathered. Backward calls `leave`.
-    """
+    """A unit's parameters as a function of the ranks' shards; backward starts a reduce-scatter."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
-        ctx.set_materialize_grads(False)  # a missing gradient is None: `check_backward` raises
+        ctx.set_materialize_grads(False)  # a missing gradient is None, and so an error
+        unit.fsdp.enter(unit)  # the all-gather, unless it was prefetched
         *chunks, _ = unit.full.split(unit.sizes)
         return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
-        ctx.unit.fsdp.leave(ctx.unit, grads)
-        return None, None  # no gradient yet: `finish_reduction` will have it
+        ctx.unit.fsdp.leave(ctx.unit, grads)  # starts the reduce-scatter
+        return None, None  # the gradient comes later: `finish_reduction` adds it to `average`
 
 
 # ------------------------------------------------------------------------------------------------
@@ -505,8 +515,7 @@ def evaluate(model, tokens, args, device, world: World) -> float:
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
     for inputs, targets in eval_batches(tokens, args.batching, device, world.rank, world.size):
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
-            loss = model(inputs, targets)
+        loss = model(inputs, targets)
         count = (targets != IGNORED).sum()
         total += torch.stack([loss * count, count])
     all_reduce_control(total)
@@ -545,8 +554,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         loss = torch.zeros((), device=device)
         for i, (inputs, targets, keys) in enumerate(micro_batches):
             is_last = i == len(micro_batches) - 1
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
-                micro_loss = model(inputs, targets, keys) / len(micro_batches)
+            micro_loss = model(inputs, targets, keys) / len(micro_batches)
             with nullcontext() if is_last else model.no_sync():
                 micro_loss.backward()
             loss += micro_loss.detach()

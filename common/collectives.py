@@ -17,7 +17,7 @@ a ring: Patarasuk and Yuan, 2009).
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,9 @@ from torch.linalg import vector_norm
 os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
 Group = ProcessGroup | None  # None: all ranks
+
+# a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
+FLOAT16 = "float16 needs a GradScaler, which decides per rank: use bfloat16"
 
 # PyTorch 2.13 renamed them
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -244,13 +247,44 @@ def split_into_buckets(
 def broadcast_module(module: nn.Module, group: Group = None) -> None:
     """Give all ranks the parameters and buffers of the group's rank 0.
 
-    ValueError if their names, shapes, dtypes or `requires_grad` differ between ranks.
+    ValueError if their names, shapes, dtypes or `requires_grad` differ between ranks, or if an
+    embedding has a `max_norm`: its forward rescales the rows that this rank looks up.
     """
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None:
+            raise ValueError(f"{name}: max_norm would change other rows on each rank")
     tensors = [*module.named_parameters(), *module.named_buffers()]
     kinds = [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
     check_same("parameters or buffers", kinds, tensors[0][1].device, group)
     for _, tensor in tensors:
         broadcast(tensor.detach(), group=group, group_src=0)
+
+
+def forbid_float16(params: Sequence[Tensor], *_) -> None:
+    """ValueError if a forward that trains is in float16, by a parameter's dtype or by autocast."""
+    kind, dtypes = params[0].device.type, {p.dtype for p in params}
+    if torch.is_autocast_enabled(kind):
+        dtypes.add(torch.get_autocast_dtype(kind))
+    if torch.float16 in dtypes and torch.is_grad_enabled():
+        raise ValueError(FLOAT16)
+
+
+def forbid_float16_in_graph(output) -> None:
+    """ValueError if anything in the graph of the tensors in `output` is float16, such as under an
+    autocast that was entered within forward. It takes some microseconds per node: do it once."""
+    if isinstance(output, dict | list | tuple):
+        for each in output.values() if isinstance(output, dict) else output:
+            forbid_float16_in_graph(each)
+    nodes = [output.grad_fn] if isinstance(output, Tensor) and output.grad_fn is not None else []
+    seen = {*nodes}
+    while nodes:
+        node = nodes.pop()
+        # private: the dtypes of what the node's forward returned
+        if any(each is not None and each.dtype == torch.float16 for each in node._input_metadata):
+            raise ValueError(FLOAT16)
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= new
+        nodes += new
 
 
 def check_same(what: str, values: list, device: torch.device, group: Group = None) -> None:

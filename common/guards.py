@@ -10,12 +10,16 @@ that does not say what to do. The guard watches through hooks, and changes no gr
 
 from collections.abc import Callable
 from functools import partial
-from weakref import WeakMethod, ref
+from types import MethodType
+from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.optim import optimizer as of_all
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from common.collectives import FLOAT16, forbid_float16, forbid_float16_in_graph
 
 TWICE = (
     "a gradient came twice: every backward of a step but the last belongs in no_sync(), and "
@@ -28,26 +32,39 @@ NOT_AS_LEFT = (
 )
 GUARDS = WeakTensorKeyDictionary()  # of parameters, which attributes would make unpicklable
 BEFORE = "add, replace, freeze, unfreeze, resize, move or cast parameters before they are wrapped"
+HOOKS = (
+    "a hook on a parameter that was registered after wrapping would meet a gradient in flight, and "
+    "one that steps would use this rank's: register hooks before wrapping, step after the finish"
+)
 
 
 def guard(model: nn.Module, *optimizers) -> None:
     """Watch the one of these that has `finish_gradient_synchronization`. Call it once, at the end
     of the construction. The hooks keep nothing alive."""
+    model = getattr(model, "_orig_mod", model)  # of what torch.compile returned
     (sync,) = (x for x in (model, *optimizers) if hasattr(x, "finish_gradient_synchronization"))
     if hasattr(sync, "guard"):
         raise ValueError("it already has a guard")
     sync.guard = Guard(sync)
     sync.finish_gradient_synchronization = weak(sync.guard.finish)
-    for optimizer in (getattr(each, "optimizer", each) for each in optimizers):
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer.register_step_pre_hook(weak(sync.guard.before_step))
-            optimizer.register_step_post_hook(weak(sync.guard.after_step))
+    # of all optimizers, for one that is made later may update these parameters or shards, too
+    before = of_all.register_optimizer_step_pre_hook(weak(sync.guard.before_step))
+    after = of_all.register_optimizer_step_post_hook(weak(sync.guard.after_step))
+    for handle in (before, after):
+        finalize(sync.guard, handle.remove)
 
 
-def weak(method: Callable) -> Callable:
+class weak:
     """Call the method while its object exists, without keeping it alive."""
-    method = WeakMethod(method)
-    return lambda *args: bound(*args) if (bound := method()) else None
+
+    def __init__(self, method: Callable | None):
+        self.method = method and WeakMethod(method)
+
+    def __call__(self, *args):
+        return bound(*args) if self.method and (bound := self.method()) else None
+
+    def __reduce__(self):
+        return weak, (None,)  # nothing watches a copy of a module
 
 
 class Guard:
@@ -70,6 +87,14 @@ class Guard:
         self.came: set[Tensor] = set()
         self.expected: dict[Tensor, Tensor | None] = {}
         self.grad_places: dict[Tensor, int] = {}
+        self.hooks: dict[Tensor, list[int]] = {}
+        self.version = 0  # of the parameter whose gradient is being taken
+        self.in_flight: dict[object, int] = {}  # per bucket whose reduction has begun, its version
+        self.versions: list[int] = []  # of the parameters, when a forward begins
+        self.has_no_float16 = not self.shards  # else the first graph is searched
+        if self.places:
+            self.root().register_forward_pre_hook(weak(self.before_forward))
+            self.root().register_forward_hook(weak(self.after_forward))
         for param in self.places:
             if GUARDS.get(param, lambda: None)() is not None:
                 raise ValueError("another wrapper averages a parameter of this module: use one")
@@ -77,14 +102,31 @@ class Guard:
             first = param.register_post_accumulate_grad_hook(weak(self.before_it_is_taken))
             hooks = first.hooks_dict_ref()  # in the order in which they run: this one comes first
             hooks.update({i: hooks.pop(i) for i in [*hooks] if i != first.id})
+            if not isinstance([*hooks.values()][-1], weak):  # the wrapper's is not the last
+                raise RuntimeError(HOOKS)
             param.register_post_accumulate_grad_hook(weak(self.after_it_was_taken))
+            self.hooks[param] = [*hooks]
         if not self.places:
             for shard in self.shards:
                 shard.register_hook(partial(weak(self.after_a_unit), ref(shard)))
+            for unit in sync.units:
+                check_uses(unit)
             forbid_parameters(self.root())
 
     def __deepcopy__(self, _):
         raise RuntimeError("a copy would not be synchronized: copy the module that is wrapped")
+
+    # ---- in forward, of parameters that stay in the module ----
+
+    def before_forward(self, *_) -> None:
+        self.versions = [p._version for p in self.places]
+
+    def after_forward(self, _, inputs: tuple, output) -> None:
+        if [p._version for p in self.places] != self.versions:
+            raise RuntimeError("a forward has changed a parameter in place, maybe by its own data")
+        if torch.is_grad_enabled() and not self.has_no_float16:
+            forbid_float16_in_graph(output)
+            self.has_no_float16 = True
 
     # ---- in backward ----
 
@@ -94,6 +136,9 @@ class Guard:
             raise RuntimeError("create_graph=True and sparse=True are not supported")
         if self.place(param) != self.places[param]:
             raise RuntimeError(BEFORE)
+        if [*param._post_accumulate_grad_hooks] != self.hooks[param]:
+            raise RuntimeError(HOOKS)
+        self.version = param._version
         if self.reduces_every_backward and len(self.came) == len(self.places):
             self.came.clear()
         if param in self.came:
@@ -105,17 +150,30 @@ class Guard:
 
     def after_it_was_taken(self, param: nn.Parameter) -> None:
         """Called after the wrapper's own hook."""
-        self.expected[param] = param.grad
+        if param._version != self.version:  # by a hook from before the wrapper's
+            raise RuntimeError(HOOKS)
+        sync, self.expected[param] = self.sync(), param.grad
+        for bucket in sync.buckets[len(self.in_flight) : sync.launched]:
+            if not self.reduces_every_backward:  # else no gradient is left to change
+                self.in_flight[bucket] = bucket.grads._version
         if not self.shards:  # DDP, whose buckets stay until the next finish
-            place = param.grad.data_ptr()
-            if self.grad_places.setdefault(param, place) != place:
-                raise RuntimeError("p.grad.data was replaced, or the model moved with gradients")
+            self.check_grad_place(param)
+
+    def check_grad_place(self, param: nn.Parameter) -> None:
+        place = param.grad.data_ptr()
+        if self.grad_places.setdefault(param, place) != place:
+            raise RuntimeError("p.grad.data was replaced, or the model moved with gradients")
 
     def after_a_unit(self, shard: ref, grad: Tensor | None) -> None:
         """Called when a unit's backward has ended. grad: None in 04 and 12, still to be reduced."""
         if grad is None:
-            # private; raises within autograd.grad(), which would get no gradient from here
-            torch._C._will_engine_execute_node(get_gradient_edge(shard()).node)
+            if len(shard()._backward_hooks) > 1 or shard()._post_accumulate_grad_hooks:
+                raise RuntimeError("a hook on a shard would get no gradient: hook a unit's output")
+            try:  # private; raises within autograd.grad(), which would get no gradient from here
+                torch._C._will_engine_execute_node(get_gradient_edge(shard()).node)
+            except RuntimeError as error:
+                fix = "call backward() and read .grad after finish_gradient_synchronization()"
+                raise RuntimeError(f"no autograd.grad() of shards: {fix}") from error
             self.forbid_gradient(shard())
 
     def forbid_gradient(self, shard: Tensor) -> None:
@@ -132,9 +190,12 @@ class Guard:
         self.check_parameters()
         if any(tensor.grad is not grad for tensor, grad in self.expected.items()):
             raise RuntimeError(NOT_AS_LEFT)
+        if any(bucket.grads._version != version for bucket, version in self.in_flight.items()):
+            raise RuntimeError(NOT_AS_LEFT)
         for param in self.grad_places:
-            self.after_it_was_taken(param)
+            self.check_grad_place(param)
         self.grad_places.clear()
+        self.in_flight.clear()
         for shard in self.shards & self.expected.keys():
             shard.grad = None
         sync = self.sync()
@@ -155,16 +216,77 @@ class Guard:
     def place(self, param: nn.Parameter) -> tuple:
         return param.shape, param.data_ptr() if self.shards else None  # DDP's values may move
 
-    def before_step(self, *_) -> None:
-        if self.expected:
+    def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        """Called before a step of any optimizer."""
+        params = params_of(optimizer)
+        if self.expected and not params.isdisjoint(self.shards | self.places.keys()):
             raise RuntimeError("incomplete: step() before finish_gradient_synchronization()")
+        if self.shards and self.places and optimizer is not self.sync().optimizer:
+            if not params.isdisjoint(self.shards):
+                raise RuntimeError("no all-gather: only `.optimizer` of the wrapper takes steps")
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         """Count the step as a change, which `fused=True` does not do: older graphs are stale."""
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = params_of(optimizer)
+        if params.isdisjoint(self.shards | self.places.keys()):
+            return
         increment_version([p for p in params if p.grad is not None])
         if self.shards:
             increment_version([*self.places])
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
+
+
+# ---- what a unit computes with, saves for backward and reads there, in 03 (ZeRO-3), 04 and 12 ----
+
+
+def check_uses(unit) -> None:
+    """Put a check around the unit's forward, and around what `saved_tensors_hooks` calls."""
+    unit.module_forward = partial(checked_forward, unit, unit.module_forward)
+    unit.pack = partial(checked_pack, unit, unit.pack)
+    unit.unpack = partial(checked_unpack, unit.unpack)
+
+
+def checked_forward(unit, forward: Callable, *args, **kwargs):
+    """RuntimeError if the unit changes a parameter in place. ValueError if it is in float16."""
+    params = [getattr(owner, name) for owner, name in unit.owners]  # while it computes
+    forbid_float16(params)
+    full, version = unit.full, unit.full._version
+    if params[0].requires_grad:
+        params[0].grad_fn.register_prehook(partial(check_backward, unit, unit.shard._version))
+    output = forward(*args, **kwargs)
+    if full._version != version:
+        raise RuntimeError("a unit has changed a parameter in place")
+    return output
+
+
+def check_backward(unit, version: int, grads: tuple[Tensor | None, ...]) -> None:
+    """Called before `Gather.backward`."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph=True: the reduced gradients have no graph")
+    if unit.shard._version != version:
+        raise RuntimeError("backward through a graph from before the optimizer's last step")
+    if any(grad is None for grad in grads):
+        raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
+
+
+def checked_pack(unit, pack: Callable, tensor: Tensor) -> tuple:
+    """What `unit.pack` keeps, with a version: of the tensor or, if it is a place, of the shard."""
+    if tensor.dtype == torch.float16:  # of an autocast that was entered within the unit
+        raise ValueError(FLOAT16)
+    saved = pack(tensor)
+    source = saved if isinstance(saved, Tensor) else unit.shard
+    return source, source._version, saved
+
+
+def checked_unpack(unpack: Callable, packed: tuple) -> Tensor:
+    """Autograd's own check of versions does not cover what hooks have saved."""
+    source, version, saved = packed
+    if source._version != version:
+        raise RuntimeError("changed in place, or by the optimizer's last step")
+    return unpack(saved)
 
 
 class NoGradient(Tensor):
@@ -190,11 +312,12 @@ def forbid_parameters(module: nn.Module) -> None:
         fix = "load, freeze, copy, cast or move the model first; optimize, clip and save the shards"
         raise RuntimeError(f"a rank has shards only: {fix}")
 
+    fail = MethodType(fail, module.__class__)  # compilers expect methods; bound to no module
     for each in module.modules():
         each.register_state_dict_pre_hook(fail)
         each.register_load_state_dict_pre_hook(fail)
         each._apply = each.__deepcopy__ = fail
-        if not list(each.named_parameters(recurse=False)):  # a wrapper lists its shards
+        if not list(each.named_parameters()):  # a wrapper lists its shards
             each.named_parameters = fail  # `parameters()` calls it
 
 

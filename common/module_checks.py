@@ -18,6 +18,15 @@ def forbid_create_graph(backward: Callable) -> Callable:
     return checked
 
 
+def check_dtype(x: Tensor) -> None:
+    """ValueError unless x is in float32, bfloat16 or float64."""
+    if x.dtype == torch.float16:
+        # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
+        raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
+    if not x.is_floating_point():
+        raise ValueError(f"{x.dtype}: neither a real nor a floating-point dtype")
+
+
 HANDLED = ["training", "_parameters", "_modules", "in_features", "out_features"]
 HANDLED += ["num_embeddings", "embedding_dim", "norm_type"]
 
@@ -36,6 +45,8 @@ def check_plain(plain: nn.Module, *known: str) -> None:
     if kind not in ("Linear", "Embedding", "Output") or type(plain).__base__ is not nn.Module:
         lost.append(f"the class {kind}")
     for p in plain.parameters(recurse=False):
+        if not p.is_floating_point():
+            lost.append(f"what is specific to {p.dtype}")
         attributes = type(p) is nn.Parameter and vars(p)
         if attributes or p._backward_hooks or p._post_accumulate_grad_hooks:
             lost.append("attributes or hooks of a parameter")

@@ -2,18 +2,16 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
-from common.collectives import check_same
+from common.collectives import FLOAT16, check_same
 
 
 def units_with_values(
@@ -66,7 +64,15 @@ def check_options(
     if device.type == "meta":
         raise ValueError("read_shard needs a device: the meta device is none")
     if torch.float16 in options:
-        raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
+        raise ValueError(FLOAT16)
+    dtypes = {dtype for dtype in options if isinstance(dtype, torch.dtype)}
+    if not dtypes <= {torch.bfloat16, torch.float32, torch.float64}:
+        raise ValueError(f"{dtypes} would drop digits of weights or gradients: use bfloat16")
+    for each in module.modules():  # options[0]: param_dtype
+        statistics = getattr(each, "running_mean", None)  # of a BatchNorm
+        if None not in (statistics, each._parameters.get("weight"), options[0]):
+            if options[0] != statistics.dtype:
+                raise ValueError("BatchNorm takes no param_dtype but that of its statistics")
     facts = [(name, p.shape, p.dtype) for name, p in module.named_parameters()]
     facts += [*options, *(buffer.sum() for buffer in module.buffers() if not buffer.is_meta)]
     for each in [group] if replicas is None else [group, replicas]:
@@ -101,62 +107,6 @@ def lend_parameters(
     finally:
         for owner, name in owners:
             setattr(owner, name, ABSENT)
-
-
-@contextmanager
-def checked_saved_tensors_hooks(unit, params: Sequence[Tensor]) -> Iterator[bool]:
-    """Have autograd save by `unit.pack` and read by `unit.unpack` while `unit` uses `params`.
-
-    Yields whether a checkpoint() decides what is saved: then the two are not called.
-    RuntimeError if the unit changes a parameter in place, or anything changes a tensor that it has
-    saved; in backward if `unit.shard` has changed since forward, if a parameter has no gradient,
-    and with create_graph=True. ValueError if the unit computes in float16.
-    """
-    forbid_float16(params)
-    version = params[0]._version  # all are views of one buffer: they share its version
-    if params[0].requires_grad:
-        params[0].grad_fn.register_prehook(partial(check_backward, unit, unit.shard._version))
-    pack, unpack = partial(checked_pack, unit), partial(checked_unpack, unit.unpack)
-    # no public function tells whether a checkpoint() decides
-    in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    with nullcontext() if in_checkpoint else saved_tensors_hooks(pack, unpack):
-        yield in_checkpoint
-    if params[0]._version != version:
-        raise RuntimeError("a unit has changed a parameter in place")
-
-
-def forbid_float16(params: Sequence[Tensor], *_) -> None:
-    """ValueError if a forward that trains is in float16, by a parameter's dtype or by autocast."""
-    kind, dtypes = params[0].device.type, {p.dtype for p in params}
-    if torch.is_autocast_enabled(kind):
-        dtypes.add(torch.get_autocast_dtype(kind))
-    if torch.float16 in dtypes and torch.is_grad_enabled():
-        # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
-        raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
-
-
-def check_backward(unit, version: int, grads: tuple[Tensor | None, ...]) -> None:
-    """Called before `Gather.backward`."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-    if unit.shard._version != version:
-        raise RuntimeError("backward through a graph from before the optimizer's last step")
-    if any(grad is None for grad in grads):
-        raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
-
-
-def checked_pack(unit, tensor: Tensor) -> tuple:
-    """What `unit.pack` keeps, with a version: of the tensor or, if it is a place, of the shard."""
-    saved = unit.pack(tensor)
-    source = unit.shard if isinstance(saved, Place) else saved
-    return source, source._version, saved
-
-
-def checked_unpack(unpack: Callable, packed: tuple) -> Tensor:
-    source, version, saved = packed
-    if source._version != version:
-        raise RuntimeError("changed in place, or by the optimizer's last step")
-    return unpack(saved)
 
 
 def owned_by(numel: int, group: ProcessGroup | None) -> tuple[slice, int]:
@@ -202,6 +152,12 @@ ABSENT = torch.empty(0).as_subclass(AbsentParameter)  # a module's attribute out
 def is_in_backward() -> bool:
     """Whether a backward runs: then a forward is activation checkpointing's recomputation."""
     return torch._C._current_graph_task_id() != -1  # no public function tells this
+
+
+def is_in_checkpoint() -> bool:
+    """Whether a checkpoint() decides what autograd saves; in backward it runs forward again."""
+    # no public function tells this
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_lookup(unit: nn.Module) -> bool:

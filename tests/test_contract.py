@@ -45,6 +45,9 @@ class Unit(nn.Module):
 
     def forward(self, x: Tensor):
         y = self.linear(x).tanh()
+        if self.how == "float16":
+            with torch.autocast("cpu", torch.float16):
+                y = self.linear(x).float()
         if self.how == "keeps a tensor":  # such as an auxiliary loss, computed after the output
             y = self.other(y)
             self.kept = [self.linear(x.sin()).tanh() * self.other.bias]
@@ -188,8 +191,32 @@ WORDS = {  # parts of a training loop
     "clip": lambda t: nn.utils.clip_grad_norm_(t.plain.parameters(), 0.1),
     "clip_ours": lambda t: t.sync.clip_grad_norm_(1.0),
     "guard": lambda t: guard(t.model, t.optimizer),
+    "late_hooks": lambda t: [p.register_post_accumulate_grad_hook(triple) for p in params_of(t)],
+    "late_tensor_hooks": lambda t: [p.register_hook(lambda g: 2 * g) for p in params_of(t)],
+    "replace_inner": lambda t: setattr(t.sync, "optimizer", SGD(t.sync.shards, lr=0.1)),
+    "step_elsewhere": lambda t: SGD(t.sync.shards, lr=0.1).step(),
     "change_lr": lambda t: t.optimizer.param_groups[0].update(lr=0.2),
 }
+
+
+def params_of(trainer: Trainer) -> list[nn.Parameter]:
+    """Those of the model that a loop sees: in 04 and 12 the shards."""
+    return [*trainer.model.parameters()]
+
+
+def triple(param: nn.Parameter) -> None:
+    param.grad.mul_(3)
+
+
+def step_in_backward(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param -= 0.1 * param.grad
+
+
+def hook_before_the_guard(strategy: str) -> None:
+    trainer = trainer_of(strategy, chain(), guarded=False)
+    WORDS["late_hooks"](trainer)
+    guard(trainer.model, trainer.optimizer)
 
 
 def failed_backward(trainer: Trainer) -> None:
@@ -291,6 +318,19 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "mixed dtypes": (of_linear(nn.Module.double), {ABSENT: "dtype"}),
     "float16": (changed(nn.Module.half), {(*STAGES_1_2, *UNITS): "float16", SSD: "not float32"}),
     "autocast to float16": (loop(train_in_float16), {(*STAGES_1_2, *ABSENT): "float16"}),
+    "float16 in a unit": (like("", "float16"), {(*STAGES_1_2, *ABSENT): "float16"}),
+    "cast to float8": (
+        lambda s: Trainer(s, chain(), gathered=torch.float8_e4m3fn),
+        {FSDP: "use bfloat16"},
+    ),
+    "batch norm in bfloat16": (
+        lambda s: Trainer(s, nn.ModuleList([nn.BatchNorm1d(6)]), gathered=torch.bfloat16),
+        {FSDP: "takes no param_dtype"},
+    ),
+    "max_norm": (
+        lambda s: Trainer(s, nn.Sequential(nn.EmbeddingBag(5, 2, max_norm=1.0))),
+        {(*REPLICAS, "zero-3"): "max_norm"},
+    ),
     "cast to float16": (lambda s: Trainer(s, chain(), gathered=torch.float16), {FSDP: "float16"}),
     "meta device": (changed(lambda model: model.to("meta")), {ABSENT: "meta"}),
     "kept in a partial": (of_linear(keep_in_a_partial), {ABSENT: "has been sharded"}),
@@ -330,11 +370,29 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
         like("", "a part recomputed"),
         {ABSENT: "not in a checkpoint()"},
     ),
-    "changed in place": (like("", "changes a parameter"), {ABSENT: "modified inplace"}),
+    "changed in place": (
+        like("", "changes a parameter"),
+        {ABSENT: "modified inplace", REPLICAS: "a forward has changed"},
+    ),
     "two nested backwards": (like("two nested backwards"), {REPLICAS: "use_reentrant=False"}),
     "create_graph": ("double_backward", {(*ALL, *SSD): "create_graph=True"}),
     "sparse gradients": (sparse_gradients, {REPLICAS: "sparse"}),
-    "autograd.grad of the shards": ("grad_of_shards", {FSDP: "autograd.grad"}),
+    "autograd.grad of the shards": ("grad_of_shards", {FSDP: "no autograd.grad"}),
+    "a hook after the guard": (
+        "late_hooks train",
+        {REPLICAS: "before wrapping", FSDP: "hook a unit's output"},
+    ),
+    "a hook before the guard": (hook_before_the_guard, {REPLICAS: "before wrapping"}),
+    "a tensor hook on a shard": ("late_tensor_hooks train", {FSDP: "hook a unit's output"}),
+    "an update in backward": (
+        changed(
+            lambda model: [
+                p.register_post_accumulate_grad_hook(step_in_backward) for p in model.parameters()
+            ]
+        ),
+        {REPLICAS: "step after the finish"},
+    ),
+    "gradients clipped in flight": ("backward clip finish", {AT_THE_END: "not as it was left"}),
     "second backward": ("backward backward", {AT_THE_END: "no_sync"}),
     "no_sync too late": ("backward backward+", {AT_THE_END: "no_sync"}),
     "failed backward": (loop(failed_backward), {(*REPLICAS, *FSDP): "restart the run"}),
@@ -344,6 +402,11 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "a parameter changed in an evaluation": (loop(changed_in_an_evaluation), {ABSENT: "in place"}),
     # of the order of a step
     "step before finish": ("backward step", {(*DDP, *FSDP): "incomplete"}),
+    "another inner optimizer": ("replace_inner", {STAGES_1_2: "has no setter"}),
+    "an optimizer from elsewhere": (
+        "backward finish step_elsewhere",
+        {STAGES_1_2: "no all-gather"},
+    ),
     "step without a backward": ("finish step", {REPLICAS: "left out"}),
     "every backward under no_sync": ("backward+ finish+", {AT_THE_END: "no_sync() left out"}),
     "PyTorch's clipping": ("backward finish clip", {STAGES_1_2: "sharded", ABSENT: "shards only"}),
@@ -585,6 +648,20 @@ def bytes_left_by_a_forward(strategy: str) -> int:
 @pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
 def test_a_forward_without_a_backward_leaves_no_graph_and_no_gathered_unit(pools, strategy):
     assert pools(1, group=False).run(bytes_left_by_a_forward, strategy) == [0]
+
+
+@fake_ranks(2)
+def train_compiled_units(strategy: str) -> None:
+    trainer = trainer_of(strategy, chain())
+    for unit in trainer.plain.units:
+        unit.compile(backend="eager")
+    train(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
+def test_units_can_be_compiled_under_a_guard(pools, strategy):
+    pools(1, group=False).run(train_compiled_units, strategy)
 
 
 def pickled(strategy: str) -> None:

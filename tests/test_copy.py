@@ -3,7 +3,8 @@
 The files beside a script are such copies, too.
 
 The first paragraph of a section says what to take, its first block trains a model, and its second
-one saves and loads the state, which every rank loses in between. The same block runs once more.
+one saves and loads the state, which every rank loses in between. The same block runs once more. A
+third one, if there is one, saves the full weights, which a plain model loads.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class Section:
         assert "\n## Copy\n" in readme, f"{self.stage}'s README has no section Copy"
         text = readme[readme.index("\n## Copy\n") + 1 :].split("\n## ")[0]
         self.what_to_take = copies.what_to_take(self.stage)
-        self.example, self.saving = re.findall(r"```python\n(.*?)```", text, re.S)
+        blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+        self.example, self.saving, self.export = (blocks + [""])[:3]
         (self.file,) = re.findall(r"\bas `(\w+\.py)`", self.what_to_take)
         self.common = re.findall(r"`(common/(?:job/)?\w+\.py)`", self.what_to_take)
         ranks = re.search(r"on each of (\d+) ranks", self.what_to_take)
@@ -122,7 +124,7 @@ class Section:
         example = self.example.replace("\nunits = [", "\ntorch.manual_seed(0)\nunits = [")
         example = re.sub(r"nn\.Tanh\(\)|\*units(?!\[)", r"\g<0>, Statistics()", example)
         save, load = self.saving.split("\n\n")
-        lines = example + PATH + save + LOSE + load + FOUND + self.loop() + AFTER
+        lines = example + PATH + save + LOSE + load + FOUND + self.loop() + self.export + AFTER
         # in a function: at exit, a process group that a global refers to can abort
         script = BEFORE + "def main():\n" + indent(lines, "    ") + "\nmain()\n"
         return script.replace("WIDTH", str(self.width))
@@ -212,6 +214,11 @@ def test_a_copied_technique_trains_another_model(tmp_path, section, monkeypatch)
     atol = stage_file(section.stage).tolerance.get("loss", 1e-5)
     for output, positions in found:
         torch.testing.assert_close(output, expected[:, positions], rtol=0, atol=atol)
+    if section.export:
+        plain = section.plain_model()
+        plain.load_state_dict(torch.load(tmp_path / "weights.pt"))
+        x = torch.linspace(-1, 1, 12 * section.width).view(1, 12, section.width)
+        torch.testing.assert_close(plain(x), found[0][0], rtol=0, atol=1e-6)
 
 
 def test_the_section_lists_what_the_copy_imports(tmp_path, section):

@@ -1,36 +1,14 @@
-"""02, 03 and 04: memory at every point of a step; the ledger against the bytes that are sent."""
+"""02, 03 and 04: what forward keeps, and the peak of a step. The model state: test_costs.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from data_parallel_trainers import STRATEGIES, Trainer
-from harness import PeakMemory, fake_ranks, live_bytes, process_bytes, whole_ledger
+from harness import PeakMemory, fake_ranks, live_bytes, whole_ledger
 from torch import nn
 
 pytestmark = pytest.mark.slow
-
-# ---- communication ----
-
-
-def bytes_of_a_step(strategy: str) -> tuple[int, float]:
-    """Bytes that this rank's process has written in a step, and the ledger's ring bytes."""
-    trainer = Trainer(strategy, stack(), fused=True)
-    loss_of = [lambda model: model(torch.randn(1, WIDTH)).sum()] * 2
-    trainer.step(loss_of)
-    with whole_ledger() as ledger:
-        before = process_bytes("wchar")
-        trainer.step(loss_of)
-        after = process_bytes("wchar")
-    return after - before, ledger.total_ring_bytes
-
-
-@pytest.mark.quick_cases("fsdp")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_communication_ledger_matches_the_bytes_written_to_the_kernel(pools, strategy):
-    """The sums over the ranks agree; single ranks differ where Gloo does not use a ring."""
-    written, counted = zip(*pools(4).run(bytes_of_a_step, strategy), strict=True)
-    assert sum(written) == pytest.approx(sum(counted), rel=0.01)
 
 
 @fake_ranks(2)
@@ -75,8 +53,9 @@ PRECISIONS = {
 
 
 @fake_ranks(RANKS)
-def resident(strategy: str, precision: str) -> dict[str, int]:
-    """Live bytes at several points of the second step; the first creates the optimizer state."""
+def resident(strategy: str, precision: str) -> tuple[int, int, int]:
+    """Bytes between steps, those that forward keeps in addition, and the peak in the second step;
+    the first creates the optimizer state."""
     before = live_bytes()
     shards_weights = strategy in ABSENT
     dtype, is_mixed = PRECISIONS[precision]
@@ -90,40 +69,20 @@ def resident(strategy: str, precision: str) -> dict[str, int]:
     )
     x = torch.randn(1, WIDTH, dtype=dtype)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_mixed and not shards_weights)
-    seen = {}
-
-    def measure(when: str) -> None:
-        seen[when] = live_bytes() - before - x.numel() * x.element_size()
-
-    measure("start")
     for _ in range(2):
-        measure("idle")
+        idle = live_bytes() - before - x.nbytes
         with PeakMemory() as peak:
             with PeakMemory() as forward, autocast:
                 total = trainer.model(x).sum()
             total.backward()
             del total
             trainer.sync.finish_gradient_synchronization()
-            measure("backward")
             trainer.optimizer.step()
-            measure("step")
         trainer.optimizer.zero_grad(set_to_none=True)
-    return seen | {"kept for backward": forward.left, "peak": seen["idle"] + peak.above}
+    return idle, forward.left, idle + peak.above
 
 
 ABSENT = ("fsdp", "fsdp-keep")  # the strategies that cast weights as they gather them
-
-
-def states(strategy: str, shard: int, full: int) -> tuple[int, int, int]:
-    """Bytes of a unit's weights, gradients and optimizer state on a rank between steps.
-
-    shard: bytes of a shard of the padded unit. full: bytes of the full unit, padded except for DDP.
-    """
-    return {
-        "ddp": (full, full, 2 * full),
-        "zero-1": (full, full, 2 * shard),
-        "zero-2": (full, shard, 2 * shard),
-    }.get(strategy, (shard, shard, 2 * shard))
 
 
 def highest(strategy: str, idle: int, itemsize: int, mixed: bool) -> int:
@@ -164,27 +123,17 @@ def highest(strategy: str, idle: int, itemsize: int, mixed: bool) -> int:
 @pytest.mark.quick_cases("ddp-float32", "zero-1-float32", "zero-3-float32", "fsdp-mixed")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_memory_matches_the_table_at_every_point_of_a_step(pools, strategy, precision):
+def test_forward_keeps_and_a_step_needs_at_most_the_memory_of_the_table(pools, strategy, precision):
     dtype, is_mixed = PRECISIONS[precision]
-    got = pools(1, group=False).run(resident, strategy, precision)[0]
-    itemsize = dtype.itemsize
+    idle, kept_by_forward, most = pools(1, group=False).run(resident, strategy, precision)[0]
     padded = UNIT + -UNIT % RANKS  # 2 more elements per unit
-    full = (UNIT if strategy == "ddp" else padded) * itemsize
-    weights, grads, optimizer = states(strategy, padded // RANKS * itemsize, full)
-    # AdamW's step count, one float32 per tensor
-    steps = 4 * N_UNITS * (2 if strategy == "ddp" else 1)
-    gathers_in = 2 if is_mixed else itemsize
-    idle = N_UNITS * (weights + optimizer) + steps
-    assert got["start"] == N_UNITS * weights
-    assert got["idle"] == idle
-    assert got["backward"] == got["step"] == N_UNITS * (weights + grads + optimizer) + steps
-
+    gathers_in = 2 if is_mixed else dtype.itemsize
     little = 16 * ACTIVATION  # a fifth of the smallest shard
     uses_autocast = is_mixed and strategy not in ABSENT
     # the first matrix's input requires no gradient, so its copy is not kept
     copies = (N_UNITS * UNIT - MATRIX) * 2 if uses_autocast else 0
     stay = {"fsdp": 1, "fsdp-keep": N_UNITS}.get(strategy, 0)  # units that forward does not free
     kept = copies + stay * padded * gathers_in
-    assert 0 <= got["kept for backward"] - kept <= little
-    peak = highest(strategy, idle, itemsize, is_mixed)
-    assert 0 <= got["peak"] - peak <= little + copies
+    assert 0 <= kept_by_forward - kept <= little
+    peak = highest(strategy, idle, dtype.itemsize, is_mixed)
+    assert 0 <= most - peak <= little + copies

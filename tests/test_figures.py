@@ -298,8 +298,10 @@ MATRICES = 12 * 12 * 768**2  # parameters of --preset gpt2 in its layers' matric
 MUON_IN_BENCH = muon_share(SHAPES["wide"].config, SHAPES["wide"].batch * SHAPES["wide"].seq_len)
 EXPERTS = 2 * 8 * 2 * 128 * 256  # parameters of 09's experiment
 DENSE = load_stage("09").MixtureConfig(2304).num_parameters() - EXPERTS
-FLOAT8 = 6 * MATRICES / GPT2.flops_per_token()  # the share of 10's layers
+FLOAT8 = 6 * 48 * 12 * 1600**2 / preset_of("gpt2-xl").flops_per_token()  # share of 10's layers
 CASTS = H100.matmul / H100.memory_bandwidth  # FLOPs of the saved half of a matmul per byte
+# what casts and copies move per token and d, by the number of matmuls in float8
+FLOAT8_BYTES = {3: 5 * (7 + 9) + 2 * (7 + 9), 2: 5 * (7 + 9) + 3 * 7}
 LLAMA = LlamaConfig(
     32_000, 4096, 11_008, 32, 32, 32, 128, 2048, 1e-6, 1e4, None, *[False] * 5, True, "silu"
 )
@@ -487,18 +489,26 @@ STATED = {
         r"16 \(D \+ X/2\) = ([\d.]+) MB": [16 * (DENSE + EXPERTS / 2) / MB],
     },
     "10": {
-        r"cost / saving = (\d+) ": [CASTS],
-        (r"^\| compiled: b = 5, w = 3 \(.*?\) \|" + r" ([\d.]+) \|" * 3): [
-            CASTS * 5 / 768,
-            CASTS * 5 / 4096,
-            CASTS * 3 / 8192,
+        r"cost / saving = (\d+) · \(([\d.]+) / d \+ ([\d.]+) / T\)": [
+            *(CASTS, FLOAT8_BYTES[3] / 36, 8 * 12 / 36),
         ],
-        # the four layers have 7 d inputs and 12 d^2 weights
-        r"are at ([\d.]+) for d = 768, so forward .* gets slower\. .* from d = ([\d,]+)\.": [
-            CASTS * (5 * 7 / 12 / 768 + 3 / 8192),
-            round(CASTS * 5 * 7 / 12 / (1 - CASTS * 3 / 8192), -1),
+        r"rowwise: (\d+) · \(([\d.]+) / d \+ ([\d.]+) / T\)": [
+            *(CASTS, FLOAT8_BYTES[2] / 24, 8 * 12 / 24),
         ],
-        r"(\d+) % of the preset's FLOPs\. .* ([\d.]+) times as fast .* and ([\d.]+) times": [
+        **{
+            (rf"^\| {recipe} \|" + r" ([\d.]+) \|" * 3 + r" d = ([\d,]+) \|$"): [
+                *(
+                    CASTS * (FLOAT8_BYTES[n] / (12 * n * d) + 8 / (n * 8192))
+                    for d in (768, 1600, 4096)
+                ),
+                CASTS * FLOAT8_BYTES[n] / (12 * n) / (1 - CASTS * 8 / n / 8192),
+            ]
+            for recipe, n in (("tensorwise", 3), ("rowwise", 2))
+        },
+        r"\| sum \| (\d+) d T \+ (\d+) d² \| (\d+) d T \+ (\d+) d² \|": [
+            *(of for n in (3, 2) for of in (FLOAT8_BYTES[n], 8 * 12)),
+        ],
+        r"have (\d+) % of the FLOPs\. .* ([\d.]+) times as fast .* and ([\d.]+) times": [
             100 * FLOAT8,
             1 / (1 - FLOAT8 / 2),
             1 / (1 - FLOAT8 / 3),

@@ -395,8 +395,16 @@ ERRORS = {  # what is done on every rank after one backward, and what is said
     "backward before zero_grad": (backward_again, "this gradient is incomplete or sharded"),
     "a matrix without a gradient": (partial(missing, "1.weight"), "no gradient: 1.weight"),
     "a bias without a gradient": (partial(missing, "1.bias"), "no gradient, .*: 1.bias"),
-    "a convolution": (lambda *_: stage.Muon({nn.Conv1d(8, 8, 1).weight: 0}, 0.1), "takes 2-D"),
-    "a vector": (lambda model, _: stage.Muon({model[0].bias: 0}, 0.1), "takes 2-D"),
+    "a convolution": (lambda *_: stage.Muon({nn.Conv1d(8, 8, 1).weight: 0}, 0.1), "2-D"),
+    "a complex matrix": (
+        lambda *_: stage.Muon({nn.Linear(8, 8, dtype=torch.complex64).weight: 0}, 0.1),
+        "takes real",
+    ),
+    "float16": (
+        lambda model, _: stage.Muon({model[0].weight: 0}, 0.1, dtype=torch.float16),
+        "become zero in torch.float16",
+    ),
+    "a vector": (lambda model, _: stage.Muon({model[0].bias: 0}, 0.1), "2-D"),
     "a frozen matrix": (
         lambda model, _: stage.Muon({model[0].weight.requires_grad_(False): 0}, 0.1),
         "parameters that train",

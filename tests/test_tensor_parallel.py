@@ -219,6 +219,7 @@ LOST = {  # what is done to a linear layer, and what is said by each module that
 OF_A_WEIGHT = {
     "a hook": (lambda layer: layer.weight.register_hook(torch.zeros_like), "hooks of a parameter"),
     "an attribute": (lambda layer: setattr(layer.weight, "no_decay", True), "attributes or"),
+    "a complex dtype": (lambda layer: layer.to(torch.complex64), "specific to torch.complex64"),
 }
 FIELDS = [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
 
@@ -286,6 +287,9 @@ def derivatives_and_dtypes() -> None:
             torch.autograd.grad(y.sum(), x, create_graph=True)
     with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="float16"):
         row(column(x))
+    for dtype in (torch.float16, torch.complex64, torch.int32):  # in f alone
+        with pytest.raises(ValueError, match=str(dtype).removeprefix("torch.")):
+            column(x.detach().to(dtype))
 
 
 def test_second_derivatives_and_float16_are_errors(pools):
