@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup, Work
 
 from common.collectives import (
@@ -22,8 +23,8 @@ from common.unit_parameters import (
     Place,
     cast_inputs,
     check_options,
-    checked_saved_tensors_hooks,
     is_in_backward,
+    is_in_checkpoint,
     is_lookup,
     lend_parameters,
     owned_by,
@@ -42,18 +43,40 @@ class FullyShardedDataParallel(nn.Module):
 
     The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
     in every forward of its unit and nowhere else. All ranks run the same units in the same order.
+    units: the modules that are gathered one by one, in the order in which to prefetch them.
     After the last backward of a step come `finish_gradient_synchronization()`, `clip_grad_norm_()`,
     the optimizer's `step()` and `zero_grad()`. The optimizer updates `parameters()`, the shards.
 
     All ranks start with the values of the first one. Or the module is on the meta device, so that
     no rank ever holds the full model. Then `read_shard(name, shapes, owned)` returns a unit's
     values: the slice `owned` of its parameters, laid side by side (it may reach beyond them).
+
+    The time line of a micro-batch of an embedding E, layers 0 and 1 and an output O. An arrow
+    begins at the call that starts a collective, and ends at the call that waits for it:
+
+    forward         enter(E)    enter(0)    enter(1)    enter(O)
+    computes        E           0           1           O
+    all-gather      0 --------> 1 --------> O -------->
+    unsharded       E 0         0 1         0 1 O       1 O         layer 1 stays
+
+    backward                    enter(1)    enter(0)
+    computes        O           1           0           E
+    all-gather                  0 -------->
+    unsharded       1           1 0         0
+    reduce-scatter              O --------> 1 --------> 0 --------> E --------> finish_gradient_
+                                leave(O)    leave(1)    leave(0)    leave(E)    synchronization()
+    full gradients  O           O 1         1 0         0 E         E
+
+    This relies on two facts. On a GPU, `wait()` blocks the current stream and not the host, which
+    enqueues the next kernels meanwhile (with Gloo it blocks the host). And of all nodes that are
+    ready, autograd runs the one that was created last, so `Gather.backward` of a unit runs before
+    any node of an earlier unit.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        units: list[nn.Module],  # in the order to prefetch in
+        units: list[nn.Module],
         shard_group: ProcessGroup | None = None,  # the N ranks that shard each unit; default: all
         replicate_group: ProcessGroup | None = None,  # ranks with the same shard; default: none
         param_dtype: torch.dtype | None = None,  # of gathered units and their inputs
@@ -76,46 +99,41 @@ class FullyShardedDataParallel(nn.Module):
         check_options(module, self.device, options, shard_group, replicate_group)
         named_units = units_with_values(module, units, may_be_meta=read_shard is not None)
         self.units = [Unit(*named_unit, self) for named_unit in named_units]
-        for i, unit in enumerate(self.units):
-            self.register_parameter(f"shard_{i}", unit.shard)
+        self.shards = nn.ParameterList(unit.shard for unit in self.units)
 
     def forward(self, *args, **kwargs):
-        if not is_in_backward():
-            for unit in self.units:
-                unit.reshard()  # what was gathered earlier may be stale
-            self.kept = None
+        for unit in self.units:
+            unit.reshard()  # what was gathered earlier may be stale
+        self.kept = None
         return self.module(*args, **kwargs)
 
-    def run(self, unit: Unit, *args, **kwargs):
-        """Called as the module's `forward`. Only in here does the module have parameters."""
-        in_backward = is_in_backward()
-        self.enter(unit, in_backward)
-        args, kwargs = cast_inputs(args, kwargs, self.param_dtype)
-        params = Gather.apply(unit.shard, unit)
-        hooks = checked_saved_tensors_hooks(unit, params)  # calls `unit.pack` and `unpack`
-        with lend_parameters(unit.owners, params), hooks as in_checkpoint:
-            output = unit.module_forward(*args, **kwargs)
-        unit.used_in_backward |= in_checkpoint  # in backward it calls `run`, not `pack`
-        if not in_backward and (self.reshard_after_forward or not torch.is_grad_enabled()):
-            self.after_forward(unit)
-        return output
+    def enter(self, unit: Unit) -> None:
+        """Gather the unit's parameters, and prefetch those of the next unit that will be used.
 
-    def enter(self, unit: Unit, in_backward: bool) -> None:
-        """Gather the unit's parameters, and prefetch those of the next unit that will be used."""
+        Called by `Gather.forward`, and in backward by `unpack` for each parameter that is read: the
+        first call gathers the unit, and the others find it gathered.
+        """
         unit.unshard()
+        in_backward = is_in_backward()
         order = self.units[::-1] if in_backward else self.units  # the same on all ranks
         later = order[order.index(unit) + 1 :]
         following = [each for each in later if each.used_in_backward or not in_backward]
         for each in following[:1]:  # none after the last unit
-            each.unshard()  # before the unit's own kernels, with which it overlaps
+            # NCCL's stream waits for the kernels that were enqueued earlier: if they were this
+            # unit's own, the all-gather would not overlap with them
+            each.unshard()
         unit.wait()
 
     def after_forward(self, unit: Unit) -> None:
         """Free the unit or, if backward needs it, the one kept before. So the last such unit stays
         until backward, because nothing would hide its second all-gather."""
+        unit.used_in_backward |= is_in_checkpoint()  # backward runs its forward again
+        keeps_all = not self.reshard_after_forward and torch.is_grad_enabled()
+        if is_in_backward() or keeps_all:  # its own backward follows, which frees it
+            return
         to_free = unit
         if torch.is_grad_enabled() and unit.used_in_backward:
-            to_free, self.kept = self.kept, unit
+            to_free, self.kept = self.kept, unit  # so it is freed one unit after its forward
         if to_free is not None:
             to_free.reshard()
 
@@ -132,19 +150,19 @@ class FullyShardedDataParallel(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward: give each shard its average gradient."""
         for unit in self.units:
-            unit.reshard()  # if it was prefetched and not used
+            unit.reshard()  # if it was prefetched, and backward did not reach it
             unit.finish_reduction()
             if unit.average is None:  # no backward has reached it
                 continue
             if self.replicate_group is not None:  # hybrid sharding: average over the replicas
-                unit.average /= dist.get_world_size(self.replicate_group)
                 all_reduce(unit.average, group=self.replicate_group)
+                unit.average /= dist.get_world_size(self.replicate_group)
             unit.shard.grad, unit.average = unit.average, None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to at most this global norm; returns the norm before clipping."""
-        grads = [unit.shard.grad for unit in self.units if unit.shard.grad is not None]
+        grads = [shard.grad for shard in self.shards if shard.grad is not None]
         # each rank has the squares of its own shards only
         norm = all_reduce_control(global_norm(grads).square(), group=self.group).sqrt()
         for grad in grads:
@@ -153,7 +171,7 @@ class FullyShardedDataParallel(nn.Module):
 
 
 class Unit:
-    """A module's parameters side by side in one flat buffer, of which each rank owns a shard.
+    """One unit's parameters side by side in a flat buffer, of which this rank keeps its shard.
 
     shard: [length], a parameter, in the module's dtype, which this rank's optimizer updates.
     full: the gathered parameters, [N * length], padded, in `dtype`; exists only while unsharded.
@@ -161,32 +179,48 @@ class Unit:
     """
 
     def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedDataParallel):
-        self.name, self.fsdp, self.group = name, fsdp, fsdp.group
-        self.n_ranks = dist.get_world_size(self.group)
+        self.fsdp, group = fsdp, fsdp.group
+        self.name, self.group, self.n_ranks = name, group, dist.get_world_size(group)
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
         # a row of an embedding's gradient sums many tokens: bfloat16 is too imprecise
         param_dtype = None if is_lookup(module) else fsdp.param_dtype
         self.owners, flat = take_parameters(module)  # leaves the module without parameters
-        self.dtype = param_dtype or flat.dtype
-        self.owned, padding = owned_by(len(flat), self.group)
+        self.owned, padding = owned_by(len(flat), group)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        if fsdp.read_shard is None:
-            flat = flat.to(fsdp.device)
-            broadcast(flat, group=self.group, group_src=0)
-            shard = flat[self.owned]
-        else:  # `flat` is on the meta device; view_as checks the length
-            shard = fsdp.read_shard(name, self.shapes, self.owned).view_as(flat[self.owned])
-        missing = self.owned.stop - self.owned.start - len(shard)  # the last ranks' padding
-        shard = F.pad(shard.to(fsdp.shard_device, flat.dtype), (0, missing))  # a copy: frees `flat`
-        if fsdp.replicate_group is not None:
-            broadcast(shard, group=fsdp.replicate_group, group_src=0)
-        self.shard = nn.Parameter(shard)
-        self.module_forward, module.forward = module.forward, partial(fsdp.run, self)
+        self.shard = nn.Parameter(self.shard_of(flat))
         self.full: Tensor | None = None
+        self.module_forward, module.forward = module.forward, self.run
+        self.dtype = param_dtype or flat.dtype
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, its input
         self.used_in_backward = False  # set by the first forward
         self.reduction: tuple[Work, Tensor] | None = None  # reduce-scatter in flight, buffer
         self.average: Tensor | None = None
+
+    def shard_of(self, flat: Tensor) -> Tensor:
+        """This rank's part of the first rank's `flat`, or of the values that `read_shard` has."""
+        fsdp, length = self.fsdp, len(flat[self.owned])  # the padding is not in `flat`
+        if fsdp.read_shard is None:
+            flat = flat.to(fsdp.device)
+            broadcast(flat, group=self.group, group_src=0)
+            shard = flat[self.owned]
+        else:  # `flat` is on the meta device: it has a length, but no values
+            shard = fsdp.read_shard(self.name, self.shapes, self.owned).view(length)
+        padding = self.owned.stop - self.owned.start - length  # on the last ranks
+        shard = F.pad(shard.to(fsdp.shard_device, flat.dtype), (0, padding))  # a copy: frees `flat`
+        if fsdp.replicate_group is not None:
+            broadcast(shard, group=fsdp.replicate_group, group_src=0)
+        return shard
+
+    def run(self, *args, **kwargs):
+        """Called as the module's `forward`. Only in here does the module have parameters."""
+        params = Gather.apply(self.shard, self)
+        args, kwargs = cast_inputs(args, kwargs, self.fsdp.param_dtype)
+        # a checkpoint() around the unit saves only its inputs, and calls `run` again in backward
+        hooks = nullcontext() if is_in_checkpoint() else saved_tensors_hooks(self.pack, self.unpack)
+        with lend_parameters(self.owners, params), hooks:
+            output = self.module_forward(*args, **kwargs)
+        self.fsdp.after_forward(self)
+        return output
 
     def pack(self, tensor: Tensor) -> Tensor | Place:
         """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
@@ -199,7 +233,7 @@ class Unit:
         """Called when backward needs a saved tensor. For a parameter, gather the unit again."""
         if not isinstance(saved, Place):
             return saved
-        self.fsdp.enter(self, in_backward=True)
+        self.fsdp.enter(self)
         return self.full.as_strided(*saved)
 
     @torch.inference_mode(False)  # under it, `full` would have no version counter
@@ -235,26 +269,25 @@ class Unit:
             return
         work, flat = self.reduction
         work.wait()
-        average = flat[self.owned].to(self.shard) / self.n_ranks
+        # cpu_offload: to the host; reduce_dtype: back to the shard's
+        average = flat[self.owned].to(self.shard.device, self.shard.dtype) / self.n_ranks
         self.average = average if self.average is None else self.average.add_(average)
         self.reduction = None
 
 
 class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of the ranks' shards; its backward is a reduce-scatter.
-
-    Forward returns views of `full`, which `enter` has gathered. Backward calls `leave`.
-    """
+    """A unit's parameters as a function of the ranks' shards; backward starts a reduce-scatter."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
         ctx.unit = unit
-        ctx.set_materialize_grads(False)  # a missing gradient is None: `check_backward` raises
+        ctx.set_materialize_grads(False)  # a missing gradient is None, and so an error
+        unit.fsdp.enter(unit)  # the all-gather, unless it was prefetched
         *chunks, _ = unit.full.split(unit.sizes)
         return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
-        ctx.unit.fsdp.leave(ctx.unit, grads)
-        return None, None  # no gradient yet: `finish_reduction` will have it
+        ctx.unit.fsdp.leave(ctx.unit, grads)  # starts the reduce-scatter
+        return None, None  # the gradient comes later: `finish_reduction` adds it to `average`

@@ -17,7 +17,7 @@ from common.collectives import (
 from common.counter_rng import CounterDropout
 from common.loss import IGNORED, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
-from common.module_checks import check_plain, forbid_create_graph
+from common.module_checks import check_dtype, check_plain, forbid_create_graph
 
 # ------------------------------------------------------------------------------------------------
 # The technique: column-parallel, then row-parallel, and one all-reduce
@@ -97,6 +97,7 @@ class LinearWithAsyncCommunication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, region: TensorParallelRegion) -> Tensor:
+        check_dtype(x)
         x = region.enter(x)
         ctx.save_for_backward(x, weight)
         ctx.region = region
@@ -120,9 +121,7 @@ class ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, partial: Tensor, region: TensorParallelRegion) -> Tensor:
-        if partial.dtype == torch.float16:
-            # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
-            raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
+        check_dtype(partial)
         ctx.region = region
         total, work = region.start_exit(partial)
         work.wait()
