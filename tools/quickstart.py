@@ -147,7 +147,6 @@ class Quickstart:
         argv = [*row.flags.split(), *row.more.split(), "--run-dir", str(folder)]
         if needs_model(row.stage):
             argv += f"--model {self.exported()} --lr 1e-3 --global-batch-size 24".split()
-        argv += [] if "--resume" in row.more else ["--resume", "never"]
         if row.by_torchrun:
             self.by_torchrun(row, argv, deadline - time.monotonic())
             return metrics_of(folder)

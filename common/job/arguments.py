@@ -135,8 +135,7 @@ def base_parser(description: str | None, without: Sequence[str] = ()) -> Parser:
     add("--checkpoint-every", type=natural, default=0, help="steps; 0: never")
     add("--keep-checkpoints", type=count, default=2, help="how many of the newest to keep")
     add("--save-model", metavar="FILE", help="write the full weights there after the last step")
-    starts = "{auto,never,PATH}"
-    add("--resume", default="auto", metavar=starts, help="auto: the run folder's newest checkpoint")
+    add("--resume", metavar="PATH", help="start a new run from this checkpoint, or another run's")
     add("--run-dir", help="default: runs/STAGE/ID, the launcher's id or the time")
     add("--log-every", type=count, default=10, help="steps between lines")
     add("--timeout", type=_number(float, 1, 10**6), default=600, help="collective timeout, seconds")

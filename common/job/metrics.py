@@ -126,10 +126,17 @@ class Metrics:
         self._file = self._board = None
 
     def open(self, first: int) -> None:
-        """Open the files; drop the lines of a run that got past step `first` before it stopped."""
+        """Open the files. If the run got past step `first` before it stopped, its lines of those
+        steps, which are done again, move to another file."""
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
         lines = self._path.read_bytes().splitlines() if exists(self._path) else []
+        if again := [line for line in lines if first <= step_of(line) < math.inf]:
+            aside = self._path.with_name("metrics-replaced.jsonl")
+            with open(aside, "ab") as file:
+                file.write(b"".join(line + b"\n" for line in again))
+            what = f"its {len(again)} lines of steps that are done again"
+            print0(f"{self._path.name}: {what} are now in {aside.name}")
         with replacing(self._path) as file:
             file.write_bytes(b"".join(x + b"\n" for x in lines if step_of(x) < first))
         self._file = open(self._path, "a")
