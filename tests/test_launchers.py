@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import platform
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -185,6 +188,24 @@ def test_two_processes_cannot_write_to_one_run_folder(monkeypatch, pools, tmp_pa
     pool.run(partial(write_there, folder, **step))
     os.close(lock)
     pool.run(write_there, folder)
+
+
+def test_without_locks_a_living_process_keeps_its_folder(monkeypatch, capsys, tmp_path):
+    none = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
+    monkeypatch.setattr("fcntl.lockf", none)
+    for pid, is_held in ((os.getppid(), True), (os.getpid(), False), (2**30, False)):
+        holder = {"host": platform.node(), "pid": pid}
+        (tmp_path / "launch.json").write_text(json.dumps(holder))
+        with pytest.raises(OSError, match="another run writes") if is_held else nullcontext():
+            os.close(claim(str(tmp_path), tmp_path, [])[1])
+    assert "on a file system without locks: start no second run there" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_one_line(monkeypatch, error_of):
+    environment(monkeypatch, MPIRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20001"})
+    taken = Mock(side_effect=dist.DistNetworkError("The server socket failed (EADDRINUSE)"))
+    monkeypatch.setattr("common.job.launch.join", taken)
+    assert "port 20001 of " in error_of(setup)
 
 
 def reduce_scatter(dtype: torch.dtype, in_place: bool) -> None:

@@ -298,7 +298,7 @@ def test_requeue_on_signal_and_after_a_lost_node_resumes_and_is_bitwise_identica
     ask_to_stop(1)
     job.until("step 10", lambda: reached(9))
     ask_to_stop(2)
-    assert job.log.count("time is nearly up: job") == 2
+    assert job.log.count("asked to by USR1: job") == 2
     assert "asked to stop: saving after step" in job.log
     job.until("step 60", lambda: reached(59))  # long before the end: losing takes seconds
     lost = job.nodes()[1]  # the batch script runs on the other node

@@ -6,9 +6,11 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import stat
+import subprocess
 import time
 from argparse import Namespace
 from itertools import count, islice
@@ -29,11 +31,12 @@ from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import learning_rate
 
 from common.job import checkpoint_hooks as storage
-from common.job.atomic_files import sync
+from common.job import run as run_module
+from common.job.atomic_files import replacing, sync
 from common.job.checkpoint import checkpoints
 from common.job.corpus import load_corpus
 from common.job.metrics import Metrics, peak_flops, readable
-from common.job.run import Run
+from common.job.run import Run, git_commit
 from common.job.run_changes import compare_runs
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
@@ -213,7 +216,7 @@ def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path,
     assert config["arguments"]["micro_batch_size"] == 12 and config["arguments"]["grad_clip"] == 0
     assert config["versions"]["torch"] == torch.__version__
     if (REPO / ".git").exists():
-        assert len(config["git_commit"]) == 40
+        assert re.fullmatch("[0-9a-f]{40}(-dirty)?", config["git_commit"])
 
     tags = {"loss": "loss/train", "val_loss": "loss/val", "test_ppl": "perplexity/test"}
     tags |= {"step_ms": "speed/step_ms", "memory_mb": "memory/memory_mb", "comm_mb": "comm/comm_mb"}
@@ -222,6 +225,39 @@ def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path,
         assert points == pytest.approx({x["step"]: x[name] for x in metrics if name in x})
     names = [path.name for path in checkpoints(tmp_path / "checkpoints")]
     assert names == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_the_commit_is_this_repositorys_and_says_if_a_file_has_changed(monkeypatch, tmp_path):
+    for name in ("code", "other"):
+        git = ["git", "-C", str(tmp_path / name), "-c", "user.email=a@b", "-c", "user.name=x"]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.py").write_text(name)
+        for words in ("init -q", "add run.py", f"commit -qm {name}"):
+            subprocess.run([*git, *words.split()], check=True)
+    monkeypatch.setattr(run_module, "__file__", str(tmp_path / "code/run.py"))
+    git = ["git", "-C", str(tmp_path / "code"), "rev-parse", "HEAD"]
+    head = subprocess.check_output(git, text=True).strip()
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
+    assert git_commit() == head
+    (tmp_path / "code/run.py").write_text("changed")
+    assert git_commit() == f"{head}-dirty"
+
+
+def test_a_metrics_file_that_is_removed_is_reported(tmp_path, capsys):
+    metrics = Metrics(1, 1, 1.0, torch.device("cpu"), tmp_path)
+    metrics.open(0)
+    (tmp_path / "metrics.jsonl").unlink()
+    metrics.add({"step": 0, "loss": 1.0})
+    metrics.write()
+    metrics.close()
+    assert f"{tmp_path}/metrics.jsonl was removed" in capsys.readouterr().err
+
+
+def test_files_that_are_written_at_the_same_time_have_names_of_their_own(tmp_path):
+    with replacing(tmp_path / "a") as a, replacing(tmp_path / "b") as b:
+        a.write_text("a"), b.write_text("b")
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["a", "b"]
 
 
 def test_a_checkpoint_folder_that_cannot_be_written_is_reported_before_the_first_step(

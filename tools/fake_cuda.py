@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def load() -> None:
     if not library.exists():
         compiler = shutil.which("g++") or fail("--device cuda needs g++, which is not installed")
         library.parent.mkdir(exist_ok=True)
-        aside = library.with_suffix(f".{os.getpid()}")
+        aside = library.with_suffix(f".{secrets.token_hex(6)}")
         flags = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{root}/include", f"-L{root}/lib"]
         command = [compiler, *flags, source, "-lc10", "-ltorch_cpu", "-o", aside]
         done = subprocess.run(command, capture_output=True, text=True)

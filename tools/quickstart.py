@@ -253,7 +253,8 @@ def machine(gpus: int, cores: int) -> str:
 
     from common.job.run import git_commit
 
-    commit = (git_commit() or "unknown")[:9]
+    commit = git_commit() or "unknown"
+    commit = commit[:9] + commit[40:]  # and -dirty
     device, nccl = f"{cores} CPU cores", ""
     if gpus:
         device = f"{gpus} x {torch.cuda.get_device_name()}"

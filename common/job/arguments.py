@@ -66,6 +66,9 @@ class Parser(argparse.ArgumentParser):
         # a shell leaves the tilde of --run-dir=~/x as it is
         words = ["=".join(map(os.path.expanduser, word.split("=", 1))) for word in given]
         args = super().parse_args(words, Arguments())
+        for name, value in vars(args).items():
+            if value == "":  # an unset variable of a shell
+                self.error(f"--{name.replace('_', '-')} is empty: pass a value, or not the flag")
         args.given = given
         return args
 

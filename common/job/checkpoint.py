@@ -79,7 +79,12 @@ class Checkpointer:
             if rank() == 0:  # every rank has stopped writing
                 shutil.rmtree(writer.path, ignore_errors=True)
             cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
-            fail(f"cannot save {writer.final}: {cause}; older ones are untouched", status=1)
+            try:
+                left = [path.name for path in checkpoints(self.path)]
+            except OSError as error:
+                left = [str(error)]
+            older = f"older ones: {', '.join(left) or 'none'}"
+            fail(f"cannot save {writer.final}: {cause}; {older}", status=1)
 
     def close(self) -> None:
         self.wait()

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -208,6 +209,8 @@ class Metrics:
         with self._going_on(self._path):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()  # what could not be written is written with a later line
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                warn(f"{self._path} was removed: the metrics of this run are lost from there on")
         with self._going_on(self._path.parent):
             for name, value in line.items():
                 if name != "step" and self._board:

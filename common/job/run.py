@@ -73,6 +73,7 @@ class Run:
         }
         self._description = {
             "script": script.name,
+            "script_sha256": hashlib.sha256(script.read_bytes()).hexdigest()[:12],
             "edit": os.environ.get("EDIT", "") if script.name != "train.py" else "",
             **saved,
             "parameters": config.num_parameters(),
@@ -302,7 +303,12 @@ def return_freed_memory() -> None:
 
 
 def git_commit() -> str | None:
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
+    """The commit of this code, with -dirty appended if a file has changed since."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    git += ["--abbrev=40", "--exclude=*"]
+    # a git hook has GIT_DIR, which may be that of another repository
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True, timeout=5).strip()
+        said = subprocess.run(git, env=env, capture_output=True, text=True, timeout=5, check=True)
+        return said.stdout.strip()
     return None

@@ -15,6 +15,8 @@ import re
 import time
 from pathlib import Path
 
+from common.distributed import warn
+
 from common.job.atomic_files import make, numbered
 
 
@@ -34,6 +36,17 @@ def job_id() -> str:
         names = [f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"]
     # slurm/ exports SUBMITTED, because Slurm may count its jobs from 1 again
     return "-".join([*names, env["SUBMITTED"]] if "SUBMITTED" in env and names[0] else names)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether another process of this host has the id."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, TypeError):
+        return False
+    except PermissionError:  # another user's
+        pass
+    return pid != os.getpid()
 
 
 def claim(path: str | None, parent: Path, command: list[str]) -> tuple[Path, int, str]:
@@ -60,8 +73,12 @@ def claim(path: str | None, parent: Path, command: list[str]) -> tuple[Path, int
     is_lost = is_same_step and last["host"] != ours["host"]
     try:  # ends with this process, and its children do not inherit it
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # others: a file system without locks
-        if error.errno in (errno.EACCES, errno.EAGAIN) and not is_lost:
+    except OSError as error:
+        is_held = error.errno in (errno.EACCES, errno.EAGAIN) and not is_lost
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            warn(f"{folder} is on a file system without locks: start no second run there: {error}")
+            is_held = last["host"] == ours["host"] and is_alive(last["pid"])
+        if is_held:
             os.close(lock)
             found = f"another run writes to {folder} ({who}): pass another --run-dir"
             raise OSError(found) from None
