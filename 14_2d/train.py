@@ -124,7 +124,7 @@ class FullyShardedTensorParallel(FullyShardedDataParallel):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to at most this global norm; returns the norm before clipping."""
-        grads = [unit.shard.grad for unit in self.units if unit.shard.grad is not None]
+        grads = [shard.grad for shard in self.shards if shard.grad is not None]
         # Every parameter counts once. Squares of sharded gradients add up over `tp`, where the
         # replicated ones are equal, and those of all gradients over `shard`.
         squares = global_norm(self.gradients_of(sharded=True)).square()
@@ -265,8 +265,7 @@ def evaluate(model, tokens, args, device, dp_rank: int) -> float:
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
     for inputs, targets in eval_batches(tokens, args.batching, device, dp_rank, args.dp):
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
-            loss = model(inputs, targets)
+        loss = model(inputs, targets)
         count = (targets != IGNORED).sum()
         total += torch.stack([loss * count, count])
     all_reduce_control(total)
@@ -290,7 +289,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model, optimizer)
-    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    first_step = run.checkpoints.load(args.resume, state, optimizer)
     dp_rank = world.rank // args.tp  # ranks of a tp group read the same batches
     batches = train_batches(corpus.train, args.batching, device, first_step, dp_rank, args.dp)
 
@@ -300,8 +299,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         micro_batches = next(batches)
         loss = torch.zeros((), device=device)
         for inputs, targets, keys in micro_batches:
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.autocast):
-                micro_loss = model(inputs, targets, keys) / len(micro_batches)
+            micro_loss = model(inputs, targets, keys) / len(micro_batches)
             micro_loss.backward()
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()

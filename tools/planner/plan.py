@@ -9,6 +9,7 @@ seconds per layout; tests compare both with the dry run.
 from __future__ import annotations
 
 import math
+import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tools.costs import Costs, costs_of
 from tools.planner.step_time import GPUS, Job, caveats, step_time
 from tools.stages import stages
 
+EXAMPLE = 'make plan ARGS="--nodes 2 --gpus 8 --gpu-type h100 --network 50 --preset gpt2"'
 VOCABULARY = 33_280  # WikiText-2's 33,278, padded
 USABLE = 0.92  # of a GPU's memory: the CUDA context, NCCL's buffers and fragmentation take the rest
 RANGE = 0.88, 1.25  # measured / predicted of left-out sources, 10 and 90 %: tests/step_errors.py
@@ -174,17 +176,18 @@ def memory_of_rank(stage: str, job: Job, rows: int, last: bool) -> float:
     peak = backward
     if last:
         stays = (job.sharding == "fsdp" and job.reshards) * job.gather_bytes * 12 * d * d  # a layer
-        if job.sharding == "fsdp" and job.tp > 1:  # the head, and its gradients
-            stays = (job.gather_bytes + 4) * job.vocab * d / job.tp
+        if job.sharding == "fsdp" and job.tp > 1:  # the head (if all stays, 2 bytes more of the
+            stays = (job.gather_bytes + 4) * job.vocab * d / job.tp  # embedding), and gradients
         peak = max(peak, head_memory(job, rows, outside) + stays)
     elif job.pp > 1:  # the embedding's gradient, when the micro-batch's layers are done
         peak = max(peak, 4 * job.vocab * d / job.tp + 12 * tokens * d - layers / job.virtual * kept)
-    messages += 0 if job.reshards else job.gather_bytes * table.P
+    messages += 0 if job.reshards else job.gather_bytes * table.P / job.tp
     first = in_flight * layers * kept + peak + messages
     # gradients come with the first backward: full where the second one begins, or ends
     more = min(most, job.micro_batches - 1)
     second = more * layers * kept + (peak if more else backward) + messages
-    reduced = 2 * gradients if stage == "07" else 0  # a copy in one buffer
+    # 07 reduces a copy of all gradients
+    reduced = 2 * gradients + table.held["gradients"] if stage == "07" else 0
     return state + max(first, gradients + second, reduced)
 
 
@@ -264,6 +267,8 @@ def parse_args() -> Namespace:
     add("--network", type=positive, help="GB/s of one GPU's network card, in one direction")
     add("--efficiency", type=positive, help="the achieved part of the matmul rate, such as 0.55")
     add("--explain", action="store_true", help="print the best layout's formulas with its numbers")
+    if len(sys.argv) == 1:
+        parser.error(f"describe the machine and the model, for example: {EXAMPLE}")
     return parser.parse_args()
 
 
