@@ -48,8 +48,8 @@ def finetuning_parser(description: str | None, output: str) -> Parser:
     return parser
 
 
-def parse(parser: Parser, argv: list[str] | None) -> Arguments:
-    args = parser.parse_args(argv)
+def complete(args: Arguments) -> None:
+    """Fill in what is not given, and what has one value for all that fine-tunes."""
     if not args.model or not args.data:
         fail("--model and --data are needed: a Hugging Face folder, and a file of instructions")
     args.epochs = args.epochs or (None if args.steps else 1)
@@ -60,7 +60,6 @@ def parse(parser: Parser, argv: list[str] | None) -> Arguments:
     args.dtype = args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     args.param_dtype = args.param_dtype or args.dtype
     args.autocast = False  # units are unsharded in --param-dtype, and their inputs cast to it
-    return args
 
 
 def load(args: Arguments) -> tuple[LlamaConfig, WeightFiles, Instructions]:
