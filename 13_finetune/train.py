@@ -288,8 +288,7 @@ def parse_args(argv: list[str] | None = None):
     add("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
     # AdamW moves a weight by about the rate per step
     parser.set_defaults(lr=2e-5)
-    args = parser.parse_args(argv)
-    complete(args)
+    args = complete(parser.parse_args(argv))
     args.state_on = "host" if args.cpu_offload else "device"
     return args
 

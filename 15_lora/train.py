@@ -339,8 +339,7 @@ def parse_args(argv: list[str] | None = None):
     add("--lora-alpha", type=positive, default=32.0, help="B A counts alpha / rank times")
     # ten times the rate of 13: Schulman et al., "LoRA Without Regret", 2025
     parser.set_defaults(lr=2e-4)
-    args = parser.parse_args(argv)
-    complete(args)
+    args = complete(parser.parse_args(argv))
     args.state_on = "device"
     return args
 

@@ -48,7 +48,7 @@ def finetuning_parser(description: str | None, output: str) -> Parser:
     return parser
 
 
-def complete(args: Arguments) -> None:
+def complete(args: Arguments) -> Arguments:
     """Fill in what is not given, and what has one value for all that fine-tunes."""
     if not args.model or not args.data:
         fail("--model and --data are needed: a Hugging Face folder, and a file of instructions")
@@ -60,6 +60,7 @@ def complete(args: Arguments) -> None:
     args.dtype = args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
     args.param_dtype = args.param_dtype or args.dtype
     args.autocast = False  # units are unsharded in --param-dtype, and their inputs cast to it
+    return args
 
 
 def load(args: Arguments) -> tuple[LlamaConfig, WeightFiles, Instructions]:
