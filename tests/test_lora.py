@@ -140,7 +140,7 @@ def test_a_curve_is_that_of_a_plain_loop_and_costs_what_the_readme_says(
             assert 2 <= most["backward"] <= 2 + on_meta(models / name).config.tied
         for line, m in zip(metrics, micro_batches, strict=True):
             held, sent = costs(models / name, ranks, shard, m, flags)
-            assert line["model_state_mb"] == pytest.approx(held / 1e6, rel=1e-9)
+            assert 0 <= 1e6 * line["model_state_mb"] - held < 32  # scalars, as the loss
             assert line["comm_mb"] == pytest.approx(sent / 1e6, rel=1e-9)
     if is_bf16:
         return
