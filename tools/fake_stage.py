@@ -61,7 +61,10 @@ def fake_stage(
     try:
         with (
             patch.multiple(module, **{k: v for k, v in patches.items() if hasattr(module, k)}),
-            patch.multiple("common.job.finetuning", **in_job),
+            # without names it would be an error
+            patch.multiple("common.job.finetuning", **in_job)
+            if in_job
+            else contextlib.nullcontext(),
             patch("common.collectives.check_same", nothing_to_compare),
             patch("common.unit_parameters.check_same", nothing_to_compare),
             patch("common.job.arguments.check_ranks"),  # there is one process
