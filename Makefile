@@ -1,4 +1,8 @@
 # The commands of this repository. `make` lists those of a reader and operator, `make help-all` all.
+# What a user types is passed on unexpanded, and in the environment: it may contain any character.
+typed = ARGS EDIT SCRIPT NODES GPUS CPUS MEM PARTITION ACCOUNT TIME FROM DEVICE TORCH PYTHON VENV ONLY
+$(foreach x,$(typed) NPROC WORKERS,$(if $(filter-out undefined,$(origin $x)),\
+	$(eval override $x := $$(value $x))$(eval export $x)))
 PYTHON ?= python3
 VENV ?= .venv
 python := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
@@ -28,9 +32,7 @@ help help-all: ### this list
 others := $(filter-out run-%,$(MAKECMDGOALS))
 $(if $(EDIT),$(if $(others),$(error EDIT= is for run-NN: it does not change what $(others) does)))
 unexport PYTHONSAFEPATH # with it, `python -m tools.X` would not find tools/
-# passed in the environment and unexpanded, because a path may contain any character
-override SCRIPT := $(value SCRIPT)
-export SCRIPT
+unexport CDPATH
 # ---- set-up ----
 setup: $(READY) ## create a virtual environment in .venv and install requirements.txt
 	@echo "$(or $(VENV),$(PYTHON)) is ready: $$($(python) --version), PyTorch" \

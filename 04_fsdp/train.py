@@ -425,7 +425,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model, optimizer)
-    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    first_step = run.checkpoints.load(args.resume, state, optimizer)
     batches = train_batches(corpus.train, args.batching, device, first_step, world.rank, world.size)
 
     for step in run.steps(first_step):

@@ -293,7 +293,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model, optimizer, tp)
-    first_step = run.checkpoints.load(run.resume, state, optimizer.optimizer)
+    first_step = run.checkpoints.load(args.resume, state, optimizer.optimizer)
     batches = train_batches(corpus.train, args.batching, device, first_step, dp.rank(), dp.size())
 
     for step in run.steps(first_step):

@@ -599,7 +599,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     optimizer = SpeculativeAdamW(folder, speculates=not args.no_speculation, **settings)
     model = sharded_from_meta(model, optimizer, args, world)
     guard(model)
-    first_step = run.checkpoints.load(run.resume, training_state(model), optimizer)
+    first_step = run.checkpoints.load(args.resume, training_state(model), optimizer)
     batches = train_batches(corpus.train, args.batching, device, first_step, world.rank, world.size)
 
     for step in run.steps(first_step):

@@ -317,7 +317,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     guard(model, optimizer)
 
     state = training_state(model, optimizer)
-    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    first_step = run.checkpoints.load(args.resume, state, optimizer)
     if not first_step:
         read_model(model, files)
         print0(f"read {files.bytes_read:,} bytes of {files.folder} on rank 0")

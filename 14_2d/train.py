@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     run = Run(args, __file__, config, device, corpus)
     state = training_state(model, optimizer)
-    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    first_step = run.checkpoints.load(args.resume, state, optimizer)
     dp_rank = world.rank // args.tp  # ranks of a tp group read the same batches
     batches = train_batches(corpus.train, args.batching, device, first_step, dp_rank, args.dp)
 

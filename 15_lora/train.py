@@ -372,7 +372,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     guard(model, optimizer)
 
     state = training_state(model.module, optimizer)
-    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    first_step = run.checkpoints.load(args.resume, state, optimizer)
     say_progress(args, data, first_step)
     if data.valid and first_step < args.steps:
         loss = evaluate(model, data, args, device, world)

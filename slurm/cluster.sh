@@ -9,7 +9,10 @@
 # machines do not show. The tests give each node a network and a host name of its own, by
 # NAMESPACES=tests/namespaces.sh.
 set -euo pipefail
+unset CDPATH
 cd "$(dirname "$0")/.."
+# shellcheck source=slurm/settings.sh
+source slurm/settings.sh
 
 folder=${CLUSTER:-slurm/cluster}
 nodes=${NODES:-2}

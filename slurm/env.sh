@@ -10,6 +10,8 @@ if [[ -f slurm/site.env ]]; then
   set +a
 fi
 
+# shellcheck source=slurm/settings.sh
+source slurm/settings.sh
 if [[ -z ${SLURM_JOB_ID-} ]] || ! command -v scontrol >/dev/null; then
   echo "slurm/env.sh is for a Slurm job, on a node that has scontrol: SLURM_JOB_ID=${SLURM_JOB_ID-}" >&2
   return 2
@@ -40,6 +42,12 @@ else
 fi
 SLURM_RESTART_COUNT=$(shown_field Restarts)
 export JOB SLURM_RESTART_COUNT
+# Slurm appends to the log, so that a requeued job continues it. At the first start, what is there is
+# of a job of another cluster, or of one that counts from 1 again.
+log=$(sed -n 's/^ *StdOut=//p' <<<"$shown")
+if [[ $SLURM_RESTART_COUNT == 0 && -s $log && $log == */[0-9][0-9]_*-"$SLURM_JOB_ID".log ]]; then
+  cp "$log" "${log%.log}.$(date -r "$log" +%Y%m%d-%H%M%S).log" && : >"$log"
+fi
 # what srun would take for options; without them a step has all the job's memory and GPUs
 unset "${!SLURM_HET_@}" "${!SLURM_MEM_PER_@}" SLURM_NTASKS_PER_GPU
 unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET
@@ -56,7 +64,8 @@ if [[ -z ${SUBMITTED-} ]]; then
   if [[ -z $SUBMITTED ]]; then
     SUBMITTED=$(date +%Y%m%d-%H%M%S)
     # a user's own comment stays
-    scontrol update JobId="$JOB" Comment="${comment:+$comment, }submitted $SUBMITTED" || true
+    scontrol update JobId="$JOB" Comment="${comment:+$comment, }submitted $SUBMITTED" ||
+      echo "slurm/env.sh: no comment for job $JOB: if it is requeued, its run starts in a new folder" >&2
   fi
 fi
 export SUBMITTED
@@ -81,8 +90,11 @@ if [[ ${HOST_SUFFIX-} ]]; then
 else
   MASTER_ADDR=$(scontrol --oneliner show node "$MASTER_ADDR" | sed 's/.*NodeAddr=\([^ ]*\).*/\1/')
 fi
-# a port per job, because jobs may share a node
+# a port per job, because jobs may share a node; the next one where another program listens
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000)) # below the ports that Linux gives to connections
+while timeout 5 bash -c ": <>/dev/tcp/$MASTER_ADDR/$MASTER_PORT" 2>/dev/null; do
+  MASTER_PORT=$((MASTER_PORT + 1))
+done
 export MASTER_ADDR MASTER_PORT
 
 if [[ -n ${VENV=.venv} ]]; then

@@ -9,7 +9,10 @@
 #
 # NODES GPUS CPUS MEM PARTITION ACCOUNT TIME override the header of train.sbatch.
 set -euo pipefail
+unset CDPATH
 cd -P "$(dirname "$0")/.."
+# shellcheck source=slurm/settings.sh
+source slurm/settings.sh
 # what finds a job and its log again must be as in train.sbatch
 unset SBATCH_JOB_NAME SBATCH_OUTPUT SBATCH_ERROR SBATCH_ARRAY_INX
 # in a job these describe it, and the new job would take them for its own
@@ -75,6 +78,8 @@ check_flags() { # "STAGE=RANKS ..." FLAG...
   ) || if [[ $? == 2 && $said == train.py:* ]]; then
     echo "$said" >&2
     exit 2
+  elif [[ $said != *"No module named"* && $said != *"python: "* ]]; then
+    echo "the flags could not be checked: ${said##*$'\n'}; the job itself checks them" >&2
   fi
 }
 
@@ -88,6 +93,7 @@ submit() {
   for stage in "${scripts[@]}"; do
     check_time "$stage"
     nodes=$(header "$stage" nodes) per_node=${GPUS:-$(header "$stage" gpus-per-node)}
+    per_node=${per_node##*:} # of a100:4
     if [[ $stage != 01_* ]]; then nodes=${NODES:-$nodes}; fi
     if [[ $most && $nodes =~ ^[0-9]+$ ]] && ((nodes > most)); then
       echo "NODES=$nodes: the partition has $most, so the job would wait forever: pass fewer" >&2
@@ -124,8 +130,12 @@ submit() {
 
 # this folder's jobs, the newest last: id, name, state, elapsed time, and its nodes or why it waits
 jobs() {
-  squeue --me --states="$1" --noheader --sort=i --format="%A|%j|%T|%Z|%M|%R" |
-    awk -F'|' -v here="$PWD" '$4 == here { print $1 "|" $2 "|" $3 "|" $5 "|" $6 }'
+  local id name state time why folder
+  # the folder is the last field, because its path may contain any character
+  squeue --me --states="$1" --noheader --sort=i --format="%A|%j|%T|%M|%R|%Z" |
+    while IFS='|' read -r id name state time why folder; do
+      if [[ $folder == "$PWD" ]]; then echo "$id|$name|$state|$time|$why"; fi
+    done
 }
 
 status() {
@@ -170,8 +180,14 @@ logs() {
 
 # The newest first, so that no dependent job starts when its predecessor is cancelled.
 cancel() {
-  jobs pending,running,suspended | tac | while IFS='|' read -r job stage _; do
-    scancel "$job" && echo "cancelled job $job: $stage"
+  local wait
+  wait=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9]*\).*/\1/p')
+  jobs pending,running,suspended | tac | while IFS='|' read -r job stage state _; do
+    scancel "$job" && echo "cancelled job $job: $stage$(
+      if [[ $state == RUNNING ]]; then
+        echo ", which saves if a step and a save take less than ${wait:-30} s: make logs-${stage%%_*}"
+      fi
+    )"
   done
 }
 

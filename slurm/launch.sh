@@ -123,7 +123,7 @@ elif [[ $requeue && $status =~ ^(0|138|143)$ ]] && cut_twice_without_a_step; the
   echo "job $JOB hit its time limit twice before its first step: not requeued;" \
     "pass a longer --time" >&2
 elif [[ $requeue && $status =~ ^(0|138|143)$ ]]; then
-  requeue "time is nearly up"
+  requeue "$([[ $cut ]] && echo "time is nearly up" || echo "asked to by USR1")"
 elif [[ $status != 0 ]] && node_is_lost; then
   requeue "a node is lost"
 elif [[ $status != 0 ]]; then

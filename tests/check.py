@@ -147,7 +147,7 @@ class Report:
         wait has random results."""
         pools, folder = fixtures["pools"], Path(tempfile.mkdtemp())
         number, flags = stage_file(run.stage).reference, first_difference.FLAGS.split()
-        both = [*flags, "--data", str(fixtures["corpus_dir"]), "--resume", "never", "--run-dir"]
+        both = [*flags, "--data", str(fixtures["corpus_dir"]), "--run-dir"]
         alone = [*run.reference_argv, *both, str(folder / "reference")]
         pools(1, group=number != "01").run(harness.train, number, alone)
         try:

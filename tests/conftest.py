@@ -124,7 +124,7 @@ def reproduce(pools, reference, corpus_dir):
     """
 
     def results(run, job=harness.train, backend="gloo", flags=()) -> tuple[list, list[dict]]:
-        data = ["--data", str(corpus_dir), "--resume", "never", *flags]
+        data = ["--data", str(corpus_dir), *flags]
         expected = reference([*run.reference_argv, *data], harness.stage_file(run.stage).reference)
         argv = harness.with_run_dir([*run.argv, *data])
         around = job, "replay", str(reference.folder), run.stage, argv

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -83,14 +84,29 @@ def test_make_runs_of_the_same_second_have_different_ids(tmp_path):
 
 
 @pytest.mark.quick
+def test_make_passes_on_what_a_user_types_and_a_run_ignores_a_pods_variables(tmp_path):
+    typed = "--run-dir /scratch/$USER/a$(b)"
+    words = ["make", "-n", "run-01", f"ARGS={typed}", f"VENV={sys.prefix}"]
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True)
+    assert f"01_single_gpu/train.py {typed}\n" in done.stdout, done
+    executable(tmp_path / "python", "#!/bin/sh\nenv")
+    env = os.environ | {"PET_NNODES": "2", "PET_MAX_RESTARTS": "3", "NPROC": "1"}
+    words = ["sh", REPO / "tools/run.sh", tmp_path / "python", "02_ddp/train.py"]
+    said = subprocess.run(words, cwd=REPO, env=env, capture_output=True, text=True).stdout
+    assert "PET_MAX_RESTARTS=3\n" in said and "PET_NNODES" not in said
+
+
+@pytest.mark.quick
 def test_make_works_whatever_a_users_variables_say_of_python_and_pip(tmp_path):
     env = {**os.environ, "PYTHONSAFEPATH": "1", "PIP_USER": "1", "PIP_TARGET": str(tmp_path / "x")}
     subprocess.run(["make", "diff-02"], cwd=REPO, env=env, stdout=subprocess.DEVNULL, check=True)
     (tmp_path / "v").mkdir()
     for tool in ("pip", "python"):
         executable(tmp_path / "v/bin" / tool, '#!/bin/sh\necho "$@" "target=$PIP_TARGET" >>said\n')
+    (tmp_path / "requirements.txt").write_text("x\n")
     setup = ["sh", REPO / "tools/setup.sh", sys.executable, "v"]
-    subprocess.run(setup, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, check=True)
+    for _ in range(2):  # the second installs nothing: it may be of another clone
+        subprocess.run(setup, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, check=True)
     (install,) = re.findall(".*pip install.*", (tmp_path / "said").read_text())
     assert "--no-user" in install and install.endswith("target=")
 
@@ -182,12 +198,32 @@ def test_time_that_is_long_enough_is_submitted(tmp_path, time):
         ("submit-02 NODES=4", "NODES=4: the partition has 3,"),
         ("submit-02 PARTITION=small", "NODES=2: the partition has 1,"),  # the header's two
         ("submit-04 NODES=2 GPUS=3 ARGS=--shard-degree=4", "--shard-degree 4 does not divide"),
+        ("submit-04 NODES=2 GPUS=a100:3 ARGS=--shard-degree=4", "--shard-degree 4 does not"),
         ("submit-all ARGS=--zero-stage=2", "unrecognized arguments: --zero-stage=2"),  # of 01
     ],
 )
 def test_a_job_that_can_never_run_is_an_error_before_anything_is_submitted(tmp_path, words, says):
     done = make(tmp_path, *words.split(), checks_flags="ARGS" in words, **SLURM)
     assert says in said_in_one_line(done)
+
+
+def test_status_and_cancel_find_the_jobs_of_a_folder_of_any_name(tmp_path):
+    copy = copy_of_repository(tmp_path / "a | b")
+    row = f"7|02_ddp|RUNNING|0:10|node1|{copy}"
+    for tool, lines in {"squeue": f"echo '{row}'", "sbatch": "", "scancel": ""}.items():
+        executable(tmp_path / "bin" / tool, f"#!/bin/sh\n{lines}")
+    executable(tmp_path / "bin/scontrol", "#!/bin/sh\necho 'KillWait    = 45 sec'")
+    (tmp_path / "other/slurm").mkdir(parents=True)
+    env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    env |= {"CDPATH": f"{tmp_path}/other", "SQUEUE_FORMAT": "%i"}
+    for word, says in (
+        ("status", "7    02_ddp  RUNNING"),
+        ("cancel", "less than 45 s: make logs-02"),
+    ):
+        done = subprocess.run(
+            ["slurm/jobs.sh", word], cwd=copy, env=env, capture_output=True, text=True
+        )
+        assert says in done.stdout, done
 
 
 def test_what_sbatch_rejects_is_not_reported_as_a_job(tmp_path):
@@ -286,6 +322,7 @@ def test_job_that_hits_its_time_limit_twice_before_its_first_step_is_not_requeue
     assert done.returncode == int(status), done
     assert ("scontrol requeue 7" in done.stdout) == requeued, done
     assert ("hit its time limit twice" in done.stderr) == (not requeued)
+    assert ("asked to by USR1: job 7" in done.stdout) == (left == 3000)
     noted = requeued and status != "0" and left == 200
     assert (f"no-step-in-life-{restarts}" in done.stdout) == noted
     assert done.stdout.count("no-step") <= 1  # the note replaces an earlier one
@@ -318,6 +355,30 @@ def test_an_error_of_env_sh_is_a_line_and_ends_no_shell(tmp_path, variables):
         ["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert done.stdout == "status 2\n" and ERRORS_OF_ENV[variables] in done.stderr, done
+
+
+SHOWN = "JobId=7 NodeAddr=127.0.0.1\n   Restarts={restarts} x\n   StdOut={log}"
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_env_sh_takes_a_free_port_and_moves_the_log_of_another_cluster_aside(tmp_path, restarts):
+    log = tmp_path / "01_single_gpu-7.log"
+    log.write_text("of another cluster\n")
+    shown = SHOWN.format(restarts=restarts, log=log)
+    executable(tmp_path / "scontrol", f"#!/bin/sh\necho '{shown}'\necho $SLURM_TIME_FORMAT")
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_TIME_FORMAT": "%a"}
+    env |= {"SLURM_JOB_ID": "7", "SUBMITTED": "x", "SLURM_JOB_NODELIST": "n", "VENV": ""}
+    script = f"cd {REPO}; source slurm/env.sh; echo $MASTER_PORT $SLURM_TIME_FORMAT"
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 20007))
+        taken.listen()
+        done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    assert re.fullmatch(r"200(0[89]|1\d)\n", done.stdout), done
+    moved = [path.read_text() for path in tmp_path.glob("01_single_gpu-7.*.log")]
+    assert (log.read_text(), *moved) == (
+        ("", "of another cluster\n") if restarts == 0 else ("of another cluster\n",)
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from harness import REPO, stage_file, stage_path, stages
 
 from tools.exercise import blanks_of, filled, with_blanks
-from tools.first_difference import FLAGS, compare, read
+from tools.first_difference import FLAGS, compare, compare_curves, read
 
 TINY = "--d-model 16 --n-layers 1 --n-heads 2 --seq-len 8 --global-batch-size 4".split()
 
@@ -68,3 +68,8 @@ def test_the_first_difference_of_two_runs_and_its_errors(pools, corpus_dir, tmp_
             read(path)
         said = capsys.readouterr().err
         assert what in said and said.count("--grad-clip 0") == 2
+    # runs whose checkpoints hold no gradient
+    curves = {name: compare_curves(tmp_path / name, tmp_path / "one") for name in ("two", "seed")}
+    assert curves["two"] == []
+    assert curves["seed"][0].startswith("step 0 is the first of 2 in both logs whose loss differs")
+    assert " weights differ in step-00000001:" in curves["seed"][1]

@@ -480,7 +480,7 @@ def test_runs_with_the_same_output_write_to_folders_of_their_own(monkeypatch, tm
     monkeypatch.setattr("common.job.finetuning.all_reduce_control", lambda x: x)
     for name in ("a", "b"):
         args = SimpleNamespace(out=str(tmp_path / "model"))
-        run = SimpleNamespace(folder=tmp_path / name, is_restart=False, check_output=lambda *_: 0)
+        run = SimpleNamespace(folder=tmp_path / name, continues=False, check_output=lambda *_: 0)
         seen.add(stage.output_folder(args, run, SimpleNamespace(try_to_prepare=None))[1])
     assert len(seen) == 2
 

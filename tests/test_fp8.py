@@ -243,7 +243,7 @@ def test_on_a_cpu_an_older_pytorch_is_an_error(error_of, monkeypatch):
 # ---- the model ----
 
 SIZE = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16".split()
-BASE = [*SIZE, *"--log-every 1 --resume never --global-batch-size 24".split()]
+BASE = [*SIZE, *"--log-every 1 --global-batch-size 24".split()]
 
 
 def model(recipe: str | None, **shape) -> Transformer:
@@ -486,15 +486,15 @@ def test_fifty_steps_follow_stage_01(pools, reference, corpus_dir, recipe, dtype
 
 @pytest.mark.slow
 def test_checkpoints_resume_in_stages_without_float8_and_theirs_here(pools, corpus_dir, tmp_path):
-    flags = ["--data", str(corpus_dir), "--steps", "12", "--resume"]
+    flags = ["--data", str(corpus_dir), "--steps", "12"]
     saves = ["--checkpoint-every", "6", "--keep-checkpoints", "3"]
-    plain = pools(1, group=False).train("01", [*BASE, *flags, "never"])[0]
+    plain = pools(1, group=False).train("01", [*BASE, *flags])[0]
     for stage, into, ranks in (("10", "01", 1), ("10", "04", 2), ("04", "10", 2)):
         folder = tmp_path / f"{stage}-{into}"
-        argv = [*BASE, *flags, "never", *saves, "--run-dir", str(folder)]
+        argv = [*BASE, *flags, *saves, "--run-dir", str(folder)]
         pools(2).train(stage, argv)
         saved = str(folder / "checkpoints" / "step-00000006")
-        rest = pools(ranks, group=into != "01").train(into, [*BASE, *flags, saved])[0]
+        rest = pools(ranks, group=into != "01").train(into, [*BASE, *flags, "--resume", saved])[0]
         assert [line["step"] for line in rest] == list(range(6, 12))
         for ours, theirs in zip(rest, plain[6:], strict=True):
             assert abs(ours["loss"] - theirs["loss"]) <= 0.01 * theirs["loss"]

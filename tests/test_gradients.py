@@ -23,7 +23,7 @@ from tools.export import tensors_of
 
 pytestmark = pytest.mark.slow
 
-ONE_STEP = "--steps 1 --checkpoint-every 1 --grad-clip 0 --resume never".split()
+ONE_STEP = "--steps 1 --checkpoint-every 1 --grad-clip 0".split()
 
 
 def cases() -> list:

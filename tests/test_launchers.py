@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import platform
 import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,7 +22,7 @@ from common import collectives
 
 from common.job.launch import has_lost_a_peer, launch_environment, rank, setup, world_size
 from common.job.run import check_id
-from common.job.run_folder import RunFolder, launch_name
+from common.job.run_folder import claim, launch_name
 from tools.pool import WorkerError
 
 TORCHRUN = {
@@ -129,50 +135,23 @@ def test_host_of_rank_0_is_the_given_one_or_sruns_first(monkeypatch, tmp_path, g
 @pytest.mark.parametrize(
     "variables, expected",
     [
-        (SRUN | {"SLURM_STEP_ID": "0"}, "77"),
-        (SRUN, "77.3"),  # a later srun of the same job is another run
+        (SBATCH, "77-c189d3"),
+        (SBATCH | {"SLURM_RESTART_COUNT": "1"}, "77-c189d3"),
+        (SRUN | {"SLURM_STEP_ID": "0", "TORCHELASTIC_RUN_ID": "abc"}, "77-c189d3"),
         # another submission with the same number is another run
-        (SRUN | {"SLURM_STEP_ID": "0", "SUBMITTED": "20250101-120000"}, "77-20250101-120000"),
+        (SBATCH | {"SUBMITTED": "20250101-120000"}, "77-20250101-120000-c189d3"),
+        (SRUN | {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "2"}, "70_2-c189d3"),
         ({"TORCHELASTIC_RUN_ID": "abc"}, "abc"),
-        (SRUN | {"SLURM_STEP_ID": "0", "TORCHELASTIC_RUN_ID": "abc"}, "77"),
+        ({"TORCHELASTIC_RUN_ID": "../a b"}, "__a_b"),
         # torchrun without --rdzv-id and without Slurm: the time
         ({"TORCHELASTIC_RUN_ID": "none"}, None),
         ({}, None),
-        (SBATCH, "77"),  # a job without srun
-        (SRUN | {"SLURM_STEP_ID": "4294967290"}, "77"),  # the shell of an salloc
-        (SRUN | {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "2"}, "70_2.3"),
-        ({"TORCHELASTIC_RUN_ID": "../a b"}, "_/a_b".replace("/", "_")),
     ],
 )
 def test_requeued_job_has_the_same_run_folder(monkeypatch, variables, expected):
     environment(monkeypatch, variables)
-    assert launch_name() == expected
-
-
-LIFE_2, NAMED = SBATCH | {"SLURM_RESTART_COUNT": "1"}, {"TORCHELASTIC_RUN_ID": "x"}
-RESTARTED = NAMED | {"TORCHELASTIC_RESTART_COUNT": "1"}
-
-
-@pytest.mark.parametrize(
-    "starts, folders",
-    [
-        # the environment, and the learning rate, of one start after another
-        ([(SBATCH, 1), (SBATCH, 2), (SBATCH, 1)], "77 77-2 77-3"),  # in one shell
-        ([(SBATCH, 1), (SBATCH, 2), (LIFE_2, 1), (LIFE_2, 2)], "77 77-2 77 77-2"),  # requeued
-        ([(SBATCH, 1), (SBATCH, 2), (LIFE_2, 2), (LIFE_2, 1)], "77 77-2 77-2 77"),
-        ([(NAMED, 1), (RESTARTED, 1)], "x x"),
-    ],
-)
-def test_each_command_of_a_job_has_a_folder_of_its_own(monkeypatch, tmp_path, starts, folders):
-    found = []
-    for variables, lr in starts:
-        for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
-            monkeypatch.delenv(name, raising=False)
-        environment(monkeypatch, variables)
-        run = RunFolder(None, tmp_path, {"lr": lr})
-        found.append(run.path.name)
-        run.close()
-    assert found == folders.split()
+    assert launch_name(["--lr", "1"]) == expected
+    assert launch_name(["--lr", "2"]) != expected or "SLURM_JOB_ID" not in variables
 
 
 def test_a_restart_of_torchrun_that_would_not_find_its_folder_is_an_error(monkeypatch, error_of):
@@ -183,20 +162,50 @@ def test_a_restart_of_torchrun_that_would_not_find_its_folder_is_an_error(monkey
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(monkeypatch, tmp_path):
     environment(monkeypatch, {})
     monkeypatch.setattr(time, "strftime", lambda _: "20250101-120000")
-    found = [RunFolder(None, tmp_path / "runs", {}).path.name for _ in range(3)]
+    found = [claim(None, tmp_path / "runs", [])[0].name for _ in range(3)]
     assert found == ["20250101-120000", "20250101-120000-2", "20250101-120000-3"]
 
 
-def write_there(folder: str) -> None:
-    RunFolder(folder, Path("runs"), {}).close()
+def write_there(folder: str, **variables: str) -> None:
+    with patch.dict(os.environ, variables):
+        os.close(claim(folder, Path("runs"), [])[1])
 
 
-def test_two_processes_cannot_write_to_one_run_folder(pools, tmp_path):
-    held = RunFolder(str(tmp_path / "run"), tmp_path, {})
-    (ended,) = pools(1, group=False).attempt(write_there, str(tmp_path / "run"))
-    assert f"writes to {tmp_path}/run (process {os.getpid()} on " in ended.traceback
-    held.close()
-    pools(1, group=False).run(write_there, str(tmp_path / "run"))
+def test_two_processes_cannot_write_to_one_run_folder(monkeypatch, pools, tmp_path):
+    folder, pool = str(tmp_path / "run"), pools(1, group=False)
+    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
+    environment(monkeypatch, step)
+    _, lock, _ = claim(folder, tmp_path, [])
+    for variables in ({}, step):  # of no job, or of an equal step on the same host
+        (ended,) = pool.attempt(partial(write_there, folder, **variables))
+        assert f"writes to {folder} (process {os.getpid()} on " in ended.traceback
+    # on a file system that many nodes share
+    held = json.loads(os.pread(lock, 1000, 0)) | {"host": "another"}
+    os.pwrite(lock, json.dumps(held).encode(), 0)
+    (ended,) = pool.attempt(partial(write_there, folder, **step | {"SLURM_STEP_ID": "1"}))
+    assert "on another): pass another --run-dir" in ended.traceback
+    # the job was requeued: the lock is that of a lost node
+    pool.run(partial(write_there, folder, **step))
+    os.close(lock)
+    pool.run(write_there, folder)
+
+
+def test_without_locks_a_living_process_keeps_its_folder(monkeypatch, capsys, tmp_path):
+    none = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
+    monkeypatch.setattr("fcntl.lockf", none)
+    for pid, is_held in ((os.getppid(), True), (os.getpid(), False), (2**30, False)):
+        holder = {"host": platform.node(), "pid": pid}
+        (tmp_path / "launch.json").write_text(json.dumps(holder))
+        with pytest.raises(OSError, match="another run writes") if is_held else nullcontext():
+            os.close(claim(str(tmp_path), tmp_path, [])[1])
+    assert "on a file system without locks: start no second run there" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_one_line(monkeypatch, error_of):
+    environment(monkeypatch, MPIRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20001"})
+    taken = Mock(side_effect=dist.DistNetworkError("The server socket failed (EADDRINUSE)"))
+    monkeypatch.setattr("common.job.launch.join", taken)
+    assert "port 20001 of " in error_of(setup)
 
 
 def reduce_scatter(dtype: torch.dtype, in_place: bool) -> None:

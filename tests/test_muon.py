@@ -186,7 +186,7 @@ def step_by_step(argv: list[str], path: Path, records: bool) -> tuple[list[dict]
     "run", [c for c in [*cases("parity"), *cases("accumulation")] if c.values[0].stage == "11"]
 )
 def test_each_step_is_the_references_from_its_state(pools, corpus_dir, tmp_path, run):
-    data = ["--data", str(corpus_dir), "--resume", "never", "--run-dir"]
+    data = ["--data", str(corpus_dir), "--run-dir"]
     path, argv = tmp_path / "states", [*run.reference_argv, *data, str(tmp_path / "reference")]
     ((expected, _),) = pools(1).run(step_by_step, argv, path, True)
     argv = [*run.argv, *data, str(tmp_path / "run")]

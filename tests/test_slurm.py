@@ -298,7 +298,7 @@ def test_requeue_on_signal_and_after_a_lost_node_resumes_and_is_bitwise_identica
     ask_to_stop(1)
     job.until("step 10", lambda: reached(9))
     ask_to_stop(2)
-    assert job.log.count("time is nearly up: job") == 2
+    assert job.log.count("asked to by USR1: job") == 2
     assert "asked to stop: saving after step" in job.log
     job.until("step 60", lambda: reached(59))  # long before the end: losing takes seconds
     lost = job.nodes()[1]  # the batch script runs on the other node
@@ -370,6 +370,21 @@ def test_a_preempted_job_is_requeued_and_one_that_a_signal_stops_does_not_look_c
     cluster.call("scancel", "--signal=TERM", number)
     job.ends("FAILED")
     assert f"scontrol requeue {number} continues it" in job.log
+
+
+@pytest.mark.wall_clock  # the second of two must start while the first runs
+def test_equal_commands_of_a_job_continue_one_run_in_turn_and_not_at_a_time(cluster, corpus_dir):
+    flags = f"{SMALL} --data {corpus_dir} --log-every 1 --checkpoint-every 2"
+    train = f"srun --overlap -n 1 -N 1 python 01_single_gpu/train.py {flags} --steps"
+    saved = "runs/01_single_gpu/$SLURM_JOB_ID-*/checkpoints/step-*[1-9]0"
+    both = [f"for i in 1 2; do {train} 4; done", f"{train} 5000 &"]
+    both += [f'until compgen -G "{saved}"; do sleep 0.5; done']
+    both += [f"{train} 5000 || echo status $?", "kill $!; wait || true"]
+    job = cluster.batch("--nodes=2", script="\n".join(["source slurm/env.sh || exit", *both]))
+    job.ends()
+    assert job.log.count("test loss") == 1 and job.log.count("nothing left to do: 4 steps") == 1
+    assert job.log.count("the folder holds this run already (last written by process") == 1
+    assert "another run writes to runs/01_single_gpu/" in job.log and "\nstatus 2\n" in job.log
 
 
 def test_the_lock_is_where_no_other_user_can_write():

@@ -6,9 +6,11 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import stat
+import subprocess
 import time
 from argparse import Namespace
 from itertools import count, islice
@@ -19,7 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chaos import numbers, tensors_of
-from harness import REPO, assert_same_curve, load_stage, metrics_of, stage_path, train_in
+from harness import REPO, assert_same_curve, load_stage, metrics_of, stage_path
 from processes import train_and_signal
 from test_checkpoint import metadata_of, write_metadata
 from torch import Tensor
@@ -29,11 +31,12 @@ from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import learning_rate
 
 from common.job import checkpoint_hooks as storage
-from common.job.atomic_files import sync
+from common.job import run as run_module
+from common.job.atomic_files import replacing, sync
 from common.job.checkpoint import checkpoints
 from common.job.corpus import load_corpus
 from common.job.metrics import Metrics, peak_flops, readable
-from common.job.run import Run
+from common.job.run import Run, git_commit
 from common.job.run_changes import compare_runs
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
@@ -213,7 +216,7 @@ def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path,
     assert config["arguments"]["micro_batch_size"] == 12 and config["arguments"]["grad_clip"] == 0
     assert config["versions"]["torch"] == torch.__version__
     if (REPO / ".git").exists():
-        assert len(config["git_commit"]) == 40
+        assert re.fullmatch("[0-9a-f]{40}(-dirty)?", config["git_commit"])
 
     tags = {"loss": "loss/train", "val_loss": "loss/val", "test_ppl": "perplexity/test"}
     tags |= {"step_ms": "speed/step_ms", "memory_mb": "memory/memory_mb", "comm_mb": "comm/comm_mb"}
@@ -222,6 +225,39 @@ def test_run_folder_holds_config_metrics_and_tensorboard_events(train, tmp_path,
         assert points == pytest.approx({x["step"]: x[name] for x in metrics if name in x})
     names = [path.name for path in checkpoints(tmp_path / "checkpoints")]
     assert names == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_the_commit_is_this_repositorys_and_says_if_a_file_has_changed(monkeypatch, tmp_path):
+    for name in ("code", "other"):
+        git = ["git", "-C", str(tmp_path / name), "-c", "user.email=a@b", "-c", "user.name=x"]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.py").write_text(name)
+        for words in ("init -q", "add run.py", f"commit -qm {name}"):
+            subprocess.run([*git, *words.split()], check=True)
+    monkeypatch.setattr(run_module, "__file__", str(tmp_path / "code/run.py"))
+    git = ["git", "-C", str(tmp_path / "code"), "rev-parse", "HEAD"]
+    head = subprocess.check_output(git, text=True).strip()
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
+    assert git_commit() == head
+    (tmp_path / "code/run.py").write_text("changed")
+    assert git_commit() == f"{head}-dirty"
+
+
+def test_a_metrics_file_that_is_removed_is_reported(tmp_path, capsys):
+    metrics = Metrics(1, 1, 1.0, torch.device("cpu"), tmp_path)
+    metrics.open(0)
+    (tmp_path / "metrics.jsonl").unlink()
+    metrics.add({"step": 0, "loss": 1.0})
+    metrics.write()
+    metrics.close()
+    assert f"{tmp_path}/metrics.jsonl was removed" in capsys.readouterr().err
+
+
+def test_files_that_are_written_at_the_same_time_have_names_of_their_own(tmp_path):
+    with replacing(tmp_path / "a") as a, replacing(tmp_path / "b") as b:
+        a.write_text("a"), b.write_text("b")
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["a", "b"]
 
 
 def test_a_checkpoint_folder_that_cannot_be_written_is_reported_before_the_first_step(
@@ -272,77 +308,65 @@ def saved_run(pools, corpus_dir, tmp_path_factory) -> tuple[list, Path]:
     return argv, run_dir
 
 
-RESTARTS = {  # what the processes see
-    "requeue": {"SLURM_RESTART_COUNT": "1", "SLURM_JOB_ID": "7"},
-    "restart": {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "run1"},
-    "new node": {"TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_1/run1_2/attempt_0/0/error.json"},
-}
+def test_resume_says_where_a_run_starts_whose_folder_has_no_checkpoint(saved_run, train, tmp_path):
+    """So a job that is requeued or restarted continues, with the flags that it was started with."""
+    flags = ["--resume", saved_run[1], "--log-every", 1, "--checkpoint-every", 2]
+    flags += ["--run-dir", tmp_path]
+    assert [line["step"] for line in train(*flags, "--steps", 4)] == [2, 3]
+    without = ["--run-dir", tmp_path, "--log-every", 1, "--checkpoint-every", 5]
+    assert [line["step"] for line in train(*without, "--steps", 6)] == [4, 5]
+    assert [line["step"] for line in train(*flags, "--steps", 7)] == [6]
+    steps = [line["step"] for line in metrics_of(tmp_path)]
+    assert steps == [step for step, _ in load_board(tmp_path, "loss/train")] == [*range(2, 7)]
 
 
-@pytest.mark.quick_cases("never-requeue")
-@pytest.mark.parametrize(
-    "how, kind", [("never", "requeue"), *(("path", kind) for kind in RESTARTS)]
-)
-def test_resume_flag_applies_to_the_first_start_only_not_to_a_requeue_or_restart(
-    pools, saved_run, tmp_path, kind, how
+def files_in(folder: Path) -> dict[Path, bytes]:
+    found = [p for p in folder.rglob("*") if p.is_file() and p.name != "launch.json"]
+    return {path: path.read_bytes() for path in found}
+
+
+OTHERS = [  # whether the run has checkpoints, the stage and flags of another one, what it says
+    (True, "01", "--lr 0.01", "another run: --lr is now 0.01, was 0.001: pass --run-dir NEW, and"),
+    (True, "01", "--n-heads 4 --dtype bfloat16", "--n-heads is now 4, was 2; --dtype is now"),
+    (True, "01", "--data sample", "the hash of --data's words is now"),
+    (True, "01", "--resume {run}/checkpoints/step-00000001", "--resume {run}/checkpoints/step-"),
+    (True, "11", "--lr 1e-3", "; stage is now 11_muon, was '01_single_gpu'"),
+    (False, "01", "--seed 5", "belongs to another run: --seed is now 5"),
+    (False, "01", "--steps 3", "no checkpoint: --steps is now 3, was 2: pass another --run-dir"),
+    (False, "01", "--resume {saved}", "pass --resume {saved} --run-dir NEW"),
+]
+
+
+@pytest.mark.parametrize("saves, stage, flags, says", OTHERS)
+def test_a_run_changes_nothing_in_the_folder_of_another_one(
+    pools, saved_run, tmp_path, saves, stage, flags, says
 ):
-    argv, other = saved_run
-    shutil.copytree(other, tmp_path, dirs_exist_ok=True)  # another job's run in this folder
-    resume = how if how == "never" else str(other)
-    argv = [*argv, *"--log-every 1 --checkpoint-every 2 --run-dir".split(), str(tmp_path)]
-
-    def steps_of_restart(steps: str) -> list[int]:
-        again = {k: steps for k in RESTARTS[kind] if k.endswith("COUNT")}
-        job = train_in, RESTARTS[kind] | again, "01", [*argv, "--resume", resume, "--steps", steps]
-        (lines,) = pools(1, group=False).run(*job)
-        return [line["step"] for line in lines]
-
-    first = 0 if how == "never" else 2
-    # a restart before the first save still follows the flag
-    assert steps_of_restart("4") == list(range(first, 4))
-    moved = [*tmp_path.glob("earlier*")]
-    assert steps_of_restart("6") == [4, 5] and [*tmp_path.glob("earlier*")] == moved
-
-
-@pytest.mark.parametrize(
-    "resume, steps, moved",
-    [
-        ("{}/checkpoints/step-00000002", 4, [4, 6]),  # of this folder
-        ("{}-other", 4, [2, 4, 6]),  # of another run: what is here is of a third one
-        ("{}-other", 2, []),  # there is nothing to do, so nothing is replaced
-        ("never", 1, [2, 4, 6]),
-        ("{}-absent", 4, []),  # an error
-        ("auto", 8, []),
-        ("auto", 6, []),  # nothing to do
-    ],
-)
-def test_a_run_deletes_nothing_that_it_has_not_written(
-    pools, saved_run, train, corpus_dir, tmp_path, resume, steps, moved
-):
-    place, other = tmp_path / "run", Path(f"{tmp_path}/run-other")
-    shutil.copytree(saved_run[1], other)
-    flags = ["--checkpoint-every", 2, "--run-dir", place]
-    train("--steps", 6, "--log-every", 1, "--keep-checkpoints", 9, *flags)
-    before = metrics_of(place)
-    (place / "earlier").mkdir()  # of another run in this folder
-    flags += ["--resume", resume.format(place), "--steps", steps]
-    argv = [*SMALL, "--data", str(corpus_dir), *map(str, flags)]
-    config = (place / "config.json").read_text()
-    (ended,) = pools(1, group=False).attempt_train("01", argv)
-    earlier = place / "earlier-2"
-    assert [int(p.name[5:]) for p in checkpoints(earlier / "checkpoints")] == moved
-    assert earlier.exists() == bool(moved) == (str(earlier) in ended.stdout)
-    if moved:
-        assert all(int(p.name[5:]) <= steps for p in checkpoints(place / "checkpoints"))
-        assert metrics_of(earlier) == before and (earlier / "config.json").read_text() == config
-        assert load_board(earlier, "loss/train") == [
-            (x["step"], pytest.approx(x["loss"])) for x in before
-        ]
-    if ended.value:
-        steps_of_board = [step for step, _ in load_board(place, "loss/train")]
-        assert steps_of_board == [x["step"] for x in metrics_of(place)]
+    argv, saved = saved_run
+    run = tmp_path / "run"
+    if saves:
+        shutil.copytree(saved, run)
     else:
-        assert metrics_of(place) == before and (place / "config.json").read_text() == config
+        pools(1, group=False).train("01", [*argv, "--run-dir", str(run)])
+    before = files_in(run)
+    flags = flags.format(run=run, saved=saved).split()
+    (ended,) = pools(1).attempt_train(stage, [*argv, *flags, "--run-dir", str(run)])
+    assert ended.exit_status == 2 and ended.stderr.count("\n") == 1, ended
+    assert str(run) in ended.stderr and says.format(run=run, saved=saved) in ended.stderr
+    assert files_in(run) == before
+
+
+def test_the_same_command_again_continues_and_loses_no_line(pools, saved_run, tmp_path):
+    argv, _ = saved_run
+    argv = [*argv, "--run-dir", str(tmp_path), "--log-every"]
+    pool = pools(1, group=False)
+    pool.train("01", [*argv, "1"])
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    (ended,) = pool.attempt_train("01", [*argv, "2"])  # without a checkpoint: from the start
+    assert "the folder holds this run already (last written by process " in ended.stdout
+    assert "--log-every is now 2, was 1" in ended.stdout
+    assert "its 2 lines of steps that are done again are now in metrics-replaced" in ended.stdout
+    assert (tmp_path / "metrics-replaced.jsonl").read_bytes() == before
+    assert numbers(metrics_of(tmp_path)) == numbers(map(json.loads, before.splitlines()))
 
 
 def load_board(folder: Path, tag: str) -> list[tuple[int, float]]:

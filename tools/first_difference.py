@@ -7,6 +7,8 @@ clipping, and with a checkpoint after the first step. For example:
 
     {train}
 
+Of two other runs it compares the logged losses and norms, and the weights in their checkpoints.
+
 A checkpoint of any stage holds the parameters of the plain model and AdamW's first moment, a tenth
 of the gradient after one step, so the two may be of different stages and on different topologies.
 Exit status 1 if anything differs.
@@ -25,13 +27,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from common.job.checkpoint_hooks import checkpoints
 from common.job.launch import fail
+from common.job.metrics import step_of
 from tools.export import tensors_of
 
 FLAGS = "--steps 2 --log-every 1 --checkpoint-every 1 --grad-clip 0 --lr 1e-30 --dtype float32"
 TRAIN = f"""python 01_single_gpu/train.py {FLAGS} --run-dir runs/reference
     torchrun --nproc-per-node 2 02_ddp/train.py {FLAGS} --run-dir runs/a"""
 FACTORS = {"optim.exp_avg.": 10, "optim.momentum.": 20}  # from the state of one step to a gradient
+NAMES = ("loss", "grad_norm", "val_loss", "test_loss")  # of metrics to compare
 BACKWARD = "head norm w2 w1 router mlp_norm wo wqkv attn_norm tokens".split()  # within a unit
 Tensors = dict[str, Tensor]
 
@@ -195,6 +200,41 @@ def compare(run: State, reference: State, tolerance: float = 1e-4) -> list[str]:
     return [*lines, f"likely cause: {cause}"] if cause else lines
 
 
+def shows_gradients(run: Path) -> bool:
+    """Whether the run's first checkpoint holds the gradient of its first step."""
+    config = run / "config.json"
+    has_first = (run / "checkpoints" / "step-00000001" / ".metadata").is_file()
+    return has_first and not json.loads(config.read_text())["arguments"]["grad_clip"]
+
+
+def compare_curves(run: Path, reference: Path, tolerance: float = 1e-5) -> list[str]:
+    """Where any two runs first differ: in a logged step, and in a checkpoint; [] if nowhere."""
+    lines = []
+    for folder in (run, reference):
+        if not (folder / "metrics.jsonl").is_file():
+            fail(f"{folder} has no metrics.jsonl: name the folders of two runs")
+        each = (folder / "metrics.jsonl").read_bytes().splitlines()
+        each = [json.loads(line) for line in each if step_of(line) < math.inf]  # not cut by a kill
+        lines.append({line["step"]: line for line in each})
+    ours, theirs = lines
+    both = sorted(ours.keys() & theirs.keys())
+    if not both:
+        fail("no step is logged in both runs")
+    found, found_weights = [], []
+    for step, name in ((s, n) for s in both for n in NAMES if n in ours[s] and n in theirs[s]):
+        a, b = ours[step][name], theirs[step][name]
+        if not math.isclose(a, b, rel_tol=tolerance):
+            what = f"step {step} is the first of {len(both)} in both logs whose {name} differs"
+            found.append(f"{what}: {a:.7g}, in the reference {b:.7g}")
+            break
+    for path in checkpoints(run / "checkpoints"):
+        other = reference / "checkpoints" / path.name
+        if not found_weights and (other / ".metadata").is_file():
+            a, b = tensors_of(path), tensors_of(other)
+            found_weights = table(differences(a, b, tolerance), b, f"weights differ in {path.name}")
+    return [*found, *found_weights]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.replace("{train}", TRAIN),
@@ -203,8 +243,13 @@ def main() -> int:
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("reference", type=Path, metavar="REFERENCE")
     args = parser.parse_args()
-    lines = compare(read(args.run), read(args.reference))
-    print("\n".join(lines or ["the same weights, losses and gradients in the first step"]))
+    if all(map(shows_gradients, (args.run, args.reference))):
+        lines, same = compare(read(args.run), read(args.reference)), "weights, losses and gradients"
+        same += " in the first step"
+    else:
+        lines, same = compare_curves(args.run, args.reference), "losses, norms and weights"
+        same += ", where both have logged or saved them"
+    print("\n".join(lines or [f"the same {same}"]))
     return int(bool(lines))
 
 

@@ -147,7 +147,6 @@ class Quickstart:
         argv = [*row.flags.split(), *row.more.split(), "--run-dir", str(folder)]
         if needs_model(row.stage):
             argv += f"--model {self.exported()} --lr 1e-3 --global-batch-size 24".split()
-        argv += [] if "--resume" in row.more else ["--resume", "never"]
         if row.by_torchrun:
             self.by_torchrun(row, argv, deadline - time.monotonic())
             return metrics_of(folder)
@@ -254,7 +253,8 @@ def machine(gpus: int, cores: int) -> str:
 
     from common.job.run import git_commit
 
-    commit = (git_commit() or "unknown")[:9]
+    commit = git_commit() or "unknown"
+    commit = commit[:9] + commit[40:]  # and -dirty
     device, nccl = f"{cores} CPU cores", ""
     if gpus:
         device = f"{gpus} x {torch.cuda.get_device_name()}"

@@ -63,11 +63,16 @@ if [ "${stage#01_}" = "$stage" ]; then
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
   # torchrun's own store would give ranks that it restarts the addresses of processes that are gone
   [ "${PET_MAX_RESTARTS:-0}" = 0 ] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+  # a user's settings for torchrun, such as those of a pod: PET_NNODES=2 would wait for another node
+  for name in $(env | sed -n 's/^\(PET_[A-Z_]*\)=.*/\1/p'); do
+    [ "$name" = PET_MAX_RESTARTS ] || unset "$name"
+  done
   # --standalone would name the run by a UUID. A time sorts, and stays the same when torchrun restarts
-  # the ranks; the process id distinguishes runs that start in the same second. Without --local-addr
-  # it waits forever where the host's name does not resolve.
+  # the ranks; random digits distinguish runs that start in the same second. Without --local-addr it
+  # waits forever where the host's name does not resolve.
+  random=$(od -An -N4 -tx1 /dev/urandom | tr -d ' ')
   set -- -m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-    --local-addr 127.0.0.1 --rdzv-id "$(date +%Y%m%d-%H%M%S)-$$" --nproc-per-node "$NPROC" "$@"
+    --local-addr 127.0.0.1 --rdzv-id "$(date +%Y%m%d-%H%M%S)-$random" --nproc-per-node "$NPROC" "$@"
 fi
 echo "$python $*"
 exec "$python" "$@"

@@ -17,6 +17,11 @@ command -v "$python" >/dev/null ||
 "$python" -c 'import venv, ensurepip' 2>/dev/null ||
   fail "$python has no venv module; on Debian and Ubuntu: apt install python3-venv"
 
+# another clone may have installed the same into it
+if [ -z "$torch" ] && cmp -s requirements.txt "$venv/.installed"; then
+  touch "$venv/.installed"
+  exit
+fi
 echo "make setup: installing into $venv, once (PyTorch is large: a few minutes)"
 see=$([ "$torch" = keep ] && echo --system-site-packages)
 [ -x "$venv/bin/pip" ] || "$python" -m venv ${see:+"$see"} "$venv" || fail "cannot create $venv"
@@ -35,4 +40,4 @@ unset PIP_TARGET PIP_PREFIX PIP_ROOT # of a user, as --user may be: into another
 [ -x "$venv/bin/torchrun" ] || {
   printf '#!/bin/sh\nexec "%s/python" -m torch.distributed.run "$@"\n' "$(cd "$venv/bin" && pwd)"
 } >"$venv/bin/torchrun" && chmod +x "$venv/bin/torchrun"
-touch "$venv/.installed"
+cp requirements.txt "$venv/.installed"

@@ -66,6 +66,9 @@ class Parser(argparse.ArgumentParser):
         # a shell leaves the tilde of --run-dir=~/x as it is
         words = ["=".join(map(os.path.expanduser, word.split("=", 1))) for word in given]
         args = super().parse_args(words, Arguments())
+        for name, value in vars(args).items():
+            if value == "":  # an unset variable of a shell
+                self.error(f"--{name.replace('_', '-')} is empty: pass a value, or not the flag")
         args.given = given
         return args
 
@@ -135,8 +138,7 @@ def base_parser(description: str | None, without: Sequence[str] = ()) -> Parser:
     add("--checkpoint-every", type=natural, default=0, help="steps; 0: never")
     add("--keep-checkpoints", type=count, default=2, help="how many of the newest to keep")
     add("--save-model", metavar="FILE", help="write the full weights there after the last step")
-    starts = "{auto,never,PATH}"
-    add("--resume", default="auto", metavar=starts, help="auto: the run folder's newest checkpoint")
+    add("--resume", metavar="PATH", help="start a new run from this checkpoint, or another run's")
     add("--run-dir", help="default: runs/STAGE/ID, the launcher's id or the time")
     add("--log-every", type=count, default=10, help="steps between lines")
     add("--timeout", type=_number(float, 1, 10**6), default=600, help="collective timeout, seconds")

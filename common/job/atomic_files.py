@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from common.distributed import warn
 def replacing(path: str | os.PathLike) -> Iterator[Path]:
     """A file to write, which takes the place of `path` (or of what it links to) when complete."""
     path = Path(os.path.realpath(path))
-    aside = path.with_name(f".writing-{os.getpid()}")
+    # not by the process id, which processes on other nodes or in other containers may have, too
+    aside = path.with_name(f".writing-{secrets.token_hex(6)}")
+    aside.touch(exist_ok=False)
     try:
         yield aside
         sync(aside)

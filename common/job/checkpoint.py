@@ -43,7 +43,6 @@ class Checkpointer:
             self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP's, in one process
         self._ranks = {"process_group": self.group, "no_dist": self.group is None}
-        self.is_own = False  # whether `load` has loaded a checkpoint of this folder
         self.blocked_seconds = 0.0  # time for which saves have blocked training
         self._saving: tuple[storage.AtomicWriter, Future] | None = None
 
@@ -80,7 +79,12 @@ class Checkpointer:
             if rank() == 0:  # every rank has stopped writing
                 shutil.rmtree(writer.path, ignore_errors=True)
             cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
-            fail(f"cannot save {writer.final}: {cause}; older ones are untouched", status=1)
+            try:
+                left = [path.name for path in checkpoints(self.path)]
+            except OSError as error:
+                left = [str(error)]
+            older = f"older ones: {', '.join(left) or 'none'}"
+            fail(f"cannot save {writer.final}: {cause}; {older}", status=1)
 
     def close(self) -> None:
         self.wait()
@@ -114,38 +118,40 @@ class Checkpointer:
                 place.copy_(received if owner > 0 else planner.lookup_object(item.index))
         return full
 
-    def load(self, resume: str, state: State, optimizer: torch.optim.Optimizer) -> int:
+    def load(self, resume: str | None, state: State, optimizer: torch.optim.Optimizer) -> int:
         """Fill `state` in place from a checkpoint; return the steps done, 0 for a new run.
 
-        resume: `auto` (the newest complete checkpoint of this folder, if any), `never`, or the path
-        of a checkpoint or of a run. A corrupt one is reported, and the previous one is used.
+        It is the newest complete one of this folder. If there is none, `resume` may be the path of
+        a checkpoint or of a run. A corrupt one is reported, and the previous one is used.
         """
-        if resume == "never":
-            return 0
         try:
-            found: list[Path] | OSError = self._candidates(resume)
+            found: list[Path] | OSError = checkpoints(self.path)[::-1]
+            is_own = bool(found)
+            if resume is not None and not is_own:
+                found = self._candidates(Path(resume))
         except OSError as unreadable:
-            found = unreadable
-        found = self._gather(found)[0]  # rank 0's: shared file systems may lag
+            found, is_own = unreadable, False
+        found, is_own = self._gather((found, is_own))[0]  # rank 0's: shared file systems may lag
+        is_resumed = resume is not None and not is_own
+        where = f"--resume {resume}" if is_resumed else f"--run-dir {self.path.parent}"
         if isinstance(found, OSError):
-            fail(f"--resume {resume}: cannot be read: {found}")
+            fail(f"{where}: cannot be read: {found}")
         if not found:
-            if resume == "auto":
+            if resume is None:
                 return 0
-            fail(f"--resume {resume}: no checkpoint there (step-... with .metadata, or a run's)")
+            fail(f"{where}: no checkpoint there (step-... with .metadata, or a run's)")
         for number, path in enumerate(found):
             try:
                 step, notes = self._fill(state, path)
                 break
             except storage.IncompatibleCheckpointError as error:
-                fail(f"--resume {resume}: {path} does not fit this model: {error}")
+                fail(f"{where}: {path} does not fit this model: {error}")
             except storage.CorruptCheckpointError as error:
                 what = f"{path} is corrupt: {error}"
                 if path == found[-1]:
-                    fail(f"--resume {resume}: {what}; pass an older one, if there is one")
+                    fail(f"{where}: {what}; pass an older one, if there is one")
                 print0(f"{what}; going back to {found[number + 1].name}")
-        self.is_own = exists(self.path) and self.path.samefile(path.parent)
-        if rank() == 0 and self.is_own:
+        if rank() == 0 and is_own:
             for bad in found[:number]:  # they do not count as checkpoints to keep
                 move_aside(bad, f"corrupt-{bad.name}")
         for adamw in optimizer.state.values():
@@ -153,13 +159,11 @@ class Checkpointer:
         print0("\n".join([*notes, f"resumed from {path}, {step} steps done"]))
         return step
 
-    def _candidates(self, resume: str) -> list[Path]:
-        """The checkpoints that `resume` may mean, the newest first."""
-        if resume == "auto":
-            return checkpoints(self.path)[::-1]
-        if exists(Path(resume) / ".metadata"):
-            return [Path(resume)]
-        return checkpoints(Path(resume) / "checkpoints")[::-1]
+    def _candidates(self, resume: Path) -> list[Path]:
+        """The checkpoints that `--resume` may mean, the newest first."""
+        if exists(resume / ".metadata"):
+            return [resume]
+        return checkpoints(resume / "checkpoints")[::-1]
 
     def _gather(self, value: object) -> list:
         if self.group is None:
@@ -174,7 +178,8 @@ class Checkpointer:
         Every rank raises the same `CheckpointError`, or none does.
         """
         try:
-            reader, error = storage.Reader(path), None
+            notes, error = [], None
+            reader = storage.Reader(path)
             notes = compare_runs(reader.metadata.planner_data[storage.RUN], self.run)
         except (storage.CheckpointError, OSError) as found:
             error = found
@@ -193,6 +198,8 @@ class Checkpointer:
             fail(f"{path} cannot be read: {error}", status=1)  # it may be intact
         if error is not None and not isinstance(error, storage.CheckpointError):
             error = storage.CorruptCheckpointError(str(error).strip().split("\n")[0])
+        if isinstance(error, storage.IncompatibleCheckpointError):
+            error = storage.IncompatibleCheckpointError("; ".join([str(error), *notes]))
         if error is not None:
             raise error
         return int(state["step"].item()), notes

@@ -117,7 +117,7 @@ def output_folder(
     digest = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
     aside = out.with_name(f".{out.name}.writing-{digest}")  # another run may have the same --out
     is_there = all_reduce_control(torch.tensor(float(exists(out)))).item() > 0
-    if is_there and not run.is_restart:
+    if is_there and not run.continues:
         fail(f"--out {out} is already there: move it away, or pass another folder")
     if not is_there:
         run.check_output("out", aside, *[files.try_to_prepare] * (name == "model"))

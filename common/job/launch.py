@@ -129,7 +129,13 @@ def setup(timeout: float = 600.0) -> World:
     """
     prepare_streams()
     launch = launch_environment()
-    return join(launch, None if dist.is_initialized() else _init_method(launch), timeout)
+    try:
+        return join(launch, None if dist.is_initialized() else _init_method(launch), timeout)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        where = f"port {launch.address[1]} of {platform.node()}"
+        fail_here(f"{where} is taken by another program: set MASTER_PORT to another one")
 
 
 def _init_method(launch: Launch) -> str | None:

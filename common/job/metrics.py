@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -126,10 +127,17 @@ class Metrics:
         self._file = self._board = None
 
     def open(self, first: int) -> None:
-        """Open the files; drop the lines of a run that got past step `first` before it stopped."""
+        """Open the files. If the run got past step `first` before it stopped, its lines of those
+        steps, which are done again, move to another file."""
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
         lines = self._path.read_bytes().splitlines() if exists(self._path) else []
+        if again := [line for line in lines if first <= step_of(line) < math.inf]:
+            aside = self._path.with_name("metrics-replaced.jsonl")
+            with open(aside, "ab") as file:
+                file.write(b"".join(line + b"\n" for line in again))
+            what = f"its {len(again)} lines of steps that are done again"
+            print0(f"{self._path.name}: {what} are now in {aside.name}")
         with replacing(self._path) as file:
             file.write_bytes(b"".join(x + b"\n" for x in lines if step_of(x) < first))
         self._file = open(self._path, "a")
@@ -201,6 +209,8 @@ class Metrics:
         with self._going_on(self._path):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()  # what could not be written is written with a later line
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                warn(f"{self._path} was removed: the metrics of this run are lost from there on")
         with self._going_on(self._path.parent):
             for name, value in line.items():
                 if name != "step" and self._board:

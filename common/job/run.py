@@ -25,11 +25,12 @@ from common.shards import State
 
 from common.job.arguments import Arguments
 from common.job.atomic_files import check_writable, replacing
-from common.job.checkpoint import Checkpointer, checkpoints
+from common.job.checkpoint import Checkpointer
 from common.job.corpus import Corpus
 from common.job.launch import fail, launch_environment, rank, world_size
 from common.job.metrics import Metrics
-from common.job.run_folder import RunFolder
+from common.job.run_changes import check_start, last_start
+from common.job.run_folder import claim
 
 # Signals that ask a run to save and stop: of a user, Slurm, a closed terminal, and of LSF or Grid
 # Engine before a limit.
@@ -40,9 +41,7 @@ class Run:
     """One training run, from its flags. script: the stage's file; its folder names the stage.
 
     Every rank makes one, after the model: the ranks agree on the folder, and two process groups
-    are created, for votes and for checkpoints. `is_restart`: of a job that was requeued or
-    restarted. `resume` is where the run starts: `--resume`, or `auto` for a restart that has a
-    checkpoint of its own.
+    are created, for votes and for checkpoints. `continues`: its folder holds this run already.
     """
 
     def __init__(
@@ -66,41 +65,45 @@ class Run:
         if dist.is_initialized():
             timeout = timedelta(seconds=args.timeout)
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="stop")
-        self._claim: RunFolder | None = None  # on rank 0
-        claimed = self._of_rank_0("run_dir", self._claim_folder, Path("runs", stage))
-        self.folder, self.is_restart, has_checkpoint = claimed
-        if args.save_model:
-            self.check_output("save_model", Path(args.save_model))
-        self.resume = "auto" if self.is_restart and has_checkpoint else args.resume
-        # documents of instructions are shorter than --seq-len
-        tokens = round(args.global_batch_size * getattr(corpus, "mean_length", args.seq_len))
-        flops = tokens * config.flops_per_token()
-        self.metrics = Metrics(args.steps, tokens, flops, device, self.folder)
         saved = {  # with every checkpoint
             "arguments": vars(args),
             "vocabulary": hashlib.sha256("\n".join(corpus.vocab).encode()).hexdigest()[:12],
             "corpus": corpus.digest,
-        }
-        self.checkpoints = Checkpointer(self.folder / "checkpoints", timeout, saved)
-        self._handlers: dict = {}  # of signals, before this run
-        self._asked_to_stop = False  # on this rank
-        self._stopping = False  # on all ranks
-        self._loss = self._grad_norm = torch.zeros(())  # of the last step
-        self._description = {
             "stage": stage,
+        }
+        self._description = {
             "script": script.name,
+            "script_sha256": hashlib.sha256(script.read_bytes()).hexdigest()[:12],
             "edit": os.environ.get("EDIT", "") if script.name != "train.py" else "",
             **saved,
             "parameters": config.num_parameters(),
             "world_size": world_size(),
             "launcher": launch_environment().launcher,
-            "device": self.metrics.device_name or platform.processor() or platform.machine(),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "git_commit": git_commit() if rank() == 0 else None,
         }
+        self._lock: int | None = None  # on rank 0
+        self._last: dict | None = None  # on rank 0: what described the last start in the folder
+        self.folder, since = self._of_rank_0("run_dir", self._claim_folder)
+        self.continues = since is not None
+        if args.save_model:
+            self.check_output("save_model", Path(args.save_model))
+        # documents of instructions are shorter than --seq-len
+        tokens = round(args.global_batch_size * getattr(corpus, "mean_length", args.seq_len))
+        flops = tokens * config.flops_per_token()
+        self.metrics = Metrics(args.steps, tokens, flops, device, self.folder)
+        machine = platform.processor() or platform.machine()
+        self._description["device"] = self.metrics.device_name or machine
+        self.checkpoints = Checkpointer(self.folder / "checkpoints", timeout, saved)
+        self._handlers: dict = {}  # of signals, before this run
+        self._asked_to_stop = False  # on this rank
+        self._stopping = False  # on all ranks
+        self._loss = self._grad_norm = torch.zeros(())  # of the last step
         size = f"{config.num_parameters() / 1e6:.2f} M parameters, {world_size()} x {device.type}"
         data = f"data {corpus.name} (hash {corpus.digest})"
         print0(f"{stage}: {size}, {data}, run folder {self.folder}")
+        if self.continues:
+            print0(f"the folder holds this run already (last written by {since}): it continues")
 
     def check_output(self, name: str, path: Path, check: Callable = check_writable) -> None:
         """Fail now, and not after the last step, if rank 0 cannot write what the argument names."""
@@ -123,16 +126,22 @@ class Run:
             fail(error)
         return value
 
-    def _claim_folder(self, parent: Path) -> tuple[Path, bool, bool]:
-        self._claim = RunFolder(self.args.run_dir, parent, self.args.given)
-        folder = self._claim.path / "checkpoints"
-        check_writable(folder / "step")
-        return self._claim.path, self._claim.ids["began"], bool(checkpoints(folder))
+    def _claim_folder(self) -> tuple[Path, str | None]:
+        """The run's folder, and who last wrote to it; None: it is new."""
+        stage, script = self._description["stage"], self._description["script"]
+        command = [script, *self.args.given]
+        folder, self._lock, who = claim(self.args.run_dir, Path("runs", stage), command)
+        check_writable(folder / "checkpoints" / "step")
+        self._last = last_start(folder, self._description)
+        return folder, None if self._last is None else who
 
     def _begin(self, first: int) -> None:
         """Describe the run in its folder, now that its checkpoint is loaded."""
-        if earlier := self._claim.begin(first, self.checkpoints.is_own):
-            print0(f"what an earlier run had written to {self.folder} is now in {earlier}")
+        if self._last is not None:
+            for note in check_start(self.folder, first, self._last, self._description):
+                print0(note)
+            resume = self._last["arguments"].get("resume")  # where the run began
+            self._description["arguments"] = {**vars(self.args), "resume": resume}
         with replacing(self.folder / "config.json") as file:
             file.write_text(json.dumps(self._description, indent=2) + "\n")
         self.metrics.open(first)
@@ -144,7 +153,8 @@ class Run:
         """
         self._steps_done = first
         if first >= self.args.steps:
-            print0(f"nothing left to do: {first} steps are done, --steps is {self.args.steps}")
+            more = f"to go on, pass a larger --steps than {self.args.steps}"
+            print0(f"nothing left to do: {first} steps are done: {more}")
             return
         self._of_rank_0("run_dir", self._begin, first)
         self.metrics.start(first)
@@ -243,8 +253,8 @@ class Run:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self.metrics.close()
-        if self._claim is not None:
-            self._claim.close()
+        if self._lock is not None:
+            os.close(self._lock)
         if self._group is not None:
             dist.destroy_process_group(self._group)
         return self.metrics.lines
@@ -293,7 +303,12 @@ def return_freed_memory() -> None:
 
 
 def git_commit() -> str | None:
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "-q", "HEAD"]
+    """The commit of this code, with -dirty appended if a file has changed since."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    git += ["--abbrev=40", "--exclude=*"]
+    # a git hook has GIT_DIR, which may be that of another repository
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True, timeout=5).strip()
+        said = subprocess.run(git, env=env, capture_output=True, text=True, timeout=5, check=True)
+        return said.stdout.strip()
     return None

@@ -1,28 +1,85 @@
-"""What may change when a run continues from a checkpoint, and what may not."""
+"""What may change when a run continues, and what makes it another run."""
 
-from common.job.checkpoint_hooks import IncompatibleCheckpointError
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from common.job.atomic_files import exists
+from common.job.checkpoint_hooks import IncompatibleCheckpointError, checkpoints
+from common.job.metrics import step_of
 
 SHAPE = ("d_model", "n_layers", "n_heads")  # of the weights
-# arguments that may differ from those of the run that saved, but not silently
-REPORTED = ("seed", "seq_len", "global_batch_size", "lr", "warmup_steps", "min_lr_ratio", "steps")
-REPORTED += ("weight_decay", "grad_clip", "dropout")
-HASHES = {"vocabulary": "the hash of --data's words", "corpus": "the hash of --data"}
+# arguments that change the losses; a checkpoint of another run fits all the same
+CURVE = ("seed", "seq_len", "global_batch_size", "lr", "warmup_steps", "min_lr_ratio")
+CURVE += ("weight_decay", "grad_clip", "dropout")
+DATA = {"vocabulary": "the hash of --data's words", "corpus": "the hash of --data"}
+# what stays the same in one run: all of these, and what changes a stage's losses
+ONE_RUN = (*SHAPE, *CURVE, *DATA, "edit", "dtype", "param_dtype", "reduce_dtype", "recipe")
+ONE_RUN += ("n_experts", "top_k", "balance_rate", "model", "valid", "lora_rank", "lora_alpha")
+
+
+def changes(old: dict, new: dict, names: Iterable[str]) -> list[str]:
+    """A line like `--lr is now 0.01, was 0.001` for each of the names whose values differ.
+
+    Both are as `config.json` describes a run. A name that one of them lacks is no change.
+    """
+    flags = {name: "--" + name.replace("_", "-") for name in new["arguments"]} | DATA
+    old, new = ({**each, **each["arguments"]} for each in (old, new))
+    differ = [name for name in names if name in old and name in new and old[name] != new[name]]
+    return [f"{flags.get(name, name)} is now {new[name]}, was {old[name]!r}" for name in differ]
 
 
 def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
-    """Report how this run differs from the one that saved the checkpoint, if both are known.
+    """Report how this run differs from the one that saved a checkpoint, if both are known.
 
     Another shape or vocabulary is an error, even one of equal size: its meaning does not fit.
     """
     if not saved or not run:
         return []
-    old, new = ({**each, **each["arguments"]} for each in (saved, run))
-
-    def changed(*names: str) -> list[str]:
-        known_as = {name: HASHES.get(name, "--" + name.replace("_", "-")) for name in names}
-        differ = [name for name in names if old[name] != new[name]]
-        return [f"{known_as[name]} is now {new[name]}, was {old[name]!r}" for name in differ]
-
-    if found := changed(*SHAPE, "vocabulary"):
+    if not {*SHAPE, *CURVE} <= saved["arguments"].keys():
+        raise IncompatibleCheckpointError("another version of this code saved it")
+    if found := changes(saved, run, (*SHAPE, "vocabulary")):
         raise IncompatibleCheckpointError("; ".join(found))
-    return changed(*REPORTED, "corpus")
+    return changes(saved, run, ("stage", *CURVE, "steps", "corpus"))
+
+
+def last_start(folder: Path, run: dict) -> dict | None:
+    """The description of the last start in a run's folder; None if it holds no run yet.
+
+    Raises OSError if `run`, the description of this start, is that of another run.
+    """
+    if not checkpoints(folder / "checkpoints") and not steps_in(folder):
+        return None
+    try:
+        last = {"arguments": {}} | json.loads((folder / "config.json").read_text())
+    except (FileNotFoundError, ValueError, TypeError):
+        last = {"arguments": {}}
+    if found := changes(last, run, ONE_RUN):
+        fix = f"--run-dir NEW, and --resume {folder} to start from its newest checkpoint, if any"
+        raise OSError(f"{folder} belongs to another run: {'; '.join(found)}: pass {fix}")
+    resume = run["arguments"]["resume"]
+    if resume not in (None, last["arguments"].get("resume")):
+        why = "a run continues from the newest checkpoint in its folder"
+        raise OSError(f"{why}: to start from another one, pass --resume {resume} --run-dir NEW")
+    return last
+
+
+def check_start(folder: Path, first: int, last: dict, run: dict) -> list[str]:
+    """What has changed since the last start and was not reported yet, to print.
+
+    first: the steps done. Raises OSError if the folder has no checkpoint and a run with other flags
+    would replace all its metrics.
+    """
+    if not checkpoints(folder / "checkpoints") and not any(s < first for s in steps_in(folder)):
+        unknown = [] if last["arguments"] else ["config.json does not describe it"]
+        if found := changes(last, run, ("steps", "resume")) or unknown:
+            what = f"metrics of another run, and no checkpoint: {'; '.join(found)}"
+            raise OSError(f"{folder} has {what}: pass another --run-dir")
+    reported = {*ONE_RUN, "stage", "steps", "resume", "run_dir", "arguments", "parameters"}
+    return changes(last, run, [n for n in {**run, **run["arguments"]} if n not in reported])
+
+
+def steps_in(folder: Path) -> list[float]:
+    """The steps of the lines in `metrics.jsonl`."""
+    path = folder / "metrics.jsonl"
+    return [step_of(line) for line in path.read_bytes().splitlines()] if exists(path) else []

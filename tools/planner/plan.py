@@ -9,6 +9,7 @@ seconds per layout; tests compare both with the dry run.
 from __future__ import annotations
 
 import math
+import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tools.costs import Costs, costs_of
 from tools.planner.step_time import GPUS, Job, caveats, step_time
 from tools.stages import stages
 
+EXAMPLE = 'make plan ARGS="--nodes 2 --gpus 8 --gpu-type h100 --network 50 --preset gpt2"'
 VOCABULARY = 33_280  # WikiText-2's 33,278, padded
 USABLE = 0.92  # of a GPU's memory: the CUDA context, NCCL's buffers and fragmentation take the rest
 RANGE = 0.88, 1.25  # measured / predicted of left-out sources, 10 and 90 %: tests/step_errors.py
@@ -265,6 +267,8 @@ def parse_args() -> Namespace:
     add("--network", type=positive, help="GB/s of one GPU's network card, in one direction")
     add("--efficiency", type=positive, help="the achieved part of the matmul rate, such as 0.55")
     add("--explain", action="store_true", help="print the best layout's formulas with its numbers")
+    if len(sys.argv) == 1:
+        parser.error(f"describe the machine and the model, for example: {EXAMPLE}")
     return parser.parse_args()
 
 
