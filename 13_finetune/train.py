@@ -232,6 +232,7 @@ def load(args) -> tuple[LlamaConfig, WeightFiles, Instructions]:
     if data.vocab_size > config.vocab_size:
         rows = f"the embedding has {config.vocab_size} rows"
         fail(f"--model {folder}: {rows}, and --data the token {data.vocab_size - 1}")
+    args.d_model, args.n_layers, args.n_heads = config.d_model, config.n_layers, config.n_heads
     args.steps = args.steps or math.ceil(args.epochs * len(data.train) / args.global_batch_size)
     if args.warmup_steps is None:
         args.warmup_steps = math.ceil(0.03 * args.steps)
