@@ -327,7 +327,7 @@ class ZeroStage3:
         named_units = units_with_values(module, units)
         self.units = [Unit(*named_unit, process_group) for named_unit in named_units]
         self.shards = [unit.shard for unit in self.units]
-        self._optimizer = optimizer_class(self.shards, **defaults)
+        self.optimizer = optimizer_class(self.shards, **defaults)
 
     def no_sync(self):
         """Without effect: every backward reduces the gradients."""

@@ -378,15 +378,17 @@ def training_state(model: FullyShardedDataParallel, optimizer: torch.optim.Optim
 def parse_args(argv: list[str] | None = None):
     parser = base_parser(__doc__)
     parser.add_argument(
-        "--shard-degree", type=positive_int, default=world_size(), help="ranks that shard a unit"
+        "--shard-degree", type=positive_int, help="ranks that shard a unit (default: all)"
     )
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
     parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--no-reshard-after-forward", action="store_true", help="until backward")
     parser.add_argument("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
     args = check_arguments(parser.parse_args(argv), data_parallel_size=world_size())
-    if world_size() % args.shard_degree:
-        fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
+    args.shard_degree = args.shard_degree or args.dp
+    if args.dp % args.shard_degree:
+        ranks = f"{args.dp} data-parallel ranks"
+        fail(f"--shard-degree {args.shard_degree} does not divide the {ranks}")
     args.param_dtype = args.param_dtype or args.dtype
     args.state_on = "host" if args.cpu_offload else "device"
     args.autocast = False  # units are unsharded in --param-dtype, and their inputs cast to it

@@ -162,6 +162,7 @@ class VocabParallelEmbedding(TensorParallelModule):
     """Looks up the tokens whose rows this rank owns, zeros for others. g sums over the ranks."""
 
     shard_dim = 0  # weight: [vocab / tp, d]
+    is_lookup = True  # as `nn.Embedding`: no matmul reads the weight, and it stays in float32
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, seq] -> [batch, seq, d]
         row, is_local = local_index(tokens, len(self.weight), self.region.group)

@@ -9,20 +9,21 @@ Ranks that differ in only one coordinate form a process group, which communicate
 `tp` is innermost so that its ranks share a node: its collectives block several times per layer.
 `pp` is outermost: its messages travel while other micro-batches compute.
 
-New since 06: the mesh; gradients that are averaged over `dp` after the pipeline has drained; and a
-global norm that counts every parameter once. The parts of 05 and 06 that it takes unchanged are
-beside this file, in tensor_parallel.py and pipeline.py.
+New since 06: the mesh; ZeRO-1 over `dp`, after the pipeline has drained (Megatron-LM's distributed
+optimizer); and a global norm that counts every parameter once. The parts of 05 and 06 that it takes
+unchanged are beside this file, in tensor_parallel.py and pipeline.py.
 
     P parameters, of which a rank has Q, about P / (pp tp), in l layers; m micro-batches per step
-    A = micro-batch x seq x d_model elements; e = 1 on the first and the last stage, 2 if pp = 1
+    H = micro-batch x seq x d_model; e = 1 with the embedding, and 1 more with the LM head
 
-    memory per rank   16 Q bytes, and 06's activations for 1 / dp of the batch, sharded as in 05
-    sent per step     over dp: 2 (dp-1)/dp Q elements
-                      over tp: 2 (tp-1)/tp m (4 l + e) A
-                      over pp: m A per boundary and direction (--sequence-parallel: m A / tp)
+    memory per rank   4 Q + 12 Q / dp bytes, and until the gradients are reduced 4 Q more; 06's
+                      activations for 1 / dp of the batch, sharded as in 05
+    sent per step     over dp: reduce-scatter Q + all-gather Q
+                      over tp: all-reduces of m (4 l + e) H elements, and 05's for the loss
+                      over pp: m H per boundary and direction (--sequence-parallel: m H / tp)
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM", 2021; and the papers of 02, 05 and 06.
+Megatron-LM", 2021; and the papers of 03, 05 and 06.
 
 Run it:
 
@@ -42,21 +43,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # of the files beside 
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_
 
-from common.collectives import all_reduce_control, global_norm
+from common.collectives import (
+    all_gather_single,
+    all_reduce_control,
+    global_norm,
+    reduce_scatter_single,
+)
 from common.distributed import group_along
 from common.model import Transformer
+from common.unit_parameters import owned_by
 from tensor_parallel import check_equal, shard_dims_of
 
 # isort: split
 from common.batches import eval_batches, train_batches
-from common.collectives import average_gradients
 from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.shards import training_state
+from common.shards import State, state_of_flat_tensors, tensors_of
 from pipeline import Pipeline, PipelineStage, interleaved_1f1b, units_of
 from tensor_parallel import all_reduce_replicated_gradients, init_shards, tensor_parallel
 
@@ -70,7 +77,7 @@ from common.job.run import Run
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 # ------------------------------------------------------------------------------------------------
-# The technique: a mesh of ranks, for the pipeline of 06 and the sharded layers of 05
+# The technique: a mesh of ranks, with 06 along pp, 05 along tp, and ZeRO-1 along dp
 # ------------------------------------------------------------------------------------------------
 
 
@@ -125,31 +132,105 @@ def parts_of(model: Transformer, units: range) -> tuple[Transformer, nn.Module |
     return part, model.output if model.config.n_units - 1 in units else None
 
 
+# ---- along dp: ZeRO-1 ----
+
+
+class DistributedOptimizer:
+    """ZeRO-1 over `group`: an element-wise optimizer of this rank's shard of its parameters.
+
+    After the pipeline has run come `reduce_scatter_gradients()`, `clip_grad_norm_()`, `step()` and
+    `zero_grad()`. As 03, in a single bucket and without overlap: little could be hidden, since
+    gradients are complete only in the backward of the last micro-batch.
+
+    full: [dp * length], padded; the parameters are views into it. shard: [length], the part of
+    `full` that `optimizer` updates.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer],
+        group: ProcessGroup,
+        **defaults,
+    ):
+        self.group = group
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.params:
+            raise ValueError("a rank needs parameters that train")
+        flat = torch.cat([p.detach().flatten() for p in self.params.values()])
+        self.owned, self.padding = owned_by(len(flat), group)
+        self.full = F.pad(flat, (0, self.padding))
+        *views, _ = self.full.split([*map(torch.numel, self.params.values()), self.padding])
+        for param, view in zip(self.params.values(), views, strict=True):
+            param.data = view.view(param.shape)
+        self.shard = nn.Parameter(self.full[self.owned])
+        self.optimizer = optimizer_class([self.shard], **defaults)
+
+    @torch.no_grad()
+    def reduce_scatter_gradients(self) -> None:
+        """Give the shard its average gradient, and free the full gradients."""
+        if missing := [name for name, p in self.params.items() if p.grad is None]:
+            raise RuntimeError(f"no gradient: {', '.join(missing)}")
+        grads = [p.grad.flatten() for p in self.params.values()]
+        flat = torch.cat([*grads, self.full.new_zeros(self.padding)]).div_(self.group.size())
+        self.shard.grad = torch.empty_like(self.shard)  # a view would keep `flat` alive
+        reduce_scatter_single(self.shard.grad, flat, group=self.group)
+        for param in self.params.values():
+            param.grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """What the shard has of each parameter's gradient: a view, which may be empty."""
+        found, begin = {}, -self.owned.start
+        for name, param in self.params.items():
+            end = begin + param.numel()
+            found[name] = self.shard.grad[max(begin, 0) : max(end, 0)]
+            begin = end
+        return found
+
+    def step(self) -> None:
+        """Update this rank's shard, and all-gather the parameters."""
+        self.optimizer.step()
+        all_gather_single(self.full, self.shard.detach(), group=self.group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the shard's gradient to None, whatever `set_to_none` is: no other is left."""
+        self.optimizer.zero_grad()
+
+
 # ---- clipping: one norm for the whole model ----
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
+def clip_grad_norm_(
+    model: nn.Module, optimizer: DistributedOptimizer, max_norm: float, mesh: Mesh
+) -> Tensor:
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
-    dims = shard_dims_of(model)
-    params = dict(model.named_parameters())  # frozen: an empty grad keeps the norm on the device
-    grads = {n: p.new_zeros(0) if p.grad is None else p.grad for n, p in params.items()}
+    dims, grads = shard_dims_of(model), optimizer.gradients()
     sharded = [grad for name, grad in grads.items() if name in dims]
-    replicated = [grad for name, grad in grads.items() if name not in dims]
-    # Every parameter counts once. Squares of sharded gradients add up over `tp`, and those of all
-    # stages over `pp`. Replicated gradients are equal over `tp`, and all gradients over `dp`.
-    norm = global_norm(replicated)
+    # Every parameter counts once. Squares of gradients that are sharded over `tp` add up over it,
+    # and replicated ones are equal there. The squares of all shards add up over `dp` and `pp`.
+    norm = global_norm(grad for name, grad in grads.items() if name not in dims)
     squares = norm.square()
     if sharded:  # with tp = 1, nothing is
         squares = squares + all_reduce_control(global_norm(sharded).square(), group=mesh.tp)
-        check_equal(norm.to(squares), mesh.tp)  # a norm of no gradients is on the CPU
+        check_equal(norm, mesh.tp)
+    squares = all_reduce_control(squares, group=mesh.dp)
     total_norm = all_reduce_control(squares, group=mesh.pp).sqrt()
-    clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
+    clip_grads_with_norm_([optimizer.shard], max_norm, total_norm)
     return total_norm
 
 
 # ------------------------------------------------------------------------------------------------
 # The training loop
 # ------------------------------------------------------------------------------------------------
+
+
+def training_state(model: nn.Module, optimizer: DistributedOptimizer, tp: ProcessGroup) -> State:
+    """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
+    dims, shapes = shard_dims_of(model), {name: p.shape for name, p in optimizer.params.items()}
+    tensors = tensors_of(optimizer.optimizer, optimizer.shard)
+    state = state_of_flat_tensors(tensors, shapes, optimizer.owned.start, dims, tp)
+    # every rank loads all of its parameters, not only its shard of them
+    return state | state_of_flat_tensors({"model": optimizer.full}, shapes, 0, dims, tp)
 
 
 def parse_args(argv: list[str] | None = None):
@@ -207,24 +288,25 @@ def main(argv: list[str] | None = None) -> list[dict]:
     sequence_shards = args.tp if args.sequence_parallel else 1
     shape = partial(message_shape, d_model=config.d_model, sequence_shards=sequence_shards)
     pipeline = Pipeline(stages, schedule, mesh.to_lower, mesh.to_higher, shape)
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
+    settings = adamw_settings(args.lr, args.weight_decay)
+    optimizer = DistributedOptimizer(model, torch.optim.AdamW, dp, **settings)
 
     run = Run(args, __file__, config, device, corpus)
-    state = training_state(model, optimizer, shard_dims_of(model), tp)
-    first_step = run.checkpoints.load(run.resume, state, optimizer)
+    state = training_state(model, optimizer, tp)
+    first_step = run.checkpoints.load(run.resume, state, optimizer.optimizer)
     batches = train_batches(corpus.train, args.batching, device, first_step, dp.rank(), dp.size())
 
     for step in run.steps(first_step):
         lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
-        set_learning_rate(optimizer, lr)
+        set_learning_rate(optimizer.optimizer, lr)
         micro_batches = next(batches)
         losses = pipeline.run(micro_batches)
-        average_gradients(model.named_parameters(), dp)
         if args.sequence_parallel and args.tp > 1:
             all_reduce_replicated_gradients(model, tp)
+        optimizer.reduce_scatter_gradients()
         # losses are zeros but on the last stage, where the ranks of tp have the same ones
         loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
-        grad_norm = clip_grad_norm_(model, args.max_norm, mesh)
+        grad_norm = clip_grad_norm_(model, optimizer, args.max_norm, mesh)
         optimizer.step()
         run.log(step, loss, grad_norm, lr)
         optimizer.zero_grad(set_to_none=True)

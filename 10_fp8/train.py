@@ -96,7 +96,7 @@ class Float8Linear(nn.Module):
         self.weight = plain.weight
         self.recipe = recipe  # and not the scaling, which cannot be pickled
 
-    def reset_parameters(self) -> None:  # as in nn.Linear: gives values after `to_empty`
+    def reset_parameters(self) -> None:  # as in nn.Linear
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., tokens, in] -> [..., tokens, out]

@@ -30,8 +30,7 @@ from common.optimization import adamw_settings
 
 from benchmarks.bench import interval
 from common.job.launch import cleanup, setup
-from common.job.run import keep_freed_memory
-from common.job.ssd_state import GRADIENT, SLOT, StateFile, StateFolder, return_freed_memory
+from common.job.run import keep_freed_memory, return_freed_memory
 from tools.stages import load_stage
 
 SETTINGS = adamw_settings(1e-4, 0.1)
@@ -57,11 +56,10 @@ def at_once(function: Callable, *args) -> Future:
 
 
 def ssd(folder: Path, config: TransformerConfig, is_overlapped: bool = True):
-    files = StateFolder(folder, str(folder), is_resumed=False)
+    optimizer = load_stage("12").SpeculativeAdamW(folder, **SETTINGS)
     if not is_overlapped:
-        files.threads.submit = at_once
-    optimizer = load_stage("12").SpeculativeAdamW(files, **SETTINGS)
-    return shard("12", config, optimizer), optimizer, files.commit
+        optimizer.threads.submit = at_once
+    return shard("12", config, optimizer), optimizer, lambda: None
 
 
 def offload(folder: Path, config: TransformerConfig, is_mapped: bool = False):
@@ -85,22 +83,23 @@ def train_step(tokens: Tensor, model, optimizer, finish: Callable) -> None:
     finish()
 
 
-def disk_step(files: StateFolder) -> None:
+def disk_step(optimizer) -> None:
     """Read all parameters forwards and backwards, two units ahead; then the rest, in threads."""
+    stage = load_stage("12")
 
-    def update(file: StateFile) -> None:
-        file.write(GRADIENT, file.empty(1))
-        file.write_slot(files.other_slot, file.read(files.current_row, SLOT))
+    def update(file) -> None:
+        file.write(stage.GRADIENT, file.empty(1))
+        file.write(stage.SLOT, file.read(0, stage.SLOT))
 
-    for order, is_backward in ((files.files, False), (files.files[::-1], True)):
+    for order, is_backward in ((optimizer.files, False), (optimizer.files[::-1], True)):
         reads: deque[Future] = deque()
         for i, file in enumerate(order):
             ahead = order[i + len(reads) : i + 3]
-            reads.extend(files.threads.submit(each.read, files.current_row) for each in ahead)
-            files.finish(reads.popleft())
+            reads.extend(optimizer.threads.submit(each.read, 0) for each in ahead)
+            reads.popleft().result()
             if is_backward:
-                files.start(file, update)
-    files.wait()
+                optimizer.start(file, update)
+    optimizer.wait()
 
 
 def allocate_as_in_a_run_of(contender: str) -> None:
@@ -128,7 +127,7 @@ def measure(pair: tuple[str, str], folder: Path, n_layers: int) -> str:
         arm = CONTENDERS[name](folder / name, config)
         step = partial(train_step, tokens, *arm)
         if name == "disk":
-            step = partial(disk_step, arm[1].folder)
+            step = partial(disk_step, arm[1])
         step()  # to warm up
         steps.append(step)
     times: list[tuple[float, float]] = []

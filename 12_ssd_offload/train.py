@@ -4,13 +4,12 @@ Each unit of stage 04 has a file on every rank, with this rank's shard of its pa
 moments, and the gradient. When a unit's gradient has been reduced, a thread updates the unit, while
 backward continues. Clipping needs the norm of all gradients, which is known only after backward. So
 the threads speculate that nothing is clipped, and write the new state into a second slot of the
-file. If that was wrong, the step is redone from the old slot. A killed run continues from the last
-step; after a restart of the machine, from its checkpoint.
+file. If that was wrong, the step is redone from the old slot. The files vanish with the process.
 
     P parameters: E of the embedding, L of a layer, O of the output; N ranks, m micro-batches per
     step; float32
 
-    memory per rank   four full units (six on Gloo), 22 shards of a unit, P / (256 N) bytes of norms
+    memory per rank   four full units (six on Gloo), 25 shards of a unit, P / (256 N) bytes of norms
     files per rank    28 P / N bytes: two slots of 12, and the gradient
     read per step     (4 m (2 P - E - L - O) + 12 P + 4 (m - 1) P) / N bytes
     written per step  (4 m P + 12 P) / N bytes
@@ -27,11 +26,15 @@ Run it:
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -68,9 +71,6 @@ from common.unit_parameters import (
     units_with_values,
 )
 
-from common.job.launch import fail
-from common.job.ssd_state import GRADIENT, SLOT, StateFile, StateFolder
-
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.distributed import World, print0
@@ -81,11 +81,9 @@ from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import State, state_of_flat_tensors
 
 from common.job.arguments import base_parser, check_arguments, model_config
-from common.job.checkpoint_hooks import checkpoints
 from common.job.corpus import load_corpus
-from common.job.launch import cleanup, setup, world_size
+from common.job.launch import cleanup, fail, setup, world_size
 from common.job.run import Run
-from common.job.run_changes import SHAPE, compare_runs
 
 # ------------------------------------------------------------------------------------------------
 # The technique: AdamW on files, during backward
@@ -101,100 +99,170 @@ class SpeculativeAdamW:
     it switches the slots.
     """
 
-    def __init__(self, folder: StateFolder, *, speculates: bool = True, **adamw_settings):
-        # speculates=False: all updates wait for `step`
+    def __init__(self, folder: Path, *, speculates: bool = True, **adamw_settings):
+        # folder: on a local SSD. speculates=False: all updates wait for `step`
         beta1, beta2 = adamw_settings.pop("betas")
         defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
         self.param_groups = [defaults | adamw_settings | {"beta1": beta1, "beta2": beta2}]
-        self.folder, self.state = folder, {}  # the state is in the files, not in `state`
+        self.step_settings: dict = {}  # arguments of `adamw` in this step
         self.may_speculate = speculates  # in any step
         self.speculates_now = speculates  # in this step
-        self.step_settings: dict = {}  # arguments of `adamw` in this step
-        # per file with a gradient of this step: whether it includes the last micro-batch
-        self.is_complete: dict[StateFile, bool] = {}
-        self.norms: dict[StateFile, Tensor] = {}  # of a complete gradient, per 1,024 elements
+        self.folder = folder
+        self.files: list[StateFile] = []  # one per unit
+        self.slot = 0  # the current one, 0 or 1
+        # a file has no gradient of this step, or one of these
+        self.partial: set[StateFile] = set()  # the sum of some micro-batches
+        self.complete: dict[StateFile, Tensor] = {}  # of all: its norms, per 1,024 elements
         self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
         self.n_redone_steps = 0
+        self.threads = ThreadPoolExecutor(6)
+        self.jobs: dict[StateFile, Future] = {}  # the oldest first
+        self.traffic: Counter[str] = Counter()  # MB moved, by the metric's name
+        self.counting = threading.Lock()
         # `Unit.shard`, without elements: `Gather` needs an input that requires grad. Its version
         # counts steps, so that a backward through an older graph is an error
         self.shard = nn.Parameter(torch.empty(0))
+        self.state = {self.shard: {"step": torch.tensor(0.0)}}  # all else is in the files
         # one stream for all copies to and from a GPU: each stream has a memory pool of its own
         self.copies = torch.cuda.Stream() if torch.cuda.is_available() else None
 
-    def take(self, file: StateFile, average: Tensor, is_last: bool) -> None:
-        """Start a thread that adds a unit's average gradient of one micro-batch to its file."""
-        if self.folder.step != self.folder.committed:
-            raise RuntimeError("commit() after every step: the next one overwrites the old slot")
-        if self.is_complete.get(file):
-            raise RuntimeError(f"{file.path.stem}: a backward after the step's last one")
-        if not self.is_complete:
-            self.step_settings = dict(self.param_groups[0])
-        ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
-        is_first = file not in self.is_complete
-        self.is_complete[file] = is_last
-        self.folder.start(file, self.accumulate, average, ready, is_first, is_last)
-
     def accumulate(
-        self, file: StateFile, average: Tensor, ready: Event | None, is_first: bool, is_last: bool
+        self, file: StateFile, average: Tensor, ready: Event | None, synchronizes: bool
     ) -> None:
-        """In a thread: sum the micro-batches' gradients. After the last one, update the unit."""
+        """In a thread: sum the micro-batches' gradients. After the last one, update the unit.
+
+        average: of one micro-batch. ready: when it is, on a GPU."""
+        if file in self.complete:
+            raise RuntimeError(f"{file.name}: a backward after the step's last one")
+        self.step_settings = self.step_settings or dict(self.param_groups[0])
         gradient = file.empty(1)
         if ready is not None:
             ready.synchronize()
         with torch.cuda.stream(self.copies):
             gradient[0] = average  # the thread waits for this copy to the CPU
-        if not is_first:
+        if file in self.partial:
             gradient += file.read(GRADIENT)
         file.write(GRADIENT, gradient)
-        if is_last:
-            self.norms[file] = torch.cat(norms_of_rows(gradient))
+        self.partial.add(file)
+        if synchronizes:
+            self.complete[file] = torch.cat(norms_of_rows(gradient))
             if self.speculates_now:
                 self.update(file, gradient)
 
     def update(self, file: StateFile, gradient: Tensor) -> None:
         """In a thread: AdamW from the current slot to the other one."""
-        rows = file.read(self.folder.current_row, SLOT)
+        rows = file.read(SLOT * self.slot, SLOT)
         param, exp_avg, exp_avg_sq = rows
-        steps = torch.tensor(float(self.folder.step))
+        steps = self.state[self.shard]["step"].clone()
         # the function, not the class: an optimizer would keep the state in memory
         adamw([param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps], **self.step_settings)
-        file.write_slot(self.folder.other_slot, rows)
+        file.write(SLOT * (1 - self.slot), rows)
 
     def update_scaled(self, file: StateFile) -> None:
         self.update(file, file.read(GRADIENT).mul_(self.scale))
 
     def step(self) -> None:
         """Repeat updates that were wrong, or make those that have waited. Then switch the slots."""
-        self.check_step()
-        is_clipped = self.scale.item() < 1.0
-        if is_clipped or not self.speculates_now:
-            self.n_redone_steps += self.speculates_now
-            for file in self.folder.files:
-                self.folder.start(file, self.update_scaled)
-            self.folder.wait()
-        self.folder.switch_slots(self.folder.step + 1)
-        increment_version(self.shard)
-        # a clipped step is often followed by another
-        self.speculates_now = self.may_speculate and not is_clipped
-        self.is_complete.clear()
-        self.norms.clear()
-        self.scale = None
-
-    def check_step(self) -> None:
         if self.scale is None:
             raise RuntimeError("call clip_grad_norm_() once before each step()")
         if self.step_settings != self.param_groups[0]:
             raise RuntimeError("set the learning rate before the step's first backward")
-        if not self.scale.item() > 0.0:  # NaN, or 0 of an infinite norm
-            what = f"the gradient norm of step {self.folder.step} is not finite: stopped before it"
-            fail(f"{what}; try a lower --lr or more --warmup-steps", status=1)
-
-    def load_state(self, step: int, states: Iterable[Tensor]) -> None:
-        """Replace all parameters and moments, [3, length] per file, and the number of steps."""
-        if self.is_complete or self.folder.step != self.folder.committed:
-            raise RuntimeError("load_state() belongs between commit() and the next backward")
-        self.folder.replace(step, states)
+        is_clipped = not self.scale.item() >= 1.0  # by NaN, too
+        if is_clipped or not self.speculates_now:
+            self.n_redone_steps += self.speculates_now
+            for file in self.files:
+                self.start(file, self.update_scaled)
+            self.wait()
+        self.slot = 1 - self.slot
+        self.state[self.shard]["step"] += 1
         increment_version(self.shard)
+        # a clipped step is often followed by another
+        self.speculates_now = self.may_speculate and not is_clipped
+        self.partial.clear()
+        self.complete.clear()
+        self.step_settings, self.scale = {}, None
+
+    def start(self, file: StateFile, function: Callable, *args) -> None:
+        """Start function(file, ...) in a thread. At most one job per file and three in total are in
+        flight: with a slow disk, more would fill the memory with buffers."""
+        self.wait(at_most=0 if file in self.jobs else 2)
+        self.jobs[file] = self.threads.submit(function, file, *args)
+
+    def wait(self, at_most: int = 0) -> None:
+        """Wait until at most so many of the jobs are in flight. Raises what a job has raised."""
+        while len(self.jobs) > at_most:
+            self.jobs.pop(next(iter(self.jobs))).result()
+
+
+PAGE = 1024  # float32 elements, 4,096 bytes
+SLOT = 3  # rows of a slot
+GRADIENT = 2 * SLOT  # the gradient's row, which follows the two slots
+ROWS = GRADIENT + 1  # of a file
+
+
+class StateFile:
+    """A unit's state on this rank: a file without a name, which vanishes with the process.
+
+        slot 0      parameters, first moments, second moments: float32 [3, length]
+        slot 1      the same: one slot is current, the other one is being written
+        gradient    float32 [length]
+
+    Direct I/O bypasses the page cache, which would hold the state in memory again. It needs whole
+    pages, in memory too: each row is padded to `stride` elements.
+    """
+
+    def __init__(self, optimizer: SpeculativeAdamW, name: str, shard: Tensor):
+        if shard.dtype != torch.float32:
+            raise ValueError(f"the parameters of {name} are not float32")
+        self.optimizer, self.name, self.length = optimizer, name, len(shard)
+        self.stride = -(-self.length // PAGE) * PAGE
+        optimizer.folder.mkdir(parents=True, exist_ok=True)
+        # by O_TMPFILE or, where the file system lacks it, a file that is unlinked at once
+        self.file = tempfile.TemporaryFile(dir=optimizer.folder, buffering=0)
+        # macOS cannot allocate; elsewhere a full disk is an error now, not in a step
+        allocate = getattr(os, "posix_fallocate", lambda fd, _, size: os.ftruncate(fd, size))
+        allocate(self.file.fileno(), 0, 4 * ROWS * self.stride)  # zeros, as the moments are
+        with suppress(OSError, AttributeError):  # without direct I/O the page cache takes memory
+            fcntl.fcntl(self.file, fcntl.F_SETFL, os.O_DIRECT)
+        rows = self.empty(1)
+        rows[0] = shard
+        self.write(0, rows)
+        optimizer.files.append(self)
+
+    def empty(self, n_rows: int) -> Tensor:
+        """Memory for rows, [n_rows, length], that begins at a page."""
+        size, pinned = n_rows * self.stride, torch.cuda.is_available()  # for copies to a GPU
+        memory = torch.empty(size + PAGE, dtype=torch.float32, device="cpu", pin_memory=pinned)
+        start = -memory.data_ptr() // 4 % PAGE  # elements up to the next page
+        return memory[start : start + size].view(n_rows, -1)[:, : self.length]
+
+    def read(self, row: int, n_rows: int = 1) -> Tensor:
+        rows = self.empty(n_rows)
+        self.move(os.preadv, row, rows, "ssd_read_mb")
+        return rows
+
+    def write(self, row: int, rows: Tensor) -> None:
+        """Write rows whose memory is that of `empty` or `read`."""
+        self.move(os.pwritev, row, rows, "ssd_written_mb")
+
+    def move(self, transfer: Callable, row: int, rows: Tensor, metric: str) -> None:
+        pages = rows.as_strided((len(rows) * self.stride,), (1,))  # with the padding
+        data, offset = memoryview(pages.numpy()).cast("B"), 4 * self.stride * row
+        with self.optimizer.counting:
+            self.optimizer.traffic[metric] += len(data) / 1e6
+        try:
+            while data:  # Linux moves at most 2 GB at once; on macOS, more is an error
+                count = transfer(self.file.fileno(), [data[: 2**30]], offset)
+                data, offset = data[count:], offset + count
+        except OSError as error:
+            error.filename = str(self.optimizer.folder)  # its message names it
+            raise
+
+    def mapped(self) -> Tensor:
+        """The current slot, [3, length], as a view of the file: only pages in use take memory."""
+        path, size = f"/dev/fd/{self.file.fileno()}", ROWS * self.stride
+        rows = torch.from_file(path, True, size, dtype=torch.float32).view(ROWS, -1)
+        return rows[SLOT * self.optimizer.slot :][:SLOT, : self.length]
 
 
 # ---- FSDP as in stage 04, but each shard is in a file, which is read ahead of its use ----
@@ -206,9 +274,8 @@ class FullyShardedDataParallel(nn.Module):
     The contract. Each parameter is in exactly one unit, trains, is float32, and is used
     in every forward of its unit and nowhere else. All ranks run the same units in the same order,
     each once per micro-batch. units: the modules that are gathered one by one, in the order in
-    which to prefetch them. Every backward of a step but the last is under `no_sync()`. A step is
-    `finish_gradient_synchronization()`, `clip_grad_norm_()`, `optimizer.step()`, and `commit()` of
-    the optimizer's folder.
+    which to prefetch them. Every backward of a step but the last is under `no_sync()`. After it
+    come `finish_gradient_synchronization()`, `clip_grad_norm_()` and `optimizer.step()`.
 
     All ranks start with the values of the first one. Or the module is on the meta device, so that
     no rank ever holds the full model. Then `read_shard(name, shapes, owned)` returns a unit's
@@ -224,7 +291,7 @@ class FullyShardedDataParallel(nn.Module):
         read_shard: Callable[[str, dict[str, torch.Size], slice], Tensor] | None = None,
         device: torch.device | None = None,  # of the unsharded parameters; default: the module's
     ):
-        if optimizer.folder.files:
+        if optimizer.files:
             raise ValueError("the optimizer belongs to another wrapper")
         super().__init__()
         self.module, self.read_shard = module, read_shard
@@ -299,8 +366,8 @@ class FullyShardedDataParallel(nn.Module):
         for unit in self.units:
             unit.reshard()  # if it was prefetched, and backward did not reach it
             unit.finish_reduction()
-        self.optimizer.folder.wait()
-        missing = [u.name for u in self.units if not self.optimizer.is_complete.get(u.file)]
+        self.optimizer.wait()
+        missing = [u.name for u in self.units if u.file not in self.optimizer.complete]
         if missing:
             raise RuntimeError(f"no backward outside of no_sync() has reached the units {missing}")
 
@@ -310,7 +377,7 @@ class FullyShardedDataParallel(nn.Module):
         self.finish_gradient_synchronization()
         if self.optimizer.scale is not None:
             raise RuntimeError("clip_grad_norm_() twice in a step")
-        norms = torch.cat([self.optimizer.norms[unit.file] for unit in self.units])
+        norms = torch.cat([self.optimizer.complete[unit.file] for unit in self.units])
         # each rank has the squares of its own shards only
         norm = all_reduce_control(vector_norm(norms).square()).sqrt()
         self.optimizer.scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -326,7 +393,7 @@ class Unit:
     """
 
     def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedDataParallel):
-        self.fsdp, self.folder = fsdp, fsdp.optimizer.folder
+        self.fsdp, self.optimizer = fsdp, fsdp.optimizer
         self.name, self.n_ranks = name, dist.get_world_size()
         self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
         # a row of an embedding's gradient sums many tokens: bfloat16 is too imprecise
@@ -334,15 +401,15 @@ class Unit:
         self.owners, flat = take_parameters(module)  # leaves the module without parameters
         self.owned, padding = owned_by(len(flat), None)
         self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        self.file = StateFile(self.folder, name, self.shard_of(flat))
-        self.shard = fsdp.optimizer.shard
+        self.file = StateFile(self.optimizer, name, self.shard_of(flat))
+        self.shard = self.optimizer.shard
         self.full: Tensor | None = None
         self.module_forward, module.forward = module.forward, self.run
         self.dtype = param_dtype or flat.dtype
         self.reading: Future[Tensor] | None = None  # what `read` will return
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, its input
         self.used_in_backward = False  # set by the first forward
-        # the reduce-scatter in flight, its buffer, whether it belongs to the last micro-batch
+        # the reduce-scatter in flight, its buffer, `fsdp.synchronizes` when it was started
         self.reduction: tuple[Work, Tensor, bool] | None = None
 
     def shard_of(self, flat: Tensor) -> Tensor:
@@ -385,13 +452,13 @@ class Unit:
     def fetch(self) -> None:
         """Start to read the shard, unless a thread is reading it or `full` has it."""
         if self.full is None and self.reading is None:
-            # not by `folder.start`, which would first wait for updates in flight
-            self.reading = self.folder.threads.submit(self.read)
+            # not by `optimizer.start`, which would first wait for updates in flight
+            self.reading = self.optimizer.threads.submit(self.read)
 
     def read(self) -> Tensor:
         """In a thread: the shard, on the device, in the dtype in which it is sent."""
-        (shard,) = self.file.read(self.folder.current_row)
-        with torch.cuda.stream(self.fsdp.optimizer.copies):
+        (shard,) = self.file.read(SLOT * self.optimizer.slot)
+        with torch.cuda.stream(self.optimizer.copies):
             return shard.to(self.fsdp.device, self.dtype)  # the thread waits for the copy
 
     @torch.inference_mode(False)  # under it, `full` would have no version counter
@@ -399,7 +466,7 @@ class Unit:
         """Start the all-gather that fills `full`, unless it is filled or in flight."""
         self.fetch()
         if self.full is None:
-            sent, self.reading = self.folder.finish(self.reading), None
+            sent, self.reading = self.reading.result(), None
             if sent.is_cuda:  # it was allocated on the stream of the copies
                 sent.record_stream(torch.cuda.current_stream())
             self.full = sent.new_empty(self.n_ranks * len(sent))
@@ -428,11 +495,13 @@ class Unit:
         """If a reduction is in flight, give its average to the optimizer and free its buffer."""
         if self.reduction is None:
             return
-        work, flat, is_last = self.reduction
+        work, flat, synchronizes = self.reduction
         work.wait()
         average = flat[self.owned] / self.n_ranks
         self.reduction = None
-        self.fsdp.optimizer.take(self.file, average, is_last)
+        ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
+        optimizer = self.optimizer
+        optimizer.start(self.file, optimizer.accumulate, average, ready, synchronizes)
 
 
 class Gather(torch.autograd.Function):
@@ -462,31 +531,19 @@ def sharded_from_meta(
     model: Transformer, optimizer: SpeculativeAdamW, args, world: World
 ) -> FullyShardedDataParallel:
     """Shard a model that is on the meta device; its units get their initial values one by one."""
-    return FullyShardedDataParallel(
-        model,
-        model.units(),
-        optimizer,
-        param_dtype=getattr(torch, args.param_dtype),
-        read_shard=partial(initial_shard, args.seed),
-        device=world.device,
-    )
-
-
-def state_folder(args, run: Run) -> StateFolder:
-    """This rank's files: what they hold belongs to one run, model and number of ranks."""
-    description = run.checkpoints.run  # the arguments, and what identifies the corpus
-    content = {name: description["arguments"][name] for name in SHAPE}
-    content["vocabulary"] = description["vocabulary"]
-    path = Path(args.offload_dir or run.folder / "state").resolve()
-    name = os.path.relpath(run.folder.resolve(), path)  # it may be moved with the files
-    steps = [int(each.name.removeprefix("step-")) for each in checkpoints(run.checkpoints.path)]
-    is_resumed, saved = run.is_restart or run.resume == "auto", max(steps, default=0)
-    folder = StateFolder(path, name, content, is_resumed, saved, description)
-    if folder.is_restored:
-        run.checkpoints.is_own = True  # the steps in the run's folder are this run's
-        for note in compare_runs(folder.earlier, description):
-            print0(note)
-    return folder
+    size = 28 * sum(p.numel() for p in model.parameters()) / world.size
+    try:
+        return FullyShardedDataParallel(
+            model,
+            model.units(),
+            optimizer,
+            param_dtype=getattr(torch, args.param_dtype),
+            read_shard=partial(initial_shard, args.seed),
+            device=world.device,
+        )
+    except OSError as error:
+        needs = f"the files of this rank need {size / 1e6:,.1f} MB"
+        fail(f"--offload-dir {optimizer.folder}: {error.strerror}; {needs}")
 
 
 def training_state(model: FullyShardedDataParallel) -> State:
@@ -535,21 +592,20 @@ def main(argv: list[str] | None = None) -> list[dict]:
         model = Transformer(config)
 
     run = Run(args, __file__, config, device, corpus)
-    folder = state_folder(args, run)
+    if not args.checkpoint_every:
+        print0("without --checkpoint-every, a run that is killed starts again at step 0")
+    folder = Path(args.offload_dir or run.folder).resolve()
     settings = adamw_settings(args.lr, args.weight_decay)
     optimizer = SpeculativeAdamW(folder, speculates=not args.no_speculation, **settings)
     model = sharded_from_meta(model, optimizer, args, world)
     guard(model)
-    if not folder.is_restored:
-        steps_done = run.checkpoints.load(run.resume, training_state(model), optimizer)
-        # what was loaded into mapped memory has no checksums yet
-        optimizer.load_state(steps_done, (file.mapped() for file in folder.files))
-    first_step = folder.step
+    first_step = run.checkpoints.load(run.resume, training_state(model), optimizer)
     batches = train_batches(corpus.train, args.batching, device, first_step, world.rank, world.size)
 
     for step in run.steps(first_step):
         lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
         set_learning_rate(optimizer, lr)
+        optimizer.traffic.clear()  # of the start, or of an evaluation
         micro_batches = next(batches)
         loss = torch.zeros((), device=device)
         for i, (inputs, targets, keys) in enumerate(micro_batches):
@@ -562,7 +618,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         loss = all_reduce_control(loss) / world.size
         grad_norm = model.clip_grad_norm_(args.max_norm)
         optimizer.step()
-        run.log(step, loss, grad_norm, lr, **folder.traffic, redone=optimizer.n_redone_steps)
+        run.log(step, loss, grad_norm, lr, **optimizer.traffic, redone=optimizer.n_redone_steps)
 
         if run.evaluates(step):
             run.log_evaluation("val", evaluate(model, corpus.valid, args, device, world))
@@ -572,10 +628,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, training_state(model), args.keep_checkpoints)
             run.checkpoints.wait()  # it reads this slot, which the step after the next overwrites
-        folder.commit()  # last: after a kill in the save, the step and the save are done again
-    state = training_state(model)
-    folder.close()
-    return run.finish(state)
+    return run.finish(training_state(model))
 
 
 if __name__ == "__main__":

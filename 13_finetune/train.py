@@ -27,12 +27,12 @@ Run it:
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -47,18 +47,25 @@ from common.loss import IGNORED
 from common.weight_files import WeightFiles, publish
 
 # isort: split
-from common.batches import global_batch
 from common.distributed import World, group_along, print0
 from common.guards import guard
-from common.llama import Llama, LlamaConfig
+from common.llama import Llama
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import State, state_of_flat_tensors, tensors_of
 from fsdp import FullyShardedDataParallel
 
-from common.job.arguments import base_parser, check_memory, check_ranks, natural, positive_int
-from common.job.atomic_files import exists
-from common.job.launch import cleanup, fail, rank, setup, world_size
-from common.job.prepared_instructions import Instructions, load_instructions
+from common.job.arguments import check_memory
+from common.job.finetuning import (
+    documents_of_step,
+    finetuning_parser,
+    load,
+    output_folder,
+    parse,
+    say_progress,
+    write_output,
+)
+from common.job.launch import cleanup, setup
+from common.job.prepared_instructions import Instructions
 from common.job.run import Run
 
 # ------------------------------------------------------------------------------------------------
@@ -127,26 +134,46 @@ def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, size
     return model(inputs, lengths, targets, total / size)
 
 
+@torch.no_grad()
+def mean_loss(model: nn.Module, documents: Documents, most: int, device, rank=0, size=1) -> float:
+    """Mean loss in nats over all targets of the documents."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, targets
+    for inputs, targets, lengths in micro_batches_of(documents, most, device, rank, size):
+        loss = model(inputs, lengths, targets)
+        count = (targets != IGNORED).sum()
+        total += torch.stack([loss * count, count])
+    all_reduce_control(total)
+    model.train()
+    return (total[0] / total[1]).item()
+
+
 # ---- reading and writing: each rank the bytes of its own shards ----
 
 CHUNK = 2**20  # elements that are converted at a time
 
 
 def read_model(model: nn.Module, files: WeightFiles) -> None:
-    """Fill the shards of a model's `units` from the files. No other values are read."""
+    """Fill the shards of a model's `units` from the files."""
     for unit in model.units:
-        shard = unit.shard.detach()
-        for tensor, first, part in ranges_in(unit.shapes, unit.owned):
-            name, start, dtype, _ = files.values[tensor]
-            start += len(files.headers[name]) + first * dtype.itemsize
-            with open(files.folder / name, "rb", buffering=0) as file:
-                file.seek(start)  # it may be within a row of a matrix
-                for chunk in shard[part].split(CHUNK):
-                    values = torch.empty(len(chunk), dtype=dtype)
-                    if file.readinto(values.view(torch.uint8).numpy()) < values.nbytes:
-                        raise OSError(f"{files.folder / name} has become shorter")
-                    chunk.copy_(values)  # to the shard's dtype and device
-                    files.bytes_read += values.nbytes
+        read_shard(files, unit.shapes, unit.owned, unit.shard.detach())
+
+
+def read_shard(
+    files: WeightFiles, shapes: dict[str, torch.Size], owned: slice, shard: Tensor
+) -> None:
+    """Fill a shard from its places in the files. No other values are read."""
+    for tensor, first, part in ranges_in(shapes, owned):
+        name, start, dtype, _ = files.values[tensor]
+        start += len(files.headers[name]) + first * dtype.itemsize
+        with open(files.folder / name, "rb", buffering=0) as file:
+            file.seek(start)  # it may be within a row of a matrix
+            for chunk in shard[part].split(CHUNK):
+                values = torch.empty(len(chunk), dtype=dtype)
+                if file.readinto(values.view(torch.uint8).numpy()) < values.nbytes:
+                    raise OSError(f"{files.folder / name} has become shorter")
+                chunk.copy_(values)  # to the shard's dtype and device
+                files.bytes_read += values.nbytes
 
 
 def no_values(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
@@ -183,24 +210,38 @@ def ranges_in(shapes: dict[str, torch.Size], owned: slice) -> Iterator[tuple[str
         begin += shape.numel()
 
 
-def write_model(model: nn.Module, files: WeightFiles, out: Path, aside: Path) -> None:
+def write_model(
+    model: nn.Module,
+    files: WeightFiles,
+    out: Path,
+    aside: Path,
+    values: Callable[..., Tensor] = lambda unit: unit.shard.detach(),
+) -> None:
     """Write a folder like the one that was read: complete, or absent. Every rank calls it.
 
-    aside: where to write it, beside `out`; of this run alone. OSError on all ranks if one fails.
+    aside: where to write it, beside `out`; of this run alone. values: of a unit's shard.
     """
-    shards = [(unit.shapes, unit.owned, unit.shard.detach()) for unit in model.units]
-    is_first = dist.get_rank() == 0
-    # one replica writes
-    is_writer = model.replicate_group is None or dist.get_rank(model.replicate_group) == 0
-    for is_mine, write in (
-        (is_first, lambda: files.prepare(aside)),
-        (is_writer, lambda: [write_shard(files, aside, *shard) for shard in shards]),
-        (is_first, lambda: publish(aside, out)),
-    ):
+
+    def write_shards() -> None:
+        for unit in model.units:
+            write_shard(files, aside, unit.shapes, unit.owned, values(unit))
+
+    is_first, replicas = dist.get_rank() == 0, model.replicate_group
+    is_writer = replicas is None or dist.get_rank(replicas) == 0  # one replica
+    prepare, finish = partial(files.prepare, aside), partial(publish, aside, out)
+    in_turn(aside, [(is_first, prepare), (is_writer, write_shards), (is_first, finish)])
+
+
+def in_turn(aside: Path, steps: list[tuple[bool, Callable[[], None]]]) -> None:
+    """Take each step, if it is this rank's, when all ranks have taken the previous one.
+
+    OSError on all ranks if a step fails on one; then `aside` is removed.
+    """
+    for is_mine, step in steps:
         error = None
         try:
             if is_mine:
-                write()
+                step()
         except OSError as found:
             error = found
         # all wait for one another; on the CPU, so that the host waits
@@ -212,55 +253,6 @@ def write_model(model: nn.Module, files: WeightFiles, out: Path, aside: Path) ->
 # ------------------------------------------------------------------------------------------------
 # The training loop
 # ------------------------------------------------------------------------------------------------
-
-
-def load(args) -> tuple[LlamaConfig, WeightFiles, Instructions]:
-    """What --model and --data name. Fails on what would be computed wrongly."""
-    folder = Path(args.model)
-    try:
-        config = LlamaConfig.of_folder(folder, args.activation_checkpointing)
-        with torch.device("meta"):
-            shapes = {name: p.shape for name, p in Llama(config).named_parameters()}
-        files = WeightFiles(folder, shapes, rank(), world_size())
-    except (KeyError, OSError, ValueError) as error:
-        absent = "config.json or a header has no " * isinstance(error, KeyError)
-        fail(f"--model {folder}: {absent}{error}")
-    longest = min(args.seq_len, config.max_positions)
-    if config.window is not None and config.window < longest:
-        fail(f"--model {folder}: a sliding window: pass --seq-len {config.window} or less")
-    data = load_instructions(args.data, folder, longest, args.valid)
-    if data.vocab_size > config.vocab_size:
-        rows = f"the embedding has {config.vocab_size} rows"
-        fail(f"--model {folder}: {rows}, and --data the token {data.vocab_size - 1}")
-    args.d_model, args.n_layers, args.n_heads = config.d_model, config.n_layers, config.n_heads
-    args.steps = args.steps or math.ceil(args.epochs * len(data.train) / args.global_batch_size)
-    if args.warmup_steps is None:
-        args.warmup_steps = math.ceil(0.03 * args.steps)
-    check_ranks(args, data)
-    check_memory(args, config)
-    return config, files, data
-
-
-def output_folder(args, run: Run, files: WeightFiles) -> tuple[Path | None, Path]:
-    """Where the model will be, and where it is until it is complete. None: it is there already,
-    by this job before a restart."""
-    out = Path(args.out or run.folder / "model")
-    name = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
-    aside = out.with_name(f".{out.name}.writing-{name}")  # another run may have the same --out
-    is_there = all_reduce_control(torch.tensor(float(exists(out)))).item() > 0
-    if is_there and not run.is_restart:
-        fail(f"--out {out} is already there: move it away, or pass another folder")
-    if not is_there:
-        run.check_output("out", aside, files.try_to_prepare)
-    return None if is_there else out, aside
-
-
-def documents_of_step(data: Instructions, args, step: int) -> Documents:
-    """A function of (seed, step). The last step of --epochs takes the documents that are left."""
-    n, size = len(data.train), args.global_batch_size
-    left = args.epochs * n - step * size if args.epochs else size
-    indices = global_batch(args.seed, step, size, n)[:left]
-    return data.tokens_of([data.train[i] for i in indices])
 
 
 def sharded_from_meta(model: Llama, args, world: World) -> FullyShardedDataParallel:
@@ -289,56 +281,22 @@ def training_state(model: FullyShardedDataParallel, optimizer: torch.optim.Optim
     return state
 
 
-# flags that have another meaning here, or none: the model has its shape, micro-batches are packed
-OTHERS = "data preset d-model n-layers n-heads seq-len steps micro-batch-size warmup-steps dropout"
-
-
 def parse_args(argv: list[str] | None = None):
-    parser = base_parser(__doc__, without=OTHERS.split())
+    parser = finetuning_parser(__doc__, "model/")
     add = parser.add_argument
-    add("--model", help="a Hugging Face folder: config, safetensors, tokenizer")
-    add("--data", help="a file of instructions in JSON, or sample")
-    add("--out", help="folder to write, seen by all ranks (default: model/ of the run)")
-    add("--valid", type=natural, default=0, help="last documents of --data, to evaluate on")
-    add("--seq-len", type=positive_int, default=2048, help="most tokens of a micro-batch")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=positive_int, help="of all documents (default: 1)")
-    length.add_argument("--steps", type=positive_int, help="optimizer steps, in place of --epochs")
-    add("--warmup-steps", type=natural, help="of linear warm-up (default: 3 %% of the steps)")
-    add("--shard-degree", type=positive_int, default=world_size(), help="ranks that shard a unit")
-    add("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
     add("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--no-reshard-after-forward", action="store_true", help="until backward")
     add("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
-    # AdamW moves a weight by about the rate per step; decay would also reach the norms
-    parser.set_defaults(lr=2e-5, weight_decay=0.0, global_batch_size=128)
-    args = parser.parse_args(argv)
-    if not args.model or not args.data:
-        fail("--model and --data are needed: a Hugging Face folder, and a file of instructions")
-    args.epochs = args.epochs or (None if args.steps else 1)
-    if world_size() % args.shard_degree:
-        fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
-    args.dp, args.micro_batch_size, args.dropout = world_size(), 1, 0.0
-    args.dtype = args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
-    args.param_dtype = args.param_dtype or args.dtype
+    # AdamW moves a weight by about the rate per step
+    parser.set_defaults(lr=2e-5)
+    args = parse(parser, argv)
     args.state_on = "host" if args.cpu_offload else "device"
-    args.autocast = False  # units are unsharded in --param-dtype, and their inputs cast to it
     return args
 
 
-@torch.no_grad()
 def evaluate(model, data: Instructions, args, device, world: World) -> float:
     """Mean loss in nats over the targets of the documents that training leaves out."""
-    model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, tokens
-    where = args.seq_len, device, world.rank, world.size
-    for inputs, targets, lengths in micro_batches_of(data.tokens_of(data.valid), *where):
-        loss = model(inputs, lengths, targets)
-        count = (targets != IGNORED).sum()
-        total += torch.stack([loss * count, count])
-    all_reduce_control(total)
-    model.train()
-    return (total[0] / total[1]).item()
+    documents = data.tokens_of(data.valid)
+    return mean_loss(model, documents, args.seq_len, device, world.rank, world.size)
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
@@ -347,6 +305,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     world = setup(args.timeout)
     device = world.device
     config, files, data = load(args)
+    check_memory(args, config)
 
     run = Run(args, __file__, config, device, data)
     out, aside = output_folder(args, run, files)
@@ -362,9 +321,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if not first_step:
         read_model(model, files)
         print0(f"read {files.bytes_read:,} bytes of {files.folder} on rank 0")
-    else:
-        done = first_step * args.global_batch_size
-        print0(f"{done:,} documents of --seed's order are done, of {len(data.train):,} per epoch")
+    say_progress(args, data, first_step)
     if data.valid and first_step < args.steps:
         loss = evaluate(model, data, args, device, world)
         print0(f"val loss {loss:.4f} before step {first_step}")
@@ -396,16 +353,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     if out and step + 1 >= args.steps:  # else it was asked to stop
-        run.checkpoints.wait()  # so that a kill from here on costs no step
-        try:
-            write_model(model, files, out, aside)
-        except OSError as error:
-            if not args.checkpoint_every and first_step < args.steps:  # it has no checkpoint yet
-                run.checkpoints.save(step + 1, state, args.keep_checkpoints)
-                run.checkpoints.wait()
-            again = f"the same flags and --run-dir {run.folder} write the model, without training"
-            fail(f"--out {out}: {error}; the run's checkpoint is complete: {again}", status=1)
-        print0(f"wrote {out}")
+        write = partial(write_model, model, files, out, aside)
+        write_output(args, run, state, first_step, out, write)
     return run.finish(state)
 
 

@@ -39,8 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.model import Linear, Transformer, TransformerConfig, init_weights, linear_cross_entropy
 
-from common.job.run import keep_freed_memory
-from common.job.ssd_state import StateFolder, return_freed_memory
+from common.job.run import keep_freed_memory, return_freed_memory
 from tools.stages import load_stage
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -304,10 +303,8 @@ def parallel_plan(sequence_parallel: bool) -> dict:
     return plan
 
 
-def torch_tensor_parallel(shape: Shape, sequence_parallel: bool) -> Step:
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
-    model = with_torchs_linears(transformer(shape))
-    model = parallelize_module(model, mesh, parallel_plan(sequence_parallel))
+def loss_parallel_step(model: nn.Module) -> Step:
+    """The step of a model whose logits are a DTensor, sharded along the vocabulary."""
     # fused AdamW takes no group that mixes DTensors with the plain weights of the norms
     kinds: dict[type, list[nn.Parameter]] = {}
     for p in model.parameters():
@@ -321,6 +318,12 @@ def torch_tensor_parallel(shape: Shape, sequence_parallel: bool) -> Step:
         return loss.full_tensor()
 
     return step_of(optimizer, forward_and_backward)
+
+
+def torch_tensor_parallel(shape: Shape, sequence_parallel: bool) -> Step:
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    model = with_torchs_linears(transformer(shape))
+    return loss_parallel_step(parallelize_module(model, mesh, parallel_plan(sequence_parallel)))
 
 
 # ---- 06: torch.distributed.pipelining ----
@@ -523,8 +526,7 @@ def our_ssd(shape: Shape) -> Step:
     stage, module = load_stage("12"), transformer(shape)
     Path("runs").mkdir(exist_ok=True)  # on a disk, as /tmp may not be
     folder = tempfile.TemporaryDirectory(dir="runs")
-    files = StateFolder(Path(folder.name), folder.name)
-    optimizer = stage.SpeculativeAdamW(files, **ADAMW)
+    optimizer = stage.SpeculativeAdamW(Path(folder.name), **ADAMW)
     model = stage.FullyShardedDataParallel(module, module.units(), optimizer)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -533,12 +535,34 @@ def our_ssd(shape: Shape) -> Step:
         loss.backward()
         model.clip_grad_norm_(math.inf)
         optimizer.step()
-        files.commit()
         keep_freed_memory()
         return loss.detach()
 
     step.folder = folder  # it is deleted with the step
     return step
+
+
+# ---- 14: parallelize_module, then fully_shard ----
+
+TP = 2  # the tensor-parallel degree
+
+
+def our_2d(shape: Shape) -> Step:
+    stage, module = load_stage("14"), transformer(shape)
+    mesh = stage.build_mesh(1, dist.get_world_size() // TP, TP, timeout=600)
+    stage.tensor_parallel(module, mesh.tp, sequence_parallel=True)
+    model = stage.FullyShardedTensorParallel(module, module.units(), mesh)
+    return plain_step(model, finish=model.finish_gradient_synchronization)
+
+
+def torch_2d(shape: Shape) -> Step:
+    sizes = dist.get_world_size() // TP, TP
+    mesh = init_device_mesh(device().type, sizes, mesh_dim_names=("shard", "tp"))
+    model = with_torchs_linears(transformer(shape))
+    model = parallelize_module(model, mesh["tp"], parallel_plan(sequence_parallel=True))
+    for module in (*model.units(), model):
+        fully_shard(module, mesh=mesh["shard"])
+    return loss_parallel_step(model)
 
 
 # ---- the table ----
@@ -639,5 +663,12 @@ ROWS = {
         "04 with --cpu-offload: PyTorch has no counterpart",
         may_be_slower=True,
         shapes=("wide",),
+    ),
+    "14-2d": Row(
+        our_2d,
+        torch_2d,
+        "parallelize_module, SequenceParallel, loss_parallel; then fully_shard",
+        (4,),
+        share_of=lambda rank: rank // TP,
     ),
 }

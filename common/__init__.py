@@ -10,8 +10,8 @@ collectives.py         PyTorch's collectives, a ledger of their bytes, buckets, 
 shards.py              what a rank has of each tensor of a checkpoint
 guards.py              what breaks the contract of a wrapper is an error, seen from outside
 module_checks.py       what is checked of a module that is replaced, and of a backward
-unit_parameters.py     for 03, 04, 12 and 13: a model's units and parameters, and their checks
-llama.py               for 13: models with the parameter names of Hugging Face
+unit_parameters.py     for 03, 04, 12, 13 and 15: a model's units and parameters, and their checks
+llama.py               for 13 and 15: models with the parameter names of Hugging Face
 instructions.py        its texts as documents: tokens, and which of them are answers
 weight_files.py        its files: where the values of a tensor are
 
@@ -27,6 +27,6 @@ metrics.py             what a logged line holds, how it prints, where it is writ
 checkpoint.py          saving and loading, in the format of torch.distributed.checkpoint
 checkpoint_hooks.py    what that calls: atomic commits, checksums, loading that runs no code
 atomic_files.py        files that are complete or absent, on disks and file systems that fail
-prepared_instructions.py   for 13: files of instructions, prepared once as tokens
-ssd_state.py           for 12: a rank's files, and how they survive a kill
+prepared_instructions.py   for 13 and 15: files of instructions, prepared once as tokens
+finetuning.py          for both: flags, what they name, the folder that is written
 """

@@ -1,4 +1,4 @@
-"""Errors for training loops that break the contract of a wrapper of stage 02, 03, 04, 12 or 13.
+"""Errors for training loops that break the contract of a wrapper of stage 02, 03, 04, 12, 13 or 15.
 
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -10,7 +10,6 @@ that does not say what to do. The guard watches through hooks, and changes no gr
 
 from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from weakref import WeakMethod, finalize, ref
 
 import torch
@@ -19,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.optim import optimizer as of_all
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from common.collectives import FLOAT16, forbid_float16, forbid_float16_in_graph
+from common.collectives import forbid_float16_in_graph
 
 TWICE = (
     "a gradient came twice: every backward of a step but the last belongs in no_sync(), and "
@@ -82,7 +81,8 @@ class Guard:
         self.root = ref(sync if isinstance(sync, nn.Module) else sync.module)
         self.reduces_every_backward = getattr(sync, "zero_stage", 1) == 2
         flat = [*getattr(sync, "buckets", ()), *getattr(sync, "units", ())]
-        self.shards = {each.shard for each in flat if hasattr(each, "shard")}
+        # frozen shards are none: in 15 the parameters that train are beside them
+        self.shards = {x.shard for x in flat if hasattr(x, "shard") and x.shard.requires_grad}
         self.places = {p: self.place(p) for p in sync.module.parameters() if p.requires_grad}
         self.came: set[Tensor] = set()
         self.expected: dict[Tensor, Tensor | None] = {}
@@ -106,12 +106,17 @@ class Guard:
                 raise RuntimeError(HOOKS)
             param.register_post_accumulate_grad_hook(weak(self.after_it_was_taken))
             self.hooks[param] = [*hooks]
-        if not self.places:
-            for shard in self.shards:
-                shard.register_hook(partial(weak(self.after_a_unit), ref(shard)))
+        if hasattr(sync, "units"):
+            # not at the top: whoever copies 02 does not need that file
+            from common import unit_parameters as units
+
             for unit in sync.units:
-                check_uses(unit)
-            forbid_parameters(self.root())
+                units.check_uses(unit)
+            if not self.places:  # in 15 there are some: the adapters
+                for shard in self.shards:
+                    shard.register_hook(partial(weak(self.after_a_unit), ref(shard)))
+                units.forbid_parameters(self.root())
+                self.check_parameters = partial(units.check_no_parameters, self.root, self.shards)
 
     def __deepcopy__(self, _):
         raise RuntimeError("a copy would not be synchronized: copy the module that is wrapped")
@@ -153,7 +158,8 @@ class Guard:
         if param._version != self.version:  # by a hook from before the wrapper's
             raise RuntimeError(HOOKS)
         sync, self.expected[param] = self.sync(), param.grad
-        for bucket in sync.buckets[len(self.in_flight) : sync.launched]:
+        buckets = getattr(sync, "buckets", ())  # 15 has none
+        for bucket in buckets and buckets[len(self.in_flight) : sync.launched]:
             if not self.reduces_every_backward:  # else no gradient is left to change
                 self.in_flight[bucket] = bucket.grads._version
         if not self.shards:  # DDP, whose buckets stay until the next finish
@@ -207,8 +213,6 @@ class Guard:
         self.came.clear()
 
     def check_parameters(self) -> None:
-        if not self.places:
-            return check_no_parameters(self.root(), self.shards)
         trained = {p for p in self.root().parameters() if p.requires_grad}
         if trained != self.places.keys() or any(self.place(p) != self.places[p] for p in trained):
             raise RuntimeError(BEFORE)
@@ -239,56 +243,6 @@ def params_of(optimizer: torch.optim.Optimizer) -> set[Tensor]:
     return {p for group in optimizer.param_groups for p in group["params"]}
 
 
-# ---- what a unit computes with, saves for backward and reads there, in 03 (ZeRO-3), 04 and 12 ----
-
-
-def check_uses(unit) -> None:
-    """Put a check around the unit's forward, and around what `saved_tensors_hooks` calls."""
-    unit.module_forward = partial(checked_forward, unit, unit.module_forward)
-    unit.pack = partial(checked_pack, unit, unit.pack)
-    unit.unpack = partial(checked_unpack, unit.unpack)
-
-
-def checked_forward(unit, forward: Callable, *args, **kwargs):
-    """RuntimeError if the unit changes a parameter in place. ValueError if it is in float16."""
-    params = [getattr(owner, name) for owner, name in unit.owners]  # while it computes
-    forbid_float16(params)
-    full, version = unit.full, unit.full._version
-    if params[0].requires_grad:
-        params[0].grad_fn.register_prehook(partial(check_backward, unit, unit.shard._version))
-    output = forward(*args, **kwargs)
-    if full._version != version:
-        raise RuntimeError("a unit has changed a parameter in place")
-    return output
-
-
-def check_backward(unit, version: int, grads: tuple[Tensor | None, ...]) -> None:
-    """Called before `Gather.backward`."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-    if unit.shard._version != version:
-        raise RuntimeError("backward through a graph from before the optimizer's last step")
-    if any(grad is None for grad in grads):
-        raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
-
-
-def checked_pack(unit, pack: Callable, tensor: Tensor) -> tuple:
-    """What `unit.pack` keeps, with a version: of the tensor or, if it is a place, of the shard."""
-    if tensor.dtype == torch.float16:  # of an autocast that was entered within the unit
-        raise ValueError(FLOAT16)
-    saved = pack(tensor)
-    source = saved if isinstance(saved, Tensor) else unit.shard
-    return source, source._version, saved
-
-
-def checked_unpack(unpack: Callable, packed: tuple) -> Tensor:
-    """Autograd's own check of versions does not cover what hooks have saved."""
-    source, version, saved = packed
-    if source._version != version:
-        raise RuntimeError("changed in place, or by the optimizer's last step")
-    return unpack(saved)
-
-
 class NoGradient(Tensor):
     """In place of a gradient that is incomplete or sharded: without memory, any use is an error."""
 
@@ -303,26 +257,3 @@ class NoGradient(Tensor):
         fix = "after backward come finish_gradient_synchronization(), clipping by the class that "
         fix += "shards, step() and zero_grad()"
         raise RuntimeError(f"this gradient is incomplete or sharded ({function}): {fix}")
-
-
-def forbid_parameters(module: nn.Module) -> None:
-    """Make listing, saving, loading, copying, casting and moving parameters an error."""
-
-    def fail(*_, **__):
-        fix = "load, freeze, copy, cast or move the model first; optimize, clip and save the shards"
-        raise RuntimeError(f"a rank has shards only: {fix}")
-
-    fail = MethodType(fail, module.__class__)  # compilers expect methods; bound to no module
-    for each in module.modules():
-        each.register_state_dict_pre_hook(fail)
-        each.register_load_state_dict_pre_hook(fail)
-        each._apply = each.__deepcopy__ = fail
-        if not list(each.named_parameters()):  # a wrapper lists its shards
-            each.named_parameters = fail  # `parameters()` calls it
-
-
-def check_no_parameters(module: nn.Module, shards: set[Tensor]) -> None:
-    """RuntimeError if a module has a parameter of its own: nobody would average it."""
-    for name, each in module.named_modules():
-        if not {None, *shards}.issuperset(each._parameters.values()):
-            raise RuntimeError(f"{name}: a parameter was added or replaced after sharding")

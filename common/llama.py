@@ -54,6 +54,7 @@ class LlamaConfig:
     gated: bool
     activation: str
     activation_checkpointing: bool = False
+    frozen: bool = False  # the weights have no gradients
 
     @classmethod
     def of_folder(cls, folder: Path, activation_checkpointing: bool = False) -> LlamaConfig:
@@ -105,7 +106,8 @@ class LlamaConfig:
 
     def flops_per_token(self) -> float:
         """Forward and backward, without attention's matmuls, which depend on the documents."""
-        return 6.0 * (self.num_parameters() - (not self.tied) * self.vocab_size * self.d_model)
+        matmuls = 4.0 if self.frozen else 6.0  # frozen: none for the gradient of a weight
+        return matmuls * (self.num_parameters() - (not self.tied) * self.vocab_size * self.d_model)
 
 
 class RMSNorm(nn.Module):

@@ -33,6 +33,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             loss = torch.zeros((), dtype=torch.float32, device=x.device)
             if any(ctx.needs_input_grad):
                 grad_x = torch.empty_like(x)
+            if ctx.needs_input_grad[1]:  # not of a frozen weight
                 # a sum over chunks, which bf16 would round after each one
                 sum_dtype = torch.promote_types(weight.dtype, torch.float32)
                 grad_weight = torch.zeros_like(weight, dtype=sum_dtype)
@@ -41,16 +42,17 @@ class LinearCrossEntropy(torch.autograd.Function):
                 grad_part = None if grad_x is None else grad_x[chunk]
                 x_part = x[chunk].to(dtype)
                 loss += _loss_of_chunk(x_part, w, targets[chunk], count, grad_part, grad_weight)
-        if grad_x is not None:
-            ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype))
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_x, grad_weight)
         return loss
 
     @staticmethod
     @forbid_create_graph
     def backward(ctx, grad: Tensor):
         # not in place: a second backward (retain_graph) must find them unchanged
-        grad_x, grad_weight = (g * grad.to(g.dtype) for g in ctx.saved_tensors)
-        return grad_x, grad_weight, None, None, None
+        grads = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]
+        return *grads, None, None, None
 
 
 def _loss_of_chunk(x, weight, targets, count, grad_x, grad_weight) -> Tensor:
@@ -69,6 +71,8 @@ def _loss_of_chunk(x, weight, targets, count, grad_x, grad_weight) -> Tensor:
     # softmax minus one at the target; `scale` multiplies [rows, d_model], not all logits
     grad = softmax.scatter_add_(-1, index, -torch.ones_like(scale)).to(x.dtype)
     grad_x.copy_(grad @ weight).mul_(scale)
+    if grad_weight is None:
+        return loss
     x = (x * scale).to(x.dtype)
     if grad_weight.dtype == x.dtype:
         grad_weight.addmm_(grad.t(), x)

@@ -61,6 +61,15 @@ class Shard:
             start, flat = start + taken, flat[taken:]
         return cls(full_shape, chunks)
 
+    def within(self, dim: int, group: dist.ProcessGroup) -> Shard:
+        """The same chunks as parts of a larger tensor, which is split evenly along `dim` over
+        `group`, and of which `full_shape` has been this rank's shard."""
+        first, shape = [0] * len(self.full_shape), list(self.full_shape)
+        first[dim] = dist.get_rank(group) * shape[dim]
+        shape[dim] *= dist.get_world_size(group)
+        offsets = (map(sum, zip(first, offset, strict=True)) for offset in self.chunks)
+        return Shard(shape, zip(offsets, self.chunks.values(), strict=True))
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Shard:
         return Shard(self.full_shape, [(o, function(t)) for o, t in self.chunks.items()])
 
@@ -112,27 +121,33 @@ def training_state(
     for name, parameter in model.named_parameters():
         tensors = tensors_of(optimizer, parameter)
         if shard_dims and name in shard_dims:
-            dim, shape = shard_dims[name], list(parameter.shape)
-            start = dist.get_rank(group) * shape[dim]
-            shape[dim] *= dist.get_world_size(group)
-            tensors = {k: Shard.of_slice(shape, dim, start, t) for k, t in tensors.items()}
+            parts = {k: Shard.of_slice(t.shape, 0, 0, t) for k, t in tensors.items()}
+            tensors = {k: part.within(shard_dims[name], group) for k, part in parts.items()}
         state |= {f"{kind}.{name}": t for kind, t in tensors.items()}
     return state
 
 
 def state_of_flat_tensors(
-    tensors: dict[str, Tensor], shapes: dict[str, torch.Size], start: int
+    tensors: dict[str, Tensor],
+    shapes: dict[str, torch.Size],
+    start: int,
+    shard_dims: dict[str, int] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> State:
     """A `Shard` of each tensor in a flat parameter, and of its first and second moments.
 
     tensors: as `tensors_of` a shard of the flat parameter, which begins at its element `start`.
     shapes: by name, in the flat parameter's order. A tensor outside of it gets an empty shard.
+    shard_dims, group: as of `training_state`, where the flat parameter is made of such shards.
     """
     state: State = {}
     for kind, flat in tensors.items():
         begin = -start  # of the tensor, relative to `flat`
         for name, shape in shapes.items():
             first, last = max(begin, 0), max(begin + shape.numel(), 0)
-            state[f"{kind}.{name}"] = Shard.of_flat_slice(shape, first - begin, flat[first:last])
+            shard = Shard.of_flat_slice(shape, first - begin, flat[first:last])
+            if shard_dims and name in shard_dims:
+                shard = shard.within(shard_dims[name], group)
+            state[f"{kind}.{name}"] = shard
             begin += shape.numel()
     return state

@@ -2,16 +2,19 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import MethodType
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from common.collectives import FLOAT16, check_same
+from common.collectives import FLOAT16, check_same, forbid_float16
 
 
 def units_with_values(
@@ -161,8 +164,10 @@ def is_in_checkpoint() -> bool:
 
 
 def is_lookup(unit: nn.Module) -> bool:
-    """Whether all parameters are those of `nn.Embedding`s, which only look up rows."""
-    return all(isinstance(m, nn.Embedding) for m in unit.modules() if list(m.parameters(False)))
+    """Whether all parameters are those of `nn.Embedding`s, which only look up rows, or of modules
+    of another class that says so by an attribute `is_lookup`."""
+    owners = (module for module in unit.modules() if list(module.parameters(recurse=False)))
+    return all(isinstance(m, nn.Embedding) or getattr(m, "is_lookup", False) for m in owners)
 
 
 def cast_inputs(args: tuple, kwargs: dict, dtype: torch.dtype | None) -> tuple[tuple, dict]:
@@ -172,3 +177,76 @@ def cast_inputs(args: tuple, kwargs: dict, dtype: torch.dtype | None) -> tuple[t
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     return tuple(map(cast, args)), {name: cast(x) for name, x in kwargs.items()}
+
+
+# ---- what `guard` checks of units ----
+
+
+def check_uses(unit) -> None:
+    """Put a check around the unit's forward, and around what `saved_tensors_hooks` calls."""
+    unit.module_forward = partial(checked_forward, unit, unit.module_forward)
+    unit.pack = partial(checked_pack, unit, unit.pack)
+    unit.unpack = partial(checked_unpack, unit.unpack)
+
+
+def checked_forward(unit, forward: Callable, *args, **kwargs):
+    """RuntimeError if the unit changes a parameter in place. ValueError if it is in float16."""
+    params = [getattr(owner, name) for owner, name in unit.owners]  # while it computes
+    forbid_float16(params)
+    full, version = unit.full, unit.full._version
+    if params[0].requires_grad:
+        params[0].grad_fn.register_prehook(partial(check_backward, unit, unit.shard._version))
+    output = forward(*args, **kwargs)
+    if full._version != version:
+        raise RuntimeError("a unit has changed a parameter in place")
+    return output
+
+
+def check_backward(unit, version: int, grads: tuple[Tensor | None, ...]) -> None:
+    """Called before `Gather.backward`."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph=True: the reduced gradients have no graph")
+    if unit.shard._version != version:
+        raise RuntimeError("backward through a graph from before the optimizer's last step")
+    if any(grad is None for grad in grads):
+        raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
+
+
+def checked_pack(unit, pack: Callable, tensor: Tensor) -> tuple:
+    """What `unit.pack` keeps, with a version: of the tensor or, if it is a place, of the shard."""
+    if tensor.dtype == torch.float16:  # of an autocast that was entered within the unit
+        raise ValueError(FLOAT16)
+    saved = pack(tensor)
+    source = saved if isinstance(saved, Tensor) else unit.shard
+    return source, source._version, saved
+
+
+def checked_unpack(unpack: Callable, packed: tuple) -> Tensor:
+    """Autograd's own check of versions does not cover what hooks have saved."""
+    source, version, saved = packed
+    if source._version != version:
+        raise RuntimeError("changed in place, or by the optimizer's last step")
+    return unpack(saved)
+
+
+def forbid_parameters(module: nn.Module) -> None:
+    """Make listing, saving, loading, copying, casting and moving parameters an error."""
+
+    def fail(*_, **__):
+        fix = "load, freeze, copy, cast or move the model first; optimize, clip and save the shards"
+        raise RuntimeError(f"a rank has shards only: {fix}")
+
+    fail = MethodType(fail, module.__class__)  # compilers expect methods; bound to no module
+    for each in module.modules():
+        each.register_state_dict_pre_hook(fail)
+        each.register_load_state_dict_pre_hook(fail)
+        each._apply = each.__deepcopy__ = fail
+        if not list(each.named_parameters()):  # a wrapper lists its shards
+            each.named_parameters = fail  # `parameters()` calls it
+
+
+def check_no_parameters(module: ref, shards: set[Tensor]) -> None:
+    """RuntimeError if a module has a parameter of its own: nobody would average it."""
+    for name, each in module().named_modules():
+        if not {None, *shards}.issuperset(each._parameters.values()):
+            raise RuntimeError(f"{name}: a parameter was added or replaced after sharding")

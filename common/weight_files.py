@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -141,6 +142,18 @@ class WeightFiles:
                 raise OSError(f"{needed / 1e9:,.2f} GB are needed, {free / 1e9:,.2f} GB are free")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write float32 tensors as one file."""
+    entries, end = {}, 0
+    for name, t in tensors.items():
+        places = [end, end := end + t.nbytes]
+        entries[name] = {"dtype": "F32", "shape": [*t.shape], "data_offsets": places}
+    with open(path, "wb") as file:
+        file.write(header_of(entries))
+        for t in tensors.values():
+            file.write(t.detach().cpu().contiguous().numpy())
 
 
 def publish(folder: Path, out: Path) -> None:

@@ -52,9 +52,12 @@ def saved(train, curve, tmp_path_factory):
 
 # what a stage saves is the same whatever loads it, so each saves once and loads once, in a ring
 STAGES = list(SAVES)
+RING = list(zip(STAGES, [*STAGES[1:], STAGES[0]], strict=True))
+# and 14, which saves shards of shards, to and from those that it builds on
+OTHERS = [pair for other in ("04", "05", "07") for pair in ((other, "14"), ("14", other))]
 
 
-@pytest.mark.parametrize("of, into", zip(STAGES, [*STAGES[1:], STAGES[0]], strict=True))
+@pytest.mark.parametrize("of, into", RING + OTHERS)
 def test_resume_in_any_other_stage_has_the_same_loss_curve(train, curve, saved, of, into):
     rest = train(LOADS[into], "--resume", saved(of))
     assert_same_curve(rest, [line for line in curve if line["step"] >= AFTER])

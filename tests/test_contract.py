@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 from common.guards import guard
 
-from common.job.ssd_state import StateFolder
 from tools.stages import load_stage
 
 SGD = partial(torch.optim.SGD, fused=True)  # which counts no versions, as our AdamW
@@ -119,13 +118,13 @@ def trainer_of(strategy: str, model: Chain, **options) -> Trainer:
 
 
 def trainer_of_12(model: Chain) -> SimpleNamespace:
-    """For misuses: as `Trainer`, with `zero_grad` for the last part of a step, the commit."""
+    """For misuses: as `Trainer`, with a `zero_grad` that does nothing."""
     stage, folder = load_stage("12"), TemporaryDirectory()
-    files = StateFolder(Path(folder.name), "misuse", is_resumed=False)
-    optimizer = stage.SpeculativeAdamW(files, lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    settings = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    optimizer = stage.SpeculativeAdamW(Path(folder.name), **settings)
     sync = stage.FullyShardedDataParallel(model, list(model.units), optimizer)
     guard(sync)
-    optimizer.zero_grad = lambda **_: files.commit()
+    optimizer.zero_grad = lambda **_: None
     parts = {"model": sync, "sync": sync, "plain": model, "optimizer": optimizer}
     return SimpleNamespace(**parts, strategy="ssd", folder=folder)
 
@@ -413,7 +412,6 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "clipping twice": ("backward clip_ours clip_ours", {SSD: "clip_grad_norm_() twice"}),
     "a late learning rate": ("backward clip_ours change_lr step", {SSD: "learning rate"}),
     "no clipping": ("backward finish step", {SSD: "call clip_grad_norm_() once"}),
-    "no commit": ("backward clip_ours step backward", {SSD: "commit() after every step"}),
     "no zero_grad": ("backward finish step backward", {FSDP: ONE_STEP, STAGES_1_2: "sharded"}),
     "two rounds and no step": (
         "backward finish backward finish",

@@ -75,10 +75,11 @@ def test_the_host_waits_and_computes_in_a_step_only_where_the_stages_file_says(p
         assert found[phase] <= known | named(run) and found[phase] & known, phase
 
 
+@pytest.mark.parametrize("stage", ["13", "15"])
 @pytest.mark.parametrize("flags", ["", "--activation-checkpointing --shard-degree 2"])
-def test_the_host_does_not_wait_in_a_step_of_13(process, flags):
+def test_the_host_does_not_wait_in_a_step_of_a_pretrained_model(process, stage, flags):
     argv = f"--model {REPO}/tests/golden/qwen3 --data any --seq-len 32 --dtype bfloat16 {flags}"
-    ((_, found),) = process.run(on_fake_cuda, "13", 4, 3, argv.split())
+    ((_, found),) = process.run(on_fake_cuda, stage, 4, 3, argv.split())
     assert not found.get("step") and found["log"] & OUTSIDE["log"]
 
 

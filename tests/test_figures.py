@@ -76,6 +76,31 @@ def mesh(tp: int, pp: int) -> list[float]:
     return [bubble, over_tp, over_dp, compute + bubble + over_tp + over_dp]
 
 
+def fsdp_and_tensor(ranks: int) -> dict[str, float]:
+    """14: seconds of the same step with tp = 8 and FSDP over the nodes, in one micro-batch."""
+    layers, width, seq, vocab = 40, 5120, 4096, 33_280
+    layer, tokens = 12 * width**2 / 8, 512 * 8 * seq / ranks  # of a rank, of a tp group
+    embedding, card = vocab * width / 8, group_bandwidth(ranks // 8, 1, NVLINK, CARD)
+    flops = 6 * (layers * 8 * layer + vocab * width) + 12 * layers * width * seq
+    over_tp = 3 * 2 * layers * 7 / 8 * 2 * tokens * width / INSIDE
+    forward, gather, reduction = (2 * layer * x for x in (tokens / F, 1 / card, 2 / card))
+    exposed = max(0, gather - forward) + max(0, gather + reduction - 2 * forward)
+    found = {"compute": flops * 512 * seq / (ranks * F), "tp": over_tp}
+    found["step"] = found["compute"] + over_tp + layers * exposed
+    ends = gather + reduction + 8 * embedding / card  # of the first layer and the embedding
+    return found | {"forward": forward, "gather": gather, "ends": ends}
+
+
+def interleaved_mesh(ranks: int, pp: int) -> float:
+    """14: seconds of the same step with tp = 8 and an interleaved pipeline of two stages per rank,
+    by 07's formulas."""
+    found, m = fsdp_and_tensor(ranks), 512 * 8 * pp / ranks
+    parameters = 40 * 12 * 5120**2 + 2 * 33_280 * 5120
+    over_dp = 2 * 4 * parameters / (8 * pp) / CARD
+    share = (pp - 1) / (2 * m)
+    return found["compute"] * (1 + share) + found["tp"] * (1 + share) + over_dp
+
+
 def compute(tokens: int) -> float:
     """Milliseconds of forward and backward of --preset gpt2 on one H100."""
     return 1e3 * GPT2.flops_per_token() * tokens / F
@@ -200,11 +225,36 @@ def activations_in_06(alone, schedule: str) -> list[float]:
 
 
 def peak_in_07(alone, tp: int, pp: int) -> list[float]:
-    """GB. It is linear in the number of layers, and pp + 1 micro-batches reach it."""
+    """GB. It is linear in the number of layers, from three per stage on, and pp + 1 micro-batches
+    reach it."""
     command = text_of("07").split('make dry-run-07 ARGS="--ranks 1024 ')[1].split(" --tp")[0]
     argv = f"{command} --tp {tp} --pp {pp} --global-batch-size {1024 // (tp * pp) * (pp + 1)}"
-    few, many = (alone(report_of, "07", 1024, f"{argv} --n-layers {n}") for n in (pp, 2 * pp))
-    return [(few.peak + (40 / pp - 1) * (many.peak - few.peak)) / GB]
+    few, many = (alone(report_of, "07", 1024, f"{argv} --n-layers {n * pp}") for n in (3, 4))
+    return [(few.peak + (40 / pp - 3) * (many.peak - few.peak)) / GB]
+
+
+def sent_in_14(group: str, flags: str, ranks: int, words: int = 2304) -> float:
+    """Bytes that rank 0 sends over a group."""
+    with patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": str(ranks)}):
+        args = load_stage("14").parse_args(flags.split())
+    sent = costs_of("14", args, ranks, 0, words).sent
+    return sum(nbytes for (_, over), nbytes in sent.items() if over == group)
+
+
+def row_of_14(tp: int) -> list[float]:
+    """GB over tp, GB over shard, network cards of a shard group in a node, and its milliseconds."""
+    flags = "--d-model 4096 --n-layers 16 --n-heads 64 --seq-len 1024 --dtype bfloat16"
+    flags += f" --global-batch-size 64 --sequence-parallel --tp {tp}"
+    over_tp, over_shard = (sent_in_14(group, flags, 64, 33_280) for group in ("tp", "shard"))
+    seconds = over_shard / group_bandwidth(64 // tp, 8 // tp, NVLINK, CARD)
+    return [over_tp / GB, over_shard / GB, 8 // tp, 1e3 * seconds]
+
+
+def peak_in_14(alone) -> list[float]:
+    """GB. It is linear in the number of layers."""
+    argv = text_of("14").split('make dry-run-14 ARGS="--ranks 1024 ')[1].split('"')[0]
+    few, many = (alone(report_of, "14", 1024, f"{argv} --n-layers {n}") for n in (2, 4))
+    return [(few.peak + 19 * (many.peak - few.peak)) / GB]
 
 
 CHECKPOINTING = "--activation-checkpointing"
@@ -276,7 +326,23 @@ SENT_BY_LLAMA = [  # GB per micro-batch on four ranks: gathered, the embedding i
     3 / 4 * 2 * (2 * LLAMA.num_parameters() - 32_000 * 4096 - LLAMA_LAYER) / GB,
     3 / 4 * 4 * LLAMA.num_parameters() / GB,
 ]
+NODES_1024 = fsdp_and_tensor(1024)
+HOP, NETWORK_HOP = (step_time.HAND[name] for name in ("hop", "network hop"))
+
+
+def adapters(c: LlamaConfig, r: int = 16) -> int:
+    """The parameters in 15's A and B."""
+    width = c.n_kv_heads * c.head_dim
+    sides = 4 * c.d_model + 2 * (c.d_model + width) + 3 * (c.d_model + c.d_hidden)
+    return r * c.n_layers * sides
+
+
+ADAPTERS = adapters(LLAMA)
+LLAMA_8B = replace(LLAMA, vocab_size=128_256, d_hidden=14_336, n_kv_heads=8)
 LAYOUTS = ((8, 1), (8, 4), (8, 8), (4, 4))  # tp, pp in 07's table
+# milliseconds of a layer there, with tp = 8: four sequences, and its weights in bfloat16 over dp
+FORWARD = 1e3 * 2 * 12 * 5120**2 / 8 * 4 * 4096 / F
+GATHER = 1e3 * 2 * 12 * 5120**2 / 8 * 127 / 128 / group_bandwidth(128, 1, NVLINK, CARD)
 # beginning of a folder: patterns of its README with groups for figures, and what each group rounds
 # to: numbers, or a function that dry runs, with its arguments
 STATED = {
@@ -404,7 +470,11 @@ STATED = {
         },
     },
     "07": {
-        r"width 4,096 communicates ([\d.]+) times": [communication_over_computation(4096, 16)],
+        r"width 4,096 communicates ([\d.]+) times": [communication_over_computation(4096, 8)],
+        r"it is ([\d.]+) times if eight": [communication_over_computation(4096, 16)],
+        r"12.5 GB/s it is ([\d.]+) times": [
+            communication_over_computation(4096, 16) * NVLINK / (8 * SLOW_CARD)
+        ],
         **{
             (rf"^\| {tp} \| {pp} \|(?: [\d.]+ \|){{3}}" + r"[ *]+([\d.]+)[ *]+\|" * 4): mesh(tp, pp)
             for tp, pp in LAYOUTS
@@ -415,7 +485,11 @@ STATED = {
         },
         r"^\| 04[^|]* \| ([\d.]+) \| ([\d.]+) \|$": (planned, "04", 512),
         r"^\| 07[^|]* \| ([\d.]+) \| ([\d.]+) \|$": (planned_in_07,),
-        r"about (\d+) ms would be hidden with pp = 4": [1e3 * 2 / 3 * mesh(8, 4)[0] / 3],
+        r"half of dp's (\d+) ms is": [1e3 * mesh(8, 4)[2]],
+        r"2/3 · c/m = (\d+) ms": [1e3 * 2 / 3 * mesh(8, 4)[0] / 3],
+        r"layer computes for ([\d.]+) ms, while .*? takes ([\d.]+) ms": [FORWARD, GATHER],
+        r"backward computes for ([\d.]+) ms, .*? take ([\d.]+) ms": [2 * FORWARD, 3 * GATHER],
+        r"a step takes c \+ ([\d.]+) = ([\d.]+) s": [mesh(8, 1)[1], mesh(8, 1)[3] - mesh(8, 1)[2]],
     },
     "08": {
         # backward computes the scores again: 5 matmuls
@@ -539,6 +613,78 @@ STATED = {
             52_002 * 3 / 128 * 129 * 32 * LLAMA_TOKEN / 60,
         ],
     },
+    "14": {
+        r"With ([\d.]+) µs per hop inside a node and ([\d.]+) µs between nodes": [
+            1e6 * HOP,
+            1e6 * NETWORK_HOP,
+        ],
+        r"over 1,024 ranks takes ([\d.]+) ms before .* moves its data in ([\d.]+) ms": [
+            1e3 * ((1024 - 128) * HOP + 127 * NETWORK_HOP),
+            1e3 * 2 * 12 * 5120**2 / INSIDE,
+        ],
+        r"would communicate ([\d.]+) times": [communication_over_computation(5120, 16)],
+        r"^\| model state \| .* \| ([\d.]+) MB": [ROTARY + costs("14", "--tp 2", 4)[0]],
+        r"^\| sent over `shard` .* \| ([\d.]+) MB": [sent_in_14("shard", "--tp 2", 4) / MB],
+        r"^\| sent over `tp` .* \| ([\d.]+) MB": [sent_in_14("tp", "--tp 2", 4) / MB],
+        **{(rf"^\| {tp} \|" + r" ([\d.]+) \|" * 4): row_of_14(tp) for tp in (1, 2, 4, 8)},
+        r"state is ([\d.]+) GB per rank": [
+            costs(
+                "04", "--d-model 4096 --n-layers 16 --n-heads 64 --global-batch-size 64", 64, 33_280
+            )[0]
+            / 1e3
+        ],
+        r"added: ([\d.]+) GB at 400 GB/s take (\d+) ms": [
+            row_of_14(8)[0],
+            1e3 * row_of_14(8)[0] * GB / INSIDE,
+        ],
+        r"^computation +([\d.]+) s": [NODES_1024["compute"]],
+        r"^tp, exposed +([\d.]+) s": [NODES_1024["tp"]],
+        r"^a layer's forward +([\d.]+) ms +.* takes ([\d.]+) ms": [
+            1e3 * NODES_1024["forward"],
+            1e3 * NODES_1024["gather"],
+        ],
+        r"^a step +([\d.]+) s +.*: ([\d.]+) s": [NODES_1024["step"], mesh(8, 4)[-1]],
+        r"A rank's peak is ([\d.]+) GB": (peak_in_14,),
+        r"last reductions, about (\d+) ms": [1e3 * NODES_1024["ends"]],
+        r"That is ([\d,]+) tokens, and ([\d,]+) in backward": [F / CARD, 1.5 * F / CARD],
+        r"waits: a step takes ([\d.]+) s\. .* eight takes ([\d.]+) s": [
+            fsdp_and_tensor(4096)["step"],
+            interleaved_mesh(4096, 8),
+        ],
+    },
+    "15": {
+        r"that is ([\d.]+) in place of ([\d.]+) GB": [
+            4 * ADAPTERS / GB,
+            16 * ADAPTERS / GB,
+        ],
+        r"would pay: ([\d.]+) in place of ([\d.]+) GB": [64 * ADAPTERS / GB, 256 * ADAPTERS / GB],
+        r"7B has ([\d.]+) billion parameters, and ([\d.]+) million": [
+            LLAMA.num_parameters() / GB,
+            ADAPTERS / 1e6,
+        ],
+        r"\*\*State\*\* per rank: ([\d.]+) GB, with full fine-tuning ([\d.]+) GB": [
+            (2 / 4 * LLAMA.num_parameters() + 16 * ADAPTERS) / GB,
+            16 / 4 * LLAMA.num_parameters() / GB,
+        ],
+        r"([\d.]+) GB gathered\. Per step: ([\d.]+) GB .* 13 sends ([\d.]+) GB": [
+            SENT_BY_LLAMA[0] - 3 / 4 * 2 * 32_000 * 4096 / GB,
+            3 / 2 * 4 * ADAPTERS / GB,
+            sum(SENT_BY_LLAMA),
+        ],
+        r"takes ([\d.]+) s, and the gathers take ([\d.]+) s": [
+            4 / 6 * 2048 * LLAMA_TOKEN,
+            SENT_BY_LLAMA[0] / 250,
+        ],
+        r"8B has ([\d.]+) billion parameters, and ([\d.]+) million": [
+            LLAMA_8B.num_parameters() / GB,
+            adapters(LLAMA_8B) / 1e6,
+        ],
+        r"([\d.]+) GB of weights in bfloat16 and ([\d.]+) GB for .* holds (\d+) GB": [
+            2 * LLAMA_8B.num_parameters() / GB,
+            16 * adapters(LLAMA_8B) / GB,
+            16 * LLAMA_8B.num_parameters() / GB,
+        ],
+    },
     "benchmarks": {
         r"takes ([\d.]+) times\s+as\s+many FLOPs[^|]*?([\d.]+) times as long on two ranks": [
             MUON_IN_BENCH,
@@ -642,7 +788,7 @@ def test_no_layout_of_07_is_2_percent_faster_than_the_one_that_its_readme_recomm
     """The first three are within 2 %: measured, any of them may win."""
     gpu = replace(H100, efficiency=F / H100.matmul, nvlink=NVLINK)
     job = plan.Job(40, 5120, 40, 4096, 33_280, 512, 1024, gpu, network=CARD, sequence_parallel=True)
-    job = replace(job, overlaps_reduction=False)
+    job = replace(job, **plan.MESH)
     seconds = {
         (tp, pp): step_time.step_time(replace(job, tp=tp, pp=pp)).seconds for tp, pp in LAYOUTS
     }

@@ -199,12 +199,14 @@ def plain_documents(folder: Path, data: Path, longest: int) -> list[tuple[Tensor
     return found
 
 
-def plain_curve(folder: Path, data: Path, n_valid: int = 4) -> tuple[list[dict], torch.nn.Module]:
+def plain_curve(
+    folder: Path, data: Path, n_valid: int = 4, make=None, lr: float = 1e-3
+) -> tuple[list[dict], torch.nn.Module]:
     """The metrics of a run with FLAGS, by the definition: the mean over all targets of a step."""
     documents = plain_documents(folder, data, 320)
     train, valid = documents[:-n_valid], documents[-n_valid:]
-    model, lines = reference_of(folder), []
-    settings = adamw_settings(1e-3, 0.0) | {"betas": (0.9, 0.999)}
+    model, lines = (make or reference_of)(folder), []
+    settings = adamw_settings(lr, 0.0) | {"betas": (0.9, 0.999)}
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
 
     def loss_of(documents) -> Tensor:
@@ -215,7 +217,7 @@ def plain_curve(folder: Path, data: Path, n_valid: int = 4) -> tuple[list[dict],
         return sum(losses) / sum((y != IGNORED).sum() for _, y in documents)
 
     for step in range(8):
-        optimizer.param_groups[0]["lr"] = learning_rate(step, 8, 1e-3, 2, 0.1)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, 8, lr, 2, 0.1)
         loss = loss_of([train[i] for i in global_batch(1337, step, 6, len(train))])
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -406,7 +408,8 @@ def test_the_host_waits_for_the_other_ranks_before_it_opens_files(monkeypatch, t
     monkeypatch.setattr(stage.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(stage, "all_reduce_control", lambda x: seen.append(x.device.type) or x)
     model = SimpleNamespace(units=[], replicate_group=None, device=torch.device("meta"))
-    stage.write_model(model, None, tmp_path / "model", tmp_path / "aside")
+    files = SimpleNamespace(prepare=None)
+    stage.write_model(model, files, tmp_path / "model", tmp_path / "aside")
     assert seen == ["cpu"] * 3
 
 
@@ -474,7 +477,7 @@ def test_a_model_that_cannot_be_written_is_written_from_the_checkpoint(
 @quick
 def test_runs_with_the_same_output_write_to_folders_of_their_own(monkeypatch, tmp_path):
     stage, seen = load_stage("13"), set()
-    monkeypatch.setattr(stage, "all_reduce_control", lambda x: x)
+    monkeypatch.setattr("common.job.finetuning.all_reduce_control", lambda x: x)
     for name in ("a", "b"):
         args = SimpleNamespace(out=str(tmp_path / "model"))
         run = SimpleNamespace(folder=tmp_path / name, is_restart=False, check_output=lambda *_: 0)

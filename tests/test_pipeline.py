@@ -228,18 +228,59 @@ def test_what_a_mesh_does_not_take_is_an_error(pools, case):
     pools(2).run(misuse_of_a_mesh, case)
 
 
-def norm_with_a_frozen_stage() -> float:
-    """Of a gradient [8, 8] and one [8] of ones on the other rank."""
+def sharded_optimizer(pp: int, dp: int) -> tuple:
+    """Of a layer with a frozen bias and one that trains, on a mesh of pp x dp."""
     stage = load_stage("07")
-    mesh = stage.build_mesh(2, 1, 1, 60, torch.device("cpu"))
-    layer = nn.Linear(8, 8).requires_grad_(mesh.pp.rank() > 0)
-    if mesh.pp.rank() > 0:
-        layer(torch.ones(1, 8)).sum().backward()
-    return stage.clip_grad_norm_(layer, 1e9, mesh).item()
+    mesh = stage.build_mesh(pp, dp, 1, 60, torch.device("cpu"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8))
+    model[0].bias.requires_grad_(False)
+    optimizer = stage.DistributedOptimizer(model, torch.optim.AdamW, mesh.dp, lr=0.1)
+    return stage, mesh, model, optimizer
 
 
-def test_a_frozen_stage_has_no_share_in_the_norm(pools):
-    assert pools(2).run(norm_with_a_frozen_stage) == pytest.approx([(8 * 8 + 8) ** 0.5] * 2)
+def norm_and_weights(pp: int, dp: int) -> list:
+    """The norm of gradients of ones on each pipeline stage, and the weights after a step."""
+    stage, mesh, model, optimizer = sharded_optimizer(pp, dp)
+    for p in optimizer.params.values():  # on average over dp, ones
+        p.grad = torch.full_like(p, 2 * mesh.dp.rank() / (dp - 1) if dp > 1 else 1.0)
+    optimizer.reduce_scatter_gradients()
+    assert all(p.grad is None for p in model.parameters())
+    parts = optimizer.gradients()
+    assert sum(map(torch.numel, parts.values())) + optimizer.padding * (
+        mesh.dp.rank() == dp - 1
+    ) == len(optimizer.shard)
+    norm = stage.clip_grad_norm_(model, optimizer, 1e9, mesh).item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [norm, [p.detach().clone() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("pp, dp", [(1, 2), (2, 1), (1, 3)])
+def test_the_optimizer_updates_what_trains_as_one_without_shards(pools, pp, dp):
+    """56 elements, which are no multiple of 3: the last shard is padded."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8))
+    plain[0].bias.requires_grad_(False)
+    adamw = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    for p in adamw.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    adamw.step()
+    for norm, weights in pools(pp * dp).run(norm_and_weights, pp, dp):
+        assert norm == pytest.approx((pp * (24 + 24 + 8)) ** 0.5)
+        torch.testing.assert_close(weights, [p.detach() for p in plain.parameters()])
+
+
+def misuse_of_the_optimizer() -> None:
+    stage, mesh, model, optimizer = sharded_optimizer(1, 2)
+    with pytest.raises(RuntimeError, match="no gradient: 0.weight, 1.weight, 1.bias"):
+        optimizer.reduce_scatter_gradients()
+    with pytest.raises(ValueError, match="parameters that train"):
+        stage.DistributedOptimizer(model.requires_grad_(False), torch.optim.AdamW, mesh.dp)
+
+
+def test_a_missing_gradient_and_a_rank_that_does_not_train_are_errors(pools):
+    pools(2).run(misuse_of_the_optimizer)
 
 
 # ---- backward in two parts ----

@@ -9,7 +9,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-from harness import load_stage
+from harness import load_stage, stages
 
 from tools.dry_run import dry_run
 from tools.planner import plan
@@ -17,7 +17,7 @@ from tools.planner.step_time import GPUS, Job
 
 # stage, ranks, rank, the stage's flags and the fields of the job that they set
 ZERO_1 = {"sharding": "zero1", "gather_bytes": 4}
-FSDP, FULL, MESH = {"sharding": "fsdp"}, {"recompute": "full"}, {"pp": 2, "tp": 2}
+FSDP, FULL, MESH = {"sharding": "fsdp"}, {"recompute": "full"}, {"pp": 2, "tp": 2, **plan.MESH}
 INTERLEAVED = {"pp": 4, "schedule": "interleaved", "virtual": 2, "layers": 8}
 LARGE = "--micro-batch-size 8"  # one micro-batch: gradients appear while activations go
 LAYOUTS = [
@@ -36,7 +36,15 @@ LAYOUTS = [
     ("06", 4, 3, "--schedule 1f1b", {"pp": 4}),
     ("06", 4, 0, "--schedule interleaved --n-layers 8", INTERLEAVED),
     ("07", 8, 0, "--pp 2 --tp 2 --sequence-parallel", {**MESH, "sequence_parallel": True}),
+    ("07", 8, 0, "--pp 2 --tp 2 --micro-batch-size 1", {**MESH, "micro_batch": 1}),
 ]
+TWO_D = {**FSDP, "tp": 2}
+LAYOUTS += [
+    ("14", 8, 0, "--tp 2 --sequence-parallel", {**TWO_D, "sequence_parallel": True}),
+    ("14", 8, 0, "--tp 2 --no-reshard-after-forward", {**TWO_D, "reshards": False}),
+    ("14", 8, 0, f"--tp 2 --activation-checkpointing {LARGE}", {**TWO_D, **FULL, "micro_batch": 8}),
+]
+LAYOUTS = [layout for layout in LAYOUTS if layout[0] in stages()]
 
 
 @pytest.mark.slow
@@ -48,7 +56,7 @@ def test_bytes_and_memory_in_closed_form_are_the_dry_runs(pools, stage, ranks, r
     job = replace(job, **fields)
     (dry,) = pools(1, group=False).run(dry_run, stage, ranks, rank, argv)
     last = rank > 0 or job.pp == 1
-    assert plan.costs(stage, job, last).sent.total() == pytest.approx(
+    assert plan.costs(stage, job, rank > 0).sent.total() == pytest.approx(
         dry.sent.total_ring_bytes, abs=1
     )
     assert plan.memory_of_rank(stage, job, 256, last) == pytest.approx(dry.peak, rel=0.03)
@@ -66,7 +74,8 @@ FREE = plan.Namespace(micro_batch_size=None, activation_checkpointing=False)
 def test_every_listed_layout_passes_the_arguments_check_of_its_stage():
     ranks = 16
     found, dropped = plan.plan(model(ranks=ranks, global_batch=96, gpu=GPUS["h200"]), FREE)
-    assert {layout.stage for _, layout in found} == {"02", "03", "04", "05", "06", "07"}
+    expected = {"02", "03", "04", "05", "06", "07", "14"} & {*stages()}
+    assert {layout.stage for _, layout in found} == expected
     assert dropped["too little memory"] and not dropped["sizes that do not divide"]
     shape = "--d-model 4096 --n-layers 32 --n-heads 32 --seq-len 4096 --global-batch-size 96"
     for _, layout in random.Random(0).sample(found, 60):
@@ -75,7 +84,7 @@ def test_every_listed_layout_passes_the_arguments_check_of_its_stage():
             args = module.parse_args(f"{shape} {layout.flags}".split())
         assert args.micro_batch_size == layout.job.micro_batch
         degrees = getattr(args, "tp", 1), getattr(args, "pp", None) or layout.job.pp
-        if layout.stage == "07":
+        if layout.stage in ("07", "14"):
             assert degrees == (layout.job.tp, layout.job.pp) and args.dp == layout.job.dp
 
 

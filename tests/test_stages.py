@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from harness import REPO, stage_file, stage_path, stages
 
-from tools.stages import problems
+from common.job import finetuning
+from tools.stages import needs_model, problems
 
 every_stage = pytest.mark.parametrize("stage", stages())
 
@@ -31,8 +32,11 @@ def test_the_file_of_a_stage_agrees_with_its_folder_and_is_short(stage):
     assert len(path.read_text().splitlines()) <= 55
     title = stage_path(stage).with_name("README.md").read_text().splitlines()[0]
     assert title == f"# {stage} · {stage_file(stage).title}", f"title in {path} and its README"
-    added = re.findall(r'add_argument\(\s*"(--[\w-]+)"', stage_path(stage).read_text())
-    own = set(added) - {"--compile"}  # shared by many, and about no technique
+    text = stage_path(stage).read_text()
+    text += Path(finetuning.__file__).read_text() * needs_model(stage)
+    added = re.findall(r'add(?:_argument)?\(\s*"(--[\w-]+)"', text)
+    shared = {f"--{name}" for name in ["compile", *finetuning.OTHERS.split()]}  # by many
+    own = set(added) - shared
     assert set(stage_file(stage).flags) == own, f"flags in {path} and in train.py"
 
 

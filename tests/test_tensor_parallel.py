@@ -307,9 +307,15 @@ def replicated_gradients(number: str) -> None:
     with pytest.raises(RuntimeError, match="without a gradient: freeze it"):
         stage.all_reduce_replicated_gradients(column, group)
     column.norm.weight.grad = torch.full((4,), 1.0 + rank)  # of each rank's own features or heads
-    mesh = SimpleNamespace(tp=group, pp=dist.new_subgroups(1)[0])
+    if number == "07":
+        alone = dist.new_subgroups(1)[0]
+        optimizer = stage.DistributedOptimizer(column, torch.optim.AdamW, alone)
+        optimizer.reduce_scatter_gradients()
+        arguments = optimizer, 1.0, SimpleNamespace(tp=group, pp=alone, dp=alone)
+    else:
+        arguments = 1.0, group
     with pytest.raises(RuntimeError, match="replicated parameters differ"):
-        stage.clip_grad_norm_(column, 1.0, mesh if number == "07" else group)
+        stage.clip_grad_norm_(column, *arguments)
 
 
 @pytest.mark.parametrize("number", ["05", "07"])

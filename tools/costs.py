@@ -4,11 +4,12 @@
     costs.held      bytes by kind: parameters, gradients, optimizer
     costs.sent      ring bytes by (collective, group); `sent_before`: of the initial weights, once
 
-tests/test_costs.py holds the table to dry runs of 02 to 12, exactly; `make plan` uses it.
+tests/test_costs.py holds the table to dry runs of 02 to 12 and 14, exactly; `make plan` uses it.
 """
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
@@ -104,8 +105,11 @@ def ssd_offload(x: Costs) -> None:
     x.send("reduce_scatter_single", "world", x.n, m * 4 * x.P)
 
 
-def tensor_parallel(x: Costs, group: str, tp: int, layers: int, is_first=True, is_last=True):
-    """The communication of the layers, the embedding and the loss of a rank, and its parameters."""
+def tensor_parallel(
+    x: Costs, group: str, tp: int, layers: int, is_first=True, is_last=True, own_norms=None
+):
+    """The communication of the layers, the embedding and the loss of a rank, and its parameters.
+    own_norms: elements of norms of which a rank has gradients, if not all."""
     norms = 2 * layers * x.d + x.d * is_last
     full = layers * x.layer + x.E * is_first + x.O * is_last
     recomputed = layers * x.args.activation_checkpointing
@@ -117,7 +121,7 @@ def tensor_parallel(x: Costs, group: str, tp: int, layers: int, is_first=True, i
     if x.args.sequence_parallel and tp > 1:
         x.send("all_gather_single", group, tp, x.m * (large + 2 * recomputed * x.c * x.A))
         x.send("reduce_scatter_single", group, tp, x.m * (large + again * x.c * x.A))
-        x.send("all_reduce", group, tp, 4 * norms)
+        x.send("all_reduce", group, tp, 4 * (norms if own_norms is None else own_norms))
     else:
         x.send("all_reduce", group, tp, x.m * (large + again * x.c * x.A))
     x.send("all_reduce", group, tp, x.m * 3 * 4 * x.T * is_last)
@@ -156,8 +160,9 @@ def mesh(x: Costs) -> None:
     shards = tp if x.args.sequence_parallel else 1
     part = pipeline(x, pp, x.rank // (dp * tp), 4 * x.A / shards)
     own = tensor_parallel(x, "tp", tp, *part)
-    x.hold(4 * own, 4 * own, 8 * own)
-    x.send("all_reduce", "dp", dp, 4 * own)
+    x.hold(4 * own, 4 * own / dp, 8 * own / dp)  # until they are reduced, all gradients
+    x.send("reduce_scatter_single", "dp", dp, 4 * own)
+    x.send("all_gather_single", "dp", dp, 4 * own)
 
 
 def context_parallel(x: Costs) -> None:
@@ -201,6 +206,36 @@ def muon(x: Costs) -> None:
     x.send("broadcast", "world", x.n, (2 if x.args.autocast else 4) * every)
 
 
+def fsdp_and_tensor_parallel(x: Costs) -> None:
+    args, d, tp, s = x.args, x.d, x.args.tp, x.args.shard_degree
+    if tp == 1:
+        return fsdp(x)
+    replicas = x.n // tp // s
+    embed, layer, output = x.E / tp, (x.layer - 2 * d) / tp + 2 * d, (x.O - d) / tp + d
+    length_of = {unit: math.ceil(unit / s) for unit in (layer, output)}  # of a shard, padded
+    shard_rank = x.rank // tp % s
+
+    def owned(unit: float, begin: float) -> float:
+        """Elements that this rank owns of a norm that begins there in a unit."""
+        first = shard_rank * length_of[unit]
+        return max(0, min(begin + d, first + length_of[unit]) - max(begin, first))
+
+    second = d + 4 * d * d / tp  # a layer's second norm follows the first one, wqkv and wo
+    norms = x.L * (owned(layer, 0) + owned(layer, second)) + owned(output, 0)
+    itemsize = 2 if args.param_dtype == "bfloat16" else 4
+    x.m, x.c = x.m // (replicas * s), itemsize  # units cast their inputs
+    q = tensor_parallel(x, "tp", tp, x.L, own_norms=norms)
+    x.hold(4 * q / s, 4 * q / s, 8 * q / s)
+    again = 0 if args.no_reshard_after_forward else x.L  # the output stays
+    gathered = 4 * embed + itemsize * (q - embed + again * layer)
+    reduced = 2 if args.reduce_dtype == "bfloat16" else 4
+    x.send("all_gather_single", "shard", s, x.m * gathered)
+    x.send("reduce_scatter_single", "shard", s, x.m * reduced * q)
+    x.send("all_reduce", "replicate", replicas, 4 * q / s)
+    if replicas > 1:
+        x.start_equal("replicate", replicas, 4 * q / s)
+
+
 # a stage that is not here costs what the stage costs that it is compared with
 COSTS: dict[str, Callable[[Costs], None]] = {
     "01": averaged,  # over one rank
@@ -214,6 +249,7 @@ COSTS: dict[str, Callable[[Costs], None]] = {
     "09": expert_parallel,
     "11": muon,
     "12": ssd_offload,
+    "14": fsdp_and_tensor_parallel,
 }
 
 

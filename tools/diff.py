@@ -150,7 +150,8 @@ def report(old: str, new: str) -> Iterator[str]:
             continue
         yield ""
         if base and (base.stage != older or block.owner == block.name != base.name):
-            yield f"* {block.name}: compared with {base.name} in {base.stage}"
+            text = f"* {block.name}: compared with {base.name} in {base.stage}"
+            yield from textwrap.wrap(text, 100, subsequent_indent="*     ")
         for mark, a, b in align(base, block):
             lines = [f"{mark} {text}" for _, text in b or a if "# -----" not in text]
             is_folded = mark == "=" or (mark == "-" and len(a) > MOST_REMOVED)

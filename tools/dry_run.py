@@ -40,7 +40,7 @@ VOCABULARY = 33_278  # of WikiText-2
 class OneStep:
     """In place of `common.job.run.Run`: takes one step, whose memory and messages it reports."""
 
-    resume = "never"
+    resume, folder = "never", "runs"
 
     def __init__(self, *_) -> None:
         self.checkpoints = self

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from common.distributed import save0
-from common.weight_files import WeightFiles, header_of
+from common.weight_files import WeightFiles, write_tensors
 
 from common.job.arguments import Parser
 from common.job.atomic_files import exists
@@ -185,19 +185,7 @@ def write_llama(folder: Path, args: dict, weights: dict[str, Tensor], vocab: lis
     files = {"config": config, "tokenizer": tokenizer, "tokenizer_config": tokens}
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content), "utf-8")
-    write_weights(folder, weights)
-
-
-def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Write float32 tensors as one file, whose format common/weight_files.py describes."""
-    header, at = {}, 0
-    for name, t in weights.items():
-        places = [at, at := at + t.nbytes]
-        header[name] = {"dtype": "F32", "shape": [*t.shape], "data_offsets": places}
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write(header_of(header))
-        for t in weights.values():
-            file.write(t.contiguous().numpy())
+    write_tensors(folder / "model.safetensors", weights)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ once for all other ranks. What a stage reads from files or decides by numbers is
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
@@ -26,7 +26,6 @@ from common.collectives import Ledger, all_reduce_control, ledger
 from common.model import rotary_table
 
 from common.job.corpus import Corpus
-from common.job.ssd_state import StateFile, StateFolder
 from tools.stages import load_stage
 
 
@@ -47,11 +46,13 @@ def fake_stage(
         patches["exchange_counts"] = partial(balanced_counts, rows, exchange)
     if hasattr(module, "check_same"):
         patches["check_same"] = nothing_to_compare
-    if hasattr(module, "state_folder"):
-        patches |= {"state_folder": NoFiles, "StateFile": NoFile}
+    if hasattr(module, "StateFile"):
+        patches["StateFile"] = without_file(module.StateFile)
+        patches["ThreadPoolExecutor"] = AtOnce
         patches["SpeculativeAdamW"] = unclipped(module.SpeculativeAdamW)
-    if hasattr(module, "load_instructions"):
-        patches |= without_files()
+    no_files = without_files() if hasattr(module, "documents_of_step") else {}
+    in_job = {name: no_files.pop(name) for name in OF_LOAD & no_files.keys()}
+    patches |= no_files
     words, tokens = [str(i) for i in range(vocabulary)], torch.zeros(2, dtype=torch.int32)
     corpus = Corpus("fake", tokens[:1].expand(2**20), tokens, tokens, words, "0")
     rotary_table.cache_clear()  # real tensors and fake ones do not mix
@@ -60,6 +61,7 @@ def fake_stage(
     try:
         with (
             patch.multiple(module, **{k: v for k, v in patches.items() if hasattr(module, k)}),
+            patch.multiple("common.job.finetuning", **in_job),
             patch("common.collectives.check_same", nothing_to_compare),
             patch("common.unit_parameters.check_same", nothing_to_compare),
             patch("common.job.arguments.check_ranks"),  # there is one process
@@ -80,8 +82,11 @@ def full_documents(_, args, step: int) -> list:
     return [(tokens, [(1, len(tokens))])] * args.dp
 
 
+OF_LOAD = {"load_instructions", "WeightFiles", "check_ranks"}  # what it calls
+
+
 def without_files() -> dict:
-    """Patches of 13, which then needs config.json of --model alone."""
+    """Patches of 13 and 15, which then need config.json of --model alone."""
     data = dict(name="fake", train=[0], valid=[], vocab=[], vocab_size=0, digest="0", tokens=None)
     return {
         "load_instructions": lambda *_: SimpleNamespace(**data),
@@ -103,42 +108,31 @@ def balanced_counts(rows: int, exchange, counts: Tensor, group: dist.ProcessGrou
     return [sent, [sent[group.rank()]] * len(sent)]
 
 
-class NoFile(StateFile):
-    """In place of 12's file of a unit: nothing is read or written."""
+def without_file(state_file: type) -> type:
+    """12's file of a unit, but nothing is read or written."""
 
-    def __init__(self, folder: StateFolder, name: str, shard: Tensor):
-        self.folder, self.path, self.length = folder, Path(name), len(shard)
-        folder.files.append(self)
+    def init(self, optimizer, name: str, shard: Tensor) -> None:
+        self.optimizer, self.name, self.length = optimizer, name, len(shard)
+        optimizer.files.append(self)
 
-    def empty(self, n_rows: int) -> Tensor:
-        return torch.empty(n_rows, self.length)
-
-    def _move(self, *_) -> None:
-        pass
-
-    def write_slot(self, *_) -> None:
-        pass
-
-    def mapped(self) -> Tensor:
-        return torch.empty(1).expand(3, self.length)  # in a file, not in memory
+    methods = {
+        "__init__": init,
+        "empty": lambda self, n_rows: torch.empty(n_rows, self.length),
+        "move": lambda *_: None,
+        "mapped": lambda self: torch.empty(1).expand(3, self.length),  # not in memory
+    }
+    return type("WithoutFile", (state_file,), methods)
 
 
-class NoFiles(StateFolder):
-    """In place of 12's folder: its jobs run at once, in this thread."""
+class AtOnce:
+    """In place of 12's threads: a job runs at once, in this thread."""
 
     def __init__(self, *_):
-        self.files, self.jobs, self.is_restored = [], {}, False
-        self.step = self.slot = self.commits = self.committed = 0
-        self.path, self.traffic, self.threads = Path(), {}, self
+        pass
 
     def submit(self, function, *args) -> Future:
         (job := Future()).set_result(function(*args))
         return job
-
-    def commit(self) -> None:
-        self.committed = self.step
-
-    close = commit
 
 
 def unclipped(optimizer: type) -> type:
@@ -197,8 +191,11 @@ def report_of(
     storage of parameters, gradients or optimizer state counts once."""
     state = {p: tensors for optimizer in optimizers for p, tensors in optimizer.state.items()}
     params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    gc.collect()  # of an earlier run
+    units = [x for x in gc.get_objects() if type(x).__name__ == "Unit" and hasattr(x, "shard")]
+    frozen = [unit.shard for unit in units if not unit.shard.requires_grad]  # of 15
     kinds = {
-        "parameters": params,
+        "parameters": [*params, *frozen],
         "gradients": [p.grad for p in params if p.grad is not None],
         "optimizer": [t for each in state.values() for t in each.values() if t.dim() > 0],
     }

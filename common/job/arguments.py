@@ -261,8 +261,13 @@ def check_ranks(args: Arguments, corpus: Corpus) -> None:
     fail(f"{count} differ from rank 0: {'; '.join(what)}: start all with the same command")
 
 
-def check_memory(args: Arguments, config: TransformerConfig) -> None:
-    """Fail if the model state and one layer's inputs exceed the memory of all ranks together."""
+def check_memory(
+    args: Arguments, config: TransformerConfig, state_bytes: int | None = None
+) -> None:
+    """Fail if the model state and one layer's inputs exceed the memory of all ranks together.
+
+    state_bytes: of all ranks; by default 16 per parameter, once.
+    """
     if args.state_on == "disk":
         return
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -272,7 +277,7 @@ def check_memory(args: Arguments, config: TransformerConfig) -> None:
     if dist.is_initialized():
         all_reduce_control(memory)  # nodes may differ, but all ranks must agree
     hidden = args.dp * args.micro_batch_size * args.seq_len * config.d_model * 2  # in bfloat16
-    needed = 16 * config.num_parameters() + hidden
+    needed = (state_bytes or 16 * config.num_parameters()) + hidden
     if needed > memory.item():
         names = ("d_model", "n_layers", "seq_len", "micro_batch_size")
         names = ("model", "seq_len") if "model" in args else names

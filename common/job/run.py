@@ -53,7 +53,9 @@ class Run:
         device: torch.device,
         corpus: Corpus,
     ):
-        if device.type == "cpu":
+        if args.state_on == "disk":
+            return_freed_memory()
+        elif device.type == "cpu":
             keep_freed_memory()
         script = Path(script).resolve()
         stage = script.parent.name
@@ -281,6 +283,13 @@ def keep_freed_memory() -> None:
         if not libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD of malloc.h
             libc.mallopt(-3, 2**25)  # the most before glibc 2.35
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def return_freed_memory() -> None:
+    """Make glibc return large buffers to the system when they are freed. If it kept them, fragments
+    would grow with the number of units, of which an offloading stage holds a few at a time."""
+    with contextlib.suppress(OSError, AttributeError):  # without glibc
+        ctypes.CDLL("libc.so.6").mallopt(-3, 2**17)  # M_MMAP_THRESHOLD of malloc.h, bytes
 
 
 def git_commit() -> str | None:

@@ -18,6 +18,7 @@ from common.job.arguments import PRESETS, SHAPE, base_parser, positive, positive
 from common.job.launch import fail
 from tools.costs import Costs, costs_of
 from tools.planner.step_time import GPUS, Job, caveats, step_time
+from tools.stages import stages
 
 VOCABULARY = 33_280  # WikiText-2's 33,278, padded
 USABLE = 0.92  # of a GPU's memory: the CUDA context, NCCL's buffers and fragmentation take the rest
@@ -37,6 +38,9 @@ class Layout:
 
 
 # ---- what a stage can run ----
+
+# 07: ZeRO-1 in float32, after the pipeline has drained
+MESH = dict(sharding="zero1", gather_bytes=4, overlaps_gather=False, overlaps_reduction=False)
 
 
 def layouts(model: Job) -> Iterator[tuple[str, str, Job]]:
@@ -67,8 +71,15 @@ def layouts(model: Job) -> Iterator[tuple[str, str, Job]]:
             for sp in ("", " --sequence-parallel") if tp > 1 else ("",):
                 name = f" --schedule {schedule}" if pp > 1 else ""
                 job = replace(dp, pp=pp, tp=tp, schedule=schedule, virtual=schedules[schedule])
-                job = replace(job, sequence_parallel=bool(sp), overlaps_reduction=False)
+                job = replace(job, sequence_parallel=bool(sp), **MESH)
                 yield "07", f"--pp {pp} --tp {tp}{name}{sp}", job
+    for tp in range(2, model.per_node + 1):  # within a node
+        if "14" not in stages() or model.per_node % tp or n == tp:
+            continue
+        for sp in ("", " --sequence-parallel"):
+            for keep in ("", " --no-reshard-after-forward"):
+                job = replace(model, tp=tp, sequence_parallel=bool(sp), sharding="fsdp")
+                yield "14", f"--tp {tp}{sp}{keep}", replace(job, reshards=not keep)
 
 
 def divides(job: Job) -> bool:
@@ -103,7 +114,7 @@ def costs(stage: str, job: Job, last: bool = False) -> Costs:
         dropout=0.0,
         autocast=False,
         zero_stage=int(job.sharding[-1]) if job.sharding.startswith("zero") else 0,
-        shard_degree=job.shard_ranks,
+        shard_degree=job.shard_ranks or job.dp,
         no_reshard_after_forward=not job.reshards,
         param_dtype="bfloat16",
         reduce_dtype="float32",
@@ -134,8 +145,9 @@ def memory_of_rank(stage: str, job: Job, rows: int, last: bool) -> float:
     layer's backward. See Cost in the stages' READMEs for what a layer keeps."""
     e, d, tokens = 4 if job.dtype == "float32" else 2, job.d_model, job.tokens
     table, shards = costs(stage, job, last), job.shard_ranks or job.dp
-    gradients = table.held["gradients"]
-    state = table.held.total() - gradients
+    # with ZeRO-1 they are full until they are reduced
+    gradients = table.held["parameters" if job.sharding == "zero1" else "gradients"]
+    state = table.held["parameters"] + table.held["optimizer"]
     outside = job.tp if job.sequence_parallel else 1
     # a layer keeps: residuals and norms float32, inputs of column-parallel layers, all inside
     kept = tokens * ((16 * d + 8) / outside + 2 * e * d + (12 * e * d + 4 * job.heads) / job.tp)
@@ -158,19 +170,23 @@ def memory_of_rank(stage: str, job: Job, rows: int, last: bool) -> float:
     if job.sharding in ("fsdp", "zero3"):  # unsharded units, one unit's gradients, and the head's
         units = (1 + job.overlaps_gather) * job.reshards
         ends = 4 * job.vocab * d * (1 - 1 / shards) * full
-        backward += (units * job.gather_bytes + 4) * 12 * d * d + ends
+        backward += ((units * job.gather_bytes + 4) * 12 * d * d + ends) / job.tp
     peak = backward
     if last:
         stays = (job.sharding == "fsdp" and job.reshards) * job.gather_bytes * 12 * d * d  # a layer
+        if job.sharding == "fsdp" and job.tp > 1:  # the head (if all stays, 2 bytes more of the
+            stays = (job.gather_bytes + 4) * job.vocab * d / job.tp  # embedding), and gradients
         peak = max(peak, head_memory(job, rows, outside) + stays)
     elif job.pp > 1:  # the embedding's gradient, when the micro-batch's layers are done
         peak = max(peak, 4 * job.vocab * d / job.tp + 12 * tokens * d - layers / job.virtual * kept)
-    messages += 0 if job.reshards else job.gather_bytes * table.P
+    messages += 0 if job.reshards else job.gather_bytes * table.P / job.tp
     first = in_flight * layers * kept + peak + messages
     # gradients come with the first backward: full where the second one begins, or ends
     more = min(most, job.micro_batches - 1)
     second = more * layers * kept + (peak if more else backward) + messages
-    return state + max(first, gradients + second)
+    # 07 reduces a copy of all gradients
+    reduced = 2 * gradients + table.held["gradients"] if stage == "07" else 0
+    return state + max(first, gradients + second, reduced)
 
 
 def head_memory(job: Job, rows: int, outside: int) -> float:

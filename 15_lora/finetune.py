@@ -1,0 +1,198 @@
+# `make copies` takes this from 13_finetune/train.py, by section "Copy" of its README.
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.collectives import all_reduce_control
+from common.loss import IGNORED
+from common.weight_files import WeightFiles, publish
+
+# ------------------------------------------------------------------------------------------------
+# The technique: documents side by side, one mean over all their targets, files read by their bytes
+# ------------------------------------------------------------------------------------------------
+
+Documents = list[tuple[Tensor, list[tuple[int, int]]]]  # tokens, and where answers begin and end
+MicroBatch = tuple[Tensor, Tensor, tuple[int, ...]]  # inputs, targets, the documents' lengths
+
+
+def micro_batches_of(documents: Documents, most: int, device, rank=0, size=1) -> list[MicroBatch]:
+    """This rank's micro-batches of at most `most` tokens.
+
+    Every rank computes the same packing, and takes equally many micro-batches of it.
+    """
+    packed = pack([len(ids) - 1 for ids, _ in documents], size, most)  # the last one is no input
+    mine = ([documents[i] for i in indices] for indices in packed[rank::size])
+    return [side_by_side(each, device) for each in mine]
+
+
+def pack(lengths: Sequence[int], size: int, most: int) -> list[list[int]]:
+    """Distribute documents over micro-batches of at most `most` tokens; returns their indices.
+
+    From the longest to the shortest, each goes into the micro-batch with the fewest tokens. The
+    number of micro-batches is the lowest multiple of `size`, the ranks, for which all fit.
+    """
+    count = math.ceil(sum(lengths) / (most * size)) * size
+    while True:
+        packed: list[list[int]] = [[] for _ in range(count)]
+        tokens = [0] * count
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            lightest = tokens.index(min(tokens))
+            packed[lightest].append(i)
+            tokens[lightest] += lengths[i]
+        if max(tokens) <= most:
+            return packed
+        count += size
+
+
+def side_by_side(documents: Documents, device: torch.device) -> MicroBatch:
+    """Join documents without padding. inputs, targets: int64 [tokens]."""
+    inputs, targets = [], []
+    # a rank without a document computes one token, which has no target
+    for ids, spans in documents or [(torch.zeros(2, dtype=torch.int64), [])]:
+        inputs.append(ids[:-1])
+        targets.append(torch.full_like(ids[1:], IGNORED))
+        for begin, end in spans:  # of an answer; the target of a token is the next one
+            targets[-1][begin - 1 : end - 1] = ids[begin:end]
+    joined = (torch.cat(each).to(device, non_blocking=True) for each in (inputs, targets))
+    return *joined, tuple(map(len, inputs))
+
+
+def count_targets(micro_batches: list[MicroBatch]) -> Tensor:
+    """The targets of a step, on all ranks: to be known before its first backward."""
+    return all_reduce_control(sum((targets != IGNORED).sum() for _, targets, _ in micro_batches))
+
+
+def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, size: int) -> Tensor:
+    """What a micro-batch adds to the mean over all targets of a step.
+
+    That is the sum of its losses / total. A mean over its own targets would give a token more
+    weight where a micro-batch has few of them. Times the number of ranks, over which gradients are
+    averaged: so the model divides by total / size.
+    """
+    inputs, targets, lengths = micro_batch
+    return model(inputs, lengths, targets, total / size)
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, documents: Documents, most: int, device, rank=0, size=1) -> float:
+    """Mean loss in nats over all targets of the documents."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, targets
+    for inputs, targets, lengths in micro_batches_of(documents, most, device, rank, size):
+        loss = model(inputs, lengths, targets)
+        count = (targets != IGNORED).sum()
+        total += torch.stack([loss * count, count])
+    all_reduce_control(total)
+    model.train()
+    return (total[0] / total[1]).item()
+
+
+# ---- reading and writing: each rank the bytes of its own shards ----
+
+CHUNK = 2**20  # elements that are converted at a time
+
+
+def read_model(model: nn.Module, files: WeightFiles) -> None:
+    """Fill the shards of a model's `units` from the files."""
+    for unit in model.units:
+        read_shard(files, unit.shapes, unit.owned, unit.shard.detach())
+
+
+def read_shard(
+    files: WeightFiles, shapes: dict[str, torch.Size], owned: slice, shard: Tensor
+) -> None:
+    """Fill a shard from its places in the files. No other values are read."""
+    for tensor, first, part in ranges_in(shapes, owned):
+        name, start, dtype, _ = files.values[tensor]
+        start += len(files.headers[name]) + first * dtype.itemsize
+        with open(files.folder / name, "rb", buffering=0) as file:
+            file.seek(start)  # it may be within a row of a matrix
+            for chunk in shard[part].split(CHUNK):
+                values = torch.empty(len(chunk), dtype=dtype)
+                if file.readinto(values.view(torch.uint8).numpy()) < values.nbytes:
+                    raise OSError(f"{files.folder / name} has become shorter")
+                chunk.copy_(values)  # to the shard's dtype and device
+                files.bytes_read += values.nbytes
+
+
+def no_values(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
+    """A `read_shard` that reads nothing: zeros without memory. `read_model` fills the shards later,
+    unless a checkpoint does."""
+    numel = sum(shape.numel() for shape in shapes.values())
+    return torch.zeros(1).expand(len(range(*owned.indices(numel))))
+
+
+def write_shard(
+    files: WeightFiles, folder: Path, shapes: dict[str, torch.Size], owned: slice, shard: Tensor
+) -> None:
+    """Write a shard to its places in the files of `folder`, in the dtypes that were read."""
+    for tensor, first, part in ranges_in(shapes, owned):
+        # a tied embedding may be stored twice
+        for name, start, dtype, _ in filter(None, (files.values[tensor], files.copies.get(tensor))):
+            with open(folder / name, "r+b", buffering=0) as file:
+                file.seek(len(files.new_headers[name]) + start + first * dtype.itemsize)
+                for chunk in shard[part].split(CHUNK):
+                    values = memoryview(chunk.to("cpu", dtype).view(torch.uint8).numpy())
+                    while values:  # after a short write the next one raises OSError
+                        values = values[file.write(values) :]
+                os.fsync(file.fileno())
+
+
+def ranges_in(shapes: dict[str, torch.Size], owned: slice) -> Iterator[tuple[str, int, slice]]:
+    """Split a range of a unit's flat parameter by tensors. Yields each tensor's name, where in the
+    tensor the range begins, and the slice of the range that the tensor fills."""
+    begin = 0  # of the tensor
+    for name, shape in shapes.items():
+        start, stop = max(owned.start, begin), min(owned.stop, begin + shape.numel())
+        if start < stop:
+            yield name, start - begin, slice(start - owned.start, stop - owned.start)
+        begin += shape.numel()
+
+
+def write_model(
+    model: nn.Module,
+    files: WeightFiles,
+    out: Path,
+    aside: Path,
+    values: Callable[..., Tensor] = lambda unit: unit.shard.detach(),
+) -> None:
+    """Write a folder like the one that was read: complete, or absent. Every rank calls it.
+
+    aside: where to write it, beside `out`; of this run alone. values: of a unit's shard.
+    """
+
+    def write_shards() -> None:
+        for unit in model.units:
+            write_shard(files, aside, unit.shapes, unit.owned, values(unit))
+
+    is_first, replicas = dist.get_rank() == 0, model.replicate_group
+    is_writer = replicas is None or dist.get_rank(replicas) == 0  # one replica
+    prepare, finish = partial(files.prepare, aside), partial(publish, aside, out)
+    in_turn(aside, [(is_first, prepare), (is_writer, write_shards), (is_first, finish)])
+
+
+def in_turn(aside: Path, steps: list[tuple[bool, Callable[[], None]]]) -> None:
+    """Take each step, if it is this rank's, when all ranks have taken the previous one.
+
+    OSError on all ranks if a step fails on one; then `aside` is removed.
+    """
+    for is_mine, step in steps:
+        error = None
+        try:
+            if is_mine:
+                step()
+        except OSError as found:
+            error = found
+        # all wait for one another; on the CPU, so that the host waits
+        if all_reduce_control(torch.tensor(float(error is not None))).item():
+            shutil.rmtree(aside, ignore_errors=True)
+            raise error or OSError("another rank could not write")

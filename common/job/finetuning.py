@@ -1,0 +1,140 @@
+"""The job of a stage that fine-tunes: its flags, what they name, and the folder that it writes."""
+
+import hashlib
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.batches import global_batch
+from common.collectives import all_reduce_control
+from common.distributed import print0
+from common.instructions import Spans
+from common.llama import Llama, LlamaConfig
+from common.shards import State
+from common.weight_files import WeightFiles
+
+from common.job.arguments import Arguments, Parser, base_parser, check_ranks, natural, positive_int
+from common.job.atomic_files import exists
+from common.job.launch import fail, rank, world_size
+from common.job.prepared_instructions import Instructions, load_instructions
+from common.job.run import Run
+
+# flags that have another meaning here, or none: the model has its shape, micro-batches are packed
+OTHERS = "data preset d-model n-layers n-heads seq-len steps micro-batch-size warmup-steps dropout"
+
+
+def finetuning_parser(description: str | None, output: str) -> Parser:
+    """The flags of a stage that fine-tunes a model. output: the default of --out."""
+    parser = base_parser(description, without=OTHERS.split())
+    add = parser.add_argument
+    add("--model", help="a Hugging Face folder: config, safetensors, tokenizer")
+    add("--data", help="a file of instructions in JSON, or sample")
+    add("--out", help=f"folder to write, seen by all ranks (default: {output} of the run)")
+    add("--valid", type=natural, default=0, help="last documents of --data, to evaluate on")
+    add("--seq-len", type=positive_int, default=2048, help="most tokens of a micro-batch")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=positive_int, help="of all documents (default: 1)")
+    length.add_argument("--steps", type=positive_int, help="optimizer steps, in place of --epochs")
+    add("--warmup-steps", type=natural, help="of linear warm-up (default: 3 %% of the steps)")
+    add("--shard-degree", type=positive_int, help="ranks that shard a unit (default: all)")
+    add("--param-dtype", choices=("float32", "bfloat16"), help="default: --dtype")
+    add("--no-reshard-after-forward", action="store_true", help="until backward")
+    # decay would also reach the norms
+    parser.set_defaults(weight_decay=0.0, global_batch_size=128)
+    return parser
+
+
+def parse(parser: Parser, argv: list[str] | None) -> Arguments:
+    args = parser.parse_args(argv)
+    if not args.model or not args.data:
+        fail("--model and --data are needed: a Hugging Face folder, and a file of instructions")
+    args.epochs = args.epochs or (None if args.steps else 1)
+    args.shard_degree = args.shard_degree or world_size()
+    if world_size() % args.shard_degree:
+        fail(f"--shard-degree {args.shard_degree} does not divide the {world_size()} ranks")
+    args.dp, args.micro_batch_size, args.dropout = world_size(), 1, 0.0
+    args.dtype = args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+    args.param_dtype = args.param_dtype or args.dtype
+    args.autocast = False  # units are unsharded in --param-dtype, and their inputs cast to it
+    return args
+
+
+def load(args: Arguments) -> tuple[LlamaConfig, WeightFiles, Instructions]:
+    """What --model and --data name. Fails on what would be computed wrongly."""
+    folder = Path(args.model)
+    try:
+        config = LlamaConfig.of_folder(folder, args.activation_checkpointing)
+        with torch.device("meta"):
+            shapes = {name: p.shape for name, p in Llama(config).named_parameters()}
+        files = WeightFiles(folder, shapes, rank(), world_size())
+    except (KeyError, OSError, ValueError) as error:
+        absent = "config.json or a header has no " * isinstance(error, KeyError)
+        fail(f"--model {folder}: {absent}{error}")
+    longest = min(args.seq_len, config.max_positions)
+    if config.window is not None and config.window < longest:
+        fail(f"--model {folder}: a sliding window: pass --seq-len {config.window} or less")
+    data = load_instructions(args.data, folder, longest, args.valid)
+    if data.vocab_size > config.vocab_size:
+        rows = f"the embedding has {config.vocab_size} rows"
+        fail(f"--model {folder}: {rows}, and --data the token {data.vocab_size - 1}")
+    args.d_model, args.n_layers, args.n_heads = config.d_model, config.n_layers, config.n_heads
+    args.steps = args.steps or math.ceil(args.epochs * len(data.train) / args.global_batch_size)
+    if args.warmup_steps is None:
+        args.warmup_steps = math.ceil(0.03 * args.steps)
+    check_ranks(args, data)
+    return config, files, data
+
+
+def documents_of_step(data: Instructions, args: Arguments, step: int) -> list[tuple[Tensor, Spans]]:
+    """A function of (seed, step). The last step of --epochs takes the documents that are left."""
+    n, size = len(data.train), args.global_batch_size
+    left = args.epochs * n - step * size if args.epochs else size
+    indices = global_batch(args.seed, step, size, n)[:left]
+    return data.tokens_of([data.train[i] for i in indices])
+
+
+def say_progress(args: Arguments, data: Instructions, first_step: int) -> None:
+    """What a run that continues has done."""
+    if first_step:
+        done = first_step * args.global_batch_size
+        print0(f"{done:,} documents of --seed's order are done, of {len(data.train):,} per epoch")
+
+
+# ---- the output ----
+
+
+def output_folder(
+    args: Arguments, run: Run, files: WeightFiles, name: str = "model"
+) -> tuple[Path | None, Path]:
+    """Where the output will be, and where it is until it is complete. None: it is there already,
+    by this job before a restart. name: of what is written, a model like the one in --model or not.
+    """
+    out = Path(args.out or run.folder / name)
+    digest = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
+    aside = out.with_name(f".{out.name}.writing-{digest}")  # another run may have the same --out
+    is_there = all_reduce_control(torch.tensor(float(exists(out)))).item() > 0
+    if is_there and not run.is_restart:
+        fail(f"--out {out} is already there: move it away, or pass another folder")
+    if not is_there:
+        run.check_output("out", aside, *[files.try_to_prepare] * (name == "model"))
+    return None if is_there else out, aside
+
+
+def write_output(
+    args: Arguments, run: Run, state: State, first_step: int, out: Path, write: Callable[[], None]
+) -> None:
+    """Call `write` after the last step. If it fails, the run's checkpoint has what was trained."""
+    run.checkpoints.wait()  # so that a kill from here on costs no step
+    try:
+        write()
+    except OSError as error:
+        if not args.checkpoint_every and first_step < args.steps:  # it has no checkpoint yet
+            run.checkpoints.save(args.steps, state, args.keep_checkpoints)
+            run.checkpoints.wait()
+        again = f"the same flags and --run-dir {run.folder} write it, without training"
+        fail(f"--out {out}: {error}; the run's checkpoint is complete: {again}", status=1)
+    print0(f"wrote {out}")

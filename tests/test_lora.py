@@ -1,0 +1,278 @@
+"""Stage 15: adapters beside frozen, sharded weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from harness import BFLOAT16, assert_same_curve, load_stage, process_bytes
+from test_finetune import (  # noqa: F401  fixtures
+    CPU,
+    FLAGS,
+    KEPT,
+    chat,
+    files_of,
+    large,
+    models,
+    plain_curve,
+    reference_of,
+    weights_of,
+)
+from test_finetune import argv_of as argv_of_13
+from torch import Tensor, nn
+
+from common.counter_rng import generator_of
+from common.llama import Llama, LlamaConfig
+from common.loss import linear_cross_entropy
+
+from common.job.prepared_instructions import load_instructions
+
+pytestmark = pytest.mark.slow
+quick = pytest.mark.quick
+
+R, SCALE = 4, 2.0  # alpha / r
+LORA = f"--lora-rank {R} --lora-alpha {R * SCALE} --lr 1e-2"
+
+
+def with_adapters(folder: Path) -> nn.Module:
+    """The model of transformers, frozen, with A and B beside its linear layers but the head."""
+    model = reference_of(folder).requires_grad_(False)
+    for name, linear in [*model.named_modules()]:
+        if isinstance(linear, nn.Linear) and "layers" in name:
+            a = (
+                torch.rand(R, linear.in_features, generator=generator_of("lora", 1337, name)) * 2
+                - 1
+            )
+            linear.lora_A = nn.Parameter(a / linear.in_features**0.5)
+            linear.lora_B = nn.Parameter(torch.zeros(linear.out_features, R))
+            linear.register_forward_hook(lambda m, x, y: y + SCALE * x[0] @ m.lora_A.T @ m.lora_B.T)
+    return model
+
+
+def merged_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Those of the plain model, with A and B merged into W."""
+    found = {n: t for n, t in model.state_dict().items() if "lora_" not in n}
+    for name, linear in model.named_modules():
+        if hasattr(linear, "lora_A"):
+            found[f"{name}.weight"] = linear.weight + SCALE * linear.lora_B @ linear.lora_A
+    return found
+
+
+@pytest.fixture(scope="module")
+def curve(models, chat):
+    """`curve(name)`: the plain curve and model, once per module."""
+    return cache(lambda name: plain_curve(models / name, chat, make=with_adapters, lr=1e-2))
+
+
+def argv_of(model: Path, data: Path, run: Path, flags: str = "") -> list[str]:
+    load_instructions(str(data), model, 320, 0)  # so that no rank has to import transformers
+    where = f"--model {model} --data {data} --run-dir {run} --valid 4"
+    return [*where.split(), *FLAGS.split(), *LORA.split(), *flags.split()]
+
+
+def traced(argv: list[str]) -> tuple[list[dict], Counter, list[int]]:
+    """The metrics of a run, the most units that were gathered at a time, and the micro-batches."""
+    stage, most, micro_batches = load_stage("15"), Counter(), []
+    unshard, wrapper, count = stage.Unit.unshard, stage.FullyShardedFrozen, stage.count_targets
+    finish = wrapper.finish_gradient_synchronization
+
+    def see(where: str, units: list) -> None:
+        most[where] = max(most[where], sum(unit.full is not None for unit in units))
+
+    def unshard_and_see(unit) -> None:
+        unshard(unit)
+        see("backward" if stage.is_in_backward() else "forward", unit.fsdp.units)
+
+    def finish_and_see(model) -> None:
+        finish(model)
+        see("finish", model.units)
+
+    def count_and_see(each: list) -> Tensor:
+        micro_batches.append(len(each))
+        return count(each)
+
+    unit = patch.object(stage.Unit, "unshard", unshard_and_see)
+    model = patch.object(wrapper, "finish_gradient_synchronization", finish_and_see)
+    with unit, model, patch.object(stage, "count_targets", count_and_see):
+        return stage.main(argv), most, micro_batches
+
+
+def on_meta(folder: Path) -> Llama:
+    with torch.device("meta"):
+        return Llama(LlamaConfig.of_folder(folder))
+
+
+def costs(folder: Path, ranks: int, shard: int, m: int, flags: str) -> tuple[float, float]:
+    """Bytes that a rank holds, and sends in a step of m micro-batches."""
+    model, b = on_meta(folder), 2 if "bfloat16" in flags else 4
+    tied = model.config.tied
+    sizes = [sum(p.numel() for p in unit.parameters()) for unit in model.units()]
+    E, *layers, norm = (-(-size // shard) * shard for size in sizes)  # padded
+    O = 0 if tied else layers.pop()  # noqa: E741
+    linears = [m for m in model.model.modules() if type(m) is nn.Linear]
+    p = sum(R * (each.in_features + each.out_features) for each in linears)
+    P = E + sum(layers) + O + norm
+    # in bfloat16 the norm keeps a copy in float32: the last layer stays, and the norm is not needed
+    again = sum(layers) - (b == 2) * layers[-1] if KEPT not in flags else 0
+    gathered = b * m * (P + tied * E + again) if KEPT not in flags else b * m * P
+    steps = 4 * 2 * len(linears)  # AdamW's count of steps, per parameter
+    sent = gathered * (shard - 1) / shard + 4 * p * 2 * (ranks - 1) / ranks
+    return b * P / shard + 16 * p + steps, sent
+
+
+CURVES = [  # ranks, model, further flags, backend
+    (1, "llama", "--merge", "gloo"),
+    (2, "qwen2-tied", "--merge", "gloo"),
+    (3, "qwen3", "--activation-checkpointing --merge", "gloo"),
+    (4, "llama-tied", "--shard-degree 2 --merge", "gloo"),
+    (3, "llama", KEPT, "gloo"),
+    (2, "llama-tied", f"{KEPT} --activation-checkpointing", "gloo"),
+    (4, "arcee", "--activation-checkpointing", "gloo"),
+    (2, "SmolLM3", "", "gloo"),
+    (2, "qwen2", "", "late"),
+    (4, "qwen2-tied", "--shard-degree 2", "late"),
+    (2, "qwen2-tied", "--dtype bfloat16", "gloo"),
+    (2, "llama", "--dtype bfloat16 --activation-checkpointing", "late"),
+]
+
+
+@pytest.mark.quick_cases("2-qwen2-tied---merge-gloo")
+@pytest.mark.parametrize("ranks, name, flags, backend", CURVES)
+def test_a_curve_is_that_of_a_plain_loop_and_costs_what_the_readme_says(
+    pools, models, chat, curve, tmp_path, ranks, name, flags, backend
+):
+    argv = argv_of(models / name, chat, tmp_path, flags)
+    (expected, model), is_bf16 = curve(name), "bfloat16" in flags
+    shard = 2 if "--shard-degree" in flags else ranks
+    for metrics, most, micro_batches in pools(ranks, backend=backend).run(traced, argv):
+        assert_same_curve(metrics, expected, **BFLOAT16["late-bf16"] if is_bf16 else {})
+        assert most["finish"] == 0 and most["forward"] >= 2
+        if KEPT not in flags:
+            assert most["backward"] == 2 + on_meta(models / name).config.tied
+        for line, m in zip(metrics, micro_batches, strict=True):
+            held, sent = costs(models / name, ranks, shard, m, flags)
+            assert line["model_state_mb"] == pytest.approx(held / 1e6, rel=1e-9)
+            assert line["comm_mb"] == pytest.approx(sent / 1e6, rel=1e-9)
+    if is_bf16:
+        return
+    if "--merge" in flags:
+        read, wanted = weights_of(models / name), merged_weights(model)
+        precision = 0.01 if torch.float32 not in {t.dtype for t in read.values()} else 1e-5
+        for key, value in reference_of(tmp_path / "model").state_dict().items():
+            torch.testing.assert_close(value, wanted[key], rtol=precision, atol=1e-4)
+        return
+    found = weights_of(tmp_path / "adapter")
+    named = {n: p for n, p in model.named_parameters() if "lora_" in n}
+    wanted = {f"base_model.model.{n}.weight": p.detach() for n, p in named.items()}
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_the_first_loss_is_that_of_13(pools, models, chat, tmp_path):
+    """To the bit: B is zero, and the units compute as those of 13."""
+    argv = argv_of(models / "qwen3", chat, tmp_path / "15", "--steps 1")
+    of_13 = argv_of_13(models / "qwen3", chat, tmp_path / "13", "--steps 1")
+    ours, theirs = pools(2).train("15", argv)[0], pools(2).train("13", of_13)[0]
+    assert ours[0]["loss"] == theirs[0]["loss"] and ours[0]["val_loss"] != theirs[0]["val_loss"]
+
+
+def test_a_resumed_run_ends_with_the_same_bits(pools, models, chat, tmp_path):
+    model = models / "qwen2"
+    whole = pools(2).train("15", argv_of(model, chat, tmp_path / "a", "--checkpoint-every 4"))[0]
+    saved = f"--resume {tmp_path}/a/checkpoints/step-00000004"
+    resumed = pools(2).train("15", argv_of(model, chat, tmp_path / "b", saved))[0]
+    for ours, theirs in zip(resumed, whole[4:], strict=True):
+        assert (ours["loss"], ours["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
+    assert files_of(tmp_path / "a/adapter") == files_of(tmp_path / "b/adapter")
+
+
+def test_peft_reads_the_adapter(pools, models, chat, curve, tmp_path):
+    peft = pytest.importorskip("peft")
+    pools(2).train("15", argv_of(models / "qwen2", chat, tmp_path))
+    model = peft.PeftModel.from_pretrained(reference_of(models / "qwen2"), tmp_path / "adapter")
+    tokens = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        found, expected = model(tokens).logits, curve("qwen2")[1](tokens).logits
+        before = reference_of(models / "qwen2")(tokens).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert (found - before).abs().max() > 0.1
+    model.save_pretrained(tmp_path / "again")
+    ours, theirs = (weights_of(tmp_path / name) for name in ("adapter", "again"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def test_weights_are_merged_from_the_files_and_not_from_the_shards(pools, models, chat, tmp_path):
+    """With a rate of almost 0, a float32 model that trains in bfloat16 is written bit by bit."""
+    flags = "--dtype bfloat16 --merge --lr 1e-30 --steps 1"
+    pools(3).train("15", argv_of(models / "qwen3", chat, tmp_path, flags))
+    assert files_of(tmp_path / "model") == files_of(models / "qwen3")
+
+
+@quick
+def test_a_frozen_head_computes_no_gradient_of_its_weight():
+    x, weight = torch.randn(9, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    targets, grads = torch.arange(9), []
+    for w in (weight, weight.detach()):
+        loss = linear_cross_entropy(x, w, targets)
+        assert (loss.grad_fn.saved_tensors[1] is None) == (w is not weight)
+        grads += torch.autograd.grad(loss, x)
+    assert torch.equal(*grads)
+
+
+def read_frozen(folder: Path) -> tuple[int, list[torch.dtype]]:
+    """The peak of memory while the shards of a model are read, in bfloat16."""
+    stage, model = load_stage("15"), on_meta(folder)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+    held = process_bytes("VmRSS")
+    with patch("common.unit_parameters.check_same"):  # it uses sockets
+        model = stage.FullyShardedFrozen(model, model.units(), CPU, torch.bfloat16)
+    stage.read_model(model, stage.WeightFiles(folder, shapes))
+    assert not [*model.parameters()] and not [*model.buffers()]
+    return process_bytes("VmHWM") - held, [unit.shard.dtype for unit in model.units]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_memory_while_reading_is_that_of_the_shards(fresh_pool, models, large, ranks):
+    total, pool = LlamaConfig.of_folder(large).num_parameters(), fresh_pool(ranks)
+    pool.run(read_frozen, models / "qwen2")  # pages of the libraries count as well
+    for peak, dtypes in pool.run(read_frozen, large):
+        assert peak <= 2 * total / ranks + 16 * 2**20, f"{peak / 2**20:.0f} MB"
+        assert {*dtypes} == {torch.bfloat16}
+
+
+def change_a_weight(folder: Path) -> None:
+    stage, model = load_stage("15"), on_meta(folder)
+    model = stage.FullyShardedFrozen(model, model.units(), CPU, torch.float32)
+    stage.add_adapters(model.module, 2, 1.0, 0, CPU)
+    stage.guard(model, torch.optim.AdamW(model.parameters()))
+    mlp = model.module.model.layers[1].mlp
+    mlp.register_forward_pre_hook(lambda mlp, _: mlp.up_proj.linear.weight.add_(1))
+    model(torch.arange(5), (5,))
+
+
+@quick
+def test_a_frozen_weight_that_changes_is_an_error(pools, models):
+    (outcome,) = pools(1).attempt(change_a_weight, models / "qwen2")
+    assert "a unit has changed a parameter in place" in outcome.traceback
+
+
+def no_space(*_) -> None:
+    raise OSError("the disk is full")
+
+
+def train_on_a_full_disk(argv: list[str]) -> None:
+    with patch.object(load_stage("15"), "write_tensors", no_space):
+        load_stage("15").main(argv)
+
+
+def test_an_adapter_that_cannot_be_written_is_in_the_checkpoint(pools, models, chat, tmp_path):
+    argv = argv_of(models / "qwen2", chat, tmp_path)
+    for outcome in pools(2).attempt(train_on_a_full_disk, argv):
+        assert outcome.exit_status == 1 and outcome.traceback is None
+    assert not [*tmp_path.glob("*adapter*")]
+    assert pools(1).train("15", argv) == [[]]  # nothing was left to do but this
+    assert len(files_of(tmp_path / "adapter")) == 2
