@@ -56,11 +56,11 @@ from fsdp import FullyShardedDataParallel
 
 from common.job.arguments import check_memory
 from common.job.finetuning import (
+    complete,
     documents_of_step,
     finetuning_parser,
     load,
     output_folder,
-    parse,
     say_progress,
     write_output,
 )
@@ -288,7 +288,7 @@ def parse_args(argv: list[str] | None = None):
     add("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
     # AdamW moves a weight by about the rate per step
     parser.set_defaults(lr=2e-5)
-    args = parse(parser, argv)
+    args = complete(parser.parse_args(argv))
     args.state_on = "host" if args.cpu_offload else "device"
     return args
 

@@ -68,11 +68,11 @@ from finetune import count_targets, mean_loss, micro_batches_of, read_model, sha
 
 from common.job.arguments import check_memory, positive, positive_int
 from common.job.finetuning import (
+    complete,
     documents_of_step,
     finetuning_parser,
     load,
     output_folder,
-    parse,
     say_progress,
     write_output,
 )
@@ -339,7 +339,7 @@ def parse_args(argv: list[str] | None = None):
     add("--lora-alpha", type=positive, default=32.0, help="B A counts alpha / rank times")
     # ten times the rate of 13: Schulman et al., "LoRA Without Regret", 2025
     parser.set_defaults(lr=2e-4)
-    args = parse(parser, argv)
+    args = complete(parser.parse_args(argv))
     args.state_on = "device"
     return args
 
@@ -364,8 +364,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
     with torch.device("meta"):
         model = Llama(config)
     model = sharded_from_meta(model, args, world)
-    read_model(model, files)
-    print0(f"read {files.bytes_read:,} bytes of {files.folder} on rank 0")
     add_adapters(model.module, args.lora_rank, args.lora_alpha, args.seed, device)
     settings = adamw_settings(args.lr, args.weight_decay) | {"betas": (0.9, 0.999)}
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
@@ -373,6 +371,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     state = training_state(model.module, optimizer)
     first_step = run.checkpoints.load(args.resume, state, optimizer)
+    read_model(model, files)
+    print0(f"read {files.bytes_read:,} bytes of {files.folder} on rank 0")
     say_progress(args, data, first_step)
     if data.valid and first_step < args.steps:
         loss = evaluate(model, data, args, device, world)

@@ -11,6 +11,7 @@ import pytest
 from harness import REPO, stages
 
 from tools import experiments
+from tools.stages import needs_model
 
 SKIPPED = {".venv", "runs", "data", ".pytest_cache", "cluster"}
 READMES = sorted(
@@ -124,7 +125,9 @@ def test_flags_exist_and_a_command_has_only_those_of_its_stage(readme):
         found = set(re.findall(r"\b(\d\d)_\w+/train\.py|make (?:run|submit)-(\d\d)", code))
         files = everywhere
         if len(found) == 1:
-            files = f"{''.join(found.pop())}_*/train.py", "common/job/arguments.py"
+            number = "".join(found.pop())
+            shared = ("arguments", "finetuning") if needs_model(number) else ("arguments",)
+            files = f"{number}_*/train.py", *(f"common/job/{name}.py" for name in shared)
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code):
             assert flag in flags_in(*files) | OTHERS_FLAGS, code
 

@@ -48,8 +48,8 @@ def finetuning_parser(description: str | None, output: str) -> Parser:
     return parser
 
 
-def parse(parser: Parser, argv: list[str] | None) -> Arguments:
-    args = parser.parse_args(argv)
+def complete(args: Arguments) -> Arguments:
+    """Fill in what is not given, and what has one value for all that fine-tunes."""
     if not args.model or not args.data:
         fail("--model and --data are needed: a Hugging Face folder, and a file of instructions")
     args.epochs = args.epochs or (None if args.steps else 1)
