@@ -134,7 +134,6 @@ def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, size
     return model(inputs, lengths, targets, total / size)
 
 
-@torch.no_grad()
 def mean_loss(model: nn.Module, documents: Documents, most: int, device, rank=0, size=1) -> float:
     """Mean loss in nats over all targets of the documents."""
     model.eval()
@@ -293,10 +292,11 @@ def parse_args(argv: list[str] | None = None):
     return args
 
 
+@torch.no_grad()
 def evaluate(model, data: Instructions, args, device, world: World) -> float:
     """Mean loss in nats over the targets of the documents that training leaves out."""
-    documents = data.tokens_of(data.valid)
-    return mean_loss(model, documents, args.seq_len, device, world.rank, world.size)
+    where = args.seq_len, device, world.rank, world.size
+    return mean_loss(model, data.tokens_of(data.valid), *where)
 
 
 def main(argv: list[str] | None = None) -> list[dict]:

@@ -82,7 +82,6 @@ def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, size
     return model(inputs, lengths, targets, total / size)
 
 
-@torch.no_grad()
 def mean_loss(model: nn.Module, documents: Documents, most: int, device, rank=0, size=1) -> float:
     """Mean loss in nats over all targets of the documents."""
     model.eval()

@@ -268,8 +268,7 @@ def add_adapters(module: nn.Module, r: int, alpha: float, seed: int, device: tor
 def merged(module: nn.Module, files: WeightFiles, unit: Unit) -> Tensor:
     """A unit's shard of W + alpha / r B A in float32, of W as the files have it.
 
-    A range of W needs only those rows of B that its rows meet. In bfloat16, `write_model` rounds
-    the sum to the precision of W: an adapter keeps B A.
+    A range of W needs the rows of B that its own rows meet, and no others.
     """
     shard = torch.zeros(len(unit.shard))
     read_shard(files, unit.shapes, unit.owned, shard)
@@ -344,10 +343,11 @@ def parse_args(argv: list[str] | None = None):
     return args
 
 
+@torch.no_grad()
 def evaluate(model, data: Instructions, args, device, world: World) -> float:
     """Mean loss in nats over the targets of the documents that training leaves out."""
-    documents = data.tokens_of(data.valid)
-    return mean_loss(model, documents, args.seq_len, device, world.rank, world.size)
+    where = args.seq_len, device, world.rank, world.size
+    return mean_loss(model, data.tokens_of(data.valid), *where)
 
 
 def main(argv: list[str] | None = None) -> list[dict]:

@@ -22,13 +22,13 @@ READMES = sorted(
 LESSONS = [path for path in READMES if re.match(r"\d\d_", str(path))]
 # files of a corpus, a run or a site: not in the repository
 NOT_OURS = {*"gpu-check.md train.txt valid.txt test.txt table.md all.pt".split()}
-# flags of torchrun, srun, sbatch, mpirun, pip, git and nvidia-smi
+# flags of torchrun, srun, sbatch, mpirun, pip, git, hf and nvidia-smi
 OTHERS_FLAGS = set(
     "--standalone --nproc-per-node --nnodes --max-restarts --rdzv-backend --rdzv-id"
     " --rdzv-endpoint --ntasks-per-node --sync-tensorboard"
     " --nodes --gpus-per-node --exclude --array --requeue --signal --help --logdir --format"
     " --no-reload --no-index --include --bind --label --mpi --nodelist --exclusive --mem"
-    " --batch --cpus-per-task".split()
+    " --batch --cpus-per-task --local-dir".split()
 )
 
 
