@@ -113,5 +113,6 @@ def ranks_of_a_mesh() -> dict[str, list[int]]:
     return {axis: dist.get_process_group_ranks(each) for axis, each in mesh._asdict().items()}
 
 
+@pytest.mark.slow
 def test_the_groups_of_a_rank_are_those_of_the_docstring(pools):
     assert pools(8).run(ranks_of_a_mesh)[5] == {"replicate": [1, 5], "shard": [5, 7], "tp": [4, 5]}

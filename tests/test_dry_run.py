@@ -22,14 +22,16 @@ pytestmark = pytest.mark.slow
 VOCABULARY = 201  # of the tests' corpus, with <eos>
 
 
-def reduce_scatter_with_unseen_wait(*args, own=collectives._reduce_scatter_single, **kwargs):
-    work = own(*args, **kwargs)
+def reduce_scatter_with_unseen_wait(
+    *args, own=collectives._reduce_scatter_single, async_op=False, **kwargs
+):
+    work = own(*args, async_op=True, **kwargs)
 
     def wait() -> None:
         with _disable_current_modes():
             work.wait()
 
-    return SimpleNamespace(wait=wait) if work is not None else None
+    return SimpleNamespace(wait=wait) if async_op else wait()
 
 
 def real(stage: str, argv: list[str]) -> Report:

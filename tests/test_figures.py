@@ -793,7 +793,7 @@ def test_no_layout_of_07_is_2_percent_faster_than_the_one_that_its_readme_recomm
         (tp, pp): step_time.step_time(replace(job, tp=tp, pp=pp)).seconds for tp, pp in LAYOUTS
     }
     readme = (REPO / "07_3d/README.md").read_text()
-    recommended = 8, int(re.search(r"Prefer pp = (\d+)", readme)[1])
+    recommended = 8, int(re.search(r"prefer pp = (\d+)", readme)[1])
     assert seconds[recommended] <= 1.02 * min(seconds.values()), seconds
 
 

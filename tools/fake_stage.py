@@ -52,6 +52,9 @@ def fake_stage(
         patches["SpeculativeAdamW"] = unclipped(module.SpeculativeAdamW)
     no_files = without_files() if hasattr(module, "documents_of_step") else {}
     in_job = {name: no_files.pop(name) for name in OF_LOAD & no_files.keys()}
+    of_load = contextlib.nullcontext()
+    if in_job:
+        of_load = patch.multiple("common.job.finetuning", **in_job)
     patches |= no_files
     words, tokens = [str(i) for i in range(vocabulary)], torch.zeros(2, dtype=torch.int32)
     corpus = Corpus("fake", tokens[:1].expand(2**20), tokens, tokens, words, "0")
@@ -61,7 +64,7 @@ def fake_stage(
     try:
         with (
             patch.multiple(module, **{k: v for k, v in patches.items() if hasattr(module, k)}),
-            patch.multiple("common.job.finetuning", **in_job),
+            of_load,
             patch("common.collectives.check_same", nothing_to_compare),
             patch("common.unit_parameters.check_same", nothing_to_compare),
             patch("common.job.arguments.check_ranks"),  # there is one process
