@@ -19,8 +19,7 @@ from common.llama import Llama, LlamaConfig
 from common.loss import linear_cross_entropy
 
 chat, large, models = tuning.chat, tuning.large, tuning.models  # fixtures
-pytestmark = pytest.mark.slow
-quick = pytest.mark.quick
+pytestmark, quick = pytest.mark.slow, pytest.mark.quick
 
 R, SCALE = 4, 2.0  # alpha / r
 LORA = f"--lora-rank {R} --lora-alpha {R * SCALE} --lr 1e-2"
