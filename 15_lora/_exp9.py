@@ -1,0 +1,420 @@
+"""Stage 15: LoRA: train small matrices beside frozen weights, which are sharded.
+
+The weight W of a linear layer stays as it was read. Two matrices are trained, A with r rows and B
+with r columns, and the layer computes W x + alpha / r B A x. Every rank holds a shard of each
+unit's W, and all of A and B. A unit is gathered for forward and again for backward, where the
+gradient of x needs W. Only the gradients of A and B are averaged, once per step, as in DDP.
+
+New since stage 13: what is sharded is frozen, without gradient and optimizer state, and what is
+added afterwards trains. 13's packing, loss and files are in finetune.py.
+
+    P parameters of b bytes each: E of the embedding, O of the head, K of the unit that stays
+    gathered. p in A and B. N ranks that shard, m micro-batches per step
+
+    memory per rank, bytes     b P / N + 16 p + three units
+    sent per step, elements    all-gather m (2 P - E - O - K), of b bytes, and all-reduce p, of 4
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
+
+Run it:
+
+    torchrun --nproc-per-node 2 15_lora/train.py --model DIR --data FILE --steps 100
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # of the files beside this one
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import ProcessGroup, Work
+
+from common.collectives import all_gather_single, all_reduce_control, average_gradients
+from common.counter_rng import generator_of
+from common.unit_parameters import (
+    Place,
+    cast_inputs,
+    check_options,
+    is_in_backward,
+    is_in_checkpoint,
+    lend_parameters,
+    owned_by,
+    place_in,
+    take_parameters,
+    units_with_values,
+)
+from common.weight_files import WeightFiles, publish, write_tensors
+from finetune import in_turn, ranges_in, read_shard, write_model
+
+# isort: split
+from common.distributed import World, group_along, print0
+from common.guards import guard
+from common.llama import Llama, LlamaConfig
+from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
+from common.shards import training_state
+from finetune import count_targets, mean_loss, micro_batches_of, read_model, share_of_loss
+
+from common.job.arguments import check_memory, positive, positive_int
+from common.job.finetuning import (
+    complete,
+    documents_of_step,
+    finetuning_parser,
+    load,
+    output_folder,
+    say_progress,
+    write_output,
+)
+from common.job.launch import cleanup, setup
+from common.job.prepared_instructions import Instructions
+from common.job.run import Run
+
+# ------------------------------------------------------------------------------------------------
+# The technique: what is sharded is frozen, and what is added afterwards trains
+# ------------------------------------------------------------------------------------------------
+
+
+class FullyShardedFrozen(nn.Module):
+    """Shard a module's parameters, which then do not train; unshard them unit by unit.
+
+    The contract. Each parameter is in exactly one unit, and is used in its unit's forward and
+    nowhere else. All ranks run the same units in the same order. What is added to the module later
+    trains, for example by `add_adapters`: it is all that `parameters()` has, and is equal on all
+    ranks. After the last backward of a step come `finish_gradient_synchronization()`, clipping, the
+    optimizer's `step()` and `zero_grad()`.
+
+    units: the modules that are gathered one by one, in the order in which to prefetch them. Their
+    values are not used: shards are zeros, which `read_model` fills.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: list[nn.Module],
+        device: torch.device,
+        param_dtype: torch.dtype,  # of the shards, of gathered units and of their inputs
+        shard_group: ProcessGroup | None = None,  # the N ranks that shard each unit; default: all
+        reshard_after_forward: bool = True,  # False: each unit stays until its backward
+    ):
+        super().__init__()
+        check_options(module, device, [param_dtype, reshard_after_forward], shard_group)
+        self.module, self.device, self.group = module, device, shard_group
+        self.param_dtype, self.reshard_after_forward = param_dtype, reshard_after_forward
+        self.replicate_group = None  # for `write_model`: replicas may write the same bytes
+        self.kept: Unit | None = None  # the unit that stays gathered for backward
+        self.synchronizes = False  # in backward; `guard` asks
+        self.units = [Unit(*x, self) for x in units_with_values(module, units, may_be_meta=True)]
+
+    def forward(self, *args, **kwargs):
+        for unit in self.units:
+            unit.reshard()  # what was gathered earlier may be stale
+        self.kept = None
+        return self.module(*args, **kwargs)
+
+    def enter(self, unit: Unit) -> None:
+        """Gather the unit's parameters, and prefetch those of the next unit that will be used.
+
+        In backward, free the units after this one, which it has left: without gradients there is no
+        `Gather.backward` that tells when. A unit that is freed too early is gathered again.
+        """
+        in_backward = is_in_backward()
+        order = self.units[::-1] if in_backward else self.units  # the same on all ranks
+        position = order.index(unit)
+        for each in order[:position] if in_backward else []:
+            each.reshard()
+        unit.unshard()
+        later = order[position + 1 :]
+        following = [each for each in later if each.used_in_backward or not in_backward]
+        for each in following[:1]:  # none after the last unit
+            # NCCL's stream waits for the kernels that were enqueued earlier: if they were this
+            # unit's own, the all-gather would not overlap with them
+            each.unshard()
+        unit.wait()
+
+    def after_forward(self, unit: Unit) -> None:
+        """Free the unit or, if backward needs it, the one kept before. So the last such unit stays
+        until backward, because nothing would hide its second all-gather."""
+        unit.used_in_backward |= is_in_checkpoint()  # backward runs its forward again
+        keeps_all = not self.reshard_after_forward and torch.is_grad_enabled()
+        if is_in_backward() or keeps_all:  # its own backward follows, which frees it
+            return
+        to_free = unit
+        if torch.is_grad_enabled() and unit.used_in_backward:
+            to_free, self.kept = self.kept, unit  # so it is freed one unit after its forward
+        if to_free is not None:
+            to_free.reshard()
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self) -> None:
+        """After a step's last backward: average the gradients of what trains, over all ranks."""
+        for unit in self.units:
+            unit.reshard()  # the first one, which backward has left last
+        average_gradients(self.named_parameters())
+
+
+class Unit:
+    """One unit's parameters side by side in a flat buffer, of which this rank keeps its shard.
+
+    shard: [length], in `param_dtype`. It is no parameter: nothing trains it, and nothing saves it.
+    full: the gathered parameters, [N * length], padded; exists only while unsharded.
+    """
+
+    def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedFrozen):
+        self.fsdp, group = fsdp, fsdp.group
+        self.name, self.group, self.n_ranks = name, group, dist.get_world_size(group)
+        self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
+        self.owners, flat = take_parameters(module)  # leaves the module without parameters
+        self.owned, padding = owned_by(len(flat), group)
+        self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
+        length = self.owned.stop - self.owned.start  # with padding
+        self.shard = torch.zeros(length, dtype=fsdp.param_dtype, device=fsdp.device)
+        self.full: Tensor | None = None
+        self.module_forward, module.forward = module.forward, self.run
+        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, its input
+        self.used_in_backward = False  # set by the first forward
+
+    def run(self, *args, **kwargs):
+        """Called as the module's `forward`. Only in here does the module have parameters."""
+        self.fsdp.enter(self)
+        *chunks, _ = self.full.split(self.sizes)  # without a gradient, so without a `Gather`
+        params = [c.view(s) for c, s in zip(chunks, self.shapes.values(), strict=True)]
+        args, kwargs = cast_inputs(args, kwargs, self.fsdp.param_dtype)
+        # a checkpoint() around the unit saves only its inputs, and calls `run` again in backward
+        hooks = nullcontext() if is_in_checkpoint() else saved_tensors_hooks(self.pack, self.unpack)
+        with lend_parameters(self.owners, params), hooks:
+            output = self.module_forward(*args, **kwargs)
+        self.fsdp.after_forward(self)
+        return output
+
+    def pack(self, tensor: Tensor) -> Tensor | Place:
+        """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
+        place = place_in(self.full, tensor)
+        self.used_in_backward |= place is not None
+        # detached: a node that saved its own output would form a reference cycle
+        return tensor.detach() if place is None else place
+
+    def unpack(self, saved: Tensor | Place) -> Tensor:
+        """Called when backward needs a saved tensor. For a parameter, gather the unit again."""
+        if not isinstance(saved, Place):
+            return saved
+        self.fsdp.enter(self)
+        return self.full.as_strided(*saved)
+
+    @torch.inference_mode(False)  # under it, `full` would have no version counter
+    def unshard(self) -> None:
+        """Start the all-gather that fills `full`, unless it is filled or in flight."""
+        if self.full is None:
+            self.full = self.shard.new_empty(self.n_ranks * len(self.shard))
+            work = all_gather_single(self.full, self.shard, self.group, async_op=True)
+            self.gathering = work, self.shard
+
+    def wait(self) -> None:
+        if self.gathering is not None:
+            self.gathering[0].wait()
+            self.gathering = None
+
+    def reshard(self) -> None:
+        """Wait for an all-gather in flight, then drop `full`."""
+        self.wait()
+        self.full = None  # frees it: `pack` has kept no reference for backward
+
+
+class LoRALinear(nn.Module):
+    """y = W x + bias + alpha / r B A x. `linear` has W and the bias, which are frozen.
+
+    lora_A: [r, inputs], lora_B: [outputs, r], float32, and cast to the dtype of x in each forward.
+    """
+
+    def __init__(self, linear: nn.Linear, name: str, r: int, alpha: float, seed: int, device):
+        super().__init__()
+        self.linear, self.scale = linear, alpha / r
+        # uniform within 1 / sqrt(inputs), as in `peft`; with B = 0 the first loss is the model's
+        a = torch.rand(r, linear.in_features, generator=generator_of("lora", seed, name, dist.get_rank())) * 2 - 1
+        self.lora_A = nn.Parameter((a / linear.in_features**0.5).to(device))
+        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)
+        return self.linear(x) + self.scale * F.linear(F.linear(x, a), b)
+
+
+def add_adapters(module: nn.Module, r: int, alpha: float, seed: int, device: torch.device) -> None:
+    """Put A and B beside each linear layer within `module`; subclasses, as the head, stay.
+
+    A depends on the seed and the layer's name alone, so it is equal on all ranks.
+    """
+    for name, parent in [*module.named_modules()]:
+        for child, linear in [*parent.named_children()]:
+            if type(linear) is nn.Linear:
+                full_name = f"{name}.{child}".removeprefix(".")
+                setattr(parent, child, LoRALinear(linear, full_name, r, alpha, seed, device))
+
+
+# ---- reading and writing ----
+
+
+@torch.no_grad()
+def merged(module: nn.Module, files: WeightFiles, unit: Unit) -> Tensor:
+    """A unit's shard of W + alpha / r B A in float32, of W as the files have it.
+
+    A range of W needs the rows of B that its own rows meet, and no others.
+    """
+    shard = torch.zeros(len(unit.shard))
+    read_shard(files, unit.shapes, unit.owned, shard)
+    for tensor, first, part in ranges_in(unit.shapes, unit.owned):
+        owner, _, kind = tensor.rpartition(".")
+        lora = module.get_submodule(owner)
+        if kind == "weight" and isinstance(lora, LoRALinear):
+            last, columns = first + part.stop - part.start, unit.shapes[tensor][1]
+            rows = slice(first // columns, math.ceil(last / columns))
+            product = lora.scale * lora.lora_B[rows] @ lora.lora_A
+            start = first - rows.start * columns
+            shard[part] += product.flatten()[start : start + last - first].cpu()
+    return shard
+
+
+def write_adapter(model: FullyShardedFrozen, config: dict, out: Path, aside: Path) -> None:
+    """Write what `peft` reads: complete, or absent. Every rank calls it, and the first writes."""
+    named = {f"base_model.model.{n}.weight": p for n, p in model.module.named_parameters()}
+    kinds = sorted({name.split(".")[-3] for name in named})
+    text = json.dumps(config | {"target_modules": kinds}, indent=2)
+
+    def write() -> None:
+        aside.mkdir(parents=True, exist_ok=True)
+        write_tensors(aside / "adapter_model.safetensors", named)
+        (aside / "adapter_config.json").write_text(text, "utf-8")
+
+    is_first = dist.get_rank() == 0
+    in_turn(aside, [(is_first, write), (is_first, partial(publish, aside, out))])
+
+
+# ------------------------------------------------------------------------------------------------
+# The training loop
+# ------------------------------------------------------------------------------------------------
+
+
+def sharded_from_meta(model: Llama, args, world: World) -> FullyShardedFrozen:
+    """Shard a model that is on the meta device; its shards have no values yet."""
+    mesh = (world.size // args.shard_degree, args.shard_degree)
+    group = group_along(mesh, 1, "shard", args.timeout)
+    dtype, reshards = getattr(torch, args.param_dtype), not args.no_reshard_after_forward
+    return FullyShardedFrozen(model, model.units(), world.device, dtype, group, reshards)
+
+
+def adapter_config(args) -> dict:
+    """What `peft` must know of the adapter."""
+    return {
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True},
+        **{"base_model_name_or_path": args.model, "bias": "none", "lora_dropout": 0.0},
+        **{"r": args.lora_rank, "lora_alpha": args.lora_alpha},
+    }
+
+
+def state_bytes(args, config: LlamaConfig, world: World) -> int:
+    """Of all ranks together: the sharded weights, and on each rank the adapters' AdamW."""
+    with torch.device("meta"):
+        shapes = [m.weight.shape for m in Llama(config).modules() if type(m) is nn.Linear]
+    adapters = args.lora_rank * sum(map(sum, shapes))
+    weights = getattr(torch, args.param_dtype).itemsize * config.num_parameters()
+    return world.size * (weights // args.shard_degree + 16 * adapters)
+
+
+def parse_args(argv: list[str] | None = None):
+    parser = finetuning_parser(__doc__, "adapter/, or model/ with --merge,")
+    add = parser.add_argument
+    add("--merge", action="store_true", help="write a full model, A and B merged into W")
+    add("--lora-rank", type=positive_int, default=16, help="rows of A, columns of B")
+    add("--lora-alpha", type=positive, default=32.0, help="B A counts alpha / rank times")
+    # ten times the rate of 13: Schulman et al., "LoRA Without Regret", 2025
+    parser.set_defaults(lr=2e-4)
+    args = complete(parser.parse_args(argv))
+    args.state_on = "device"
+    return args
+
+
+@torch.no_grad()
+def evaluate(model, data: Instructions, args, device, world: World) -> float:
+    """Mean loss in nats over the targets of the documents that training leaves out."""
+    where = args.seq_len, device, world.rank, world.size
+    return mean_loss(model, data.tokens_of(data.valid), *where)
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    """Train as the flags say; returns the lines of metrics.jsonl."""
+    args = parse_args(argv)
+    world = setup(args.timeout)
+    device = world.device
+    config, files, data = load(args)
+    config = replace(config, frozen=True)
+    check_memory(args, config, state_bytes(args, config, world))
+
+    run = Run(args, __file__, config, device, data)
+    out, aside = output_folder(args, run, files, "model" if args.merge else "adapter")
+    with torch.device("meta"):
+        model = Llama(config)
+    model = sharded_from_meta(model, args, world)
+    add_adapters(model.module, args.lora_rank, args.lora_alpha, args.seed, device)
+    settings = adamw_settings(args.lr, args.weight_decay) | {"betas": (0.9, 0.999)}
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    guard(model, optimizer)
+
+    state = training_state(model.module, optimizer)
+    first_step = run.checkpoints.load(args.resume, state, optimizer)
+    read_model(model, files)
+    print0(f"read {files.bytes_read:,} bytes of {files.folder} on rank 0")
+    say_progress(args, data, first_step)
+    if data.valid and first_step < args.steps:
+        loss = evaluate(model, data, args, device, world)
+        print0(f"val loss {loss:.4f} before step {first_step}")
+    where = args.seq_len, device, world.rank, world.size
+
+    step = first_step - 1
+    for step in run.steps(first_step):
+        lr = learning_rate(step, args.steps, args.lr, args.warmup_steps, args.min_lr_ratio)
+        set_learning_rate(optimizer, lr)
+        documents = documents_of_step(data, args, step)
+        n_tokens = sum(len(ids) - 1 for ids, _ in documents)
+        micro_batches = micro_batches_of(documents, *where)
+        total = count_targets(micro_batches)
+        loss = torch.zeros((), device=device)
+        for micro_batch in micro_batches:
+            micro_loss = share_of_loss(model, micro_batch, total, world.size)
+            micro_loss.backward()
+            loss += micro_loss.detach()
+        model.finish_gradient_synchronization()
+        loss = all_reduce_control(loss) / world.size
+        grad_norm = clip_grad_norm_(model.parameters(), args.max_norm)
+        optimizer.step()
+        run.log(step, loss, grad_norm, lr, tokens=n_tokens, targets=total)
+        optimizer.zero_grad(set_to_none=True)
+
+        if data.valid and run.evaluates(step):
+            run.log_evaluation("val", evaluate(model, data, args, device, world))
+        run.write()
+        if run.agree_to_save_or_stop(step):
+            run.checkpoints.save(step + 1, state, args.keep_checkpoints)
+    if out and step + 1 >= args.steps:  # else it was asked to stop
+        write = partial(write_adapter, model, adapter_config(args), out, aside)
+        if args.merge:
+            values = partial(merged, model.module, files)
+            write = partial(write_model, model, files, out, aside, values)
+        write_output(args, run, state, first_step, out, write)
+    return run.finish(state)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        cleanup()
