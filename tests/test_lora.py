@@ -136,7 +136,8 @@ def test_a_curve_is_that_of_a_plain_loop_and_costs_what_the_readme_says(
             assert 2 <= most["backward"] <= 2 + on_meta(models / name).config.tied
         for line, m in zip(metrics, micro_batches, strict=True):
             held, sent = costs(models / name, ranks, shard, m, flags)
-            assert 0 <= 1e6 * line["model_state_mb"] - held < 32  # scalars, as the loss
+            more = 32 if backend == "gloo" else 1000  # scalars, as the loss; what is in flight
+            assert 0 <= 1e6 * line["model_state_mb"] - held < more
             assert line["comm_mb"] == pytest.approx(sent / 1e6, rel=1e-9)
     if is_bf16:
         return
@@ -225,7 +226,7 @@ def test_memory_while_reading_is_that_of_the_shards(fresh_pool, models, large, r
 def change_a_weight(folder: Path) -> None:
     stage, model = load_stage("15"), on_meta(folder)
     mlp = model.model.layers[1].mlp
-    mlp.register_forward_pre_hook(lambda mlp, _: mlp.up_proj.linear.weight.add_(1))
+    mlp.register_forward_pre_hook(lambda mlp, x: (mlp.up_proj.linear.weight.add_(1), x)[1])
     model = stage.FullyShardedFrozen(model, model.units(), CPU, torch.float32)
     stage.add_adapters(model.module, 2, 1.0, 0, CPU)
     stage.guard(model, torch.optim.AdamW(model.parameters()))
@@ -243,8 +244,8 @@ def train_on_a_full_disk(argv: list[str]) -> None:
         load_stage("15").main(argv)
 
 
-def test_an_adapter_that_cannot_be_written_is_in_the_checkpoint(pools, models, chat, tmp_path):
-    argv = argv_of(models / "qwen2", chat, tmp_path)
-    for outcome in pools(2).attempt(train_on_a_full_disk, argv):
-        assert outcome.exit_status == 1 and outcome.traceback is None
+def test_an_adapter_that_is_not_written_is_saved(fresh_pool, pools, models, chat, tmp_path):
+    argv, pool = argv_of(models / "qwen2", chat, tmp_path), fresh_pool(2)
+    assert [x.exit_status for x in pool.attempt(train_on_a_full_disk, argv)] == [1, 1]
+    pool.close()  # it has locked the folder
     assert pools(1).train("15", argv) == [[]] and len(files_of(tmp_path / "adapter")) == 2
