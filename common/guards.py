@@ -1,4 +1,4 @@
-"""Errors for training loops that break the contract of a wrapper of stage 02, 03, 04, 12, 13 or 15.
+"""Errors for training loops that break the contract of a wrapper of 02, 03, 04 or 12 to 15.
 
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""What stages 03, 04, 12 and 13 do with a model's units and parameters, and what they check."""
+"""What stages 03, 04 and 12 to 15 do with a model's units and parameters, and what they check."""
 
 import math
 from collections import Counter

@@ -591,9 +591,9 @@ STATED = {
         ],
     },
     "12": {
-        r"T must be ([\d,]+) tokens per step\. With four disks each it is ([\d,]+)": [
-            32 / 6 * F / 7e9,
-            32 / 6 * F / 28e9,
+        r"2F/B is ([\d,]+) tokens, and 5\.3F/B is ([\d,]+)\.": [2 * F / 7e9, 32 / 6 * F / 7e9],
+        r"cannot hold the (\d+) GB of .* eight disks they are (\d+) GB": [
+            2 * F / 7e9 * 2 * 80 * 10240 / GB / n for n in (1, 8)
         ],
     },
     "13": {
