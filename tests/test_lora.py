@@ -136,8 +136,8 @@ def test_a_curve_is_that_of_a_plain_loop_and_costs_what_the_readme_says(
             assert 2 <= most["backward"] <= 2 + on_meta(models / name).config.tied
         for line, m in zip(metrics, micro_batches, strict=True):
             held, sent = costs(models / name, ranks, shard, m, flags)
-            more = 1e6 * line["model_state_mb"] - held  # scalars, as the loss; what is in flight
-            assert 0 <= more < (32 if backend == "gloo" else 1000)
+            more = 1e6 * line["model_state_mb"] - held  # the loss; what is not yet freed
+            assert 0 <= more < 5000
             assert line["comm_mb"] == pytest.approx(sent / 1e6, rel=1e-9)
     if "--merge" in flags:
         read, wanted = weights_of(models / name), merged_weights(model)
