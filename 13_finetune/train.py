@@ -82,8 +82,8 @@ def micro_batches_of(documents: Documents, most: int, device, rank=0, size=1) ->
     Every rank computes the same packing, and takes equally many micro-batches of it.
     """
     packed = pack([len(ids) - 1 for ids, _ in documents], size, most)  # the last one is no input
-    mine = ([documents[i] for i in indices] for indices in packed[rank::size])
-    return [side_by_side(each, device) for each in mine]
+    local = ([documents[i] for i in indices] for indices in packed[rank::size])
+    return [side_by_side(each, device) for each in local]
 
 
 def pack(lengths: Sequence[int], size: int, most: int) -> list[list[int]]:
