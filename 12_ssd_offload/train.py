@@ -92,16 +92,16 @@ from common.job.run import Run
 class SpeculativeAdamW:
     """AdamW on files, in threads. A unit is updated as soon as its gradient of the step is reduced.
 
-    An update reads the current slot of the unit's file and writes the other one, as if gradients
-    were not clipped. `step` learns whether they are. If so, it repeats the updates with scaled
-    gradients: the current slot still has the old state. Then it switches the slots.
+    An update reads the current slot of the unit's file and writes the other one. If `step` finds
+    that gradients are clipped, it repeats the updates: the current slot still has the old state.
+
+    folder: on a local SSD. n_micro_batches: backward passes per step. speculates: False makes all
+    updates wait for `step`.
     """
 
     def __init__(
         self, folder: Path, *, n_micro_batches: int = 1, speculates: bool = True, **adamw_settings
     ):
-        # folder: on a local SSD. n_micro_batches: backward passes per step
-        # speculates=False: all updates wait for `step`
         beta1, beta2 = adamw_settings.pop("betas")
         defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
         self.param_groups = [defaults | adamw_settings | {"beta1": beta1, "beta2": beta2}]
@@ -157,15 +157,11 @@ class SpeculativeAdamW:
         self.update(file, file.read(GRADIENT).mul_(scale))
 
     def step(self, max_norm: float = float("inf")) -> Tensor:
-        """Clip the gradients to this global norm, and switch the slots. Returns the norm before.
-
-        Updates that were wrong are repeated, and those that have waited are made.
-        """
+        """Validate the updates, and switch the slots. Returns the gradients' norm, unclipped."""
         self.wait()
         wrong = [file.name for file in self.files if self.n_summed[file] != self.n_micro_batches]
         if wrong:
-            passes = f"{self.n_micro_batches} backward passes"
-            raise RuntimeError(f"units {wrong}: not {passes} and the finish before step()")
+            raise RuntimeError(f"not {self.n_micro_batches} backward passes and a finish: {wrong}")
         if self.step_settings != self.param_groups[0]:
             raise RuntimeError("set the learning rate before the step's first backward")
         norms = torch.cat([self.norms[file] for file in self.files])
@@ -173,7 +169,7 @@ class SpeculativeAdamW:
         norm = all_reduce_control(vector_norm(norms).square()).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         is_clipped = not scale.item() >= 1.0  # by NaN, too
-        if is_clipped or not self.speculates_now:
+        if is_clipped or not self.speculates_now:  # the updates were wrong, or have waited
             self.n_redone_steps += self.speculates_now
             for file in self.files:
                 self.start(file, self.update_scaled, scale)

@@ -400,7 +400,7 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "a loss of a kept tensor alone": (loop(kept_tensor_alone), UNUSED),
     "a parameter changed in an evaluation": (loop(changed_in_an_evaluation), {ABSENT: "in place"}),
     # of the order of a step
-    "step before finish": ("backward step", {(*DDP, *FSDP): "incomplete", SSD: "and the finish"}),
+    "step before finish": ("backward step", {(*DDP, *FSDP): "incomplete", SSD: "and a finish"}),
     "another inner optimizer": ("replace_inner", {STAGES_1_2: "has no setter"}),
     "an optimizer from elsewhere": (
         "backward finish step_elsewhere",
