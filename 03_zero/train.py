@@ -307,6 +307,7 @@ class ZeroStage3:
 
     Units replace buckets, and `Gather.backward` replaces the hooks on gradients. It is used as
     ZeRO-1 and -2 are, although there is nothing left to accumulate, to wait for or to gather.
+
     A micro-batch of an embedding E, layers 0 and 1 and an output O, where `+` all-gathers a unit's
     parameters, `-` frees them, and `/` reduce-scatters its gradients; nothing overlaps:
 
