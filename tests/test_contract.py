@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_parallel_trainers import Trainer, no_sync_of
-from harness import fake_ranks, live_bytes
+from harness import fake_ranks, live_bytes, whole_ledger
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -632,20 +632,28 @@ def test_what_the_contract_allows_is_exact_also_with_replicas(pools, name, strat
 
 
 @fake_ranks(2)
-def bytes_left_by_a_forward(strategy: str) -> int:
-    """When its output is dropped; the last unit, an LSTM, keeps a list of its parameters."""
+def gathers_and_bytes_left(strategy: str, trains: bool) -> tuple[int, int]:
+    """Of a forward whose output is dropped. The last of four units, an LSTM, keeps a list of its
+    parameters."""
     trainer = trainer_of(strategy, recurrent())
     gc.collect()
     before = live_bytes()
-    trainer.model(batch())
-    trainer.sync.finish_gradient_synchronization()  # frees the unit that FSDP keeps for backward
+    with whole_ledger() as ledger, torch.set_grad_enabled(trains):
+        trainer.model(batch())
+    if trains:  # frees the unit that FSDP keeps for backward
+        trainer.sync.finish_gradient_synchronization()
     gc.collect()
-    return live_bytes() - before
+    return sum(ledger.calls.values()), live_bytes() - before
 
 
-@pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
-def test_a_forward_without_a_backward_leaves_no_graph_and_no_gathered_unit(pools, strategy):
-    assert pools(1, group=False).run(bytes_left_by_a_forward, strategy) == [0]
+@pytest.mark.parametrize(
+    "strategy, trains",
+    [("zero-3", True), ("fsdp", True), *((strategy, False) for strategy in UNITS)],
+)
+def test_a_forward_without_a_backward_gathers_each_unit_once_and_leaves_none(
+    pools, strategy, trains
+):
+    assert pools(1, group=False).run(gathers_and_bytes_left, strategy, trains) == [(4, 0)]
 
 
 @fake_ranks(2)

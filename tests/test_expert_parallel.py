@@ -179,12 +179,8 @@ def test_dry_run_holds_and_sends_what_a_balanced_run_does(pools, corpus_dir, own
     argv = [*SIZE, *own]
     dry = pools(1, group=False).run(dry_run, "09", 4, 3, argv, 201)[0]
     real = pools(4).run(real_step, [*argv, "--data", str(corpus_dir)])[3]
-    assert dry.sent == real.sent
-    experts = 2 * 8 * 2 * 32 * 64
-    held = replace(CONFIG, vocab_size=201).num_parameters() - experts + experts // int(own[1])
-    for report in (dry, real):
-        kinds = report.parameters, report.gradients, report.optimizer
-        assert kinds == (4 * held, 4 * held, 8 * held)
+    for kind in ("sent", "parameters", "gradients", "optimizer"):
+        assert getattr(dry, kind) == getattr(real, kind), kind
 
 
 def saved_for_backward(top_k: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -358,7 +354,7 @@ def test_a_cast_frozen_or_replaced_mixture_is_exact(pools):
 
 
 def test_a_configuration_counts_the_active_parameters():
-    """`test_dry_run_holds_and_sends_what_a_balanced_run_does` counts all."""
+    """test_costs.py counts all."""
     dense = TransformerConfig(200, 32, 2, 2, 16).num_parameters()
     for top_k in (1, 2, 4):
         active = replace(CONFIG, top_k=top_k).num_active_parameters()
