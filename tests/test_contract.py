@@ -362,6 +362,10 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "an unused parameter": (like("", "unused parameter"), UNUSED),
     "a skipped unit": (like("skipped"), {REPLICAS: "left out"}),
     "the last unit skipped": (like("last skipped"), {REPLICAS: "left out"}),
+    "a unit that one micro-batch skips": (  # ZeRO-2 reduces each micro-batch
+        loop(lambda t: backward(skipped_at_first, t.model, partial(no_sync_of, t.sync))),
+        {("zero-2",): "came twice"},
+    ),
     "a unit alone": ("unit_alone finish", {REPLICAS: "left out"}),
     "a backward that misses units": (like("detached"), {REPLICAS: "left out"}),
     "a saved tensor changed": (like("in place", "saves its output"), {ABSENT: "changed in place"}),
@@ -430,7 +434,10 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "frozen afterwards": ("train freeze train", {REPLICAS: "freeze"}),
     "unfrozen": (loop("unfreeze train", frozen), {REPLICAS: "unfreeze"}),
     "resized": ("shorten_bias train", {REPLICAS: "resize"}),
-    "another tensor as data": ("clone_bias train", {STAGES_1_2: "move or cast"}),
+    "another tensor as data": (
+        "clone_bias train",
+        {STAGES_1_2: "move or cast", ABSENT: "has been sharded"},
+    ),
     "a parameter changed in place": ("train zero_bias train", {ABSENT: "has been sharded"}),
     "to": (loop(lambda trainer: trainer.model.to(torch.float64)), {ABSENT: "shards only"}),
     "state_dict": (loop(lambda trainer: trainer.model.state_dict()), {ABSENT: "shards only"}),
@@ -511,6 +518,27 @@ def of_input(model: nn.Module, _) -> Tensor:
     return model(batch().requires_grad_())
 
 
+def skipped_at_first(model: nn.Module, no_sync: Callable) -> Tensor:
+    """By the first of two micro-batches."""
+    module = getattr(model, "module", model)
+    module.how = "skipped"
+    with no_sync():
+        model(batch()).square().sum().backward()
+    module.how = ""
+    return model(batch(1))
+
+
+def zeros_in_a_bias(model: nn.Module, _) -> Tensor:
+    nn.init.zeros_(units_of(model)[1].linear.bias)
+    return model(batch())
+
+
+def other_data_in_a_bias(model: nn.Module, _) -> Tensor:
+    bias = units_of(model)[1].linear.bias
+    bias.data = bias.data.clone()
+    return model(batch())
+
+
 def twice_backward(model: nn.Module, no_sync: Callable) -> None:
     loss = model(batch()).square().sum()
     with no_sync():
@@ -552,7 +580,12 @@ def checkpointed_units(model: nn.Module, _, use_reentrant: bool = False) -> Tens
 
 ALLOWED = {
     "a step": (of_batch, chain()),
-    "other values": (of_batch, chain()),
+    "other values": (of_batch, chain(change=lambda m: m.register_buffer("b", torch.ones(1)))),
+    "tied": (of_batch, chain(change=lambda m: tie(m.units[1]))),
+    "frozen": (of_batch, chain(change=lambda m: m.units[1].linear.bias.requires_grad_(False))),
+    "a unit that one micro-batch skips": (skipped_at_first, chain()),
+    "a parameter changed in place": (zeros_in_a_bias, chain()),
+    "another tensor as data": (other_data_in_a_bias, chain()),
     "a forward of stale parameters": (of_batch, chain()),
     "two forwards": (lambda model, _: model(batch()) * model(batch(1)).cos(), chain()),
     "evaluations around a backward": (evaluate_around_a_backward, chain()),
@@ -594,9 +627,10 @@ def distance(strategy: str, name: str) -> float:
     plain, ours = copy.deepcopy(model), copy.deepcopy(model)
     # without a guard a step leaves the versions of what it changes as they are
     is_guarded = name != "a forward of stale parameters"
-    if name == "other values":
-        for p in ours.parameters():
-            p.data += dist.get_rank()  # the first rank's values count
+    if name == "other values":  # the first rank's count; units take equal buffers alone
+        buffers = ours.buffers() if strategy in REPLICAS else ()
+        for tensor in (*ours.parameters(), *buffers):
+            tensor.data += dist.get_rank()
     trainer, replicas = trainer_of(strategy, ours, guarded=is_guarded), "/" in strategy
     optimizer = SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
@@ -615,6 +649,7 @@ def distance(strategy: str, name: str) -> float:
         optimizer.step()
         optimizer.zero_grad()
     found = trainer.parameters()
+    assert all(map(torch.equal, ours.buffers(), plain.buffers()))
     return max((found[n] - p.detach()).abs().max().item() for n, p in plain.named_parameters())
 
 
