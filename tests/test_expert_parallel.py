@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import REPO, assert_same_curve, comparably, load_stage, train
+from harness import assert_same_curve, comparably, load_stage, train
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -31,7 +31,6 @@ pytestmark = pytest.mark.slow
 
 SIZE = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 RUN = [*SIZE, *"--steps 12 --log-every 1".split()]
-README = (REPO / "09_expert_parallel/README.md").read_text()
 CONFIG = load_stage("09").MixtureConfig(200, d_model=32, n_layers=2, n_heads=2, seq_len=16)
 
 

@@ -130,10 +130,6 @@ def test_a_job_that_hangs_is_ended_at_the_timeout_and_shows_its_stack():
     try:
         with pytest.raises(WorkerError, match=r"did not finish in time(.|\n)*in hang"):
             pool.run(hang)
-        old = pool.run(os.getpid)
-        with pytest.raises(WorkerError, match="the worker died, exit code 7"):
-            pool.run(os._exit, 7)
-        assert pool.run(os.getpid) != old
     finally:
         pool.close()
 
@@ -226,6 +222,6 @@ def test_every_kind_of_row_runs_and_a_loss_that_is_off_fails(
     try:
         assert run_rows(rows, tried, float("inf"), "", 0) == 0, capsys.readouterr().out
         assert capsys.readouterr().out.count(" s\n") == len(rows)
-        assert tried.run(rows[1]._replace(tolerance=-1.0), after(100))[1]
+        assert tried.run(rows[3]._replace(tolerance=-1.0), after(100))[1]
     finally:
         tried.close()
