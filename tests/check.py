@@ -30,7 +30,7 @@ from tools.stages import beside
 CHECKS = {  # name: a file, and words of the names of its tests, of which the stage's runs are taken
     "gradients": "test_gradients.py reference[",
     "losses": "test_parity.py [parity|[accumulation",
-    "communication and model state": "test_costs.py formulas|cap",
+    "communication and model state": "test_costs.py formulas",
     "as late as NCCL": "test_late_backend.py parity_over",
     "bfloat16": "test_parity.py [bf16",
     "saved and resumed": "test_late_backend.py resume",

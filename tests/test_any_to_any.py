@@ -14,8 +14,9 @@ from tools.export import export
 pytestmark = pytest.mark.slow
 
 AFTER = 20  # steps, so that the optimizer state is far from zero
-# one run of each stage's file saves, another one loads
-SAVES, LOADS = ({run.stage: run for run in runs_for(purpose)} for purpose in ("save", "load"))
+# one run of each stage's file saves, another one loads; of a stage without, a parity run saves
+SAVES = {run.stage: run for purpose in ("parity", "save") for run in runs_for(purpose)}
+LOADS = {run.stage: run for run in runs_for("load")}
 
 
 @pytest.fixture(scope="module")
@@ -37,40 +38,35 @@ def curve(reference, corpus_dir) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def saved(train, curve, tmp_path_factory):
-    """`saved("04")`: a checkpoint after `AFTER` steps, of a run that reproduces the curve."""
+    """`saved("04")`: the folder of a run that reproduces the curve, if other stages load it, with a
+    checkpoint after `AFTER` steps and one at its end."""
 
     @cache
-    def checkpoint(stage: str) -> Path:
+    def folder_of(stage: str) -> Path:
         folder = tmp_path_factory.mktemp(f"run-{stage}")
         flags = ("--checkpoint-every", AFTER, "--run-dir", folder)
-        assert_same_curve(train(SAVES[stage], *flags), curve)
-        first, _ = checkpoints(folder / "checkpoints")
-        return first
+        metrics = train(SAVES[stage], *flags, "--save-model", folder / "new" / "saved.pt")
+        if stage in LOADS:
+            assert_same_curve(metrics, curve)
+        return folder
 
-    return checkpoint
+    return folder_of
 
 
 # what a stage saves is the same whatever loads it, so each saves once and loads once, in a ring
-STAGES = list(SAVES)
+STAGES = list(LOADS)
 RING = list(zip(STAGES, [*STAGES[1:], STAGES[0]], strict=True))
-# and 14, which saves shards of shards, to and from those that it builds on
-OTHERS = [pair for other in ("04", "05", "07") for pair in ((other, "14"), ("14", other))]
 
 
-@pytest.mark.parametrize("of, into", RING + OTHERS)
+@pytest.mark.parametrize("of, into", RING)
 def test_resume_in_any_other_stage_has_the_same_loss_curve(train, curve, saved, of, into):
-    rest = train(LOADS[into], "--resume", saved(of))
+    first, _ = checkpoints(saved(of) / "checkpoints")
+    rest = train(LOADS[into], "--resume", first)
     assert_same_curve(rest, [line for line in curve if line["step"] >= AFTER])
 
 
-LAST = {run.stage: run for run in runs_for("parity")}
-RUNS = {run.id: run for runs in (LAST, SAVES, LOADS) for run in runs.values()}
-
-
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_the_saved_model_equals_what_export_makes_of_the_checkpoint(train, tmp_path, run):
-    flags = "--steps", 2, "--eval-every", 0, "--checkpoint-every", 2, "--run-dir", tmp_path
-    train(run, *flags, "--save-model", tmp_path / "new" / "saved.pt")
-    export(checkpoints(tmp_path / "checkpoints")[-1], tmp_path / "exported.pt")
-    saved = (tmp_path / "new" / "saved.pt").read_bytes()
-    assert saved == (tmp_path / "exported.pt").read_bytes()
+@pytest.mark.parametrize("stage", SAVES)
+def test_the_saved_model_equals_what_export_makes_of_the_checkpoint(saved, tmp_path, stage):
+    export(checkpoints(saved(stage) / "checkpoints")[-1], tmp_path / "exported.pt")
+    exported = (tmp_path / "exported.pt").read_bytes()
+    assert (saved(stage) / "new" / "saved.pt").read_bytes() == exported

@@ -175,24 +175,6 @@ def test_every_number_has_bounds(stage, error_of):
 SMALL = TransformerConfig(201, 32, 4, 2, 16)
 
 
-def with_memory(size: int, stage: str, argv: list[str]) -> int:
-    """Train where the machine has this many bytes; returns the number of lines that were logged."""
-    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}
-    with patch.object(arguments.os, "sysconf", pages.get):
-        return len(load_stage(stage).main(argv))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage, own, dp", [("02", "", 2), ("05", "", 1), ("07", "--pp 2", 1)])
-def test_model_that_cannot_fit_in_memory_is_an_error(pools, places, tmp_path, stage, own, dp):
-    argv = [*BASE.split(), *own.split(), "--data", places["corpus"], "--run-dir", str(tmp_path)]
-    argv += ["--micro-batch-size", "6"]
-    bound = 16 * SMALL.num_parameters() + dp * 6 * 16 * 32 * 2
-    assert pools(2).run(with_memory, bound, stage, argv) == [1, 1]
-    ended = pools(2).attempt(with_memory, bound - 1, stage, argv)
-    assert [o.exit_status for o in ended] == [2, 2] and "--micro-batch-size" in ended[0].stderr
-
-
 @pytest.mark.parametrize(
     "state_on, host, fits",
     [("device", 10**9, False), ("host", 10**9, True), ("host", 100, False), ("disk", 100, True)],

@@ -249,20 +249,6 @@ def test_kill_during_a_save_leaves_only_complete_checkpoints(pools, tmp_path, mo
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith("step-")] == []
 
 
-def die_on_rank_1(folder: str) -> None:
-    state = cut("rows", fill=True)
-    save_checkpoint(folder, 2, state)
-    if dist.get_rank() == 1:
-        dcp.FileSystemWriter.write_data = die
-    save_checkpoint(folder, 4, state)
-
-
-def test_save_in_which_one_rank_dies_is_not_complete(pools, tmp_path):
-    ended = pools(2).attempt(die_on_rank_1, str(tmp_path))
-    assert "exit code 9" in ended[1].traceback
-    assert load_checkpoint(tmp_path, None, cut("rows", fill=False)) == 2
-
-
 def test_resume_takes_the_newest_complete_checkpoint_and_names_a_newer_one(tmp_path, capsys):
     saved(tmp_path, step=3)
     saved(tmp_path, step=20)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 # ---- on one machine ----
 
 
-# test_slurm.py starts every stage on two nodes, and by every launcher
+# test_slurm.py starts stages on two nodes by every launcher
 def test_readmes_command_of_mpirun_starts_a_stage(tmp_path, reference, corpus_dir):
     need("mpirun", packages="openmpi-bin")
     command = "mpirun -n 4 python 04_fsdp/train.py --data sample"

@@ -17,8 +17,6 @@ from harness import REPO, load_stage
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from common.model import Transformer, TransformerConfig
-
 pytestmark = pytest.mark.slow
 stage = load_stage("08")
 
@@ -151,17 +149,6 @@ def test_float64_inputs_are_summed_in_float64():
     found = ring_of_threads(3, *args)
     assert all(x.dtype == torch.float64 for x in found)
     assert max(errors(found, exact(*args))) < 1e-12
-
-
-def unknown_kind() -> None:
-    model = Transformer(TransformerConfig(vocab_size=8, d_model=8, seq_len=8))
-    with pytest.raises(ValueError, match="'Ring' is not one of ring, ulysses"):
-        stage.context_parallel(model, dist.group.WORLD, "Ring")
-
-
-@pytest.mark.quick
-def test_an_unknown_kind_is_an_error(pools):
-    pools(1).run(unknown_kind)
 
 
 def test_sequences_of_another_length_are_an_error():

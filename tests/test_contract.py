@@ -12,13 +12,12 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from data_parallel_trainers import Trainer, no_sync_of
-from harness import fake_ranks, live_bytes
+from harness import fake_ranks, live_bytes, whole_ledger
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -361,7 +360,14 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     # of what forward and backward do
     "an unused parameter": (like("", "unused parameter"), UNUSED),
     "a skipped unit": (like("skipped"), {REPLICAS: "left out"}),
-    "the last unit skipped": (like("last skipped"), {REPLICAS: "left out"}),
+    "the last unit skipped": (
+        like("last skipped"),
+        {REPLICAS: "left out ['units.2.linear.weight', 'units.2.linear.bias'"},
+    ),
+    "a unit that one micro-batch skips": (  # ZeRO-2 reduces each micro-batch
+        loop(lambda t: backward(skipped_at_first, t.model, partial(no_sync_of, t.sync))),
+        {("zero-2",): "came twice"},
+    ),
     "a unit alone": ("unit_alone finish", {REPLICAS: "left out"}),
     "a backward that misses units": (like("detached"), {REPLICAS: "left out"}),
     "a saved tensor changed": (like("in place", "saves its output"), {ABSENT: "changed in place"}),
@@ -429,7 +435,10 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "frozen afterwards": ("train freeze train", {REPLICAS: "freeze"}),
     "unfrozen": (loop("unfreeze train", frozen), {REPLICAS: "unfreeze"}),
     "resized": ("shorten_bias train", {REPLICAS: "resize"}),
-    "another tensor as data": ("clone_bias train", {STAGES_1_2: "move or cast"}),
+    "another tensor as data": (
+        "clone_bias train",
+        {STAGES_1_2: "move or cast", ABSENT: "has been sharded"},
+    ),
     "a parameter changed in place": ("train zero_bias train", {ABSENT: "has been sharded"}),
     "to": (loop(lambda trainer: trainer.model.to(torch.float64)), {ABSENT: "shards only"}),
     "state_dict": (loop(lambda trainer: trainer.model.state_dict()), {ABSENT: "shards only"}),
@@ -459,21 +468,6 @@ def misuse(strategy: str, name: str) -> str:
 def test_what_breaks_the_contract_is_an_error(pools, strategy, name, message):
     for said in pools(2).run(misuse, strategy, name):
         assert said and message in said, said
-
-
-def missing_gradient_without_a_guard(strategy: str) -> str:
-    trainer = trainer_of(strategy, chain("last skipped"), guarded=False)
-    loss_of(trainer).backward()
-    with pytest.raises(RuntimeError) as error, patch.object(dist, "all_reduce") as collective:
-        trainer.sync.finish_gradient_synchronization()
-    assert not collective.called
-    return str(error.value)
-
-
-@pytest.mark.parametrize("strategy", REPLICAS)
-def test_a_missing_gradient_is_an_error_without_a_guard_too(pools, strategy):
-    for said in pools(2).run(missing_gradient_without_a_guard, strategy):
-        assert "left out ['units.2.linear.weight', 'units.2.linear.bias'" in said, said
 
 
 def flat_buffers(sync) -> list:
@@ -508,6 +502,27 @@ def of_batch(model: nn.Module, _) -> Tensor:
 
 def of_input(model: nn.Module, _) -> Tensor:
     return model(batch().requires_grad_())
+
+
+def skipped_at_first(model: nn.Module, no_sync: Callable) -> Tensor:
+    """By the first of two micro-batches."""
+    module = getattr(model, "module", model)
+    module.how = "skipped"
+    with no_sync():
+        model(batch()).square().sum().backward()
+    module.how = ""
+    return model(batch(1))
+
+
+def zeros_in_a_bias(model: nn.Module, _) -> Tensor:
+    nn.init.zeros_(units_of(model)[1].linear.bias)
+    return model(batch())
+
+
+def other_data_in_a_bias(model: nn.Module, _) -> Tensor:
+    bias = units_of(model)[1].linear.bias
+    bias.data = bias.data.clone()
+    return model(batch())
 
 
 def twice_backward(model: nn.Module, no_sync: Callable) -> None:
@@ -551,7 +566,12 @@ def checkpointed_units(model: nn.Module, _, use_reentrant: bool = False) -> Tens
 
 ALLOWED = {
     "a step": (of_batch, chain()),
-    "other values": (of_batch, chain()),
+    "other values": (of_batch, chain(change=lambda m: m.register_buffer("b", torch.ones(1)))),
+    "tied": (of_batch, chain(change=lambda m: tie(m.units[1]))),
+    "frozen": (of_batch, chain(change=lambda m: m.units[1].linear.bias.requires_grad_(False))),
+    "a unit that one micro-batch skips": (skipped_at_first, chain()),
+    "a parameter changed in place": (zeros_in_a_bias, chain()),
+    "another tensor as data": (other_data_in_a_bias, chain()),
     "a forward of stale parameters": (of_batch, chain()),
     "two forwards": (lambda model, _: model(batch()) * model(batch(1)).cos(), chain()),
     "evaluations around a backward": (evaluate_around_a_backward, chain()),
@@ -593,9 +613,10 @@ def distance(strategy: str, name: str) -> float:
     plain, ours = copy.deepcopy(model), copy.deepcopy(model)
     # without a guard a step leaves the versions of what it changes as they are
     is_guarded = name != "a forward of stale parameters"
-    if name == "other values":
-        for p in ours.parameters():
-            p.data += dist.get_rank()  # the first rank's values count
+    if name == "other values":  # the first rank's count; units take equal buffers alone
+        buffers = ours.buffers() if strategy in REPLICAS else ()
+        for tensor in (*ours.parameters(), *buffers):
+            tensor.data += dist.get_rank()
     trainer, replicas = trainer_of(strategy, ours, guarded=is_guarded), "/" in strategy
     optimizer = SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
@@ -614,6 +635,7 @@ def distance(strategy: str, name: str) -> float:
         optimizer.step()
         optimizer.zero_grad()
     found = trainer.parameters()
+    assert all(map(torch.equal, ours.buffers(), plain.buffers()))
     return max((found[n] - p.detach()).abs().max().item() for n, p in plain.named_parameters())
 
 
@@ -631,20 +653,28 @@ def test_what_the_contract_allows_is_exact_also_with_replicas(pools, name, strat
 
 
 @fake_ranks(2)
-def bytes_left_by_a_forward(strategy: str) -> int:
-    """When its output is dropped; the last unit, an LSTM, keeps a list of its parameters."""
+def gathers_and_bytes_left(strategy: str, trains: bool) -> tuple[int, int]:
+    """Of a forward whose output is dropped. The last of four units, an LSTM, keeps a list of its
+    parameters."""
     trainer = trainer_of(strategy, recurrent())
     gc.collect()
     before = live_bytes()
-    trainer.model(batch())
-    trainer.sync.finish_gradient_synchronization()  # frees the unit that FSDP keeps for backward
+    with whole_ledger() as ledger, torch.set_grad_enabled(trains):
+        trainer.model(batch())
+    if trains:  # frees the unit that FSDP keeps for backward
+        trainer.sync.finish_gradient_synchronization()
     gc.collect()
-    return live_bytes() - before
+    return sum(ledger.calls.values()), live_bytes() - before
 
 
-@pytest.mark.parametrize("strategy", ["zero-3", "fsdp"])
-def test_a_forward_without_a_backward_leaves_no_graph_and_no_gathered_unit(pools, strategy):
-    assert pools(1, group=False).run(bytes_left_by_a_forward, strategy) == [0]
+@pytest.mark.parametrize(
+    "strategy, trains",
+    [("zero-3", True), ("fsdp", True), *((strategy, False) for strategy in UNITS)],
+)
+def test_a_forward_without_a_backward_gathers_each_unit_once_and_leaves_none(
+    pools, strategy, trains
+):
+    assert pools(1, group=False).run(gathers_and_bytes_left, strategy, trains) == [(4, 0)]
 
 
 @fake_ranks(2)

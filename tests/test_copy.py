@@ -254,17 +254,6 @@ def test_the_files_beside_a_script_are_those_of_the_sections_copy(stage):
         assert path.read_text() == text, "make copies"
 
 
-@pytest.mark.parametrize("stage", stages())
-def test_a_script_uses_no_norm_of_the_files_beside_it(stage):
-    """Those sum the squares over the ranks of another stage."""
-    own = {path.stem for path in beside(stage)}
-    for node in ast.walk(ast.parse(stage_path(stage).read_text())):
-        if isinstance(node, ast.Import):
-            assert not own & {name.name for name in node.names}
-        if isinstance(node, ast.ImportFrom) and node.module in own:
-            assert not {"clip_grad_norm_", "*"} & {name.name for name in node.names}
-
-
 def test_each_script_gets_the_files_of_its_own_folder(tmp_path):
     """Also if another one has a file of the same name; and no folder stays on the path."""
     names = {name.removesuffix(".py") for x in stages() for name in stage_file(x).copies}

@@ -14,7 +14,11 @@ from functools import cache
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 from harness import StageRun, load_stage, runs_for, stage_file, true_ledger
+
+from common.collectives import all_reduce_control
 
 from tools.costs import Costs, costs_of
 from tools.dry_run import Report, dry_run
@@ -22,7 +26,7 @@ from tools.dry_run import Report, dry_run
 pytestmark = pytest.mark.slow
 
 VOCABULARY = 201  # of the tests' corpus; the model pads it to 256 words
-PURPOSES = ("accumulation", "bf16", "late", "parity")
+PURPOSES = ("accumulation", "bf16", "late")
 
 
 def cases() -> list:
@@ -92,15 +96,6 @@ def test_the_formulas_hold_on_4096_ranks_and_for_each_dtype(pools, stage, ranks,
         assert_costs(pools, StageRun(stage, "agreement", ranks, tuple(flags.split())), rank)
 
 
-@pytest.mark.parametrize("stage, op", [("02", "all_reduce"), ("03", "reduce_scatter_single")])
-def test_the_cap_of_a_bucket_sets_the_number_of_calls_and_not_the_bytes(pools, stage, op):
-    # the first bucket has at most a megabyte: here the head and a layer
-    for cap, calls in (("25", 2), ("0.0001", 1 + 6 * 2 + 2)):
-        flags = ("--d-model", "128", "--bucket-cap-mb", cap)
-        report = assert_costs(pools, StageRun(stage, "agreement", 2, flags), 0)
-        assert report.sent.calls[op, "world"] == calls
-
-
 # ---- real runs: one per stage, on two ranks ----
 
 
@@ -114,6 +109,20 @@ def counted(stage: str, argv: list[str]) -> None:
 @pytest.mark.parametrize("run", runs_for("agreement"), ids=lambda run: run.id)
 def test_an_independent_count_confirms_the_ledger(reproduce, run):
     reproduce(run, job=counted, backend="late")
+
+
+def bypass_the_ledger() -> None:
+    for call in (
+        lambda: dist.all_reduce(torch.ones(6, 2)),
+        lambda: all_reduce_control(torch.ones(1000)),  # too large for a control call
+    ):
+        with pytest.raises(AssertionError), true_ledger():
+            call()
+
+
+@pytest.mark.quick
+def test_what_bypasses_the_ledger_is_seen(pools):
+    pools(2, backend="late").run(bypass_the_ledger)
 
 
 @pytest.mark.wall_clock  # a thread of Gloo may still hold what it has sent

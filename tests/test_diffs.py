@@ -122,16 +122,6 @@ def test_a_definition_of_two_stages_is_identical_or_listed_as_refined(stage):
     assert not outdated, f"identical or gone: remove from [refined]: {outdated}"
 
 
-def test_moved_and_respaced_lines_are_found():
-    lines = ["import one_module", "import other_module", "x = compute(1)  # why", "all_done = 1"]
-    moved, respaced = noise(lines, [lines[1], lines[0], *lines[2:]])
-    assert moved in ([lines[0]], [lines[1]]) and not respaced
-    for other in ("x = compute( 1 )", "x = compute(1)  # another word"):
-        assert noise(lines, [*lines[:2], other, lines[3]]) == ([], [other])
-    wrapped = [*lines[:2], "with a_new_block:", "    x = compute(1)  # why", lines[3]]
-    assert noise(lines, wrapped) == ([], [])
-
-
 # ---- `make diff-NN`: no line is lost, what is folded is identical, each diff is short ----
 
 all_pairs = pytest.mark.parametrize("old, new", [*permutations(stages(), 2)])

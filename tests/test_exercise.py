@@ -35,8 +35,8 @@ def test_the_checks_of_a_stage_file_select_tests(stage):
 
 BUGS = {  # stage, what is changed, and into what; what is said
     "sum": ("02", "bucket.n_ranks if self.synchronizes else 1", "1", "cause: x 2: a sum"),
-    "wait": ("05", "work.wait()\n        return grad_x", "return grad_x", "cause: NaN"),
     "norms": ("05", "if args.sequence_parallel:\n", "if False:\n", "replicated parameters differ"),
+    "wait": ("05", "work.wait()\n        return grad_x", "return grad_x", "cause: NaN"),
 }
 
 

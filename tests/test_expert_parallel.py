@@ -9,29 +9,25 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import REPO, assert_same_curve, comparably, load_stage, train
+from harness import assert_same_curve, comparably, load_stage, train
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from common.counter_rng import sample_keys
 from common.model import MLP, Transformer, TransformerConfig, init_weights
 
-from common.job.checkpoint import checkpoints
 from tools.dry_run import PATCHES, dry_run
-from tools.export import tensors_of
 
 pytestmark = pytest.mark.slow
 
 SIZE = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 RUN = [*SIZE, *"--steps 12 --log-every 1".split()]
-README = (REPO / "09_expert_parallel/README.md").read_text()
 CONFIG = load_stage("09").MixtureConfig(200, d_model=32, n_layers=2, n_heads=2, seq_len=16)
 
 
@@ -179,12 +175,8 @@ def test_dry_run_holds_and_sends_what_a_balanced_run_does(pools, corpus_dir, own
     argv = [*SIZE, *own]
     dry = pools(1, group=False).run(dry_run, "09", 4, 3, argv, 201)[0]
     real = pools(4).run(real_step, [*argv, "--data", str(corpus_dir)])[3]
-    assert dry.sent == real.sent
-    experts = 2 * 8 * 2 * 32 * 64
-    held = replace(CONFIG, vocab_size=201).num_parameters() - experts + experts // int(own[1])
-    for report in (dry, real):
-        kinds = report.parameters, report.gradients, report.optimizer
-        assert kinds == (4 * held, 4 * held, 8 * held)
+    for kind in ("sent", "parameters", "gradients", "optimizer"):
+        assert getattr(dry, kind) == getattr(real, kind), kind
 
 
 def saved_for_backward(top_k: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -358,7 +350,7 @@ def test_a_cast_frozen_or_replaced_mixture_is_exact(pools):
 
 
 def test_a_configuration_counts_the_active_parameters():
-    """`test_dry_run_holds_and_sends_what_a_balanced_run_does` counts all."""
+    """test_costs.py counts all."""
     dense = TransformerConfig(200, 32, 2, 2, 16).num_parameters()
     for top_k in (1, 2, 4):
         active = replace(CONFIG, top_k=top_k).num_active_parameters()
@@ -368,7 +360,7 @@ def test_a_configuration_counts_the_active_parameters():
 # ---- checkpoints ----
 
 
-def test_a_checkpoint_resumes_on_other_meshes_and_is_exported(pools, corpus_dir, tmp_path):
+def test_a_checkpoint_resumes_on_other_meshes(pools, corpus_dir, tmp_path):
     """The biases too: without them a replayed run would choose other experts, and it fails if its
     choice differs from the recorded one without a near tie."""
 
@@ -385,15 +377,3 @@ def test_a_checkpoint_resumes_on_other_meshes_and_is_exported(pools, corpus_dir,
         rest = flags(f"resumed-{size}{len(own)}", "--resume", after_8, *own)
         for metrics in run(size, "replay", rest):
             assert_same_curve(metrics, whole[8:])
-    loss = pools(1).run(loss_of_exported, str(tmp_path / "saved"), [*argv, "--run-dir", "none"])[0]
-    assert abs(loss - whole[-1]["test_loss"]) < 1e-4  # evaluated with this run's own routing
-
-
-def loss_of_exported(run_dir: str, argv: list[str]) -> float:
-    stage, world = load_stage("09"), load_stage("09").setup()
-    args = stage.parse_args(argv)
-    corpus = stage.load_corpus(args.data)
-    model = Transformer(stage.model_config(args, corpus, stage.MixtureConfig))
-    stage.expert_parallel(model, dist.group.WORLD)
-    model.load_state_dict(tensors_of(checkpoints(Path(run_dir, "checkpoints"))[-1]))
-    return stage.evaluate(model, corpus.test, args, world.device, world)

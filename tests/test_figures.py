@@ -20,6 +20,7 @@ import step_errors
 import torch
 from data_parallel_trainers import Trainer
 from harness import REPO, PeakMemory, fake_ranks, live_bytes, load_stage, runs_for
+from test_muon import matrices_of
 
 from common.llama import LlamaConfig
 from common.model import Transformer, TransformerConfig, init_weights
@@ -135,15 +136,10 @@ def costs(stage: str, flags: str = "", ranks: int = 2, words: int = 2304) -> lis
     return [sum(found.held.values()) / MB, sum(found.sent.values()) / MB]
 
 
-def matrices_of(config: TransformerConfig) -> list[torch.Tensor]:
-    d = config.d_model
-    shapes = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * config.n_layers
-    return [torch.empty(shape, device="meta") for shape in shapes]
-
-
 def muon_share(config: TransformerConfig, tokens: int) -> float:
     """FLOPs of 11's orthogonalization over those of the model, through which `tokens` pass."""
-    work = sum(map(load_stage("11").orthogonalization_flops, matrices_of(config)))
+    matrices = matrices_of(config.d_model, config.n_layers)
+    work = sum(map(load_stage("11").orthogonalization_flops, matrices))
     return work / (tokens * config.flops_per_token())
 
 
@@ -179,12 +175,12 @@ def planned_in_07(alone) -> list[float]:
     return [peak, one + 63 * (nine - one) / 8]
 
 
-def kept_by_a_layer(alone, flags: str, report=report_of) -> list[float]:
+def kept_by_a_layer(alone, flags: str) -> list[float]:
     """05: the hidden states in bfloat16 that a layer keeps for backward, in full and sharded."""
     shape = "--d-model 256 --n-heads 4 --seq-len 2048 --global-batch-size 8 --n-layers"
 
     def kept(ranks: int) -> float:
-        reports = [alone(report, "05", ranks, f"{shape} {n} {flags}") for n in (1, 2)]
+        reports = [alone(report_of, "05", ranks, f"{shape} {n} {flags}") for n in (1, 2)]
         few, many = (x.peak - x.parameters - x.optimizer for x in reports)
         return (many - few) / (2 * 8 * 2048 * 256)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from chaos import tensors_of
-from harness import WorkerExit, assert_same_curve, cases, load_stage, stage_path
+from harness import WorkerExit, load_stage, stage_path
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -62,38 +59,20 @@ def test_a_zero_gradient_is_no_direction():
 # ---- the update ----
 
 
-def plain_muon(weight: Tensor, momentum: Tensor, grad: Tensor, lr: float) -> None:
-    """Muon on one process, in the operations of torch.optim.Muon, but in float32."""
-    momentum.lerp_(grad, 1 - 0.95)
-    x = grad.lerp(momentum, 0.95)
-    tall = len(x) > len(x.t())
-    x = x.t() if tall else x
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.t()
-        gram_update = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.addmm(x, gram_update, x, beta=3.4445)
-    weight.mul_(1 - lr * 0.1)
-    weight.add_(x.t() if tall else x, alpha=-lr * (0.2 * max(weight.shape) ** 0.5))
-
-
-def weights_of_one_process(dtype: torch.dtype) -> list[Tensor]:
-    """The matrices after three steps; in bfloat16, its only dtype, of `torch.optim.Muon`.
+def weights_of_one_process() -> list[Tensor]:
+    """The matrices after three steps of `torch.optim.Muon`, which computes in bfloat16.
 
     With nesterov=False it normalizes its momentum in place in PyTorch 2.13 and 2.14.1, not in 2.15.
     """
     model = Transformer(CONFIG)
     init_weights(model, seed=1)
     weights = [p for p in model.layers.parameters() if p.dim() == 2]
-    momenta = [torch.zeros_like(w) for w in weights]
     muon = torch.optim.Muon(weights, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
-        muon.param_groups[0]["lr"] = lr = 0.01 * (step + 1)
-        for w, m, w.grad in zip(weights, momenta, gradients(weights, step), strict=True):
-            if dtype == torch.float32:
-                plain_muon(w.data, m, w.grad, lr)
-        if dtype == torch.bfloat16:
-            muon.step()
+        muon.param_groups[0]["lr"] = 0.01 * (step + 1)
+        for weight, grad in zip(weights, gradients(weights, step), strict=True):
+            weight.grad = grad
+        muon.step()
     return [w.detach() for w in weights]
 
 
@@ -109,7 +88,7 @@ def model_and_owners() -> tuple[Transformer, dict[nn.Parameter, int]]:
     return model, stage.choose_owners(matrices, dist.get_world_size())
 
 
-def owners_weights(dtype: torch.dtype, reduces: bool) -> list[Tensor]:
+def owners_weights(reduces: bool) -> list[Tensor]:
     """The matrices after three steps, when all ranks have the same gradients.
 
     reduces: through the reduce to the owner, which is exact for a power of two of equal numbers.
@@ -118,7 +97,7 @@ def owners_weights(dtype: torch.dtype, reduces: bool) -> list[Tensor]:
     model, owners = model_and_owners()
     named = {name: p for name, p in model.named_parameters() if p in owners}
     weights = list(named.values())
-    muon = stage.Muon(owners, lr=0.1, dtype=dtype)
+    muon = stage.Muon(owners, lr=0.1, dtype=torch.bfloat16)
     for step in range(3):
         stage.set_learning_rate(muon, 0.01 * (step + 1))
         for w, g in zip(weights, gradients(weights, step), strict=True):
@@ -130,70 +109,12 @@ def owners_weights(dtype: torch.dtype, reduces: bool) -> list[Tensor]:
     return [w.detach() for w in weights]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_the_update_equals_muon_on_one_process_bit_for_bit(pools, ranks, dtype):
-    expected = pools(1, group=False).run(weights_of_one_process, dtype)[0]
+def test_the_update_equals_muon_on_one_process_bit_for_bit(pools, ranks):
+    expected = pools(1, group=False).run(weights_of_one_process)[0]
     for reduces in [False] if ranks == 3 else [False, True]:
-        for found in pools(ranks).run(owners_weights, dtype, reduces):
+        for found in pools(ranks).run(owners_weights, reduces):
             assert all(map(torch.equal, found, expected)), f"reduces: {reduces}"
-
-
-# ---- one step of a run, from the reference's state ----
-
-
-def step_by_step(argv: list[str], path: Path, records: bool) -> tuple[list[dict], list[tuple]]:
-    """Train. Record the state before each step, or start each step from what was recorded.
-
-    Returns the metrics, and by how much each step's change of each matrix, momentum and moment is
-    off: the norm of the difference, relative to the norm of the reference's change. (AdamW's first
-    update of a weight may have either sign where its gradient is almost zero.)
-    """
-    state, off = {}, []
-    states = [] if records else torch.load(path)
-    training_state, steps = stage.training_state, stage.Run.steps
-
-    def seen(*args) -> dict[str, Tensor]:
-        state.update(training_state(*args))
-        return dict(state)
-
-    def steps_from_the_reference(run: stage.Run, first: int) -> Iterator[int]:
-        for step in steps(run, first):
-            if records:
-                states.append({name: tensor.clone() for name, tensor in state.items()})
-            else:
-                for name, tensor in state.items():
-                    tensor.copy_(states[step][name])
-            yield step
-            if records or step + 1 == len(states):
-                continue
-            for name, tensor in state.items():
-                if f"optim.exp_avg.{name.removeprefix('model.')}" not in state:
-                    before, after = states[step][name], states[step + 1][name]
-                    change = (after - before).norm()
-                    off.append((float((tensor - after).norm() / change), name, step))
-
-    with patch.object(stage, "training_state", seen):
-        with patch.object(stage.Run, "steps", steps_from_the_reference):
-            metrics = stage.main(argv)
-    if records:
-        torch.save(states, path)
-    return metrics, off
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "run", [c for c in [*cases("parity"), *cases("accumulation")] if c.values[0].stage == "11"]
-)
-def test_each_step_is_the_references_from_its_state(pools, corpus_dir, tmp_path, run):
-    data = ["--data", str(corpus_dir), "--run-dir"]
-    path, argv = tmp_path / "states", [*run.reference_argv, *data, str(tmp_path / "reference")]
-    ((expected, _),) = pools(1).run(step_by_step, argv, path, True)
-    argv = [*run.argv, *data, str(tmp_path / "run")]
-    for metrics, off in pools(run.ranks).run(step_by_step, argv, path, False):
-        wrong = [each for each in off if not each[0] <= 1e-3]
-        assert not wrong, f"the first of {len(wrong)}: {wrong[0]}"
-        assert_same_curve(metrics, expected)
 
 
 # ---- owners ----
@@ -431,20 +352,6 @@ def test_a_misuse_is_an_error_on_every_rank(case, pools):
 
 
 # ---- checkpoints ----
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_continues_on_any_number(pools, corpus_dir, tmp_path):
-    argv = [*BASE, "--data", str(corpus_dir), "--checkpoint-every", "5", "--steps"]
-    whole = pools(2).train("11", [*argv, "10", "--run-dir", str(tmp_path / "2")])[0]
-    first = tmp_path / "2" / "checkpoints" / "step-00000005"
-    saved = tensors_of(first)
-    momenta = sorted(name for name in saved if "momentum" in name)
-    assert len(momenta) == 8
-    assert not {name.replace("momentum", "exp_avg") for name in momenta} & saved.keys()
-    for ranks in (1, 3):
-        again = [*argv, "10", "--resume", str(first)]
-        assert_same_curve(pools(ranks).train("11", again)[0], whole[5:])
 
 
 @pytest.mark.slow

@@ -50,24 +50,6 @@ def exchange(*orders: str) -> Records:
     return records
 
 
-@pytest.mark.parametrize(
-    "orders",
-    [
-        ("s.r.", "r.s."),
-        ("sr", "rs"),
-        ("aA", "aA"),
-        ("sS", "rR"),
-        ("s.a.", "r.a."),
-        # once connected, communicators are independent: opposite orders in two of them
-        ("a.A.aA.", "a.A.Aa."),
-        ("s.R.sR.", "r.S.Sr."),
-    ],
-    ids=str,
-)
-def test_orders_that_complete_under_nccl(orders):
-    assert_completes(exchange(*orders))
-
-
 def test_shared_queue_delays_what_is_launched_after_a_second_receive():
     """Rank 1 receives before it sends. Rank 0 has posted two receives before that send."""
     records = exchange("r.S.rrS.", "s.R.R.s.s.")
@@ -100,10 +82,6 @@ REDUCE = Call("all_reduce", *PAIR, ((8, 4),), ("float32",), "SUM")
 GATHER = Call("all_gather", *PAIR, ((4,), (8,)), ("bfloat16", "bfloat16"))
 SEND = Call("send", "2", "to_higher", (0, 1), ((2, 16),), ("float32",), peer=1)
 RECV = SEND._replace(op="recv", peer=0)
-
-
-def test_groups_are_independent_only_the_order_within_one_of_them_matters():
-    assert_ranks_agree([[REDUCE, GATHER, SEND], [RECV, REDUCE, GATHER]])
 
 
 @pytest.mark.parametrize(

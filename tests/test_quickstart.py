@@ -13,8 +13,8 @@ import pytest
 from harness import REPO, stages
 
 from tools import quickstart
-from tools.pool import NEEDED, Outcome, WorkerError, WorkerExit
-from tools.quickstart import Quickstart, Row, rows_for, run_rows, tolerance_of
+from tools.pool import NEEDED, Outcome, Pool, WorkerError, WorkerExit
+from tools.quickstart import Quickstart, Row, rows_for, run_rows
 
 TINY = "--d-model 16 --n-layers 2 --n-heads 2 --seq-len 8 --steps 4 --log-every 1"
 
@@ -34,15 +34,6 @@ def test_rows_cover_every_stage_and_every_dtype_for_any_number_of_gpus():
         names = [row.name for row in rows]
         assert [name for name in names if name.startswith("gpt2: ")] == GPT2_ROWS * (gpus > 0)
         assert not gpus or names[0].endswith("float32") and names[-6:] == GPT2_ROWS
-
-
-def test_a_loss_on_gpus_may_be_off_by_a_thousandth_but_in_float8_and_under_muon():
-    every = [(n, dtype) for n in stages() for dtype in ("float32", "bfloat16")]
-    found = {key: tolerance_of(*key, on_gpu=True) for key in every}
-    looser = {key: value for key, value in found.items() if value != 1e-3}
-    of_11 = {("11", "float32"): 2e-3, ("11", "bfloat16"): 0.01}
-    assert looser == {("10", "float32"): 5e-3, ("10", "bfloat16"): 0.05} | of_11
-    assert tolerance_of("02", "float32", on_gpu=False) == 1e-5
 
 
 class Scripted:
@@ -127,6 +118,20 @@ def test_a_row_on_a_gpu_has_speed_mfu_and_peak_memory_and_12_is_compared_with_04
     assert runs == [("04", "10 --cpu-offload"), ("12", "10")] and not is_bad
     assert text.split()[1:5] == ["5.100000", "1.0e-01", "98,765", "248.8"]
     assert text.endswith("peak 4321 MB, MFU 41.2%")
+
+
+def hang() -> None:
+    time.sleep(60)
+
+
+@pytest.mark.wall_clock
+def test_a_job_that_hangs_is_ended_at_the_timeout_and_shows_its_stack():
+    pool = Pool(1, timeout=2.0)
+    try:
+        with pytest.raises(WorkerError, match=r"did not finish in time(.|\n)*in hang"):
+            pool.run(hang)
+    finally:
+        pool.close()
 
 
 # ---- with the Python of a cluster ----
@@ -217,6 +222,6 @@ def test_every_kind_of_row_runs_and_a_loss_that_is_off_fails(
     try:
         assert run_rows(rows, tried, float("inf"), "", 0) == 0, capsys.readouterr().out
         assert capsys.readouterr().out.count(" s\n") == len(rows)
-        assert tried.run(rows[1]._replace(tolerance=-1.0), after(100))[1]
+        assert tried.run(rows[3]._replace(tolerance=-1.0), after(100))[1]
     finally:
         tried.close()

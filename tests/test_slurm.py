@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 from chaos import differences
-from harness import REPO, assert_same_curve, metrics_of, stage_file, stage_path, stages
-from slurm_cluster import LOCK, PACKAGES, Job, live_cluster, need, skip_or_fail
-
-from tools.stages import needs_model
+from harness import REPO, assert_same_curve, metrics_of, stage_path, stages
+from slurm_cluster import PACKAGES, Job, live_cluster, need, skip_or_fail
 
 pytestmark = pytest.mark.slow
 
@@ -74,37 +72,6 @@ def test_submit_all_runs_the_stages_in_order(cluster, flags):
         config = json.loads((job.run_folder / "config.json").read_text())
         assert (config["stage"], config["world_size"]) == (folder_of(stage), ranks)
         assert_same_curve(job.metrics(), jobs[0].metrics())
-
-
-ALL_STAGES = """\
-import os, sys
-sys.path.insert(0, os.getcwd())
-from common.job.launch import cleanup, setup
-from tools.stages import load_stage, needs_model, stages
-setup(60)
-for stage in stages()[1:]:
-    if not needs_model(stage):
-        load_stage(stage).main([*sys.argv[1:], "--run-dir", f"runs/two-nodes/{stage}"])
-cleanup()
-"""
-
-
-@pytest.fixture(scope="module")
-def two_nodes(cluster, flags) -> Path:
-    """The folder of runs of all stages, one after another in a job of one process on each node."""
-    (cluster.folder / "all_stages.py").write_text(ALL_STAGES)
-    command = "srun --ntasks-per-node=1 python all_stages.py " + " ".join(flags)
-    script = f"source slurm/env.sh\nexport OMP_NUM_THREADS=1\n{command}"
-    cluster.batch("--nodes=2", "--ntasks-per-node=1", script=script).ends()
-    return cluster.folder / "runs/two-nodes"
-
-
-@pytest.mark.parametrize("stage", [stage for stage in stages()[1:] if not needs_model(stage)])
-def test_parity_of_a_stage_on_two_nodes(two_nodes, reference, flags, stage):
-    assert json.loads((two_nodes / stage / "config.json").read_text())["world_size"] == 2
-    tolerance = {k: v for k, v in stage_file(stage).tolerance.items() if k != "steps"}
-    expected = reference(flags, stage_file(stage).reference)
-    assert_same_curve(metrics_of(two_nodes / stage), expected, **tolerance)
 
 
 def test_failed_job_cancels_its_dependent_and_is_reported(cluster):
@@ -370,22 +337,3 @@ def test_a_preempted_job_is_requeued_and_one_that_a_signal_stops_does_not_look_c
     cluster.call("scancel", "--signal=TERM", number)
     job.ends("FAILED")
     assert f"scontrol requeue {number} continues it" in job.log
-
-
-@pytest.mark.wall_clock  # the second of two must start while the first runs
-def test_equal_commands_of_a_job_continue_one_run_in_turn_and_not_at_a_time(cluster, corpus_dir):
-    flags = f"{SMALL} --data {corpus_dir} --log-every 1 --checkpoint-every 2"
-    train = f"srun --overlap -n 1 -N 1 python 01_single_gpu/train.py {flags} --steps"
-    saved = "runs/01_single_gpu/$SLURM_JOB_ID-*/checkpoints/step-*[1-9]0"
-    both = [f"for i in 1 2; do {train} 4; done", f"{train} 5000 &"]
-    both += [f'until compgen -G "{saved}"; do sleep 0.5; done']
-    both += [f"{train} 5000 || echo status $?", "kill $!; wait || true"]
-    job = cluster.batch("--nodes=2", script="\n".join(["source slurm/env.sh || exit", *both]))
-    job.ends()
-    assert job.log.count("test loss") == 1 and job.log.count("nothing left to do: 4 steps") == 1
-    assert job.log.count("the folder holds this run already (last written by process") == 1
-    assert "another run writes to runs/01_single_gpu/" in job.log and "\nstatus 2\n" in job.log
-
-
-def test_the_lock_is_where_no_other_user_can_write():
-    assert not LOCK.parent.stat().st_mode & 0o022

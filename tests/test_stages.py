@@ -123,7 +123,7 @@ def test_every_tool_includes_a_copied_stage(copy):
 @pytest.mark.slow
 def test_every_parametrized_test_includes_a_copied_stage(copy):
     names = "stages gradients costs parity late_backend any_to_any survival dry_run"
-    names = [*names.split(), "arguments", "slurm", "diffs", "laws", "lessons"]
+    names = [*names.split(), "arguments", "diffs", "laws", "lessons"]
     files = [f"tests/test_{name}.py" for name in names]
     found = in_copy(copy, "-m", "pytest", "--collect-only", *files)
     for file in files:
@@ -131,12 +131,3 @@ def test_every_parametrized_test_includes_a_copied_stage(copy):
         assert any(re.search(rf"\b{NEW}\b", id) for id in ids), (
             f"{file} has no case for the new stage"
         )
-
-
-@pytest.mark.slow
-def test_the_tests_of_a_copied_stage_pass(copy):
-    """Those of its text and its costs: its code is that of 02, which other tests train."""
-    names = "diffs", "laws", "readmes", "stages", "costs"
-    files = [f"tests/test_{name}.py" for name in names]
-    chosen = f"{NEW} and not copied"
-    in_copy(copy, "-m", "pytest", *files, "-m", "quick or not slow", "-k", chosen)

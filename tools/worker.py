@@ -76,8 +76,11 @@ def work(rank: int, size: int, port: int | None, connection, environment, folder
         except Exception:
             outcome = {"traceback": f"result cannot be pickled\n{traceback.format_exc()}"}
             answer = pickle.dumps(outcome)
+        has_failed = "traceback" in outcome
         del outcome
         connection.send_bytes(answer)
+        if has_failed:  # the pool starts new processes: end the other ranks' wait for this one
+            os._exit(1)
 
 
 def tidy_up() -> None:
