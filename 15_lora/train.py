@@ -278,9 +278,9 @@ def merged(module: nn.Module, files: WeightFiles, unit: Unit) -> Tensor:
         if kind == "weight" and isinstance(lora, LoRALinear):
             last, columns = first + part.stop - part.start, unit.shapes[tensor][1]
             rows = slice(first // columns, math.ceil(last / columns))
-            product = lora.scale * lora.lora_B[rows] @ lora.lora_A
+            update = lora.scale * lora.lora_B[rows] @ lora.lora_A
             start = first - rows.start * columns
-            shard[part] += product.flatten()[start : start + last - first].cpu()
+            shard[part] += update.flatten()[start : start + last - first].cpu()
     return shard
 
 

@@ -275,13 +275,19 @@ def test_a_curve_is_that_of_single_documents_in_one_process(
         assert_same_curve(metrics, expected, **BFLOAT16["late-bf16"] if is_bf16 else {})
     if is_bf16:
         return
-    out, read = weights_of(tmp_path / "model"), weights_of(models / name)
-    assert out.keys() == read.keys()
-    for key, value in reference_of(tmp_path / "model").state_dict().items():
-        precision = 0.01 if torch.float32 not in {t.dtype for t in read.values()} else 1e-5
-        torch.testing.assert_close(value, model.state_dict()[key], rtol=precision, atol=1e-4)
+    assert_same_model(tmp_path / "model", model.state_dict(), models / name)
+    out = weights_of(tmp_path / "model")
     if HEAD in out and model.config.tie_word_embeddings:
         assert torch.equal(out[HEAD], out["model.embed_tokens.weight"])
+
+
+def assert_same_model(folder: Path, expected: dict[str, Tensor], read: Path) -> None:
+    """The weights in a folder, which has those of `read`, in their precision."""
+    before = weights_of(read)
+    assert weights_of(folder).keys() == before.keys()
+    precision = 1e-5 if torch.float32 in {t.dtype for t in before.values()} else 0.01
+    for key, value in reference_of(folder).state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=precision, atol=1e-4)
 
 
 def test_a_curve_of_alpacas_examples(pools, models, alpaca, tmp_path):
@@ -456,9 +462,9 @@ def fail_to_write(*_) -> None:
     raise OSError("the disk is full")
 
 
-def train_on_a_full_disk(argv: list[str]) -> None:
-    with patch.object(load_stage("13"), "write_shard", fail_to_write):
-        load_stage("13").main(argv)
+def train_on_a_full_disk(argv: list[str], stage: str = "13", what: str = "write_shard") -> None:
+    with patch.object(load_stage(stage), what, fail_to_write):
+        load_stage(stage).main(argv)
 
 
 @quick
