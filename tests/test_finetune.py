@@ -57,10 +57,8 @@ OF_THE_HUB = {  # family, and fields; head: tied, and the head is stored as well
     "Qwen2.5": ("qwen2", dict(sliding_window=16, tie_word_embeddings=True) | NO_WINDOW),
     "Qwen2.5-yarn": ("qwen2", dict(rope_scaling=YARN, sliding_window=16) | NO_WINDOW),
     "Qwen3-head": ("qwen3", dict(tie_word_embeddings=True) | QWEN3 | NO_WINDOW),
-    "SmolLM3": (
-        "smollm3",
-        dict(no_rope_layers=[1, 0, 1, 1], pad_token_id=303),
-    ),  # unused: its row has no gradient
+    # its padding token is unused, so that the row has no gradient here either
+    "SmolLM3": ("smollm3", dict(no_rope_layers=[1, 0, 1, 1], pad_token_id=303)),
 }
 
 
@@ -158,15 +156,6 @@ def test_logits_are_those_of_transformers(models, name):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-@quick
-def test_a_document_has_no_influence_on_another(models):
-    model = plain(models / "qwen3")
-    a, b, c = (torch.randint(0, 300, (n,)) for n in (40, 40, 30))
-    with torch.no_grad():
-        after_a, after_b = (model(torch.cat([x, c]), (40, 30))[40:] for x in (a, b))
-    assert torch.equal(after_a, after_b)
-
-
 # ---- curves: against transformers' model on one document per forward in one process ----
 
 
@@ -175,16 +164,11 @@ def plain_documents(folder: Path, data: Path, longest: int) -> list[tuple[Tensor
     tokenizer, found = transformers.AutoTokenizer.from_pretrained(folder), []
     for each in read_examples(data.read_bytes()):
         if "messages" in each:
-            roles = [message["role"] for message in each["messages"]]
-            ends = [i for i, role in enumerate(roles) if role == "assistant"]
-            render = tokenizer.apply_chat_template
-            pairs = [
-                [
-                    render(each["messages"][:i], add_generation_prompt=True)["input_ids"],
-                    render(each["messages"][: i + 1])["input_ids"],
-                ]
-                for i in ends
-            ]
+            render, turns = tokenizer.apply_chat_template, each["messages"]
+            ends = [i for i, message in enumerate(turns) if message["role"] == "assistant"]
+            prompts = [render(turns[:i], add_generation_prompt=True)["input_ids"] for i in ends]
+            wholes = [render(turns[: i + 1])["input_ids"] for i in ends]
+            pairs = [*zip(prompts, wholes, strict=True)]
         else:
             paired = ", paired with an input that provides further context" * bool(each["input"])
             prompt = f"Below is an instruction that describes a task{paired}. Write a response that"
@@ -288,13 +272,6 @@ def assert_same_model(folder: Path, expected: dict[str, Tensor], read: Path) -> 
     precision = 1e-5 if torch.float32 in {t.dtype for t in before.values()} else 0.01
     for key, value in reference_of(folder).state_dict().items():
         torch.testing.assert_close(value, expected[key], rtol=precision, atol=1e-4)
-
-
-def test_a_curve_of_alpacas_examples(pools, models, alpaca, tmp_path):
-    """Long documents, of which some are truncated."""
-    argv = argv_of(models / "qwen3", alpaca, tmp_path)
-    expected, _ = plain_curve(models / "qwen3", alpaca)
-    assert_same_curve(pools(2).train("13", argv)[0], expected)
 
 
 def test_a_resumed_run_ends_with_the_same_bits(pools, models, chat, tmp_path):
@@ -495,19 +472,19 @@ def test_runs_with_the_same_output_write_to_folders_of_their_own(monkeypatch, tm
 @quick
 def test_written_files_have_the_form_that_all_readers_accept(models, tmp_path):
     folder = shutil.copytree(models / "Qwen3-head", tmp_path / "model")
-    header(lambda entries: entries.pop("__metadata__"))(folder)  # and its length is odd
+    old = weights_of(folder) | {INV_FREQ: torch.rand(3)}  # versions of 2023 saved it
+    safetensors.save_file(old, folder / "model.safetensors")
+    header(lambda entries: None)(folder)  # without metadata, and its length is odd
     (folder / "LICENSE").write_text("as you like")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates/tools.jinja").write_text("{{ tools }}")
     (folder / "notes.json").mkdir()
-    (tmp_path / "run").mkdir()
-    with patch("torch.distributed.get_rank", lambda *_: 0):
-        model, stage = plain(folder), load_stage("13")
-        files = WeightFiles(folder, {name: p.shape for name, p in model.named_parameters()})
-        files.prepare(tmp_path / "out")
-        for name, p in model.named_parameters():
-            whole = {name: p.shape}, slice(0, p.numel()), p.detach().flatten()
-            stage.write_shard(files, tmp_path / "out", *whole)
+    model, stage = plain(models / "Qwen3-head"), load_stage("13")
+    files = WeightFiles(folder, {name: p.shape for name, p in model.named_parameters()})
+    files.prepare(tmp_path / "out")
+    for name, p in model.named_parameters():
+        whole = {name: p.shape}, slice(0, p.numel()), p.detach().flatten()
+        stage.write_shard(files, tmp_path / "out", *whole)
     with safetensors.safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     content = (tmp_path / "out/model.safetensors").read_bytes()
@@ -515,7 +492,8 @@ def test_written_files_have_the_form_that_all_readers_accept(models, tmp_path):
     out, read = weights_of(tmp_path / "out"), weights_of(folder)
     assert out.keys() == read.keys() and all(torch.equal(out[name], read[name]) for name in out)
     named = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
-    assert {"LICENSE", "additional_chat_templates/tools.jinja"} <= named - {"notes.json"}
+    assert {"LICENSE", "additional_chat_templates/tools.jinja"} <= named
+    assert "notes.json" not in named
 
 
 @pytest.mark.parametrize("name, flags", [("qwen2", ""), ("qwen2-tied", ""), ("llama", KEPT)])
@@ -577,6 +555,11 @@ SHAREGPT = [{"from": who, "value": {"human": "hi", "gpt": "yo"}[who]} for who in
     [
         (CHAT, {"messages": [ASKED, ANSWER] * 2}, [START, SAID, AGAIN, SAID]),
         (CHAT, {"messages": [ASKED, ANSWER, ASKED]}, [START, SAID]),
+        (  # it changes the first answer, so the second one is a document of its own
+            REWRITES,
+            {"messages": [ASKED, ANSWER] * 2},
+            [START, SAID, START + SAID.replace("yo", "YO") + AGAIN, SAID],
+        ),
         (CHAT, {"conversations": SHAREGPT}, [START, SAID]),
         (
             CHAT,
@@ -605,14 +588,6 @@ def test_a_conversation_is_rendered_as_in_use(models, template, example, expecte
         found += [tokenizer.decode(ids[begin:end]) for begin, end in parts]
         assert places[-1] == len(ids)
     assert found == expected
-
-
-def test_an_answer_after_a_prompt_that_the_template_rewrites_is_a_document_of_its_own(models):
-    tokenizer = load_tokenizer(models / "qwen2")
-    tokenizer.chat_template = REWRITES
-    (first, _), (second, spans) = documents_of([{"messages": [ASKED, ANSWER] * 2}], tokenizer)
-    assert tokenizer.decode(first).endswith(SAID) and len(spans) == 1
-    assert "YO<|end|>" in tokenizer.decode(second[: spans[0][0]])
 
 
 def test_parts_that_a_tokenizer_joins_are_tokenized_as_in_use(models):
@@ -812,18 +787,6 @@ def test_without_transformers_the_error_names_the_packages(monkeypatch, models, 
     assert " has no transformers" in line and "pip install transformers jinja2" in line
 
 
-@quick
-def test_rotary_frequencies_of_old_versions_are_skipped(models, tmp_path):
-    folder = shutil.copytree(models / "qwen2", tmp_path / "model")
-    weights = weights_of(folder) | {INV_FREQ: torch.rand(3)}
-    safetensors.save_file(weights, folder / "model.safetensors")
-    shapes = {name: p.shape for name, p in plain(models / "qwen2").named_parameters()}
-    files = WeightFiles(folder, shapes)
-    files.prepare(tmp_path / "out")
-    out, read = weights_of(tmp_path / "out"), weights_of(folder)
-    assert torch.equal(out[INV_FREQ], read[INV_FREQ]) and not out["lm_head.weight"].any()
-
-
 BAD = {
     "--preset small": "--preset",
     "--dropout 0.1": "--dropout",
@@ -842,10 +805,3 @@ def test_bad_arguments_are_an_error_in_one_line(models, alpaca, tmp_path, error_
     argv = argv_of(models / "qwen2", alpaca, tmp_path, flags.format(absent=tmp_path / "absent"))
     stage = load_stage("13")
     assert BAD[flags] in error_of(lambda: stage.load(stage.parse_args(argv)))
-
-
-@quick
-def test_the_help_shows_the_flags_of_this_stage_alone(capsys):
-    pytest.raises(SystemExit, load_stage("13").parse_args, ["--help"])
-    said = capsys.readouterr().out
-    assert "--epochs" in said and not {"--preset", "--dropout", "--n-heads"} & {*said.split()}
