@@ -250,7 +250,7 @@ def in_turn(aside: Path, steps: list[tuple[bool, Callable[[], None]]]) -> None:
                 step()
         except OSError as found:
             error = found
-        # a barrier, and a vote; on the CPU, so that the host waits
+        # a vote, and a barrier: `item` waits for all ranks
         if all_reduce_control(torch.tensor(float(error is not None))).item():
             shutil.rmtree(aside, ignore_errors=True)
             raise error or OSError("another rank could not write")

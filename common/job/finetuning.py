@@ -100,8 +100,9 @@ def documents_of_step(data: Instructions, args: Arguments, step: int) -> list[tu
 def say_progress(args: Arguments, data: Instructions, first_step: int) -> None:
     """What a run that continues has done."""
     if first_step:
-        done = first_step * args.global_batch_size
-        print0(f"{done:,} documents of --seed's order are done, of {len(data.train):,} per epoch")
+        n = len(data.train)
+        done = min(first_step * args.global_batch_size, (args.epochs or math.inf) * n)
+        print0(f"{done:,} documents of --seed's order are done, of {n:,} per epoch")
 
 
 # ---- the output ----
