@@ -408,8 +408,9 @@ def test_a_model_that_is_there_is_only_accepted_from_the_same_run(pools, models,
     (again,) = pools(1).attempt(train_in, {}, "13", argv)
     assert len(out) == 8 and not again.exit_status and files_of(tmp_path / "model") == before
     other = argv_of(models / "qwen2", chat, tmp_path / "b", f"--out {tmp_path / 'model'}")
-    (other,) = pools(1).attempt(train_in, {}, "13", other)
-    assert other.exit_status == 2 and "is already there" in other.stderr
+    for flags in (other, [*argv, "--steps", "9"]):  # or the same run, which is not done
+        (ended,) = pools(1).attempt(train_in, {}, "13", flags)
+        assert ended.exit_status == 2 and "is already there" in ended.stderr
 
 
 def fail_to_write(*_) -> None:
@@ -440,7 +441,7 @@ def test_runs_with_the_same_output_write_to_folders_of_their_own(monkeypatch, tm
     stage, seen = load_stage("13"), set()
     monkeypatch.setattr("common.job.finetuning.all_reduce_control", lambda x: x)
     for name in ("a", "b"):
-        args = SimpleNamespace(out=str(tmp_path / "model"))
+        args = SimpleNamespace(out=str(tmp_path / "model"), steps=1)
         run = SimpleNamespace(folder=tmp_path / name, continues=False, check_output=lambda *_: 0)
         seen.add(stage.output_folder(args, run, SimpleNamespace(try_to_prepare=None))[1])
     assert len(seen) == 2
