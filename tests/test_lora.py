@@ -157,7 +157,7 @@ def test_a_curve_is_that_of_a_plain_loop_and_costs_what_the_readme_says(
         assert_same_model(tmp_path / "model", merged_weights(model), models / name)
     elif not is_bf16:
         found = weights_of(tmp_path / "adapter")
-        torch.testing.assert_close(found, adapter_of(model), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, adapter_of(model), rtol=0, atol=1e-4)  # 1 % of a step
 
 
 def test_the_first_loss_is_that_of_13(pools, models, chat, tmp_path):
@@ -183,7 +183,7 @@ def test_peft_trains_to_the_same_adapter_and_reads_ours(pools, models, chat, tmp
     expected, theirs = plain_curve(model, chat, make=with_peft, lr=1e-2)
     assert_same_curve(pools(2).train("15", argv_of(model, chat, tmp_path))[0], expected)
     found, wanted = weights_of(tmp_path / "adapter"), peft.get_peft_model_state_dict(theirs)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
     ours = peft.PeftModel.from_pretrained(reference_of(model), tmp_path / "adapter")
     with torch.no_grad():
         logits = [each(torch.arange(40)[None]).logits for each in (ours, theirs)]
