@@ -19,7 +19,8 @@ or output) before its forward, again if its backward reads them, and frees them 
 
     During backward, ZeRO-2 also holds the full gradients of two buckets: backward fills one while
     the other is being reduced. ZeRO-3 holds one unit's, and a copy during the reduce-scatter.
-    Backward does not read the embedding, nor the output, whose gradients are computed in forward.
+    Backward does not read the embedding, nor the output: the loss computes the head's gradient in
+    forward, and our norm's backward reads a new tensor.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 sections 5 (P_os, P_os+g, P_os+g+p) and 7 (communication).
@@ -307,6 +308,12 @@ class ZeroStage3:
     Units replace buckets, and `Gather.backward` replaces the hooks on gradients. It is used as
     ZeRO-1 and -2 are, although there is nothing left to accumulate, to wait for or to gather.
 
+    A micro-batch of an embedding E, layers 0 and 1 and an output O, where `+` all-gathers a unit's
+    parameters, `-` frees them, and `/` reduce-scatters its gradients; nothing overlaps:
+
+    forward     +E E -E    +0 0 -0      +1 1 -1      +O O -O
+    backward    O /O       +1 1 -1 /1   +0 0 -0 /0   E /E
+
     The contract. Each parameter is in exactly one unit, trains, has the common dtype, and is used
     in every forward of its unit and nowhere else. All ranks run the same units in the same order.
     units: the modules that are gathered one by one.
@@ -370,11 +377,10 @@ class Unit:
         params = Gather.apply(self.shard, self)
         # a checkpoint() around the unit saves only its inputs, and calls `run` again in backward
         hooks = nullcontext() if is_in_checkpoint() else saved_tensors_hooks(self.pack, self.unpack)
-        try:
-            with lend_parameters(self.owners, params), hooks:
-                return self.module_forward(*args, **kwargs)
-        finally:
-            self.full = None  # frees it: `pack` has kept no reference for backward
+        with lend_parameters(self.owners, params), hooks:
+            output = self.module_forward(*args, **kwargs)
+        self.full = None  # frees it: `pack` has kept no reference for backward
+        return output
 
     def pack(self, tensor: Tensor) -> Tensor | Place:
         """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
@@ -414,7 +420,8 @@ class Gather(torch.autograd.Function):
         flat = torch.cat([*(grad.flatten() for grad in grads), padding])
         owned = flat[unit.owned]
         reduce_scatter_single(owned, flat, group=unit.group)
-        # autograd adds it to `shard.grad`; a view would keep `flat` alive
+        # The average, which autograd adds to `shard.grad`. A bucket divides before the sum, while
+        # it copies; here that would be one more pass over `flat`, N times as long as `owned`.
         return owned / unit.n_ranks, None
 
 

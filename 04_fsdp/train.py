@@ -2,9 +2,10 @@
 
 Every rank owns a shard of the parameters, gradients and optimizer state of each unit: embedding,
 layer or output. A unit's parameters are all-gathered while the previous unit computes (prefetch),
-and freed after use. In backward they are gathered again, and the reduce-scatter of a unit's
-gradients overlaps with the computation of the preceding unit. The autograd function `Gather`
-connects the two: its forward returns the parameters, its backward starts the reduce-scatter.
+and freed after use, in forward one unit later. In backward they are gathered again, and the
+reduce-scatter of a unit's gradients overlaps with the computation of the preceding unit. The
+autograd function `Gather` connects the two: its forward returns the parameters, its backward starts
+the reduce-scatter.
 
 New since stage 03: the wrapper is a module beside a plain optimizer; prefetching; reductions in
 flight; the last layer stays gathered until backward; the model is built on the meta device, unit

@@ -32,9 +32,9 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +45,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
-from torch.cuda import Event
 from torch.distributed import Work
 from torch.linalg import vector_norm
 from torch.optim.adamw import adamw
@@ -93,27 +92,27 @@ from common.job.run import Run
 class SpeculativeAdamW:
     """AdamW on files, in threads. A unit is updated as soon as its gradient of the step is reduced.
 
-    An update reads the current slot and writes the other one. Whether gradients are clipped is
-    known only after backward, so updates in backward assume that they are not. If that was wrong,
-    `step` repeats the updates with scaled gradients: the current slot still has the old state. Then
-    it switches the slots.
+    An update reads the current slot of the unit's file and writes the other one. If `step` finds
+    that gradients are clipped, it repeats the updates: the current slot still has the old state.
+
+    folder: on a local SSD. n_micro_batches: backward passes per step. speculates: False makes all
+    updates wait for `step`.
     """
 
-    def __init__(self, folder: Path, *, speculates: bool = True, **adamw_settings):
-        # folder: on a local SSD. speculates=False: all updates wait for `step`
+    def __init__(
+        self, folder: Path, *, n_micro_batches: int = 1, speculates: bool = True, **adamw_settings
+    ):
         beta1, beta2 = adamw_settings.pop("betas")
         defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
         self.param_groups = [defaults | adamw_settings | {"beta1": beta1, "beta2": beta2}]
         self.step_settings: dict = {}  # arguments of `adamw` in this step
+        self.folder, self.n_micro_batches = folder, n_micro_batches
         self.may_speculate = speculates  # in any step
         self.speculates_now = speculates  # in this step
-        self.folder = folder
         self.files: list[StateFile] = []  # one per unit
         self.slot = 0  # the current one, 0 or 1
-        # a file has no gradient of this step, or one of these
-        self.partial: set[StateFile] = set()  # the sum of some micro-batches
-        self.complete: dict[StateFile, Tensor] = {}  # of all: its norms, per 1,024 elements
-        self.scale: Tensor | None = None  # of the gradients; clip_grad_norm_ sets it for one step
+        self.n_summed: Counter[StateFile] = Counter()  # micro-batches in the file's gradient
+        self.norms: dict[StateFile, Tensor] = {}  # of complete gradients, per 1,024 elements
         self.n_redone_steps = 0
         self.threads = ThreadPoolExecutor(6)
         self.jobs: dict[StateFile, Future] = {}  # the oldest first
@@ -126,26 +125,22 @@ class SpeculativeAdamW:
         # one stream for all copies to and from a GPU: each stream has a memory pool of its own
         self.copies = torch.cuda.Stream() if torch.cuda.is_available() else None
 
-    def accumulate(
-        self, file: StateFile, average: Tensor, ready: Event | None, synchronizes: bool
-    ) -> None:
-        """In a thread: sum the micro-batches' gradients. After the last one, update the unit.
+    def accumulate(self, file: StateFile, average: Tensor, ready: torch.cuda.Event | None) -> None:
+        """In a thread: add a micro-batch's gradient. After the last one, update the unit.
 
-        average: of one micro-batch. ready: when it is, on a GPU."""
-        if file in self.complete:
-            raise RuntimeError(f"{file.name}: a backward after the step's last one")
+        ready: on a GPU, when `average` is."""
         self.step_settings = self.step_settings or dict(self.param_groups[0])
         gradient = file.empty(1)
         if ready is not None:
             ready.synchronize()
         with torch.cuda.stream(self.copies):
             gradient[0] = average  # the thread waits for this copy to the CPU
-        if file in self.partial:
+        if self.n_summed[file] > 0:
             gradient += file.read(GRADIENT)
         file.write(GRADIENT, gradient)
-        self.partial.add(file)
-        if synchronizes:
-            self.complete[file] = torch.cat(norms_of_rows(gradient))
+        self.n_summed[file] += 1
+        if self.n_summed[file] == self.n_micro_batches:
+            self.norms[file] = torch.cat(norms_of_rows(gradient))
             if self.speculates_now:
                 self.update(file, gradient)
 
@@ -158,29 +153,35 @@ class SpeculativeAdamW:
         adamw([param], [gradient[0]], [exp_avg], [exp_avg_sq], [], [steps], **self.step_settings)
         file.write(SLOT * (1 - self.slot), rows)
 
-    def update_scaled(self, file: StateFile) -> None:
-        self.update(file, file.read(GRADIENT).mul_(self.scale))
+    def update_scaled(self, file: StateFile, scale: Tensor) -> None:
+        self.update(file, file.read(GRADIENT).mul_(scale))
 
-    def step(self) -> None:
-        """Repeat updates that were wrong, or make those that have waited. Then switch the slots."""
-        if self.scale is None:
-            raise RuntimeError("call clip_grad_norm_() once before each step()")
+    def step(self, max_norm: float = float("inf")) -> Tensor:
+        """Validate the updates, and switch the slots. Returns the gradients' norm, unclipped."""
+        self.wait()
+        wrong = [file.name for file in self.files if self.n_summed[file] != self.n_micro_batches]
+        if wrong:
+            raise RuntimeError(f"not {self.n_micro_batches} backward passes and a finish: {wrong}")
         if self.step_settings != self.param_groups[0]:
             raise RuntimeError("set the learning rate before the step's first backward")
-        is_clipped = not self.scale.item() >= 1.0  # by NaN, too
-        if is_clipped or not self.speculates_now:
+        norms = torch.cat([self.norms[file] for file in self.files])
+        # each rank has the squares of its own shards only
+        norm = all_reduce_control(vector_norm(norms).square()).sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        is_clipped = not scale.item() >= 1.0  # by NaN, too
+        if is_clipped or not self.speculates_now:  # the updates were wrong, or have waited
             self.n_redone_steps += self.speculates_now
             for file in self.files:
-                self.start(file, self.update_scaled)
+                self.start(file, self.update_scaled, scale)
             self.wait()
         self.slot = 1 - self.slot
         self.state[self.shard]["step"] += 1
         increment_version(self.shard)
         # a clipped step is often followed by another
         self.speculates_now = self.may_speculate and not is_clipped
-        self.partial.clear()
-        self.complete.clear()
-        self.step_settings, self.scale = {}, None
+        self.n_summed.clear()
+        self.step_settings = {}
+        return norm
 
     def start(self, file: StateFile, function: Callable, *args) -> None:
         """Start function(file, ...) in a thread. At most one job per file and three in total are in
@@ -274,8 +275,8 @@ class FullyShardedDataParallel(nn.Module):
     The contract. Each parameter is in exactly one unit, trains, is float32, and is used
     in every forward of its unit and nowhere else. All ranks run the same units in the same order,
     each once per micro-batch. units: the modules that are gathered one by one, in the order in
-    which to prefetch them. Every backward of a step but the last is under `no_sync()`. After it
-    come `finish_gradient_synchronization()`, `clip_grad_norm_()` and `optimizer.step()`.
+    which to prefetch them. After a step's last backward come `finish_gradient_synchronization()`
+    and `optimizer.step(max_norm)`, which also clips the gradients.
 
     All ranks start with the values of the first one. Or the module is on the meta device, so that
     no rank ever holds the full model. Then `read_shard(name, shapes, owned)` returns a unit's
@@ -299,7 +300,6 @@ class FullyShardedDataParallel(nn.Module):
         self.device = device or next(module.parameters()).device
         self.kept: Unit | None = None  # the unit that stays gathered for backward
         self.in_flight: Unit | None = None  # the unit whose reduction was started last
-        self.synchronizes = True
         check_options(module, self.device, [param_dtype])
         named_units = units_with_values(module, units, may_be_meta=read_shard is not None)
         self.units = [Unit(*named_unit, self) for named_unit in named_units]
@@ -309,15 +309,6 @@ class FullyShardedDataParallel(nn.Module):
             unit.reshard()  # what was gathered earlier may be stale
         self.kept = None
         return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Only sum the gradients: reduce-scatter them, but update nothing."""
-        self.synchronizes = False
-        try:
-            yield
-        finally:
-            self.synchronizes = True
 
     def enter(self, unit: Unit) -> None:
         """Gather the unit's parameters, prefetch those of the next unit that will be used, and
@@ -360,28 +351,11 @@ class FullyShardedDataParallel(nn.Module):
         if previous not in (None, unit):  # so at most two units have full gradients
             previous.finish_reduction()  # after the launch, so that the network stays busy
 
-    @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """After a step's last backward: wait until threads have finished with all gradients."""
+        """After a step's last backward: give the optimizer all gradients."""
         for unit in self.units:
             unit.reshard()  # if it was prefetched, and backward did not reach it
             unit.finish_reduction()
-        self.optimizer.wait()
-        missing = [u.name for u in self.units if u.file not in self.optimizer.complete]
-        if missing:
-            raise RuntimeError(f"no backward outside of no_sync() has reached the units {missing}")
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Set the factor that scales gradients to at most this global norm; returns their norm."""
-        self.finish_gradient_synchronization()
-        if self.optimizer.scale is not None:
-            raise RuntimeError("clip_grad_norm_() twice in a step")
-        norms = torch.cat([self.optimizer.complete[unit.file] for unit in self.units])
-        # each rank has the squares of its own shards only
-        norm = all_reduce_control(vector_norm(norms).square()).sqrt()
-        self.optimizer.scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return norm
 
 
 class Unit:
@@ -409,8 +383,7 @@ class Unit:
         self.reading: Future[Tensor] | None = None  # what `read` will return
         self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, its input
         self.used_in_backward = False  # set by the first forward
-        # the reduce-scatter in flight, its buffer, `fsdp.synchronizes` when it was started
-        self.reduction: tuple[Work, Tensor, bool] | None = None
+        self.reduction: tuple[Work, Tensor] | None = None  # reduce-scatter in flight, buffer
 
     def shard_of(self, flat: Tensor) -> Tensor:
         """This rank's part of the first rank's `flat`, or of the values that `read_shard` has."""
@@ -489,19 +462,18 @@ class Unit:
         padding = grads[0].new_zeros(self.sizes[-1])
         flat = torch.cat([*(grad.flatten() for grad in grads), padding]).float()
         work = reduce_scatter_single(flat[self.owned], flat, async_op=True)
-        self.reduction = work, flat, self.fsdp.synchronizes
+        self.reduction = work, flat
 
     def finish_reduction(self) -> None:
         """If a reduction is in flight, give its average to the optimizer and free its buffer."""
         if self.reduction is None:
             return
-        work, flat, synchronizes = self.reduction
+        work, flat = self.reduction
         work.wait()
         average = flat[self.owned] / self.n_ranks
-        self.reduction = None
         ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
-        optimizer = self.optimizer
-        optimizer.start(self.file, optimizer.accumulate, average, ready, synchronizes)
+        self.optimizer.start(self.file, self.optimizer.accumulate, average, ready)
+        self.reduction = None
 
 
 class Gather(torch.autograd.Function):
@@ -519,7 +491,7 @@ class Gather(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
         ctx.unit.fsdp.leave(ctx.unit, grads)  # starts the reduce-scatter
-        return None, None  # the gradient comes later: `finish_reduction` adds it to `average`
+        return None, None  # `finish_reduction` gives the gradient to the optimizer
 
 
 # ------------------------------------------------------------------------------------------------
@@ -596,6 +568,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         print0("without --checkpoint-every, a run that is killed starts again at step 0")
     folder = Path(args.offload_dir or run.folder).resolve()
     settings = adamw_settings(args.lr, args.weight_decay)
+    settings["n_micro_batches"] = args.global_batch_size // args.dp // args.micro_batch_size
     optimizer = SpeculativeAdamW(folder, speculates=not args.no_speculation, **settings)
     model = sharded_from_meta(model, optimizer, args, world)
     guard(model)
@@ -608,16 +581,13 @@ def main(argv: list[str] | None = None) -> list[dict]:
         optimizer.traffic.clear()  # of the start, or of an evaluation
         micro_batches = next(batches)
         loss = torch.zeros((), device=device)
-        for i, (inputs, targets, keys) in enumerate(micro_batches):
-            is_last = i == len(micro_batches) - 1
+        for inputs, targets, keys in micro_batches:
             micro_loss = model(inputs, targets, keys) / len(micro_batches)
-            with nullcontext() if is_last else model.no_sync():
-                micro_loss.backward()
+            micro_loss.backward()
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = model.clip_grad_norm_(args.max_norm)
-        optimizer.step()
+        grad_norm = optimizer.step(args.max_norm)
         run.log(step, loss, grad_norm, lr, **optimizer.traffic, redone=optimizer.n_redone_steps)
 
         if run.evaluates(step):

@@ -533,8 +533,8 @@ def our_ssd(shape: Shape) -> Step:
         return_freed_memory()  # as a run of 12 does, and one of 04 does not
         loss = model(tokens, targets)
         loss.backward()
-        model.clip_grad_norm_(math.inf)
-        optimizer.step()
+        model.finish_gradient_synchronization()
+        optimizer.step(math.inf)
         keep_freed_memory()
         return loss.detach()
 

@@ -88,11 +88,11 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 if [[ ${HOST_SUFFIX-} ]]; then
   MASTER_ADDR+=$HOST_SUFFIX
 else
-  MASTER_ADDR=$(scontrol --oneliner show node "$MASTER_ADDR" | sed 's/.*NodeAddr=\([^ ]*\).*/\1/')
+  MASTER_ADDR=$(scontrol --oneliner show node "$MASTER_ADDR" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 fi
 # a port per job, because jobs may share a node; the next one where another program listens
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000)) # below the ports that Linux gives to connections
-while timeout 5 bash -c ": <>/dev/tcp/$MASTER_ADDR/$MASTER_PORT" 2>/dev/null; do
+while ((MASTER_PORT < 32768)) && timeout 5 bash -c ": <>/dev/tcp/$MASTER_ADDR/$MASTER_PORT" 2>/dev/null; do
   MASTER_PORT=$((MASTER_PORT + 1))
 done
 export MASTER_ADDR MASTER_PORT
