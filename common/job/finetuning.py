@@ -118,7 +118,7 @@ def output_folder(
     """
     out = Path(args.out or run.folder / name)
     digest = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
-    aside = out.with_name(f".{out.name}.writing-{digest}")  # another run may have the same --out
+    aside = out.absolute().with_name(f".{out.name}.writing-{digest}")  # others may have this --out
     done = run.continues and exists(run.folder / "checkpoints" / f"step-{args.steps:08}")
     votes = torch.tensor([float(exists(out)), float(done)])  # file systems may lag on some ranks
     is_there, is_done = (all_reduce_control(votes) > 0).tolist()
