@@ -24,23 +24,26 @@ Documents = list[tuple[Tensor, list[tuple[int, int]]]]  # tokens, and where answ
 MicroBatch = tuple[Tensor, Tensor, tuple[int, ...]]  # inputs, targets, the documents' lengths
 
 
-def micro_batches_of(documents: Documents, most: int, device, rank=0, size=1) -> list[MicroBatch]:
-    """This rank's micro-batches of at most `most` tokens.
+def micro_batches_of(
+    documents: Documents, max_tokens: int, device: torch.device, rank: int = 0, n_ranks: int = 1
+) -> list[MicroBatch]:
+    """Pack documents into micro-batches, of which this rank gets its part.
 
     Every rank computes the same packing, and takes equally many micro-batches of it.
     """
-    packed = pack([len(ids) - 1 for ids, _ in documents], size, most)  # the last one is no input
-    local = ([documents[i] for i in indices] for indices in packed[rank::size])
+    lengths = [len(ids) - 1 for ids, _ in documents]  # the last token is a target only
+    packed = pack(lengths, n_ranks, max_tokens)
+    local = ([documents[i] for i in indices] for indices in packed[rank::n_ranks])
     return [side_by_side(each, device) for each in local]
 
 
-def pack(lengths: Sequence[int], size: int, most: int) -> list[list[int]]:
-    """Distribute documents over micro-batches of at most `most` tokens; returns their indices.
+def pack(lengths: Sequence[int], n_ranks: int, max_tokens: int) -> list[list[int]]:
+    """Distribute documents over micro-batches; returns the indices of each micro-batch's documents.
 
     From the longest to the shortest, each goes into the micro-batch with the fewest tokens. The
-    number of micro-batches is the lowest multiple of `size`, the ranks, for which all fit.
+    number of micro-batches is the lowest multiple of `n_ranks` for which all of them fit.
     """
-    count = math.ceil(sum(lengths) / (most * size)) * size
+    count = math.ceil(sum(lengths) / (max_tokens * n_ranks)) * n_ranks
     while True:
         packed: list[list[int]] = [[] for _ in range(count)]
         tokens = [0] * count
@@ -48,45 +51,47 @@ def pack(lengths: Sequence[int], size: int, most: int) -> list[list[int]]:
             lightest = tokens.index(min(tokens))
             packed[lightest].append(i)
             tokens[lightest] += lengths[i]
-        if max(tokens) <= most:
+        if max(tokens) <= max_tokens:
             return packed
-        count += size
+        count += n_ranks
 
 
 def side_by_side(documents: Documents, device: torch.device) -> MicroBatch:
-    """Join documents without padding. inputs, targets: int64 [tokens]."""
+    """Concatenate documents without padding. inputs, targets: int64 [tokens]."""
     inputs, targets = [], []
-    # a rank without a document computes one token, which has no target
+    # a micro-batch without documents computes one token, which has no target
     for ids, spans in documents or [(torch.zeros(2, dtype=torch.int64), [])]:
         inputs.append(ids[:-1])
         targets.append(torch.full_like(ids[1:], IGNORED))
-        for begin, end in spans:  # of an answer; the target of a token is the next one
+        for begin, end in spans:  # of an answer; a token's target is the next token
             targets[-1][begin - 1 : end - 1] = ids[begin:end]
     joined = (torch.cat(each).to(device, non_blocking=True) for each in (inputs, targets))
     return *joined, tuple(map(len, inputs))
 
 
 def count_targets(micro_batches: list[MicroBatch]) -> Tensor:
-    """The targets of a step, on all ranks: to be known before its first backward."""
+    """Count the targets of a step on all ranks: known before its first backward."""
     return all_reduce_control(sum((targets != IGNORED).sum() for _, targets, _ in micro_batches))
 
 
-def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, size: int) -> Tensor:
-    """What a micro-batch adds to the mean over all targets of a step.
+def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, n_ranks: int) -> Tensor:
+    """The sum of a micro-batch's losses, divided by `total`, the targets of the whole step.
 
-    That is the sum of its losses / total. A mean over its own targets would give a token more
-    weight where a micro-batch has few of them. Times the number of ranks, over which gradients are
-    averaged: so the model divides by total / size.
+    A mean over its own targets would give a token more weight where a micro-batch has few of them.
+    Averaging the gradients over the ranks divides by `n_ranks` once more, so the model divides by
+    total / n_ranks.
     """
     inputs, targets, lengths = micro_batch
-    return model(inputs, lengths, targets, total / size)
+    return model(inputs, lengths, targets, total / n_ranks)
 
 
-def mean_loss(model: nn.Module, documents: Documents, most: int, device, rank=0, size=1) -> float:
+def mean_loss(
+    model: nn.Module, documents: Documents, max_tokens: int, device, rank: int, n_ranks: int
+) -> float:
     """Mean loss in nats over all targets of the documents."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, targets
-    for inputs, targets, lengths in micro_batches_of(documents, most, device, rank, size):
+    for inputs, targets, lengths in micro_batches_of(documents, max_tokens, device, rank, n_ranks):
         loss = model(inputs, lengths, targets)
         count = (targets != IGNORED).sum()
         total += torch.stack([loss * count, count])
@@ -166,7 +171,8 @@ def write_model(
 ) -> None:
     """Write a folder like the one that was read: complete, or absent. Every rank calls it.
 
-    aside: where to write it, beside `out`; of this run alone. values: of a unit's shard.
+    aside: where to write it, beside `out`; of this run alone. values(unit): what is written of a
+    unit, by default its shard.
     """
 
     def write_shards() -> None:
@@ -180,18 +186,19 @@ def write_model(
 
 
 def in_turn(aside: Path, steps: list[tuple[bool, Callable[[], None]]]) -> None:
-    """Take each step, if it is this rank's, when all ranks have taken the previous one.
+    """Take one step after the other. Each begins when all ranks have finished the previous one.
 
-    OSError on all ranks if a step fails on one; then `aside` is removed.
+    steps: whether this rank takes part, and a function. If one raises OSError on any rank, all
+    ranks remove `aside` and raise OSError: none is left waiting.
     """
-    for is_mine, step in steps:
+    for takes_part, step in steps:
         error = None
         try:
-            if is_mine:
+            if takes_part:
                 step()
         except OSError as found:
             error = found
-        # all wait for one another; on the CPU, so that the host waits
+        # a vote, and a barrier: `item` waits for all ranks
         if all_reduce_control(torch.tensor(float(error is not None))).item():
             shutil.rmtree(aside, ignore_errors=True)
             raise error or OSError("another rank could not write")

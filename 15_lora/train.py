@@ -125,8 +125,8 @@ class FullyShardedFrozen(nn.Module):
     def enter(self, unit: Unit) -> None:
         """Gather the unit's parameters, and prefetch those of the next unit that will be used.
 
-        In backward, free the units after this one, which it has left: without gradients there is no
-        `Gather.backward` that tells when. A unit that is freed too early is gathered again.
+        In backward, free the later units first: backward has left them, and without gradients of
+        their parameters no `Gather.backward` says so. One that is still needed is gathered again.
         """
         in_backward = is_in_backward()
         order = self.units[::-1] if in_backward else self.units  # the same on all ranks
@@ -268,7 +268,7 @@ def add_adapters(module: nn.Module, r: int, alpha: float, seed: int, device: tor
 def merged(module: nn.Module, files: WeightFiles, unit: Unit) -> Tensor:
     """A unit's shard of W + alpha / r B A in float32, of W as the files have it.
 
-    A range of W needs the rows of B that its own rows meet, and no others.
+    Of B A it computes only the rows that the range of W touches.
     """
     shard = torch.zeros(len(unit.shard))
     read_shard(files, unit.shapes, unit.owned, shard)
@@ -278,9 +278,9 @@ def merged(module: nn.Module, files: WeightFiles, unit: Unit) -> Tensor:
         if kind == "weight" and isinstance(lora, LoRALinear):
             last, columns = first + part.stop - part.start, unit.shapes[tensor][1]
             rows = slice(first // columns, math.ceil(last / columns))
-            product = lora.scale * lora.lora_B[rows] @ lora.lora_A
+            update = lora.scale * lora.lora_B[rows] @ lora.lora_A
             start = first - rows.start * columns
-            shard[part] += product.flatten()[start : start + last - first].cpu()
+            shard[part] += update.flatten()[start : start + last - first].cpu()
     return shard
 
 

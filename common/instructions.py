@@ -7,12 +7,13 @@ transformers.
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ALPACA = (  # the prompts of Stanford Alpaca, and a line break
     "Below is an instruction that describes a task{}. Write a response that appropriately completes"
@@ -20,7 +21,6 @@ ALPACA = (  # the prompts of Stanford Alpaca, and a line break
 )
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT = {"human": "user", "gpt": "assistant"}
-AT_A_TIME = 1000  # examples that are rendered, then tokenized
 
 Answers = list[tuple[str, str]]  # of an example: the text before each answer, and with the answer
 Spans = list[tuple[int, int]]  # of a document: where each answer begins and ends
@@ -43,16 +43,12 @@ class Document(NamedTuple):
 
 def read_examples(content: bytes) -> list[dict]:
     """The objects of a JSON list, or one per line; all of the same kind."""
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"is not UTF-8 in line {line}: {error}") from None
-    if text.lstrip().startswith("["):
-        examples = json.loads(text)
+    content = content.removeprefix(codecs.BOM_UTF8)
+    if content.lstrip().startswith(b"["):
+        examples = json.loads(content)
     else:
         examples = []
-        for i, line in enumerate(text.split("\n"), 1):
+        for i, line in enumerate(content.split(b"\n"), 1):
             try:
                 examples += [json.loads(line)] if line.strip() else []
             except ValueError as error:
@@ -60,17 +56,14 @@ def read_examples(content: bytes) -> list[dict]:
     if not examples:
         raise ValueError("has no examples")
     kinds = ({"messages"}, {"conversations"}, {"instruction", "output"})
-    names = next((kind for kind in kinds if kind <= fields_of(examples[0], 1)), kinds[-1])
+    fields = set(examples[0]) if isinstance(examples[0], dict) else set()
+    needed = next((kind for kind in kinds if kind <= fields), kinds[-1])
     for i, example in enumerate(examples, 1):
-        if missing := names - fields_of(example, i):
+        if not isinstance(example, dict):
+            raise ValueError(f"has no object in the place of its object {i}: {example!r:.80}")
+        if missing := needed - example.keys():
             raise ValueError(f"has no {' and '.join(sorted(missing))} in its object {i}")
     return examples
-
-
-def fields_of(example: Any, i: int) -> set[str]:
-    if not isinstance(example, dict):
-        raise ValueError(f"has no object in the place of its object {i}: {example!r:.80}")
-    return set(example)
 
 
 def text_of(example: dict, field: str) -> str:
@@ -121,8 +114,6 @@ def alpaca_texts(tokenizer, example: dict) -> Answers:
 def chat_texts(tokenizer, example: dict) -> Answers:
     """Of each answer what comes before it, as it is in use: the prompt of a chat template."""
     messages, tools = messages_of(example), example.get("tools") or None
-    if tools and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
-        raise ValueError(f"its tools are no list of objects: {tools!r:.80}")
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     answers = []
     for i, message in enumerate(messages):
@@ -174,67 +165,56 @@ def documents_of(examples: Sequence[dict], tokenizer) -> Iterator[tuple[list[int
     if is_chat and tokenizer.chat_template is None:
         raise ValueError("has messages, and the model no chat template: a base model?")
     ends = tuple(tokenizer.get_added_vocab())
-    for first in range(0, len(examples), AT_A_TIME):
-        every = []
-        for i, example in enumerate(examples[first : first + AT_A_TIME], first + 1):
-            try:
-                answers = texts_of(tokenizer, example)
-                if not all(whole.rstrip().endswith(ends) for _, whole in answers):
-                    raise ValueError("an answer does not end with a token of its own")
-                answers[-1][1].encode()  # fails on half a surrogate pair, as tokenizers would
-            except Exception as error:  # a template is a program, and raises what it likes
-                raise ValueError(f"cannot be used, object {i}: {reason(error)}") from None
-            every += conversations_of(answers)
+
+    def ids_of(texts: list[str], begins: bool = True) -> list[list[int]]:
         # a chat template writes the first token itself: the tokenizer would add it again
-        yield from encode(tokenizer, every, special=not is_chat)
-
-
-def conversations_of(answers: Answers) -> Iterator[Answers]:
-    """Split answers where the template has changed what came before, as Qwen3's drops the
-    reasoning of earlier answers. What is left are parts of one text."""
-    begin = 0
-    for i, ((_, whole), (prompt, _)) in enumerate(pairwise(answers), 1):
-        if not prompt.startswith(whole):
-            yield answers[begin:i]
-            begin = i
-    yield answers[begin:]
-
-
-def encode(tokenizer, every: list[Answers], special: bool) -> Iterator[tuple[list[int], Spans]]:
-    """In use a prompt is tokenized without its answer. Usually the tokens of a text are those of
-    its parts, and each text is tokenized twice; otherwise each prompt is tokenized again."""
-
-    def ids_of(texts: list[str], special: bool) -> list[list[int]]:
+        special = begins and not is_chat
         return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
 
-    parts_of = [parts(answers) for answers in every]
-    first = ids_of([each[0] for each in parts_of], special)
-    rest = iter(ids_of([part for each in parts_of for part in each[1:]], False))
-    wholes = ids_of([answers[-1][1] for answers in every], special)
-    for answers, ids, prompt in zip(every, wholes, first, strict=True):
-        each = [prompt, *islice(rest, 2 * len(answers) - 1)]
-        if list(chain.from_iterable(each)) == ids:
-            places = [*accumulate(map(len, each))]
+    for i, example in enumerate(examples, 1):
+        try:
+            answers = texts_of(tokenizer, example)
+            for _, whole in answers:
+                whole.encode()  # fails on half a surrogate pair, as tokenizers would
+                if not whole.rstrip().endswith(ends):
+                    raise ValueError("an answer does not end with a token of its own")
+            documents = [*encode(ids_of, answers)]
+        except Exception as error:  # a template is a program, and may raise anything
+            raise ValueError(f"cannot be used, object {i}: {reason(error)}") from None
+        yield from documents
+
+
+def encode(ids_of: Callable, answers: Answers) -> Iterator[tuple[list[int], Spans]]:
+    """Usually each text begins the next one, and the tokens of the last are those of its parts.
+    Then two passes over it suffice, however many answers it has. Otherwise `encode_each` tokenizes
+    each prompt."""
+    texts = [*chain.from_iterable(answers)]
+    if all(later.startswith(text) for text, later in pairwise(texts)):
+        # prompt, answer, what is between it and the next answer, the next answer, ...
+        places = [0, *map(len, texts)]
+        first, *rest = [texts[-1][begin:end] for begin, end in pairwise(places)]
+        ids, prompt = ids_of([texts[-1], first])
+        parts = [prompt, *ids_of(rest, begins=False)]
+        if list(chain.from_iterable(parts)) == ids:
+            places = [*accumulate(map(len, parts))]
             yield ids, [*zip(places[::2], places[1::2], strict=True)]
-        else:
-            yield from encode_each(ids_of, answers, special)
+            return
+    yield from encode_each(ids_of, answers)
 
 
-def parts(answers: Answers) -> list[str]:
-    """Prompt, answer, what is between it and the next answer, the next answer, ..."""
-    places = [0, *(len(text) for texts in answers for text in texts)]
-    return [answers[-1][1][begin:end] for begin, end in pairwise(places)]
+def encode_each(ids_of: Callable, answers: Answers) -> Iterator[tuple[list[int], Spans]]:
+    """In use a prompt is tokenized without its answer. If its tokens begin those of prompt and
+    answer, the rest are the answer's (a tokenizer may put a space before each text); otherwise the
+    answer is tokenized apart.
 
-
-def encode_each(ids_of, answers: Answers, special: bool) -> Iterator[tuple[list[int], Spans]]:
-    """If the tokens of a prompt begin those of prompt and answer, the rest are the answer's (a
-    tokenizer may put a space before each text); otherwise those of its own text are.
-    An answer joins the document before it if that one's tokens begin its prompt's."""
+    An answer joins the previous document if the tokens of its prompt begin with that document.
+    Otherwise it is a document of its own: Qwen3's template drops the reasoning of earlier answers.
+    """
     ids, spans = [], []
     for prompt, whole in answers:
-        before, new = ids_of([prompt, whole], special)
+        before, new = ids_of([prompt, whole])
         if new[: len(before)] != before:
-            new = before + ids_of([whole.removeprefix(prompt)], False)[0]
+            new = before + ids_of([whole.removeprefix(prompt)], begins=False)[0]
         if spans and before[: len(ids)] != ids:
             yield ids, spans
             spans = []

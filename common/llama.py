@@ -43,7 +43,7 @@ class LlamaConfig:
     head_dim: int
     max_positions: int
     eps: float  # of the norms
-    window: int | None  # how many tokens a token would attend to: documents are not longer
+    window: int | None  # of attention, in tokens: documents must not be longer
     rope: dict  # of the rotary frequencies: their base, and how slow rotations are stretched
     rotates: tuple[bool, ...]  # by layer: whether it has rotary positions
     tied: bool  # the head is the embedding

@@ -1,7 +1,7 @@
 """The safetensors files of a Hugging Face folder: where the values of each tensor are.
 
-For 13. A file begins with the length of its header, in 8 bytes. The header (JSON) has each tensor's
-dtype, its shape, and where its values begin and end. The values follow, row by row.
+A file begins with the length of its header, in 8 bytes. The header (JSON) has each tensor's dtype,
+its shape, and where its values begin and end. The values follow, row by row. For 13 and 15.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Values(NamedTuple):
 class WeightFiles:
     """The headers of a folder's files. ValueError unless the tensors are those of `shapes`.
 
-    rank, size: this rank's part of what has to be compared at the start.
+    rank, size: each rank compares its part of a matrix that is stored twice.
     """
 
     def __init__(self, folder: Path, shapes: dict[str, torch.Size], rank: int = 0, size: int = 1):

@@ -37,7 +37,7 @@ from common.job.checkpoint import checkpoints
 from common.job.corpus import load_corpus
 from common.job.metrics import Metrics, peak_flops, readable
 from common.job.run import Run, git_commit
-from common.job.run_changes import compare_runs
+from common.job.run_changes import CURVE, SHAPE, compare_runs
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 
@@ -382,6 +382,15 @@ def test_resume_with_other_arguments_prints_one_line_for_each(pools, saved_run):
         assert note.startswith(f"--{name} is now {value}, was {before.get(f'--{name}', '')}"), note
     silent = "--micro-batch-size 3 --log-every 1 --checkpoint-every 5 --dtype bfloat16".split()
     assert notes_of_resuming(pools, [*argv, *silent], run_dir) == []
+
+
+def test_resume_of_an_adapter_with_another_model_or_alpha_prints_one_line_for_each():
+    same = dict.fromkeys((*SHAPE, *CURVE), 1)
+    saved, run = ({"arguments": same | {"model": m, "lora_alpha": a}} for m, a in ("a1", "b2"))
+    assert compare_runs(saved, run) == [
+        "--model is now b, was 'a'",
+        "--lora-alpha is now 2, was '1'",
+    ]
 
 
 def copy_of_corpus(corpus_dir: Path, folder: Path, name: str, old: str, new: str) -> list[str]:

@@ -100,8 +100,9 @@ def documents_of_step(data: Instructions, args: Arguments, step: int) -> list[tu
 def say_progress(args: Arguments, data: Instructions, first_step: int) -> None:
     """What a run that continues has done."""
     if first_step:
-        done = first_step * args.global_batch_size
-        print0(f"{done:,} documents of --seed's order are done, of {len(data.train):,} per epoch")
+        n = len(data.train)
+        done = min(first_step * args.global_batch_size, (args.epochs or math.inf) * n)
+        print0(f"{done:,} documents of --seed's order are done, of {n:,} per epoch")
 
 
 # ---- the output ----
@@ -111,13 +112,17 @@ def output_folder(
     args: Arguments, run: Run, files: WeightFiles, name: str = "model"
 ) -> tuple[Path | None, Path]:
     """Where the output will be, and where it is until it is complete. None: it is there already,
-    by this job before a restart. name: of what is written, a model like the one in --model or not.
+    and this run had done all its steps before a restart, so it wrote it.
+
+    name: of what is written; a "model" is like the one in --model.
     """
     out = Path(args.out or run.folder / name)
     digest = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
-    aside = out.with_name(f".{out.name}.writing-{digest}")  # another run may have the same --out
-    is_there = all_reduce_control(torch.tensor(float(exists(out)))).item() > 0
-    if is_there and not run.continues:
+    aside = out.absolute().with_name(f".{out.name}.writing-{digest}")  # others may have this --out
+    done = run.continues and exists(run.folder / "checkpoints" / f"step-{args.steps:08}")
+    votes = torch.tensor([float(exists(out)), float(done)])  # file systems may lag on some ranks
+    is_there, is_done = (all_reduce_control(votes) > 0).tolist()
+    if is_there and not is_done:
         fail(f"--out {out} is already there: move it away, or pass another folder")
     if not is_there:
         run.check_output("out", aside, *[files.try_to_prepare] * (name == "model"))

@@ -40,7 +40,7 @@ def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
         raise IncompatibleCheckpointError("another version of this code saved it")
     if found := changes(saved, run, (*SHAPE, "vocabulary")):
         raise IncompatibleCheckpointError("; ".join(found))
-    return changes(saved, run, ("stage", *CURVE, "steps", "corpus"))
+    return changes(saved, run, ("stage", *CURVE, "steps", "corpus", "model", "lora_alpha"))
 
 
 def last_start(folder: Path, run: dict) -> dict | None:
