@@ -9,12 +9,11 @@ that does not say what to do. The guard watches through hooks, and changes no gr
 """
 
 from collections.abc import Callable
-from functools import partial
 from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import increment_version
 from torch.optim import optimizer as of_all
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -108,15 +107,9 @@ class Guard:
             self.hooks[param] = [*hooks]
         if hasattr(sync, "units"):
             # not at the top: whoever copies 02 does not need that file
-            from common import unit_parameters as units
+            from common.unit_parameters import watch_units
 
-            for unit in sync.units:
-                units.check_uses(unit)
-            if not self.places:  # in 15 there are some: the adapters
-                for shard in self.shards:
-                    shard.register_hook(partial(weak(self.after_a_unit), ref(shard)))
-                units.forbid_parameters(self.root())
-                self.check_parameters = partial(units.check_no_parameters, self.root, self.shards)
+            watch_units(self, sync.units)
 
     def __deepcopy__(self, _):
         raise RuntimeError("a copy would not be synchronized: copy the module that is wrapped")
@@ -149,8 +142,9 @@ class Guard:
         if param in self.came:
             raise RuntimeError(TWICE)
         if self.sync().synchronizes:
-            for shard in () if self.came else self.shards:  # the first gradient
-                self.forbid_gradient(shard)
+            if not self.came:  # it is the first gradient
+                for shard in self.shards:
+                    self.forbid_gradient(shard)
             self.came.add(param)
 
     def after_it_was_taken(self, param: nn.Parameter) -> None:
@@ -158,9 +152,8 @@ class Guard:
         if param._version != self.version:  # by a hook from before the wrapper's
             raise RuntimeError(HOOKS)
         sync, self.expected[param] = self.sync(), param.grad
-        buckets = getattr(sync, "buckets", ())  # 15 has none
-        for bucket in buckets and buckets[len(self.in_flight) : sync.launched]:
-            if not self.reduces_every_backward:  # else no gradient is left to change
+        if hasattr(sync, "buckets") and not self.reduces_every_backward:  # 15 has no buckets
+            for bucket in sync.buckets[len(self.in_flight) : sync.launched]:
                 self.in_flight[bucket] = bucket.grads._version
         if not self.shards:  # DDP, whose buckets stay until the next finish
             self.check_grad_place(param)
@@ -169,18 +162,6 @@ class Guard:
         place = param.grad.data_ptr()
         if self.grad_places.setdefault(param, place) != place:
             raise RuntimeError("p.grad.data was replaced, or the model moved with gradients")
-
-    def after_a_unit(self, shard: ref, grad: Tensor | None) -> None:
-        """Called when a unit's backward has ended. grad: None in 04 and 12, still to be reduced."""
-        if grad is None:
-            if len(shard()._backward_hooks) > 1 or shard()._post_accumulate_grad_hooks:
-                raise RuntimeError("a hook on a shard would get no gradient: hook a unit's output")
-            try:  # private; raises within autograd.grad(), which would get no gradient from here
-                torch._C._will_engine_execute_node(get_gradient_edge(shard()).node)
-            except RuntimeError as error:
-                fix = "call backward() and read .grad after finish_gradient_synchronization()"
-                raise RuntimeError(f"no autograd.grad() of shards: {fix}") from error
-            self.forbid_gradient(shard())
 
     def forbid_gradient(self, shard: Tensor) -> None:
         """Make any use of `shard.grad` an error until the gradients are complete."""

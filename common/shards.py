@@ -33,13 +33,6 @@ class Shard:
         self.chunks = {torch.Size(offset): tensor for offset, tensor in chunks}
 
     @classmethod
-    def of_slice(cls, full_shape: Sequence[int], dim: int, start: int, tensor: Tensor) -> Shard:
-        """`tensor` is the full one from index `start` on along `dim`: rows (0) or columns (1)."""
-        offset = [0] * len(full_shape)
-        offset[dim] = start
-        return cls(full_shape, [(offset, tensor)] if tensor.numel() else [])
-
-    @classmethod
     def of_flat_slice(cls, full_shape: Sequence[int], start: int, flat: Tensor) -> Shard:
         """`flat` holds the elements from `start` on of the full tensor, flattened row by row.
 
@@ -121,7 +114,7 @@ def training_state(
     for name, parameter in model.named_parameters():
         tensors = tensors_of(optimizer, parameter)
         if shard_dims and name in shard_dims:
-            parts = {k: Shard.of_slice(t.shape, 0, 0, t) for k, t in tensors.items()}
+            parts = {k: Shard(t.shape, [([0] * t.dim(), t)]) for k, t in tensors.items()}
             tensors = {k: part.within(shard_dims[name], group) for k, part in parts.items()}
         state |= {f"{kind}.{name}": t for kind, t in tensors.items()}
     return state

@@ -106,7 +106,7 @@ def test_the_way_of_a_tensor_is_as_the_module_describes_it(tmp_path, monkeypatch
         monkeypatch.setattr(kind, name, recorded((owner, name), getattr(kind, name)))
     state = {
         "model.plain": torch.ones(3),
-        "model.sharded": Shard.of_slice((2,), 0, 0, torch.ones(2)),
+        "model.sharded": Shard((2,), [([0], torch.ones(2))]),
     }
     save_checkpoint(tmp_path, 1, state)
     load_checkpoint(tmp_path, "auto", state)
@@ -158,7 +158,9 @@ def cut(kind: str, fill: bool) -> dict[str, Shard | Tensor]:
         elif kind in ("rows", "columns"):
             dim = int(kind == "columns" and len(shape) == 2)
             a, b = uneven(shape[dim], rank, size)
-            state[name] = Shard.of_slice(shape, dim, a, whole.narrow(dim, a, b - a).contiguous())
+            offset = [a * (i == dim) for i in range(len(shape))]
+            chunk = whole.narrow(dim, a, b - a).contiguous()
+            state[name] = Shard(shape, [(offset, chunk)] if chunk.numel() else [])
         elif kind == "replicated" or i % size == rank:  # "pipeline": each tensor on one rank
             state[name] = whole
     return state
@@ -501,7 +503,7 @@ def test_async_save_waits_for_copies_from_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(Tensor, "to", to)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
-    state = {"model.a": torch.randn(4), "model.b": Shard.of_slice((8,), 0, 0, torch.randn(4))}
+    state = {"model.a": torch.randn(4), "model.b": Shard((8,), [([0], torch.randn(4))])}
     storage.AtomicWriter(tmp_path, step=1, keep=1).stage(state)
     assert calls == ["copy", "copy", "synchronize"]
 
