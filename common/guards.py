@@ -9,6 +9,7 @@ that does not say what to do. The guard watches through hooks, and changes no gr
 """
 
 from collections.abc import Callable
+from functools import partial
 from weakref import WeakMethod, finalize, ref
 
 import torch
@@ -45,11 +46,18 @@ def guard(model: nn.Module, *optimizers) -> None:
         raise ValueError("it already has a guard")
     sync.guard = Guard(sync)
     sync.finish_gradient_synchronization = weak(sync.guard.finish)
+    sync.__getstate__ = partial(state_to_pickle, ref(sync))
     # of all optimizers, for one that is made later may update these parameters or shards, too
     before = of_all.register_optimizer_step_pre_hook(weak(sync.guard.before_step))
     after = of_all.register_optimizer_step_post_hook(weak(sync.guard.after_step))
     for handle in (before, after):
         finalize(sync.guard, handle.remove)
+
+
+def state_to_pickle(sync: ref) -> dict:
+    """The attributes of a wrapper but for what `guard` has added: nothing watches a copy."""
+    added = ("guard", "finish_gradient_synchronization", "__deepcopy__", "__getstate__")
+    return {name: value for name, value in vars(sync()).items() if name not in added}
 
 
 class weak:

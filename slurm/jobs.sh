@@ -130,11 +130,12 @@ submit() {
 
 # this folder's jobs, the newest last: id, name, state, elapsed time, and its nodes or why it waits
 jobs() {
-  local id name state time why folder
-  # the folder is the last field, because its path may contain any character
-  squeue --me --states="$1" --noheader --sort=i --format="%A|%j|%T|%M|%R|%Z" |
-    while IFS='|' read -r id name state time why folder; do
-      if [[ $folder == "$PWD" ]]; then echo "$id|$name|$state|$time|$why"; fi
+  local id state time why rest name
+  # the job's name and its folder come last, because they may contain any character
+  squeue --me --states="$1" --noheader --sort=i --format="%A|%T|%M|%R|%j|%Z" |
+    while IFS='|' read -r id state time why rest; do
+      name=${rest%"|$PWD"}
+      if [[ $name != "$rest" ]]; then echo "$id|${name//|/ }|$state|$time|$why"; fi
     done
 }
 
