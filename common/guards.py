@@ -99,9 +99,8 @@ class Guard:
         self.in_flight: dict[object, int] = {}  # per bucket whose reduction has begun, its version
         self.versions: list[int] = []  # of the parameters, when a forward begins
         self.has_no_float16 = not self.shards  # else the first graph is searched
-        if self.places:
-            self.root().register_forward_pre_hook(weak(self.before_forward))
-            self.root().register_forward_hook(weak(self.after_forward))
+        self.root().register_forward_pre_hook(weak(self.before_forward))
+        self.root().register_forward_hook(weak(self.after_forward))
         for param in self.places:
             if GUARDS.get(param, lambda: None)() is not None:
                 raise ValueError("another wrapper averages a parameter of this module: use one")
@@ -122,7 +121,7 @@ class Guard:
     def __deepcopy__(self, _):
         raise RuntimeError("a copy would not be synchronized: copy the module that is wrapped")
 
-    # ---- in forward, of parameters that stay in the module ----
+    # ---- in forward ----
 
     def before_forward(self, *_) -> None:
         self.versions = [p._version for p in self.places]
