@@ -13,8 +13,8 @@ unset CDPATH
 cd -P "$(dirname "$0")/.."
 # shellcheck source=slurm/settings.sh
 source slurm/settings.sh
-# what finds a job and its log again must be as in train.sbatch
-unset SBATCH_JOB_NAME SBATCH_OUTPUT SBATCH_ERROR SBATCH_ARRAY_INX
+# what finds a job and its log again must be as in train.sbatch, and sbatch must not wait for its end
+unset SBATCH_JOB_NAME SBATCH_OUTPUT SBATCH_ERROR SBATCH_ARRAY_INX SBATCH_WAIT
 # in a job these describe it, and the new job would take them for its own
 for name in "${!SLURM_@}"; do
   if [[ $name != SLURM_C@(ONF|LUSTERS) ]]; then unset "$name"; fi # which cluster it is

@@ -243,6 +243,9 @@ def test_the_commit_is_this_repositorys_and_says_if_a_file_has_changed(monkeypat
     assert git_commit() == head
     (tmp_path / "code/run.py").write_text("changed")
     assert git_commit() == f"{head}-dirty"
+    shutil.copytree(tmp_path / "code", tmp_path / "other/copy", ignore=lambda *_: [".git"])
+    monkeypatch.setattr(run_module, "__file__", str(tmp_path / "other/copy/run.py"))
+    assert git_commit() is None
 
 
 def test_a_metrics_file_that_is_removed_is_reported(tmp_path, capsys):
