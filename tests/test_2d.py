@@ -14,6 +14,7 @@ from harness import load_stage
 from torch import nn
 
 from common import shards
+from common.flat_shards import state_of_flat_tensors
 from common.unit_parameters import is_lookup
 
 # ---- checkpoints ----
@@ -34,7 +35,7 @@ def chunks_of_a_rank(tp_rank: int, tp: int, start: int, stop: int) -> dict[str, 
     tensors = {"model": torch.cat(flat)[start:stop]}
     fake = SimpleNamespace(get_rank=lambda _: tp_rank, get_world_size=lambda _: tp)
     with patch.object(shards, "dist", fake):
-        return shards.state_of_flat_tensors(tensors, shapes, start, DIMS, None)
+        return state_of_flat_tensors(tensors, shapes, start, DIMS, None)
 
 
 @pytest.mark.parametrize("tp, n_shards", [*product((1, 2, 4), (1, 2, 3, 7))])

@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from common.flat_shards import shard_of_flat_slice
 from common.model import Transformer, TransformerConfig, init_weights
 from common.shards import Shard, training_state
 
@@ -125,7 +126,7 @@ def test_chunks_of_any_flat_shard_tile_it_exactly(shape):
     for start in range(n + 1):
         for length in range(n - start + 1):
             piece = torch.arange(start, start + length)
-            shard = Shard.of_flat_slice(shape, start, piece)
+            shard = shard_of_flat_slice(shape, start, piece)
             covered = []
             for offset, tensor in shard.chunks.items():
                 bounds = zip(offset, tensor.shape, strict=True)
@@ -154,7 +155,7 @@ def cut(kind: str, fill: bool) -> dict[str, Shard | Tensor]:
         whole = torch.randn(shape, generator=dice) if fill else torch.full(shape, torch.nan)
         if kind == "flat":
             a, b = uneven(whole.numel(), rank, size)
-            state[name] = Shard.of_flat_slice(shape, a, whole.flatten()[a:b])
+            state[name] = shard_of_flat_slice(shape, a, whole.flatten()[a:b])
         elif kind in ("rows", "columns"):
             dim = int(kind == "columns" and len(shape) == 2)
             a, b = uneven(shape[dim], rank, size)
