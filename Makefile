@@ -1,6 +1,6 @@
 # The commands of this repository. `make` lists those of a reader and operator, `make help-all` all.
 # What a user types is passed on unexpanded, and in the environment: it may contain any character.
-typed = ARGS EDIT SCRIPT NODES GPUS CPUS MEM PARTITION ACCOUNT TIME FROM DEVICE TORCH PYTHON VENV ONLY
+typed = ARGS EDIT FILE SCRIPT NODES GPUS CPUS MEM PARTITION ACCOUNT TIME FROM DEVICE TORCH PYTHON VENV ONLY
 $(foreach x,$(typed) NPROC WORKERS,$(if $(filter-out undefined,$(origin $x)),\
 	$(eval override $x := $$(value $x))$(eval export $x)))
 PYTHON ?= python3

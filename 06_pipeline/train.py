@@ -59,8 +59,8 @@ from common.collectives import (
     irecv,
     isend,
 )
-from common.loss import in_autocast_dtype
-from common.module_checks import check_dtype, check_plain, forbid_create_graph
+from common.loss import forbid_create_graph, in_autocast_dtype
+from common.module_checks import check_dtype, check_plain
 
 # isort: split
 from common.batches import eval_batches, train_batches

@@ -27,8 +27,8 @@ from common.collectives import (
     irecv,
     isend,
 )
-from common.loss import in_autocast_dtype
-from common.module_checks import check_dtype, check_plain, forbid_create_graph
+from common.loss import forbid_create_graph, in_autocast_dtype
+from common.module_checks import check_dtype, check_plain
 
 # ------------------------------------------------------------------------------------------------
 # The technique: schedules that tell each rank what to do next, and one executor

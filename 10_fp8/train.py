@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.functional import ScalingType
 
-from common.loss import in_autocast_dtype
-from common.module_checks import check_plain, forbid_create_graph
+from common.loss import forbid_create_graph, in_autocast_dtype
+from common.module_checks import check_plain
 
 # isort: split
 from common.batches import eval_batches, train_batches

@@ -15,9 +15,9 @@ from common.collectives import (
     reduce_scatter_single,
 )
 from common.counter_rng import CounterDropout
-from common.loss import IGNORED, in_autocast_dtype
+from common.loss import IGNORED, forbid_create_graph, in_autocast_dtype
 from common.model import Output, Transformer, initial_value, linear
-from common.module_checks import check_dtype, check_plain, forbid_create_graph
+from common.module_checks import check_dtype, check_plain
 
 # ------------------------------------------------------------------------------------------------
 # The technique: column-parallel, then row-parallel, and one all-reduce

@@ -8,8 +8,9 @@ optimization.py        AdamW's settings, the learning-rate schedule, clipping
 distributed.py         the ranks: joining the others, groups along a mesh, printing and saving once
 collectives.py         PyTorch's collectives, a ledger of their bytes, buckets, the global norm
 shards.py              what a rank has of each tensor of a checkpoint
+flat_shards.py         for 03, 04, 07 and 12 to 14: the same of a flat parameter's tensors
 guards.py              what breaks the contract of a wrapper is an error, seen from outside
-module_checks.py       what is checked of a module that is replaced, and of a backward
+module_checks.py       for 05, 06 and 10: what is checked of a module that is replaced
 unit_parameters.py     for 03, 04 and 12 to 15: a model's units and parameters, and their checks
 llama.py               for 13 and 15: models with the parameter names of Hugging Face
 instructions.py        its texts as documents: tokens, and which of them are answers

@@ -14,7 +14,7 @@ from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import increment_version
 from torch.optim import optimizer as of_all
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -46,11 +46,18 @@ def guard(model: nn.Module, *optimizers) -> None:
         raise ValueError("it already has a guard")
     sync.guard = Guard(sync)
     sync.finish_gradient_synchronization = weak(sync.guard.finish)
+    sync.__getstate__ = partial(state_to_pickle, ref(sync))
     # of all optimizers, for one that is made later may update these parameters or shards, too
     before = of_all.register_optimizer_step_pre_hook(weak(sync.guard.before_step))
     after = of_all.register_optimizer_step_post_hook(weak(sync.guard.after_step))
     for handle in (before, after):
         finalize(sync.guard, handle.remove)
+
+
+def state_to_pickle(sync: ref) -> dict:
+    """The attributes of a wrapper but for what `guard` has added: nothing watches a copy."""
+    added = ("guard", "finish_gradient_synchronization", "__deepcopy__", "__getstate__")
+    return {name: value for name, value in vars(sync()).items() if name not in added}
 
 
 class weak:
@@ -92,9 +99,8 @@ class Guard:
         self.in_flight: dict[object, int] = {}  # per bucket whose reduction has begun, its version
         self.versions: list[int] = []  # of the parameters, when a forward begins
         self.has_no_float16 = not self.shards  # else the first graph is searched
-        if self.places:
-            self.root().register_forward_pre_hook(weak(self.before_forward))
-            self.root().register_forward_hook(weak(self.after_forward))
+        self.root().register_forward_pre_hook(weak(self.before_forward))
+        self.root().register_forward_hook(weak(self.after_forward))
         for param in self.places:
             if GUARDS.get(param, lambda: None)() is not None:
                 raise ValueError("another wrapper averages a parameter of this module: use one")
@@ -108,20 +114,14 @@ class Guard:
             self.hooks[param] = [*hooks]
         if hasattr(sync, "units"):
             # not at the top: whoever copies 02 does not need that file
-            from common import unit_parameters as units
+            from common.unit_parameters import watch_units
 
-            for unit in sync.units:
-                units.check_uses(unit)
-            if not self.places:  # in 15 there are some: the adapters
-                for shard in self.shards:
-                    shard.register_hook(partial(weak(self.after_a_unit), ref(shard)))
-                units.forbid_parameters(self.root())
-                self.check_parameters = partial(units.check_no_parameters, self.root, self.shards)
+            watch_units(self, sync.units)
 
     def __deepcopy__(self, _):
         raise RuntimeError("a copy would not be synchronized: copy the module that is wrapped")
 
-    # ---- in forward, of parameters that stay in the module ----
+    # ---- in forward ----
 
     def before_forward(self, *_) -> None:
         self.versions = [p._version for p in self.places]
@@ -149,8 +149,9 @@ class Guard:
         if param in self.came:
             raise RuntimeError(TWICE)
         if self.sync().synchronizes:
-            for shard in () if self.came else self.shards:  # the first gradient
-                self.forbid_gradient(shard)
+            if not self.came:  # it is the first gradient
+                for shard in self.shards:
+                    self.forbid_gradient(shard)
             self.came.add(param)
 
     def after_it_was_taken(self, param: nn.Parameter) -> None:
@@ -158,9 +159,8 @@ class Guard:
         if param._version != self.version:  # by a hook from before the wrapper's
             raise RuntimeError(HOOKS)
         sync, self.expected[param] = self.sync(), param.grad
-        buckets = getattr(sync, "buckets", ())  # 15 has none
-        for bucket in buckets and buckets[len(self.in_flight) : sync.launched]:
-            if not self.reduces_every_backward:  # else no gradient is left to change
+        if hasattr(sync, "buckets") and not self.reduces_every_backward:  # 15 has no buckets
+            for bucket in sync.buckets[len(self.in_flight) : sync.launched]:
                 self.in_flight[bucket] = bucket.grads._version
         if not self.shards:  # DDP, whose buckets stay until the next finish
             self.check_grad_place(param)
@@ -169,18 +169,6 @@ class Guard:
         place = param.grad.data_ptr()
         if self.grad_places.setdefault(param, place) != place:
             raise RuntimeError("p.grad.data was replaced, or the model moved with gradients")
-
-    def after_a_unit(self, shard: ref, grad: Tensor | None) -> None:
-        """Called when a unit's backward has ended. grad: None in 04 and 12, still to be reduced."""
-        if grad is None:
-            if len(shard()._backward_hooks) > 1 or shard()._post_accumulate_grad_hooks:
-                raise RuntimeError("a hook on a shard would get no gradient: hook a unit's output")
-            try:  # private; raises within autograd.grad(), which would get no gradient from here
-                torch._C._will_engine_execute_node(get_gradient_edge(shard()).node)
-            except RuntimeError as error:
-                fix = "call backward() and read .grad after finish_gradient_synchronization()"
-                raise RuntimeError(f"no autograd.grad() of shards: {fix}") from error
-            self.forbid_gradient(shard())
 
     def forbid_gradient(self, shard: Tensor) -> None:
         """Make any use of `shard.grad` an error until the gradients are complete."""

@@ -1,11 +1,23 @@
-"""The loss of the output unit: cross-entropy of a linear layer, in chunks of tokens."""
+"""The loss of the output unit, in chunks of tokens, and helpers of all our autograd functions."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from common.module_checks import forbid_create_graph
-
 IGNORED = -100  # a target that the loss leaves out
+
+
+def forbid_create_graph(backward: Callable) -> Callable:
+    """Make create_graph=True an error in a backward whose own gradient would be wrong. PyTorch's
+    `once_differentiable` lets it pass where the incoming gradient is a constant."""
+
+    def checked(ctx, *grads: Tensor):
+        if torch.is_grad_enabled():  # in a backward, with create_graph alone
+            raise RuntimeError("create_graph=True: this function has first derivatives only")
+        return backward(ctx, *grads)
+
+    return checked
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:

@@ -1,28 +1,15 @@
-"""What a stage checks where it replaces a module, or where autograd calls its backward."""
-
-from collections.abc import Callable
+"""What a stage checks of a module that it replaces, and of what it sends."""
 
 import torch
 from torch import Tensor, nn
 
-
-def forbid_create_graph(backward: Callable) -> Callable:
-    """Make create_graph=True an error in a backward whose own gradient would be wrong. PyTorch's
-    `once_differentiable` lets it pass where the incoming gradient is a constant."""
-
-    def checked(ctx, *grads: Tensor):
-        if torch.is_grad_enabled():  # in a backward, with create_graph alone
-            raise RuntimeError("create_graph=True: this function has first derivatives only")
-        return backward(ctx, *grads)
-
-    return checked
+from common.collectives import FLOAT16
 
 
 def check_dtype(x: Tensor) -> None:
     """ValueError unless x is in float32, bfloat16 or float64."""
     if x.dtype == torch.float16:
-        # a shard's gradient can overflow on one rank alone, whose GradScaler skips the step
-        raise ValueError("float16 needs a GradScaler, which decides per rank: use bfloat16")
+        raise ValueError(FLOAT16)
     if not x.is_floating_point():
         raise ValueError(f"{x.dtype}: neither a real nor a floating-point dtype")
 

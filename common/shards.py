@@ -11,7 +11,6 @@ what another one has saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -31,35 +30,6 @@ class Shard:
     def __init__(self, full_shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Tensor]]):
         self.full_shape = torch.Size(full_shape)
         self.chunks = {torch.Size(offset): tensor for offset, tensor in chunks}
-
-    @classmethod
-    def of_slice(cls, full_shape: Sequence[int], dim: int, start: int, tensor: Tensor) -> Shard:
-        """`tensor` is the full one from index `start` on along `dim`: rows (0) or columns (1)."""
-        offset = [0] * len(full_shape)
-        offset[dim] = start
-        return cls(full_shape, [(offset, tensor)] if tensor.numel() else [])
-
-    @classmethod
-    def of_flat_slice(cls, full_shape: Sequence[int], start: int, flat: Tensor) -> Shard:
-        """`flat` holds the elements from `start` on of the full tensor, flattened row by row.
-
-        Of a matrix these are at most three chunks: the end of a row, full rows, the start of one.
-        """
-        if not full_shape:
-            return cls((), [((), flat.view(()))] if len(flat) else [])
-        row_shape = full_shape[1:]
-        row_size, chunks = prod(row_shape), []
-        while len(flat):
-            row, column = divmod(start, row_size)
-            rows = 0 if column else len(flat) // row_size
-            taken = rows * row_size or min(row_size - column, len(flat))
-            if rows:
-                chunks.append(((row, *[0] * len(row_shape)), flat[:taken].view(-1, *row_shape)))
-            else:
-                part = cls.of_flat_slice(row_shape, column, flat[:taken])
-                chunks += [((row, *offset), t[None]) for offset, t in part.chunks.items()]
-            start, flat = start + taken, flat[taken:]
-        return cls(full_shape, chunks)
 
     def within(self, dim: int, group: dist.ProcessGroup) -> Shard:
         """The same chunks as parts of a larger tensor, which is split evenly along `dim` over
@@ -121,33 +91,7 @@ def training_state(
     for name, parameter in model.named_parameters():
         tensors = tensors_of(optimizer, parameter)
         if shard_dims and name in shard_dims:
-            parts = {k: Shard.of_slice(t.shape, 0, 0, t) for k, t in tensors.items()}
+            parts = {k: Shard(t.shape, [([0] * t.dim(), t)]) for k, t in tensors.items()}
             tensors = {k: part.within(shard_dims[name], group) for k, part in parts.items()}
         state |= {f"{kind}.{name}": t for kind, t in tensors.items()}
-    return state
-
-
-def state_of_flat_tensors(
-    tensors: dict[str, Tensor],
-    shapes: dict[str, torch.Size],
-    start: int,
-    shard_dims: dict[str, int] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> State:
-    """A `Shard` of each tensor in a flat parameter, and of its first and second moments.
-
-    tensors: as `tensors_of` a shard of the flat parameter, which begins at its element `start`.
-    shapes: by name, in the flat parameter's order. A tensor outside of it gets an empty shard.
-    shard_dims, group: as of `training_state`, where the flat parameter is made of such shards.
-    """
-    state: State = {}
-    for kind, flat in tensors.items():
-        begin = -start  # of the tensor, relative to `flat`
-        for name, shape in shapes.items():
-            first, last = max(begin, 0), max(begin + shape.numel(), 0)
-            shard = Shard.of_flat_slice(shape, first - begin, flat[first:last])
-            if shard_dims and name in shard_dims:
-                shard = shard.within(shard_dims[name], group)
-            state[f"{kind}.{name}"] = shard
-            begin += shape.numel()
     return state

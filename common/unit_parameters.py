@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 
 from common.collectives import FLOAT16, check_same, forbid_float16
@@ -182,11 +183,19 @@ def cast_inputs(args: tuple, kwargs: dict, dtype: torch.dtype | None) -> tuple[t
 # ---- what `guard` checks of units ----
 
 
-def check_uses(unit) -> None:
-    """Put a check around the unit's forward, and around what `saved_tensors_hooks` calls."""
-    unit.module_forward = partial(checked_forward, unit, unit.module_forward)
-    unit.pack = partial(checked_pack, unit, unit.pack)
-    unit.unpack = partial(checked_unpack, unit.unpack)
+def watch_units(guard, units: list) -> None:
+    """Put checks around a unit's forward, and around what `saved_tensors_hooks` calls. Where only
+    shards train, watch their gradients, and forbid the module's parameters."""
+    for unit in units:
+        unit.module_forward = partial(checked_forward, unit, unit.module_forward)
+        unit.pack = partial(checked_pack, unit, unit.pack)
+        unit.unpack = partial(checked_unpack, unit.unpack)
+    if guard.places:  # in 15: the adapters
+        return
+    for shard in guard.shards:
+        shard.register_hook(partial(after_backward, ref(guard), ref(shard)))
+    forbid_parameters(guard.root())
+    guard.check_parameters = partial(check_no_parameters, guard.root, guard.shards)
 
 
 def checked_forward(unit, forward: Callable, *args, **kwargs):
@@ -210,6 +219,19 @@ def check_backward(unit, version: int, grads: tuple[Tensor | None, ...]) -> None
         raise RuntimeError("backward through a graph from before the optimizer's last step")
     if any(grad is None for grad in grads):
         raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
+
+
+def after_backward(guard: ref, shard: ref, grad: Tensor | None) -> None:
+    """Called when a unit's backward has ended. grad: None in 04 and 12, still to be reduced."""
+    if grad is None and guard() is not None:
+        if len(shard()._backward_hooks) > 1 or shard()._post_accumulate_grad_hooks:
+            raise RuntimeError("a hook on a shard would get no gradient: hook a unit's output")
+        try:  # private; raises within autograd.grad(), which would get no gradient from here
+            torch._C._will_engine_execute_node(get_gradient_edge(shard()).node)
+        except RuntimeError as error:
+            fix = "call backward() and read .grad after finish_gradient_synchronization()"
+            raise RuntimeError(f"no autograd.grad() of shards: {fix}") from error
+        guard().forbid_gradient(shard())
 
 
 def checked_pack(unit, pack: Callable, tensor: Tensor) -> tuple:

@@ -13,8 +13,8 @@ unset CDPATH
 cd -P "$(dirname "$0")/.."
 # shellcheck source=slurm/settings.sh
 source slurm/settings.sh
-# what finds a job and its log again must be as in train.sbatch
-unset SBATCH_JOB_NAME SBATCH_OUTPUT SBATCH_ERROR SBATCH_ARRAY_INX
+# what finds a job and its log again must be as in train.sbatch, and sbatch must not wait for its end
+unset SBATCH_JOB_NAME SBATCH_OUTPUT SBATCH_ERROR SBATCH_ARRAY_INX SBATCH_WAIT
 # in a job these describe it, and the new job would take them for its own
 for name in "${!SLURM_@}"; do
   if [[ $name != SLURM_C@(ONF|LUSTERS) ]]; then unset "$name"; fi # which cluster it is
@@ -130,11 +130,12 @@ submit() {
 
 # this folder's jobs, the newest last: id, name, state, elapsed time, and its nodes or why it waits
 jobs() {
-  local id name state time why folder
-  # the folder is the last field, because its path may contain any character
-  squeue --me --states="$1" --noheader --sort=i --format="%A|%j|%T|%M|%R|%Z" |
-    while IFS='|' read -r id name state time why folder; do
-      if [[ $folder == "$PWD" ]]; then echo "$id|$name|$state|$time|$why"; fi
+  local id state time why rest name
+  # the job's name and its folder come last, because they may contain any character
+  squeue --me --states="$1" --noheader --sort=i --format="%A|%T|%M|%R|%j|%Z" |
+    while IFS='|' read -r id state time why rest; do
+      name=${rest%"|$PWD"}
+      if [[ $name != "$rest" ]]; then echo "$id|${name//|/ }|$state|$time|$why"; fi
     done
 }
 

@@ -8,9 +8,10 @@ trap "" USR1
 ulimit -n "$(ulimit -Hn)" || true # Gloo connects every rank with every other, in several groups
 ulimit -t "$(ulimit -Ht)" || true # the login node's limit of CPU time may come with the job
 
-resolves() { python -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "$1" 2>/dev/null; }
-if [[ ${MASTER_ADDR-} ]] && ! resolves "$MASTER_ADDR"; then
-  echo "$(hostname) cannot find the job's first node, $MASTER_ADDR: see HOST_SUFFIX in slurm/env.sh" >&2
+resolves() { python -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "$1" 2>&1; }
+if [[ ${MASTER_ADDR-} ]] && ! said=$(resolves "$MASTER_ADDR"); then
+  echo "$(hostname) cannot find the job's first node, $MASTER_ADDR (${said##*$'\n'}):" \
+    "see HOST_SUFFIX in slurm/env.sh" >&2
   exit 2
 fi
 

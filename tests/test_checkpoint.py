@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from common.flat_shards import shard_of_flat_slice
 from common.model import Transformer, TransformerConfig, init_weights
 from common.shards import Shard, training_state
 
@@ -106,7 +107,7 @@ def test_the_way_of_a_tensor_is_as_the_module_describes_it(tmp_path, monkeypatch
         monkeypatch.setattr(kind, name, recorded((owner, name), getattr(kind, name)))
     state = {
         "model.plain": torch.ones(3),
-        "model.sharded": Shard.of_slice((2,), 0, 0, torch.ones(2)),
+        "model.sharded": Shard((2,), [([0], torch.ones(2))]),
     }
     save_checkpoint(tmp_path, 1, state)
     load_checkpoint(tmp_path, "auto", state)
@@ -125,7 +126,7 @@ def test_chunks_of_any_flat_shard_tile_it_exactly(shape):
     for start in range(n + 1):
         for length in range(n - start + 1):
             piece = torch.arange(start, start + length)
-            shard = Shard.of_flat_slice(shape, start, piece)
+            shard = shard_of_flat_slice(shape, start, piece)
             covered = []
             for offset, tensor in shard.chunks.items():
                 bounds = zip(offset, tensor.shape, strict=True)
@@ -154,11 +155,13 @@ def cut(kind: str, fill: bool) -> dict[str, Shard | Tensor]:
         whole = torch.randn(shape, generator=dice) if fill else torch.full(shape, torch.nan)
         if kind == "flat":
             a, b = uneven(whole.numel(), rank, size)
-            state[name] = Shard.of_flat_slice(shape, a, whole.flatten()[a:b])
+            state[name] = shard_of_flat_slice(shape, a, whole.flatten()[a:b])
         elif kind in ("rows", "columns"):
             dim = int(kind == "columns" and len(shape) == 2)
             a, b = uneven(shape[dim], rank, size)
-            state[name] = Shard.of_slice(shape, dim, a, whole.narrow(dim, a, b - a).contiguous())
+            offset = [a * (i == dim) for i in range(len(shape))]
+            chunk = whole.narrow(dim, a, b - a).contiguous()
+            state[name] = Shard(shape, [(offset, chunk)] if chunk.numel() else [])
         elif kind == "replicated" or i % size == rank:  # "pipeline": each tensor on one rank
             state[name] = whole
     return state
@@ -487,7 +490,7 @@ def test_async_save_waits_for_copies_from_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(Tensor, "to", to)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
-    state = {"model.a": torch.randn(4), "model.b": Shard.of_slice((8,), 0, 0, torch.randn(4))}
+    state = {"model.a": torch.randn(4), "model.b": Shard((8,), [([0], torch.randn(4))])}
     storage.AtomicWriter(tmp_path, step=1, keep=1).stage(state)
     assert calls == ["copy", "copy", "synchronize"]
 

@@ -209,8 +209,8 @@ def test_a_job_that_can_never_run_is_an_error_before_anything_is_submitted(tmp_p
 
 def test_status_and_cancel_find_the_jobs_of_a_folder_of_any_name(tmp_path):
     copy = copy_of_repository(tmp_path / "a | b")
-    row = f"7|02_ddp|RUNNING|0:10|node1|{copy}"
-    for tool, lines in {"squeue": f"echo '{row}'", "sbatch": "", "scancel": ""}.items():
+    rows = f"7|RUNNING|0:10|node1|02_ddp|{copy}\n8|PENDING|0:00|(Resources)|a | b|{copy}"
+    for tool, lines in {"squeue": f"echo '{rows}'", "sbatch": "", "scancel": ""}.items():
         executable(tmp_path / "bin" / tool, f"#!/bin/sh\n{lines}")
     executable(tmp_path / "bin/scontrol", "#!/bin/sh\necho 'KillWait    = 45 sec'")
     (tmp_path / "other/slurm").mkdir(parents=True)
@@ -218,6 +218,7 @@ def test_status_and_cancel_find_the_jobs_of_a_folder_of_any_name(tmp_path):
     env |= {"CDPATH": f"{tmp_path}/other", "SQUEUE_FORMAT": "%i"}
     for word, says in (
         ("status", "7    02_ddp  RUNNING"),
+        ("status", "8    a   b   PENDING"),
         ("cancel", "less than 45 s: make logs-02"),
     ):
         done = subprocess.run(

@@ -82,6 +82,7 @@ class Chain(nn.Module):
         nested = partial(checkpoint, b, use_reentrant=True)  # a backward of its own for each use
         orders = {"other order": [a, c, b], "twice": [a, b, b, c], "skipped": [a, c]}
         orders |= {"last skipped": [a, b], "two nested backwards": [a, nested, nested, c]}
+        orders["checkpointed"] = [a, partial(checkpoint, b, use_reentrant=False), c]
         for unit in orders.get(self.how, [a, b, c, *rest]):
             x = unit(x.detach() if self.how == "detached" else x)
             if self.how == "in place":
@@ -317,6 +318,10 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "float16": (changed(nn.Module.half), {(*STAGES_1_2, *UNITS): "float16", SSD: "not float32"}),
     "autocast to float16": (loop(train_in_float16), {(*STAGES_1_2, *ABSENT): "float16"}),
     "float16 in a unit": (like("", "float16"), {(*STAGES_1_2, *ABSENT): "float16"}),
+    "float16 in a checkpointed unit": (
+        like("checkpointed", "float16"),
+        {(*STAGES_1_2, *ABSENT): "float16"},
+    ),
     "cast to float8": (
         lambda s: Trainer(s, chain(), gathered=torch.float8_e4m3fn),
         {FSDP: "use bfloat16"},
@@ -692,7 +697,12 @@ def test_units_can_be_compiled_under_a_guard(pools, strategy):
 
 
 def pickled(strategy: str) -> None:
-    torch.save(trainer_of(strategy, chain()).plain, io.BytesIO())
+    trainer, file = trainer_of(strategy, chain()), io.BytesIO()
+    train(trainer)
+    torch.save(trainer.model, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=False)
+    assert torch.equal(found(batch()), trainer.model(batch())) and not hasattr(found, "guard")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero-2"])

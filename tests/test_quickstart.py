@@ -214,6 +214,7 @@ def test_every_kind_of_row_runs_and_a_loss_that_is_off_fails(
 ):
     monkeypatch.setattr(quickstart, "FOLDER", tmp_path)
     monkeypatch.setattr(quickstart, "HALF", 2)
+    monkeypatch.setenv("PET_NNODES", "2")  # of a pod: torchrun would wait for another node
     flags = f"{TINY} --data {corpus_dir} --dtype float32"
     monkeypatch.setitem(quickstart.BASE, "quickstart", flags)
     # 01, by torchrun, with a reference of its own, resumed; test_parity.py has the others' flags

@@ -15,6 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
+import shutil
 import warnings
 from pathlib import Path
 
@@ -23,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from common.distributed import save0
-from common.weight_files import WeightFiles, write_tensors
+from common.weight_files import WeightFiles, publish, write_tensors
 
 from common.job.arguments import Parser
 from common.job.atomic_files import exists
@@ -112,10 +114,11 @@ def export(checkpoint: Path, out: Path) -> None:
 
 def export_folder(run: Path, checkpoint: Path, out: Path) -> None:
     """Write a folder with configuration, weights and tokenizer: complete, or absent."""
+    # not by the process id, which a process in another container may have, too
+    aside = out.with_name(f".{out.name}.writing-{secrets.token_hex(6)}")
     try:
         description = json.loads((run / "config.json").read_text("utf-8"))
         args = description["arguments"]
-        aside = out.with_name(f".{out.name}.writing-{os.getpid()}")
         if exists(out) or args.get("n_experts"):
             raise ValueError("it is already there" if exists(out) else "experts have no such form")
         weights = tensors_of(checkpoint)
@@ -132,9 +135,11 @@ def export_folder(run: Path, checkpoint: Path, out: Path) -> None:
                 raise ValueError(f"--data {args['data']} has other words than in the run")
             aside.mkdir(parents=True, exist_ok=True)
             write_llama(aside, args, weights, vocab)
-        aside.rename(out)
+        publish(aside, out)
     except (OSError, ValueError) as error:
         fail(f"--out {out}: {error}")
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def as_llama(weights: dict[str, Tensor], n_heads: int) -> dict[str, Tensor]:

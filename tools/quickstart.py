@@ -184,8 +184,10 @@ class Quickstart:
         # without an address torchrun looks its host's name up, which may be in no DNS
         words = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node"
         words = [sys.executable, *words.split(), str(row.ranks), str(stage_path(row.stage)), *argv]
+        # torchrun's flags, such as those of a pod: PET_NNODES=2 would wait for another node
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        process = subprocess.Popen(words, cwd=REPO, start_new_session=True, **pipes)
+        process = subprocess.Popen(words, cwd=REPO, env=env, start_new_session=True, **pipes)
         try:
             text, _ = process.communicate(timeout=seconds)
         finally:

@@ -128,7 +128,9 @@ class Checkpointer:
             found: list[Path] | OSError = checkpoints(self.path)[::-1]
             is_own = bool(found)
             if resume is not None and not is_own:
-                found = self._candidates(Path(resume))
+                path = Path(resume)  # a checkpoint, or a run
+                is_one = exists(path / ".metadata")
+                found = [path] if is_one else checkpoints(path / "checkpoints")[::-1]
         except OSError as unreadable:
             found, is_own = unreadable, False
         found, is_own = self._gather((found, is_own))[0]  # rank 0's: shared file systems may lag
@@ -158,12 +160,6 @@ class Checkpointer:
             adamw["step"].fill_(step)
         print0("\n".join([*notes, f"resumed from {path}, {step} steps done"]))
         return step
-
-    def _candidates(self, resume: Path) -> list[Path]:
-        """The checkpoints that `--resume` may mean, the newest first."""
-        if exists(resume / ".metadata"):
-            return [resume]
-        return checkpoints(resume / "checkpoints")[::-1]
 
     def _gather(self, value: object) -> list:
         if self.group is None:

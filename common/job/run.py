@@ -304,11 +304,13 @@ def return_freed_memory() -> None:
 
 def git_commit() -> str | None:
     """The commit of this code, with -dirty appended if a file has changed since."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    git += ["--abbrev=40", "--exclude=*"]
+    git = ["git", "-C", str(Path(__file__).parent)]
     # a git hook has GIT_DIR, which may be that of another repository
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    options = dict(env=env, capture_output=True, text=True, timeout=5, check=True)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(git, env=env, capture_output=True, text=True, timeout=5, check=True)
-        return said.stdout.strip()
+        # an error if this is a copy within another repository
+        subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], **options)
+        described = [*git, *"describe --always --dirty --abbrev=40 --exclude=*".split()]
+        return subprocess.run(described, **options).stdout.strip()
     return None

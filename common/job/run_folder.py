@@ -74,8 +74,9 @@ def claim(path: str | None, parent: Path, command: list[str]) -> tuple[Path, int
     try:  # ends with this process, and its children do not inherit it
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        is_held = error.errno in (errno.EACCES, errno.EAGAIN) and not is_lost
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
+        if error.errno in (errno.EACCES, errno.EAGAIN):  # another process has it
+            is_held = not is_lost
+        else:
             warn(f"{folder} is on a file system without locks: start no second run there: {error}")
             is_held = last["host"] == ours["host"] and is_alive(last["pid"])
         if is_held:

@@ -1,0 +1,58 @@
+"""What a rank has of each tensor in a flat parameter, of which it owns a slice: see shards.py."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.shards import Shard, State
+
+
+def state_of_flat_tensors(
+    tensors: dict[str, Tensor],
+    shapes: dict[str, torch.Size],
+    start: int,
+    shard_dims: dict[str, int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> State:
+    """A `Shard` of each tensor in a flat parameter, and of its first and second moments.
+
+    tensors: as `tensors_of` a shard of the flat parameter, which begins at its element `start`.
+    shapes: by name, in the flat parameter's order. A tensor outside of it gets an empty shard.
+    shard_dims, group: as of `training_state`, where the flat parameter is made of such shards.
+    """
+    state: State = {}
+    for kind, flat in tensors.items():
+        begin = -start  # of the tensor, relative to `flat`
+        for name, shape in shapes.items():
+            first, last = max(begin, 0), max(begin + shape.numel(), 0)
+            shard = shard_of_flat_slice(shape, first - begin, flat[first:last])
+            if shard_dims and name in shard_dims:
+                shard = shard.within(shard_dims[name], group)
+            state[f"{kind}.{name}"] = shard
+            begin += shape.numel()
+    return state
+
+
+def shard_of_flat_slice(full_shape: Sequence[int], start: int, flat: Tensor) -> Shard:
+    """`flat` holds the elements from `start` on of the full tensor, flattened row by row.
+
+    Of a matrix these are at most three chunks: the end of a row, full rows, the start of one.
+    """
+    if not full_shape:
+        return Shard((), [((), flat.view(()))] if len(flat) else [])
+    row_shape = full_shape[1:]
+    row_size, chunks = prod(row_shape), []
+    while len(flat):
+        row, column = divmod(start, row_size)
+        rows = 0 if column else len(flat) // row_size
+        taken = rows * row_size or min(row_size - column, len(flat))
+        if rows:
+            chunks.append(((row, *[0] * len(row_shape)), flat[:taken].view(-1, *row_shape)))
+        else:
+            part = shard_of_flat_slice(row_shape, column, flat[:taken])
+            chunks += [((row, *offset), t[None]) for offset, t in part.chunks.items()]
+        start, flat = start + taken, flat[taken:]
+    return Shard(full_shape, chunks)
