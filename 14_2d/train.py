@@ -92,8 +92,7 @@ from common.job.run import Run
 class FullyShardedTensorParallel(FullyShardedDataParallel):
     """04's FSDP over `shard`, of a module whose matrices 05 has sharded over `tp`.
 
-    The contract is 04's, but `finish_gradient_synchronization()` comes exactly once per step. Ranks
-    of a tp group get the same batches.
+    The contract is 04's. Ranks of a tp group get the same batches.
     """
 
     def __init__(self, module: nn.Module, units: list[nn.Module], mesh: Mesh, **options):
@@ -108,8 +107,10 @@ class FullyShardedTensorParallel(FullyShardedDataParallel):
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward: give each shard its average gradient."""
+        last = self.in_flight
+        is_new = last is not None and last.reduction is not None  # not in a second call
         super().finish_gradient_synchronization()
-        if self.sequence_parallel:
+        if self.sequence_parallel and is_new:
             self.all_reduce_replicated_gradients()
 
     def all_reduce_replicated_gradients(self) -> None:
