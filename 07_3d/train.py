@@ -16,8 +16,8 @@ unchanged are beside this file, in tensor_parallel.py and pipeline.py.
     P parameters, of which a rank has Q, about P / (pp tp), in l layers; m micro-batches per step
     H = micro-batch x seq x d_model; e = 1 with the embedding, and 1 more with the LM head
 
-    memory per rank   4 Q + 12 Q / dp bytes, and until the gradients are reduced 4 Q more; 06's
-                      activations for 1 / dp of the batch, sharded as in 05
+    memory per rank   4 Q + 12 Q / dp bytes, and until the gradients are reduced 8 Q + 8 Q / dp;
+                      06's activations for 1 / dp of the batch, sharded as in 05
     sent per step     over dp: reduce-scatter Q + all-gather Q
                       over tp: all-reduces of m (4 l + e) H elements, and 05's for the loss
                       over pp: m H per boundary and direction (--sequence-parallel: m H / tp)
@@ -117,8 +117,7 @@ def build_mesh(pp: int, dp: int, tp: int, timeout: float, device: torch.device) 
 
 
 def message_shape(tokens: Tensor, d_model: int, sequence_shards: int) -> tuple[int, int, int]:
-    """The shape of what stages send, hidden states or their gradients, between ranks that have the
-    same coordinates on dp and tp: with sequence parallelism the same part of each sequence."""
+    """The shape of the hidden states, or their gradients, that pipeline stages exchange."""
     batch, seq = tokens.shape
     return batch, seq // sequence_shards, d_model
 
@@ -140,8 +139,7 @@ class DistributedOptimizer:
     """ZeRO-1 over `group`: an element-wise optimizer of this rank's shard of its parameters.
 
     After the pipeline has run come `reduce_scatter_gradients()`, `clip_grad_norm_()`, `step()` and
-    `zero_grad()`. As 03, in a single bucket and without overlap: little could be hidden, since
-    gradients are complete only in the backward of the last micro-batch.
+    `zero_grad()`. As 03's ZeRO-1, in a single bucket and without overlap.
 
     full: [dp * length], padded; the parameters are views into it. shard: [length], the part of
     `full` that `optimizer` updates.
@@ -156,8 +154,8 @@ class DistributedOptimizer:
     ):
         self.group = group
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not self.params:
-            raise ValueError("a rank needs parameters that train")
+        if len({p.dtype for p in self.params.values()}) != 1:  # `cat` would convert them
+            raise ValueError("a rank needs parameters that train, all of one dtype")
         flat = torch.cat([p.detach().flatten() for p in self.params.values()])
         self.owned, self.padding = owned_by(len(flat), group)
         self.full = F.pad(flat, (0, self.padding))
@@ -174,10 +172,9 @@ class DistributedOptimizer:
             raise RuntimeError(f"no gradient: {', '.join(missing)}")
         grads = [p.grad.flatten() for p in self.params.values()]
         flat = torch.cat([*grads, self.full.new_zeros(self.padding)]).div_(self.group.size())
+        self.zero_grad()
         self.shard.grad = torch.empty_like(self.shard)  # a view would keep `flat` alive
         reduce_scatter_single(self.shard.grad, flat, group=self.group)
-        for param in self.params.values():
-            param.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
         """What the shard has of each parameter's gradient: a view, which may be empty."""
@@ -194,8 +191,10 @@ class DistributedOptimizer:
         all_gather_single(self.full, self.shard.detach(), group=self.group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the shard's gradient to None, whatever `set_to_none` is: no other is left."""
+        """Set all gradients to None, whatever `set_to_none` is."""
         self.optimizer.zero_grad()
+        for param in self.params.values():  # else the next backward adds to this step's gradient
+            param.grad = None
 
 
 # ---- clipping: one norm for the whole model ----
@@ -207,9 +206,10 @@ def clip_grad_norm_(
     """Scale the gradients to at most this global norm; returns the norm before clipping."""
     dims, grads = shard_dims_of(model), optimizer.gradients()
     sharded = [grad for name, grad in grads.items() if name in dims]
+    replicated = [grad for name, grad in grads.items() if name not in dims]
     # Every parameter counts once. Squares of gradients that are sharded over `tp` add up over it,
     # and replicated ones are equal there. The squares of all shards add up over `dp` and `pp`.
-    norm = global_norm(grad for name, grad in grads.items() if name not in dims)
+    norm = global_norm(replicated).to(optimizer.shard.device)  # of no gradients it is on the CPU
     squares = norm.square()
     if sharded:  # with tp = 1, nothing is
         squares = squares + all_reduce_control(global_norm(sharded).square(), group=mesh.tp)
@@ -230,7 +230,7 @@ def training_state(model: nn.Module, optimizer: DistributedOptimizer, tp: Proces
     dims, shapes = shard_dims_of(model), {name: p.shape for name, p in optimizer.params.items()}
     tensors = tensors_of(optimizer.optimizer, optimizer.shard)
     state = state_of_flat_tensors(tensors, shapes, optimizer.owned.start, dims, tp)
-    # every rank loads all of its parameters, not only its shard of them
+    # parameters are loaded in full, not only their shard
     return state | state_of_flat_tensors({"model": optimizer.full}, shapes, 0, dims, tp)
 
 
@@ -305,7 +305,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if args.sequence_parallel and args.tp > 1:
             all_reduce_replicated_gradients(model, tp)
         optimizer.reduce_scatter_gradients()
-        # losses are zeros but on the last stage, where the ranks of tp have the same ones
+        # losses are zeros except on the last pipeline stage, where they are equal over tp
         loss = all_reduce_control(losses.mean()) / (args.dp * args.tp)
         grad_norm = clip_grad_norm_(model, optimizer, args.max_norm, mesh)
         optimizer.step()

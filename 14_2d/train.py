@@ -9,9 +9,9 @@ buffer over nodes (`shard`), which exchange parameters and gradients while they 
 
 The technique of 04 is in `fsdp.py` beside this file, and that of 05 in `tensor_parallel.py`.
 
-New since stages 04 and 05: the mesh; the initial values of a shard of a shard; gradients of norms,
-which are replicated over `tp`, and lie between those of matrices; a global norm that counts every
-parameter once; checkpoints.
+New since stages 04 and 05: the mesh; the initial values of a shard of a shard, and its place in a
+checkpoint; gradients of norms, which are replicated over `tp` and lie between those of matrices; a
+global norm that counts every parameter once.
 
     Q parameters that a rank has after tensor parallelism: 1 / tp of each matrix, and the norms; E
     of them in the embedding, O in the output; S ranks that shard, m micro-batches per step; float32
@@ -19,7 +19,7 @@ parameter once; checkpoints.
     memory per rank, bytes              16 Q / S, and 04's unsharded units, now 1 / tp as large
     communication per step, elements
         over shard                      reduce-scatter m Q + all-gather m (2 Q - E - O)
-        over tp                         as 05; --sequence-parallel: its norms' gradients only / S
+        over tp                         as 05, but 1 / S of the norms' gradients
         over replicate                  all-reduce Q / S
 
     Backward gathers the layers again. The output stays unsharded from forward to backward, where
@@ -91,7 +91,7 @@ from common.job.run import Run
 
 
 class FullyShardedTensorParallel(FullyShardedDataParallel):
-    """Shard a module over `shard`, as 04 does, whose matrices 05 has sharded over `tp`.
+    """04's FSDP over `shard`, of a module whose matrices 05 has sharded over `tp`.
 
     The contract is 04's. Ranks of a tp group get the same batches.
     """
@@ -108,8 +108,10 @@ class FullyShardedTensorParallel(FullyShardedDataParallel):
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward: give each shard its average gradient."""
+        last = self.in_flight
+        is_new = last is not None and last.reduction is not None  # not in a second call
         super().finish_gradient_synchronization()
-        if self.sequence_parallel:
+        if self.sequence_parallel and is_new:
             self.all_reduce_replicated_gradients()
 
     def all_reduce_replicated_gradients(self) -> None:
@@ -138,7 +140,7 @@ class FullyShardedTensorParallel(FullyShardedDataParallel):
         return norm
 
     def gradients_of(self, sharded: bool) -> list[Tensor]:
-        """Views of this rank's gradients, of the parameters that are sharded over tp or of the
+        """Views of this rank's gradients of the parameters that are sharded over `tp`, or of the
         others: norms. One view per unit is empty, since a rank may own no part of such parameters.
         """
         views = []
@@ -170,8 +172,8 @@ def initial_shard_of_shard(
     shapes: dict[str, torch.Size],
     owned: slice,
 ) -> Tensor:
-    """A `read_shard`: the elements `owned` of a unit's flat buffer, which holds this rank's shards
-    over `group` of the initial values. shapes, dims: of these shards, by the full names."""
+    """The `read_shard` of a unit: draw its parameters, lay this rank's shards of them over `group`
+    side by side, and return the range `owned`. shapes, dims: of these shards, by the full names."""
     flat = []
     for name, (*shape,) in shapes.items():  # drawn in full, one by one
         dim = dims.get(name)

@@ -10,6 +10,30 @@ from harness import load_stage
 from torch import nn
 
 
+def gradients_after_each_finish() -> list[torch.Tensor]:
+    stage = load_stage("14")
+    mesh, layers = stage.build_mesh(1, 1, 2, 60), layers_of_05(stage)
+    torch.manual_seed(0)
+    region = layers.SequenceParallelRegion(mesh.tp)
+    matrix = layers.ColumnParallelLinear(nn.Linear(8, 16, bias=False), region)
+    unit = nn.Sequential(nn.RMSNorm(8), matrix)
+    model = stage.FullyShardedTensorParallel(nn.Sequential(unit), [unit], mesh)
+    (shard,) = model.parameters()
+    found = []
+    for finishes in (1, 2):
+        model(torch.ones(1, 2, 8)).sum().backward()
+        for _ in range(finishes):
+            model.finish_gradient_synchronization()
+        found.append(shard.grad)
+        shard.grad = None
+    return found
+
+
+def test_a_second_finish_in_a_step_sums_nothing_again(pools):
+    for once, twice in pools(2).run(gradients_after_each_finish):
+        assert torch.equal(once, twice) and once[:8].any()
+
+
 def mistakes() -> None:
     stage, world = load_stage("14"), dist.group.WORLD
     with pytest.raises(ValueError, match=r"a mesh of \(1, 1, 1\) ranks does not have 2"):

@@ -95,6 +95,7 @@ def fsdp_and_tensor(ranks: int) -> dict[str, float]:
 def interleaved_mesh(ranks: int, pp: int) -> float:
     """14: seconds of the same step with tp = 8 and an interleaved pipeline of two stages per rank,
     by 07's formulas."""
+    assert 40 % (2 * pp) == 0, "all of its stages have as many layers"
     found, m = fsdp_and_tensor(ranks), 512 * 8 * pp / ranks
     parameters = 40 * 12 * 5120**2 + 2 * 33_280 * 5120
     over_dp = 2 * 4 * parameters / (8 * pp) / CARD
@@ -479,8 +480,8 @@ STATED = {
             rf"^\| {tp} \| {pp} \| \d+ \| \d+ \| ([\d.]+) ": (peak_in_07, tp, pp)
             for tp, pp in LAYOUTS
         },
-        r"^\| 04[^|]* \| ([\d.]+) \| ([\d.]+) \|$": (planned, "04", 512),
-        r"^\| 07[^|]* \| ([\d.]+) \| ([\d.]+) \|$": (planned_in_07,),
+        r"and ([\d.]+) GB in 04, which .* and ([\d.]+) GB in 04\.": (planned, "04", 512),
+        r"a peak of ([\d.]+) GB per rank, .* A step sends ([\d.]+) GB": (planned_in_07,),
         r"half of dp's (\d+) ms is": [1e3 * mesh(8, 4)[2]],
         r"2/3 · c/m = (\d+) ms": [1e3 * 2 / 3 * mesh(8, 4)[0] / 3],
         r"layer computes for ([\d.]+) ms, while .*? takes ([\d.]+) ms": [FORWARD, GATHER],
@@ -643,9 +644,9 @@ STATED = {
         r"A rank's peak is ([\d.]+) GB": (peak_in_14,),
         r"last reductions, about (\d+) ms": [1e3 * NODES_1024["ends"]],
         r"That is ([\d,]+) tokens, and ([\d,]+) in backward": [F / CARD, 1.5 * F / CARD],
-        r"waits: a step takes ([\d.]+) s\. .* eight takes ([\d.]+) s": [
+        r"waits: a step takes ([\d.]+) s\. .* four takes ([\d.]+) s": [
             fsdp_and_tensor(4096)["step"],
-            interleaved_mesh(4096, 8),
+            interleaved_mesh(4096, 4),
         ],
     },
     "15": {

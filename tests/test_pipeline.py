@@ -240,6 +240,10 @@ def sharded_optimizer(pp: int, dp: int) -> tuple:
 def norm_and_weights(pp: int, dp: int) -> list:
     """The norm of gradients of ones on each pipeline stage, and the weights after a step."""
     stage, mesh, model, optimizer = sharded_optimizer(pp, dp)
+    for p in optimizer.params.values():
+        p.grad = torch.ones_like(p)
+    optimizer.zero_grad()  # of a step that the loop skips
+    assert all(p.grad is None for p in model.parameters())
     for p in optimizer.params.values():  # on average over dp, ones
         p.grad = torch.full_like(p, 2 * mesh.dp.rank() / (dp - 1) if dp > 1 else 1.0)
     optimizer.reduce_scatter_gradients()
@@ -273,11 +277,13 @@ def misuse_of_the_optimizer() -> None:
     stage, mesh, model, optimizer = sharded_optimizer(1, 2)
     with pytest.raises(RuntimeError, match="no gradient: 0.weight, 1.weight, 1.bias"):
         optimizer.reduce_scatter_gradients()
-    with pytest.raises(ValueError, match="parameters that train"):
-        stage.DistributedOptimizer(model.requires_grad_(False), torch.optim.AdamW, mesh.dp)
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    for wrong in (frozen, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).half())):
+        with pytest.raises(ValueError, match="parameters that train, all of one dtype"):
+            stage.DistributedOptimizer(wrong, torch.optim.AdamW, mesh.dp)
 
 
-def test_a_missing_gradient_and_a_rank_that_does_not_train_are_errors(pools):
+def test_a_missing_gradient_and_parameters_that_it_cannot_take_are_errors(pools):
     pools(2).run(misuse_of_the_optimizer)
 
 
