@@ -106,7 +106,7 @@ class SpeculativeAdamW:
         beta1, beta2 = adamw_settings.pop("betas")
         defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
         self.param_groups = [defaults | adamw_settings | {"beta1": beta1, "beta2": beta2}]
-        self.step_settings: dict = {}  # arguments of `adamw` in this step
+        self.step_settings: dict = {}  # arguments of `adamw` in this step, once it has begun
         self.folder, self.n_micro_batches = folder, n_micro_batches
         self.may_speculate = speculates  # in any step
         self.speculates_now = speculates  # in this step
@@ -115,12 +115,11 @@ class SpeculativeAdamW:
         self.n_summed: Counter[StateFile] = Counter()  # micro-batches in the file's gradient
         self.norms: dict[StateFile, Tensor] = {}  # of complete gradients, per 1,024 elements
         self.n_redone_steps = 0
-        self.threads = ThreadPoolExecutor(6)
+        self.threads = ThreadPoolExecutor(6)  # for three jobs, and three units' reads
         self.jobs: dict[StateFile, Future] = {}  # the oldest first
         self.traffic: Counter[str] = Counter()  # MB moved, by the metric's name
         self.counting = threading.Lock()
-        # `Unit.shard`, without elements: `Gather` needs an input that requires grad. Its version
-        # counts steps, so that a backward through an older graph is an error
+        # `Unit.shard`; its version counts steps: a backward through an older graph is an error
         self.shard = nn.Parameter(torch.empty(0))
         self.state = {self.shard: {"step": torch.tensor(0.0)}}  # all else is in the files
         # one stream for all copies to and from a GPU: each stream has a memory pool of its own
@@ -130,7 +129,6 @@ class SpeculativeAdamW:
         """In a thread: add a micro-batch's gradient. After the last one, update the unit.
 
         ready: on a GPU, when `average` is."""
-        self.step_settings = self.step_settings or dict(self.param_groups[0])
         gradient = file.empty(1)
         if ready is not None:
             ready.synchronize()
@@ -187,13 +185,16 @@ class SpeculativeAdamW:
     def start(self, file: StateFile, function: Callable, *args) -> None:
         """Start function(file, ...) in a thread. At most one job per file and three in total are in
         flight: with a slow disk, more would fill the memory with buffers."""
+        self.step_settings = self.step_settings or dict(self.param_groups[0])
         self.wait(at_most=0 if file in self.jobs else 2)
         self.jobs[file] = self.threads.submit(function, file, *args)
 
     def wait(self, at_most: int = 0) -> None:
         """Wait until at most so many of the jobs are in flight. Raises what a job has raised."""
         while len(self.jobs) > at_most:
-            self.jobs.pop(next(iter(self.jobs))).result()
+            oldest = next(iter(self.jobs))
+            self.jobs[oldest].result()  # a failed job stays, so that every later step fails, too
+            del self.jobs[oldest]
 
 
 PAGE = 1024  # float32 elements, 4,096 bytes

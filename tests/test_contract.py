@@ -405,7 +405,10 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "gradients clipped in flight": ("backward clip finish", {AT_THE_END: "not as it was left"}),
     "second backward": ("backward backward", {AT_THE_END: "no_sync"}),
     "no_sync too late": ("backward backward+", {AT_THE_END: "no_sync"}),
-    "failed backward": (loop(failed_backward), {(*REPLICAS, *FSDP): "restart the run"}),
+    "failed backward": (
+        loop(failed_backward),
+        {(*REPLICAS, *FSDP): "restart the run", SSD: "not 1 backward"},
+    ),
     "an old graph": (loop(old_graph), STALE),
     "an input's gradient by an old graph": (loop(partial(old_graph, of_input=True)), STALE),
     "a loss of a kept tensor alone": (loop(kept_tensor_alone), UNUSED),

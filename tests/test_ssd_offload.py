@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import threading
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from unittest.mock import patch
@@ -220,6 +221,32 @@ def test_a_disk_that_fills_up_in_a_step_ends_the_run_and_is_named(fresh_pool, ar
     argv = [*argv, "--offload-dir", str(tmp_path)]
     (full,) = fresh_pool(1).attempt(train_on_a_full_disk, "pwritev", argv, 40)
     assert f"OSError: [Errno 28] No space left on device: '{tmp_path}'" in full.traceback
+
+
+def steps_after_a_failed_update(folder: Path) -> int:
+    """An update cannot be written; returns how many optimizer steps have succeeded since."""
+    stage, calls, write, succeeded = load_stage("12"), count(), os.pwritev, 0
+    linear = torch.nn.Linear(4, 4)
+    optimizer = stage.SpeculativeAdamW(folder, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    model = stage.FullyShardedDataParallel(torch.nn.Sequential(linear), [linear], optimizer)
+
+    def full_once(*args):
+        if next(calls) == 1:  # the first writes the gradient
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*args)
+
+    with patch.object(os, "pwritev", full_once):
+        model(torch.ones(1, 4)).sum().backward()
+        model.finish_gradient_synchronization()
+        for _ in range(2):
+            with suppress(OSError):
+                optimizer.step()
+                succeeded += 1
+    return succeeded
+
+
+def test_after_a_failed_update_no_step_succeeds(pools, tmp_path):
+    assert pools(1).run(steps_after_a_failed_update, tmp_path) == [0]
 
 
 def test_a_folder_that_cannot_be_is_an_error_in_one_line(pools, argv, tmp_path):
