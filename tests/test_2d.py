@@ -5,9 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import load_stage
 from torch import nn
+
+
+def layers_of_05(stage) -> SimpleNamespace:
+    """The definitions of the file beside 14's script."""
+    return SimpleNamespace(**stage.tensor_parallel.__globals__)
 
 
 def gradients_after_each_finish() -> list[torch.Tensor]:
@@ -38,8 +44,7 @@ def mistakes() -> None:
     stage, world = load_stage("14"), dist.group.WORLD
     with pytest.raises(ValueError, match=r"a mesh of \(1, 1, 1\) ranks does not have 2"):
         stage.build_mesh(1, 1, 1, 60)
-    mesh = stage.build_mesh(1, 2, 1, 60)
-    layers = SimpleNamespace(**stage.tensor_parallel.__globals__)  # of the file beside the script
+    mesh, layers = stage.build_mesh(1, 2, 1, 60), layers_of_05(stage)
     region = layers.TensorParallelRegion(world)
     matrix = layers.ColumnParallelLinear(nn.Linear(8, 16, bias=False), region)
     with pytest.raises(ValueError, match="another group than mesh.tp"):
