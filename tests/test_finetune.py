@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -637,8 +638,13 @@ def test_data_are_prepared_again_if_code_or_a_file_of_the_tokenizer_changes(mode
     (folder / "chat_template.jinja").unlink()
     with patch("common.job.prepared_instructions.documents_of") as called:
         assert load().digest == first.digest and not called.called
-        with patch("common.job.prepared_instructions.version", lambda _: "0"):
+        with patch("common.instructions.__file__", __file__):  # other code
             pytest.raises(SystemExit, load)  # there are no documents, but it asked for them
+        for library in ("transformers", "tokenizers"):
+            changed = {each: version(each) for each in ("transformers", "tokenizers")}
+            changed[library] = "another one"
+            with patch("common.job.prepared_instructions.version", changed.get):
+                pytest.raises(SystemExit, load)
     assert called.called
 
 
