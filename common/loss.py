@@ -23,7 +23,9 @@ def forbid_create_graph(backward: Callable) -> Callable:
 def in_autocast_dtype(x: Tensor) -> Tensor:
     """Cast x as autocast does for a matmul: autograd functions have to do it themselves."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x  # autocast leaves other dtypes, too
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -290,6 +290,10 @@ def derivatives_and_dtypes() -> None:
     for dtype in (torch.float16, torch.complex64, torch.int32):  # in f alone
         with pytest.raises(ValueError, match=str(dtype).removeprefix("torch.")):
             column(x.detach().to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):  # which casts neither of them
+        for dtype in (torch.complex64, torch.int32):
+            with pytest.raises(ValueError, match=str(dtype).removeprefix("torch.")):
+                column(x.detach().to(dtype))
 
 
 def test_second_derivatives_and_float16_are_errors(pools):
