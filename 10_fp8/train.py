@@ -194,7 +194,7 @@ def scaled_matmul(a: Float8, b: Float8, dtype: torch.dtype, use_fast_accum: bool
     use_fast_accum: on Hopper, leave the sums in the tensor cores, in less than float32 precision.
     Without it they are moved to float32 registers at intervals, which is slower.
     """
-    # rowwise on a GPU in bfloat16: PyTorch 2.13 has float32 for Hopper alone, from CUDA 12.9 on
+    # rowwise on a GPU it is bfloat16: for float32, PyTorch 2.13 needs a Hopper GPU and CUDA 12.9
     writes_float32 = a.scaling == ScalingType.TensorWise or not a.numbers.is_cuda
     return F.scaled_mm(
         # float8 tensor cores read both operands along k, so a transposed operand has to be copied
