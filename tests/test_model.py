@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -242,21 +241,6 @@ def test_chunked_loss_never_materializes_the_logits():
 
 
 # ---- units ----
-
-
-@pytest.mark.parametrize("bounds", [[0, 1, 2, 3, 4, 5], [0, 2, 5], [0, 4, 5]], ids=str)
-def test_layers_built_separately_compose_to_the_full_model(bounds):
-    config = replace(CONFIG, dropout=0.3)
-    full, x, targets = built(config), tokens_of(), tokens_of(seed=1)
-    keys = sample_keys(1, 5, torch.arange(3))
-    expected, names = full(x, targets, keys), [n for n, _ in full.named_parameters()]
-    partition = [range(*ends) for ends in pairwise(bounds)]
-    parts = [built(config, units=units) for units in partition]
-    for part in parts:
-        x = part(x, targets if part.output is not None else None, keys)
-    assert torch.equal(x, expected)
-    assert [n for part in parts for n, _ in part.named_parameters()] == names
-    assert [len(part.units()) for part in parts] == [len(units) for units in partition]
 
 
 def test_initial_weights_do_not_depend_on_which_layers_are_built_or_their_order():
