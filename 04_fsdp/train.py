@@ -343,7 +343,7 @@ class Gather(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
         ctx.unit.fsdp.leave(ctx.unit, grads)  # starts the reduce-scatter
-        return None, None  # the gradient comes later: `finish_reduction` adds it to `average`
+        return None, None  # the gradient comes later, from `finish_reduction`
 
 
 # ------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ class SpeculativeAdamW:
         self.update(file, file.read(GRADIENT).mul_(scale))
 
     def step(self, max_norm: float = float("inf")) -> Tensor:
-        """Validate the updates, and switch the slots. Returns the gradients' norm, unclipped."""
+        """Validate the updates, and switch the slots. Returns the norm before clipping."""
         self.wait()
         wrong = [file.name for file in self.files if self.n_summed[file] != self.n_micro_batches]
         if wrong:
@@ -493,7 +493,7 @@ class Gather(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
         """Autograd calls it when it has all gradients of the unit."""
         ctx.unit.fsdp.leave(ctx.unit, grads)  # starts the reduce-scatter
-        return None, None  # `finish_reduction` gives the gradient to the optimizer
+        return None, None  # the gradient comes later, from `finish_reduction`
 
 
 # ------------------------------------------------------------------------------------------------
