@@ -371,7 +371,10 @@ def test_the_same_command_again_continues_and_loses_no_line(pools, saved_run, tm
 def load_board(folder: Path, tag: str) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    return [(e.step, e.value) for e in EventAccumulator(str(folder)).Reload().Scalars(tag)]
+    # by itself TensorBoard sorts files of one second by name, in which a 10 comes before a 9
+    files = sorted(folder.glob("events.*"), key=lambda path: path.stat().st_mtime_ns)
+    events = [EventAccumulator(str(path)).Reload().Scalars(tag) for path in files]
+    return [(each.step, each.value) for of_file in events for each in of_file]
 
 
 def notes_of_resuming(pools, argv: list, run_dir: Path) -> list[str]:
