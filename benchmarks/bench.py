@@ -22,6 +22,7 @@ import platform
 import re
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
@@ -239,23 +240,23 @@ def run_rows(args: argparse.Namespace, deadline: float) -> tuple[list[Result], l
         key=lambda job: job[0],
     )
     print(f"{len(jobs)} measurements, in at most {args.minutes:g} minutes (--minutes)\n{HEAD}")
-    results, late, pool = [], [], Pool(0)
+    results, late = [], []
     for i, (size, name, shape) in enumerate(jobs):
         left = deadline - time.monotonic()
         if sys.stderr.isatty():
             progress = f"{i + 1} of {len(jobs)}: {name} ({shape}), {left / 60:.0f} minutes left"
             print(f"{progress}\r", end="", file=sys.stderr, flush=True)
-        if size != pool.size:
-            pool.close()
-            pool = Pool(size, backend=BACKEND)
         job = measure, name, shape, args.pairs, left / (len(jobs) - i), left
-        result = pool.run(*job, timeout=3600)[0] if left > 0 else None
+        result = None
+        if left > 0:
+            # new processes, because PyTorch's caches would keep the groups of another row's mesh
+            with closing(Pool(size, backend=BACKEND)) as pool:
+                result = pool.run(*job, timeout=3600)[0]
         if result is None:
             late.append(f"{name} ({shape}, {size} ranks)")
         else:
             results.append(result)
             print(line_of(result), flush=True)
-    pool.close()
     return results, late
 
 
