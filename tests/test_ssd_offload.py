@@ -9,7 +9,8 @@ import os
 import signal
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from itertools import count
 from pathlib import Path
 from unittest.mock import patch
@@ -18,6 +19,7 @@ import chaos
 import pytest
 import torch
 from harness import assert_same_curve, process_bytes, train
+from torch import nn
 
 from common.job.launch import rank
 from tools.stages import load_stage
@@ -25,6 +27,7 @@ from tools.stages import load_stage
 pytestmark = pytest.mark.slow
 
 SHAPE = "--d-model 32 --n-layers 3 --n-heads 4 --seq-len 16 --global-batch-size 24 --dropout 0.1"
+ADAMW = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}
 TINY = f"{SHAPE} --log-every 1 --steps 8 --eval-every 4".split()
 
 
@@ -152,17 +155,21 @@ def test_a_killed_rank_leaves_nothing_on_the_disk(fresh_pool, argv, tmp_path, ha
     assert os.listdir(folder) == []
 
 
+def sharded(folder: Path, units: list[nn.Module]) -> tuple:
+    """A wrapped module of these units, and its optimizer."""
+    stage = load_stage("12")
+    optimizer = stage.SpeculativeAdamW(folder, **ADAMW)
+    return stage.FullyShardedDataParallel(nn.Sequential(*units), units, optimizer), optimizer
+
+
 def outputs_of_two(folder: Path) -> list[torch.Tensor]:
     """Train two models side by side, with files in one folder."""
-    stage, models, outputs = load_stage("12"), [], []
-    x = torch.ones(1, 4)
+    models, outputs, x = [], [], torch.ones(1, 4)
     for seed in range(2):
         torch.manual_seed(seed)
-        units = [torch.nn.Linear(4, 4) for _ in range(3)]
-        optimizer = stage.SpeculativeAdamW(folder, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
-        sync = stage.FullyShardedDataParallel(torch.nn.Sequential(*units), units, optimizer)
-        assert optimizer.traffic == {"ssd_written_mb": pytest.approx(3 * 0.004096)}  # parameters
-        models.append((sync, optimizer))
+        models.append(sharded(folder, [nn.Linear(4, 4) for _ in range(3)]))
+        parameters = {"ssd_written_mb": pytest.approx(3 * 0.004096)}
+        assert models[-1][1].traffic == parameters
     for _ in range(3):
         for model, optimizer in models:
             model(x).sum().backward()
@@ -170,11 +177,11 @@ def outputs_of_two(folder: Path) -> list[torch.Tensor]:
             optimizer.step(1.0)
     for seed, (model, _) in enumerate(models):
         torch.manual_seed(seed)
-        plain = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
-        adamw = torch.optim.AdamW(plain.parameters(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+        plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        adamw = torch.optim.AdamW(plain.parameters(), **ADAMW)
         for _ in range(3):
             plain(x).sum().backward()
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
             adamw.step()
             adamw.zero_grad()
         with torch.no_grad():
@@ -191,16 +198,20 @@ def test_two_runs_share_a_folder_and_write_only_parameters_at_the_start(pools, t
 # ---- disks and numbers that fail ----
 
 
-def train_on_a_full_disk(name: str, argv: list[str], after: int = 0) -> list[dict]:
-    """Train while this function of `os` finds the disk full, after so many calls."""
+def full_disk(name: str, fails: Callable[[int], bool]) -> AbstractContextManager:
+    """In it this function of `os` finds the disk full in the calls whose number `fails`."""
     calls, own = count(), getattr(os, name)
 
     def full(*args):
-        if next(calls) >= after:
+        if fails(next(calls)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return own(*args)
 
-    with patch.object(os, name, full):
+    return patch.object(os, name, full)
+
+
+def train_on_a_full_disk(name: str, argv: list[str], after: int = 0) -> list[dict]:
+    with full_disk(name, lambda call: call >= after):
         return train("12", argv)
 
 
@@ -225,17 +236,8 @@ def test_a_disk_that_fills_up_in_a_step_ends_the_run_and_is_named(fresh_pool, ar
 
 def steps_after_a_failed_update(folder: Path) -> int:
     """An update cannot be written; returns how many optimizer steps have succeeded since."""
-    stage, calls, write, succeeded = load_stage("12"), count(), os.pwritev, 0
-    linear = torch.nn.Linear(4, 4)
-    optimizer = stage.SpeculativeAdamW(folder, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
-    model = stage.FullyShardedDataParallel(torch.nn.Sequential(linear), [linear], optimizer)
-
-    def full_once(*args):
-        if next(calls) == 1:  # the first writes the gradient
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(*args)
-
-    with patch.object(os, "pwritev", full_once):
+    (model, optimizer), succeeded = sharded(folder, [nn.Linear(4, 4)]), 0
+    with full_disk("pwritev", lambda call: call == 1):  # the first one writes the gradient
         model(torch.ones(1, 4)).sum().backward()
         model.finish_gradient_synchronization()
         for _ in range(2):
