@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -243,6 +244,8 @@ def run(
         ):
             enter(each)
         enter(contextlib.redirect_stdout(None))
+        enter(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer")  # a guard compares them
         stage = enter(fake_stage(number, ranks, rank, argv, vocabulary, exchange, Run=TwoSteps))
         # shards on the CPU have a thread of their own in backward, and fake tensors allow only one
         enter(torch.autograd.set_multithreading_enabled(False))
