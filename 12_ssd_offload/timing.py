@@ -158,6 +158,7 @@ def main() -> None:
     print("| pair | ratio (95 % interval) | seconds per step | pairs |\n| --- | --- | --- | --- |")
     for pair in PAIRS:
         if args.only in pair or (args.only is None and "mapped" not in pair):
+            args.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
                 print(measure(pair, Path(folder), args.n_layers), flush=True)
 
