@@ -175,7 +175,8 @@ def test_two_processes_cannot_write_to_one_run_folder(monkeypatch, pools, tmp_pa
     folder, pool = str(tmp_path / "run"), pools(1, group=False)
     step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
     environment(monkeypatch, step)
-    _, lock, _ = claim(folder, tmp_path, [])
+    _, lock, who = claim(folder, tmp_path, [])
+    assert who == "an unknown process"  # the folder is new, or its launch.json was lost
     for variables in ({}, step):  # of no job, or of an equal step on the same host
         (ended,) = pool.attempt(partial(write_there, folder, **variables))
         assert f"writes to {folder} (process {os.getpid()} on " in ended.traceback

@@ -341,6 +341,7 @@ def test_a_run_changes_nothing_in_the_folder_of_another_one(
     (ended,) = pools(1).attempt_train(stage, [*argv, *flags, "--run-dir", str(run)])
     assert ended.exit_status == 2 and ended.stderr.count("\n") == 1, ended
     assert str(run) in ended.stderr and says.format(run=run, saved=saved) in ended.stderr
+    assert "cannot write" not in ended.stderr  # it could, and does not
     assert files_in(run) == before
 
 

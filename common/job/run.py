@@ -111,14 +111,14 @@ class Run:
 
     def _of_rank_0(self, name: str, function: Callable, *args):
         """What `function` returns on rank 0. An OSError there ends the run on all ranks: it cannot
-        write where the argument `name` says."""
+        or, without an errno, must not write where the argument `name` says."""
         answer = [None, None]  # its value, an error
         if rank() == 0:
             try:
                 answer[0] = function(*args)
             except OSError as found:
                 where = f"--{name.replace('_', '-')} {getattr(self.args, name) or 'runs'}"
-                answer[1] = f"{where}: cannot write there: {found}"
+                answer[1] = f"{where}: {'cannot write there: ' if found.errno else ''}{found}"
         if self._group is not None:
             dist.broadcast_object_list(answer, src=0, group=self._group)
         value, error = answer
