@@ -1,20 +1,20 @@
-"""Two rooms. What a reader needs, in reading order; no file of it imports one of job/:
+"""Two rooms. What a reader needs, in reading order; none of these files imports one of job/:
 
 model.py               the transformer as a list of units
 loss.py                cross-entropy in chunks, without the full logits in memory
 counter_rng.py         stateless randomness: seeds from names, dropout masks from counters
 batches.py             batches as functions of (seed, step)
 optimization.py        AdamW's settings, the learning-rate schedule, clipping
-distributed.py         the ranks: joining the others, groups along a mesh, printing and saving once
+distributed.py         the ranks: joining the others, groups along a mesh, printing once
 collectives.py         PyTorch's collectives, a ledger of their bytes, buckets, the global norm
 shards.py              what a rank has of each tensor of a checkpoint
-flat_shards.py         for 03, 04, 07 and 12 to 14: the same of a flat parameter's tensors
-guards.py              what breaks the contract of a wrapper is an error, seen from outside
+flat_shards.py         for 03, 04, 07 and 12 to 14: the same where a rank owns a flat slice
+guards.py              for 02 to 04 and 12 to 15: errors for loops that misuse a wrapper
 module_checks.py       for 05, 06 and 10: what is checked of a module that is replaced
 unit_parameters.py     for 03, 04 and 12 to 15: a model's units and parameters, and their checks
 llama.py               for 13 and 15: models with the parameter names of Hugging Face
-instructions.py        its texts as documents: tokens, and which of them are answers
-weight_files.py        its files: where the values of a tensor are
+instructions.py        for 13 and 15: texts as documents: tokens, and which of them are answers
+weight_files.py        for 13 and 15: Hugging Face's files, and where a tensor's values are
 
 What a job needs, in job/, with no lesson in it:
 
@@ -29,5 +29,5 @@ checkpoint.py          saving and loading, in the format of torch.distributed.ch
 checkpoint_hooks.py    what that calls: atomic commits, checksums, loading that runs no code
 atomic_files.py        files that are complete or absent, on disks and file systems that fail
 prepared_instructions.py   for 13 and 15: files of instructions, prepared once as tokens
-finetuning.py          for both: flags, what they name, the folder that is written
+finetuning.py          for 13 and 15: flags, what they name, the folder that is written
 """

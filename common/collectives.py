@@ -82,25 +82,26 @@ def _is_gloo(tensor: Tensor, group: Group) -> bool:
     return f"{tensor.device.type}:gloo" in dist.get_backend_config(group)
 
 
-def _ring(group: Group) -> float:
+def _ring_factor(group: Group) -> float:
+    """The share of a payload that each rank sends when it travels once around the ring."""
     size = dist.get_world_size(group)
     return (size - 1) / size
 
 
 def all_reduce(tensor: Tensor, op=ReduceOp.SUM, group: Group = None, **kwargs) -> Work | None:
-    ledger.record("all_reduce", tensor.nbytes, 2 * _ring(group), group)
+    ledger.record("all_reduce", tensor.nbytes, 2 * _ring_factor(group), group)
     return dist.all_reduce(tensor, op=op, group=group, **kwargs)
 
 
 def all_gather_single(output: Tensor, input: Tensor, group: Group = None, **kwargs) -> Work | None:
-    ledger.record("all_gather_single", output.nbytes, _ring(group), group)
+    ledger.record("all_gather_single", output.nbytes, _ring_factor(group), group)
     return _all_gather_single(output, input, group=group, **kwargs)
 
 
 def reduce_scatter_single(
     output: Tensor, input: Tensor, op=ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    ledger.record("reduce_scatter_single", input.nbytes, _ring(group), group)
+    ledger.record("reduce_scatter_single", input.nbytes, _ring_factor(group), group)
     if op == ReduceOp.SUM and _is_gloo(input, group):
         # Gloo has no reduce-scatter. PyTorch would all-reduce a copy of the full input and keep a
         # slice, which sends twice as much (pytorch/pytorch#118911). Here each rank gets its slice
@@ -115,7 +116,7 @@ def reduce_scatter_single(
 
 @dataclass
 class _WorkWithEnd:
-    """Communication whose `wait` ends with a call of `end`: once, when the bytes have arrived."""
+    """A `Work` that calls `end` once, in the first `wait`, when the bytes have arrived."""
 
     work: Work
     end: Callable[[], object] | None
@@ -124,7 +125,7 @@ class _WorkWithEnd:
         if self.end is not None:
             self.work.wait()
             self.end()
-            self.end = None  # its buffers are freed
+            self.end = None  # frees the buffers that it refers to
 
 
 def all_to_all_single(
@@ -139,15 +140,15 @@ def all_to_all_single(
     size = dist.get_world_size(group)
     receives = output_split_sizes or [len(output) // size] * size
     sends = input_split_sizes or [len(input) // size] * size
-    stays = sends[dist.get_rank(group)] / max(1, len(input))
-    ledger.record("all_to_all_single", input.nbytes, 1 - stays, group)
+    kept = sends[dist.get_rank(group)] / max(1, len(input))
+    ledger.record("all_to_all_single", input.nbytes, 1 - kept, group)
     return dist.all_to_all_single(output, input, receives, sends, group=group, async_op=async_op)
 
 
 def broadcast(tensor: Tensor, src: int | None = None, group: Group = None, **kwargs) -> Work | None:
     if not tensor.is_contiguous():
         raise ValueError("broadcast takes contiguous tensors; Gloo would send other elements")
-    ledger.record("broadcast", tensor.nbytes, _ring(group), group)
+    ledger.record("broadcast", tensor.nbytes, _ring_factor(group), group)
     return dist.broadcast(tensor, src, group=group, **kwargs)
 
 
@@ -155,7 +156,7 @@ def reduce(
     tensor: Tensor, group_dst: int, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Sum into the tensor of the rank `group_dst` of the group; other ranks' are undefined."""
-    ledger.record("reduce", tensor.nbytes, _ring(group), group)
+    ledger.record("reduce", tensor.nbytes, _ring_factor(group), group)
     if not _is_gloo(tensor, group):
         return dist.reduce(tensor, group=group, group_dst=group_dst, async_op=async_op)
     # Gloo's reduce takes about as long as its all-reduce. Here the root gets every rank's tensor.

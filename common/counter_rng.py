@@ -76,20 +76,20 @@ class CounterDropout(nn.Module):
             return x
         seq, features = x.shape[-2:]
         # site and position in one counter: room for a million positions at each of 4096 sites
-        place = position_ids(self.positions or (range(seq),), x.device).to(torch.int32)
-        place += self.site << 20
-        return x * keep_mask(keys, place, features, self.p) / (1.0 - self.p)
+        counters = position_ids(self.positions or (range(seq),), x.device).to(torch.int32)
+        counters += self.site << 20
+        return x * keep_mask(keys, counters, features, self.p) / (1.0 - self.p)
 
 
 # opaque to torch.compile: PyTorch 2.13 miscompiles a full layer's integers for AVX-512
 @torch.library.custom_op("counter_rng::keep_mask", mutates_args=())
-def keep_mask(keys: Tensor, place: Tensor, features: int, p: float) -> Tensor:
-    """[batch, seq, features], True with probability 1 - p. keys: int32 [batch], place: [seq]."""
+def keep_mask(keys: Tensor, counters: Tensor, features: int, p: float) -> Tensor:
+    """[batch, seq, features], True with probability 1 - p. keys: [batch], counters: [seq]."""
     feature = torch.arange(features, dtype=torch.int32, device=keys.device)
-    key = fold_in(keys[:, None], place)  # [batch, seq]
+    key = fold_in(keys[:, None], counters)  # [batch, seq]
     return (fold_in(key[..., None], feature) & 0x7FFFFFFF) >= round(p * 2**31)
 
 
 @keep_mask.register_fake
-def _(keys: Tensor, place: Tensor, features: int, p: float) -> Tensor:
-    return keys.new_empty(len(keys), len(place), features, dtype=torch.bool)
+def _(keys: Tensor, counters: Tensor, features: int, p: float) -> Tensor:
+    return keys.new_empty(len(keys), len(counters), features, dtype=torch.bool)

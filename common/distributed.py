@@ -1,4 +1,4 @@
-"""The ranks: how a process joins the others, and what rank 0 does for all of them.
+"""The ranks: how a process joins the others, groups along a mesh, and printing once.
 
 A script calls `setup` of `common/job/launch.py`: it reads what torchrun, srun or mpirun has set,
 and calls `join`. Everything works without a process group too: one process is rank 0 of 1.
@@ -6,7 +6,6 @@ and calls `join`. Everything works without a process group too: one process is r
 
 import contextlib
 import os
-import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +29,11 @@ class World:
 
 @dataclass(frozen=True)
 class Launch:
-    """torchrun's variables. address: host ("" if unknown) and port of rank 0; None: one process."""
+    """What the launcher's variables say; local: on this node.
+
+    launcher: torchrun, mpirun, srun, or python for one process. address: host ("" if unknown) and
+    port of rank 0; None: one process.
+    """
 
     launcher: str
     rank: int
@@ -70,38 +73,19 @@ def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
 def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> dist.ProcessGroup:
     """This rank's group along one axis of a mesh of all ranks, whose last axis is innermost.
 
-    Every rank calls it, in the same order. (`init_device_mesh` has a time-out of its own.)
+    Every rank calls it, in the same order. (`init_device_mesh` takes no timeout.)
     """
     size, stride = shape[axis], prod(shape[axis + 1 :])
     firsts = (rank for rank in range(prod(shape)) if rank // stride % size == 0)
-    lines = [[first + i * stride for i in range(size)] for first in firsts]
-    return dist.new_subgroups_by_enumeration(lines, timedelta(seconds=timeout), group_desc=name)[0]
+    groups = [[first + i * stride for i in range(size)] for first in firsts]
+    return dist.new_subgroups_by_enumeration(groups, timedelta(seconds=timeout), group_desc=name)[0]
 
 
 def print0(*values: object, **kwargs: object) -> None:
-    if _is_rank_0():
+    """`say` on rank 0 alone."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    if rank == 0:
         say(*values, **kwargs)
-
-
-def save0(state: object, path: str | os.PathLike, group: dist.ProcessGroup | None = None) -> None:
-    """`torch.save` on rank 0, to a file that is complete or absent. All ranks wait for it."""
-    if _is_rank_0():
-        path = Path(os.path.realpath(path))
-        aside = path.with_name(f".writing-{secrets.token_hex(8)}")  # another job may write it too
-        try:
-            with open(aside, "xb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
-    if dist.is_initialized():
-        dist.barrier(group)
-
-
-def _is_rank_0() -> bool:
-    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))) == 0
 
 
 def say(*values: object, **kwargs: object) -> None:

@@ -1,4 +1,4 @@
-"""What a rank has of each tensor in a flat parameter, of which it owns a slice: see shards.py."""
+"""The `Shard`s of shards.py where a rank owns a slice of a flat parameter, made of many tensors."""
 
 from collections.abc import Sequence
 from math import prod
@@ -19,9 +19,10 @@ def state_of_flat_tensors(
 ) -> State:
     """A `Shard` of each tensor in a flat parameter, and of its first and second moments.
 
-    tensors: as `tensors_of` a shard of the flat parameter, which begins at its element `start`.
-    shapes: by name, in the flat parameter's order. A tensor outside of it gets an empty shard.
-    shard_dims, group: as of `training_state`, where the flat parameter is made of such shards.
+    tensors: what `tensors_of` returns for this rank's slice of the flat parameter, which begins at
+    element `start`. shapes: of all tensors in the flat parameter, in order, by name; one outside
+    the slice gets a `Shard` without chunks. shard_dims, group: as for `training_state`, if these
+    tensors are themselves shards.
     """
     state: State = {}
     for kind, flat in tensors.items():
@@ -37,7 +38,7 @@ def state_of_flat_tensors(
 
 
 def shard_of_flat_slice(full_shape: Sequence[int], start: int, flat: Tensor) -> Shard:
-    """`flat` holds the elements from `start` on of the full tensor, flattened row by row.
+    """The `Shard` that owns `flat`: the elements from `start` on of the flattened full tensor.
 
     Of a matrix these are at most three chunks: the end of a row, full rows, the start of one.
     """

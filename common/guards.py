@@ -15,7 +15,7 @@ from weakref import WeakMethod, finalize, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim import optimizer as of_all
+from torch.optim import optimizer as every_optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from common.collectives import forbid_float16_in_graph
@@ -29,8 +29,10 @@ NOT_AS_LEFT = (
     "a gradient is not as it was left: after finish_gradient_synchronization() come step() and "
     "zero_grad(set_to_none=True), nowhere else; after a backward that failed, restart the run"
 )
-GUARDS = WeakTensorKeyDictionary()  # of parameters, which attributes would make unpicklable
-BEFORE = "add, replace, freeze, unfreeze, resize, move or cast parameters before they are wrapped"
+GUARDS = WeakTensorKeyDictionary()  # by parameter: as its attribute it could not be pickled
+NOT_AS_WRAPPED = (
+    "add, replace, freeze, unfreeze, resize, move or cast parameters before they are wrapped"
+)
 HOOKS = (
     "a hook on a parameter that was registered after wrapping would meet a gradient in flight, and "
     "one that steps would use this rank's: register hooks before wrapping, step after the finish"
@@ -38,8 +40,10 @@ HOOKS = (
 
 
 def guard(model: nn.Module, *optimizers) -> None:
-    """Watch the one of these that has `finish_gradient_synchronization`. Call it once, at the end
-    of the construction. The hooks keep nothing alive."""
+    """Watch the wrapper among these: the one that has `finish_gradient_synchronization`.
+
+    Call it once, when the model and its optimizer are complete. The hooks keep nothing alive.
+    """
     model = getattr(model, "_orig_mod", model)  # of what torch.compile returned
     (sync,) = (x for x in (model, *optimizers) if hasattr(x, "finish_gradient_synchronization"))
     if hasattr(sync, "guard"):
@@ -47,9 +51,9 @@ def guard(model: nn.Module, *optimizers) -> None:
     sync.guard = Guard(sync)
     sync.finish_gradient_synchronization = weak(sync.guard.finish)
     sync.__getstate__ = partial(state_to_pickle, ref(sync))
-    # of all optimizers, for one that is made later may update these parameters or shards, too
-    before = of_all.register_optimizer_step_pre_hook(weak(sync.guard.before_step))
-    after = of_all.register_optimizer_step_post_hook(weak(sync.guard.after_step))
+    # an optimizer that is made later may update these parameters or shards, too
+    before = every_optimizer.register_optimizer_step_pre_hook(weak(sync.guard.before_step))
+    after = every_optimizer.register_optimizer_step_post_hook(weak(sync.guard.after_step))
     for handle in (before, after):
         finalize(sync.guard, handle.remove)
 
@@ -76,10 +80,10 @@ class weak:
 class Guard:
     """What has happened since the last `finish_gradient_synchronization`.
 
-    shards: what the optimizer updates in place of parameters. places: parameters that stay in the
-    module and train, and what must not change of them. came: those whose gradient has come in the
-    last backward of the step (ZeRO-2: in the last one so far). expected: what `.grad` must be until
-    the next finish, for the parameters and shards that have a gradient.
+    shards: what the optimizer updates in place of parameters. places: for each parameter that stays
+    in the module and trains, what must not change of it. arrived: the parameters whose gradient has
+    arrived in the step's last backward (ZeRO-2: in the latest one). expected: what `.grad` must be
+    until the next finish, for the parameters and shards that have a gradient.
     """
 
     def __init__(self, sync):
@@ -88,14 +92,14 @@ class Guard:
         self.root = ref(sync if isinstance(sync, nn.Module) else sync.module)
         self.reduces_every_backward = getattr(sync, "zero_stage", 1) == 2
         flat = [*getattr(sync, "buckets", ()), *getattr(sync, "units", ())]
-        # frozen shards are none: in 15 the parameters that train are beside them
+        # frozen shards do not count: in 15 the parameters that train are beside them
         self.shards = {x.shard for x in flat if hasattr(x, "shard") and x.shard.requires_grad}
         self.places = {p: self.place(p) for p in sync.module.parameters() if p.requires_grad}
-        self.came: set[Tensor] = set()
+        self.arrived: set[Tensor] = set()
         self.expected: dict[Tensor, Tensor | None] = {}
         self.grad_places: dict[Tensor, int] = {}
         self.hooks: dict[Tensor, list[int]] = {}
-        self.version = 0  # of the parameter whose gradient is being taken
+        self.version = 0  # of the parameter whose hooks are running
         self.in_flight: dict[object, int] = {}  # per bucket whose reduction has begun, its version
         self.versions: list[int] = []  # of the parameters, when a forward begins
         self.has_no_float16 = not self.shards  # else the first graph is searched
@@ -105,12 +109,12 @@ class Guard:
             if GUARDS.get(param, lambda: None)() is not None:
                 raise ValueError("another wrapper averages a parameter of this module: use one")
             GUARDS[param] = ref(self)
-            first = param.register_post_accumulate_grad_hook(weak(self.before_it_is_taken))
+            first = param.register_post_accumulate_grad_hook(weak(self.before_the_wrappers_hook))
             hooks = first.hooks_dict_ref()  # in the order in which they run: this one comes first
             hooks.update({i: hooks.pop(i) for i in [*hooks] if i != first.id})
             if not isinstance([*hooks.values()][-1], weak):  # the wrapper's is not the last
                 raise RuntimeError(HOOKS)
-            param.register_post_accumulate_grad_hook(weak(self.after_it_was_taken))
+            param.register_post_accumulate_grad_hook(weak(self.after_the_wrappers_hook))
             self.hooks[param] = [*hooks]
         if hasattr(sync, "units"):
             # not at the top: whoever copies 02 does not need that file
@@ -135,26 +139,26 @@ class Guard:
 
     # ---- in backward ----
 
-    def before_it_is_taken(self, param: nn.Parameter) -> None:
+    def before_the_wrappers_hook(self, param: nn.Parameter) -> None:
         """Called when autograd has accumulated a gradient, before the wrapper's own hook."""
         if torch.is_grad_enabled() or param.grad.is_sparse:
             raise RuntimeError("create_graph=True and sparse=True are not supported")
         if self.place(param) != self.places[param]:
-            raise RuntimeError(BEFORE)
+            raise RuntimeError(NOT_AS_WRAPPED)
         if [*param._post_accumulate_grad_hooks] != self.hooks[param]:
             raise RuntimeError(HOOKS)
         self.version = param._version
-        if self.reduces_every_backward and len(self.came) == len(self.places):
-            self.came.clear()
-        if param in self.came:
+        if self.reduces_every_backward and len(self.arrived) == len(self.places):
+            self.arrived.clear()
+        if param in self.arrived:
             raise RuntimeError(TWICE)
         if self.sync().synchronizes:
-            if not self.came:  # it is the first gradient
+            if not self.arrived:  # it is the first gradient
                 for shard in self.shards:
                     self.forbid_gradient(shard)
-            self.came.add(param)
+            self.arrived.add(param)
 
-    def after_it_was_taken(self, param: nn.Parameter) -> None:
+    def after_the_wrappers_hook(self, param: nn.Parameter) -> None:
         """Called after the wrapper's own hook."""
         if param._version != self.version:  # by a hook from before the wrapper's
             raise RuntimeError(HOOKS)
@@ -198,12 +202,12 @@ class Guard:
             for param in self.places:
                 param.grad = NoGradient(param)
         self.expected.clear()
-        self.came.clear()
+        self.arrived.clear()
 
     def check_parameters(self) -> None:
         trained = {p for p in self.root().parameters() if p.requires_grad}
         if trained != self.places.keys() or any(self.place(p) != self.places[p] for p in trained):
-            raise RuntimeError(BEFORE)
+            raise RuntimeError(NOT_AS_WRAPPED)
 
     def place(self, param: nn.Parameter) -> tuple:
         return param.shape, param.data_ptr() if self.shards else None  # DDP's values may move

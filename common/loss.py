@@ -38,7 +38,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, rows: int, count) -> Tensor:
         # x: [tokens, d_model], weight: [vocab, d_model], targets: [tokens]
-        dtype = in_autocast_dtype(x[:0]).dtype  # of the matmuls
+        dtype = in_autocast_dtype(x[:0]).dtype  # of the matmuls: autocast's if it is enabled
         grad_x = grad_weight = None
         with torch.autocast(x.device.type, enabled=False):
             w = weight.to(dtype)
@@ -105,8 +105,8 @@ def linear_cross_entropy(
     """Mean cross-entropy (float32 scalar) of logits x W^T against targets, in chunks of `rows`.
 
     x: [tokens, d_model], weight: [vocab, d_model], targets: int64 [tokens]. The mean is over the
-    targets that are not IGNORED; if all are, the loss is 0. With `count`, a number, it is their sum
-    divided by it. Another target outside the vocabulary is an error, on a GPU a device-side
+    targets that are not IGNORED; if all are, it is 0. count: divide the sum by this scalar instead
+    of by their number. Any other target outside the vocabulary is an error, on a GPU a device-side
     assertion.
     """
     if targets.shape != x.shape[:1]:

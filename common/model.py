@@ -57,7 +57,7 @@ class TransformerConfig:
         return 2 * self.padded_vocab * d + self.n_layers * layer + d  # embedding and head; a norm
 
     def num_active_parameters(self) -> int:
-        """Those that one token uses: here all."""
+        """The parameters that one token uses: in this model all of them."""
         return self.num_parameters()
 
     def flops_per_token(self) -> float:
@@ -111,9 +111,9 @@ class Linear(nn.Module):
 def rotary_table(positions: Positions, head_dim: int, device: torch.device) -> Tensor:
     """cos and sin of position times frequency, float32 [seq, 1, 3, head_dim / 2, 2]."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    turns = (torch.arange(3, device=device) < 2)[:, None]  # q and k, but not v
+    is_rotated = (torch.arange(3, device=device) < 2)[:, None]  # q and k, but not v
     position = position_ids(positions, device)[:, None, None, None]
-    angle = position * turns * 10000.0**-exponent
+    angle = position * is_rotated * 10000.0**-exponent  # of v 0
     return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
 
@@ -123,24 +123,24 @@ def rotate(x: Tensor, positions: Positions | None = None) -> Tensor:
     Two neighbouring features are a complex number, which is multiplied by its position's rotation.
     v is multiplied by one: that is cheaper than to split it off and to put its gradient back.
     """
-    of = positions or (range(x.shape[1]),), x.shape[-1], x.device
+    wanted = positions or (range(x.shape[1]),), x.shape[-1], x.device
     pairs = x.float().unflatten(-1, (-1, 2))
     # two paths: 2.13 compiles neither complex numbers nor the cache, and real numbers without the
     # compiler make a step of the tiny model 9 % longer on a CPU
     if torch.compiler.is_compiling():
-        (a, b), (cos, sin) = pairs.unbind(-1), rotary_table.__wrapped__(*of).unbind(-1)
+        (a, b), (cos, sin) = pairs.unbind(-1), rotary_table.__wrapped__(*wanted).unbind(-1)
         turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
     else:
-        table = torch.view_as_complex(rotary_table(*of))
+        table = torch.view_as_complex(rotary_table(*wanted))
         turned = torch.view_as_real(torch.view_as_complex(pairs) * table)
     return turned.flatten(-2).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """y = x / rms(x) * (1 + offset): computes in float32, for a float64 offset in float64.
+    """y = x / rms(x) * (1 + offset), computed in float32, or in float64 for a float64 offset.
 
-    The offset starts at zero, near which bfloat16 keeps eight significant bits. A factor near 1,
-    gathered in bfloat16, would move in steps of 1/128. Weight decay pulls the factor towards 1.
+    The parameter is the factor's offset from 1, because near zero bfloat16 is fine-grained. The
+    factor itself, cast to bfloat16, would move in steps of 1/128. Weight decay pulls it towards 1.
     """
 
     def __init__(self, d_model: int):
@@ -294,9 +294,9 @@ def initial_value(full_name: str, full_shape: Sequence[int], seed: int) -> Tenso
 
 
 def initial_shard(seed: int, _: str, shapes: dict[str, Sequence[int]], owned: slice) -> Tensor:
-    """The elements `owned` of a unit's parameters, which lie side by side in the order of `shapes`.
+    """The elements `owned` of the initial values of a unit's parameters, flattened side by side.
 
-    shapes: by the parameters' full names.
+    shapes: of these parameters, in their order, by full name. _: the unit's name, not needed here.
     """
     return torch.cat([initial_value(*each, seed).flatten() for each in shapes.items()])[owned]
 

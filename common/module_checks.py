@@ -14,6 +14,7 @@ def check_dtype(x: Tensor) -> None:
         raise ValueError(f"{x.dtype}: neither a real nor a floating-point dtype")
 
 
+# fields that `check_plain` accepts of every module
 HANDLED = ["training", "_parameters", "_modules", "in_features", "out_features"]
 HANDLED += ["num_embeddings", "embedding_dim", "norm_type"]
 
@@ -21,8 +22,8 @@ HANDLED += ["num_embeddings", "embedding_dim", "norm_type"]
 def check_plain(plain: nn.Module, *known: str) -> None:
     """Raise ValueError if the module `plain` has what its replacement would lose.
 
-    known: its parameters and modules that the replacement takes. Not a bias, a buffer, hooks, a
-    parametrization, a field such as padding_idx, or another class with a forward of its own.
+    known: the parameters and modules that the replacement takes over. It would lose all else: a
+    bias, a buffer, hooks, a parametrization, a field such as padding_idx, a subclass's own forward.
     """
     fields = {**vars(plain), **plain._parameters, **plain._modules}
     unset = (None, {}, set())  # False too, but not 0, which is equal to it

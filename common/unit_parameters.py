@@ -21,23 +21,24 @@ from common.collectives import FLOAT16, check_same, forbid_float16
 def units_with_values(
     module: nn.Module, units: list[nn.Module], may_be_meta: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each unit's full name and the unit. ValueError if the contract fails.
+    """Yield each unit's full name and the unit.
 
-    may_be_meta: the parameters, but not the buffers, may be on the meta device.
+    ValueError unless each parameter is in one unit alone, trains, has the dtype of the others, no
+    hooks, and values. may_be_meta: the parameters, but not the buffers, may be on the meta device.
     """
     names = {unit: name for name, unit in module.named_modules()}
     users = Counter(p for unit in units for p in unit.parameters())
     paths = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
-    places = Counter(map(_place, module.parameters()))
+    locations = Counter(map(_location, module.parameters()))
     dtype = next(module.parameters()).dtype
     for name, p in module.named_parameters():
-        if users[p] != 1 or paths[p] != 1 or (places[_place(p)] != 1 and p.numel()):
+        if users[p] != 1 or paths[p] != 1 or (locations[_location(p)] != 1 and p.numel()):
             raise ValueError(f"{name}: tied, in no unit, or in several")
         if not p.requires_grad or p.dtype != dtype or not p.is_floating_point():
             raise ValueError(f"{name}: frozen, complex, or of another dtype than the others")
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise ValueError(f"{name}: has hooks, which its shard would lose")
-    del users, paths, places, name, p  # else the full parameters would stay alive here
+    del users, paths, locations, name, p  # else the full parameters would stay alive here
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"{name}: a buffer without values on the meta device")
@@ -49,7 +50,7 @@ def units_with_values(
         yield names[unit], unit
 
 
-def _place(p: Tensor) -> tuple[torch.UntypedStorage, int]:
+def _location(p: Tensor) -> tuple[torch.UntypedStorage, int]:
     """Where a parameter's values are in memory. (Fake tensors have no `data_ptr`.)"""
     return p.untyped_storage(), p.storage_offset()
 
@@ -165,8 +166,8 @@ def is_in_checkpoint() -> bool:
 
 
 def is_lookup(unit: nn.Module) -> bool:
-    """Whether all parameters are those of `nn.Embedding`s, which only look up rows, or of modules
-    of another class that says so by an attribute `is_lookup`."""
+    """Whether all parameters belong to modules that only look up rows: `nn.Embedding`s, or of a
+    class with an attribute `is_lookup`."""
     owners = (module for module in unit.modules() if list(module.parameters(recurse=False)))
     return all(isinstance(m, nn.Embedding) or getattr(m, "is_lookup", False) for m in owners)
 

@@ -388,13 +388,13 @@ def test_resume_of_a_named_corrupt_checkpoint_or_of_the_last_one_is_an_error(tmp
     for step in (2, 4):
         saved(tmp_path, step)
         flip(tmp_path / f"step-{step:08d}" / "__0_0.distcp")
-    said = error_of(loaded, tmp_path, str(tmp_path / "step-00000004"))
+    said = error_of(loaded, tmp_path / "new", str(tmp_path / "step-00000004"))
     assert "checksum differs" in said and "pass an older one" in said
-    assert "pass an older one" in error_of(loaded, tmp_path)
+    assert "start in another with --run-dir" in error_of(loaded, tmp_path)
     for path in tmp_path.glob("*/.metadata"):
         path.unlink()  # a run does not begin again instead
-    assert "pass an older one" in error_of(loaded, tmp_path)
-    assert ".metadata" in error_of(loaded, tmp_path, str(tmp_path / "step-00000002"))
+    assert "start in another with --run-dir" in error_of(loaded, tmp_path)
+    assert ".metadata" in error_of(loaded, tmp_path / "new", str(tmp_path / "step-00000002"))
 
 
 def test_all_ranks_fall_back_when_one_reads_a_corrupt_file(pools, tmp_path):

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import platform
+import resource
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -175,7 +176,8 @@ def test_two_processes_cannot_write_to_one_run_folder(monkeypatch, pools, tmp_pa
     folder, pool = str(tmp_path / "run"), pools(1, group=False)
     step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
     environment(monkeypatch, step)
-    _, lock, _ = claim(folder, tmp_path, [])
+    _, lock, who = claim(folder, tmp_path, [])
+    assert who == "an unknown process"  # the folder is new, or its launch.json was lost
     for variables in ({}, step):  # of no job, or of an equal step on the same host
         (ended,) = pool.attempt(partial(write_there, folder, **variables))
         assert f"writes to {folder} (process {os.getpid()} on " in ended.traceback
@@ -199,6 +201,20 @@ def test_without_locks_a_living_process_keeps_its_folder(monkeypatch, capsys, tm
         with pytest.raises(OSError, match="another run writes") if is_held else nullcontext():
             os.close(claim(str(tmp_path), tmp_path, [])[1])
     assert "on a file system without locks: start no second run there" in capsys.readouterr().err
+
+
+def limits_after_setup() -> tuple[int, int]:
+    """The soft and the hard limit of open files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    setup()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_setup_allows_as_many_connections_as_the_system(pools):
+    """Gloo has one per rank and group: 64 nodes need more than the usual 1,024."""
+    for soft, hard in pools(2).run(limits_after_setup):
+        assert soft == hard
 
 
 def test_a_port_that_is_taken_is_one_line(monkeypatch, error_of):

@@ -108,7 +108,6 @@ def base_parser(description: str | None, without: Sequence[str] = ()) -> Parser:
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    count, amount = positive_int, non_negative
 
     def add(flag: str, **options) -> None:
         if flag.removeprefix("--") not in without:
@@ -116,19 +115,19 @@ def base_parser(description: str | None, without: Sequence[str] = ()) -> Parser:
 
     add("--data", default="wikitext2", help="wikitext2, sample, a folder of {train,valid,test}.txt")
     add("--preset", choices=PRESETS, default="tiny", help="shape of the model")
-    add("--d-model", type=count, help="width (default: the preset's)")
-    add("--n-layers", type=count, help="number of layers (default: the preset's)")
-    add("--n-heads", type=count, help="attention heads (default: the preset's)")
-    add("--seq-len", type=count, help="tokens per sample (default: the preset's)")
-    add("--steps", type=count, default=1000, help="optimizer steps of the whole run")
-    add("--global-batch-size", type=count, default=24, help="samples per step, over all ranks")
+    add("--d-model", type=positive_int, help="width (default: the preset's)")
+    add("--n-layers", type=positive_int, help="number of layers (default: the preset's)")
+    add("--n-heads", type=positive_int, help="attention heads (default: the preset's)")
+    add("--seq-len", type=positive_int, help="tokens per sample (default: the preset's)")
+    add("--steps", type=positive_int, default=1000, help="optimizer steps of the whole run")
+    add("--global-batch-size", type=positive_int, default=24, help="samples per step, all ranks'")
     micro = "samples per forward (default: no accumulation; pipelines: <= 4 micro-batches per rank)"
-    add("--micro-batch-size", type=count, help=micro)
+    add("--micro-batch-size", type=positive_int, help=micro)
     add("--lr", type=positive, default=1e-3, help="peak learning rate")
     add("--warmup-steps", type=natural, default=20, help="steps of linear warm-up")
     add("--min-lr-ratio", type=_number(float, 0, 1), default=0.1, help="final rate / peak rate")
-    add("--weight-decay", type=amount, default=0.1, help="of the optimizer")
-    add("--grad-clip", type=amount, default=1.0, help="largest global norm; 0: never clip")
+    add("--weight-decay", type=non_negative, default=0.1, help="of the optimizer")
+    add("--grad-clip", type=non_negative, default=1.0, help="largest global norm; 0: never clip")
     add("--dropout", type=_number(float, 0, 0.99), default=0.0, help="of embeddings and residuals")
     dtypes = ("float32", "bfloat16")
     add("--dtype", choices=dtypes, help="of the matmuls (default: bfloat16 on a GPU, else float32)")
@@ -136,11 +135,11 @@ def base_parser(description: str | None, without: Sequence[str] = ()) -> Parser:
     add("--seed", type=natural, default=1337, help="of weights, data order and dropout")
     add("--eval-every", type=natural, default=0, help="steps; 0: only at the end")
     add("--checkpoint-every", type=natural, default=0, help="steps; 0: never")
-    add("--keep-checkpoints", type=count, default=2, help="how many of the newest to keep")
+    add("--keep-checkpoints", type=positive_int, default=2, help="how many of the newest to keep")
     add("--save-model", metavar="FILE", help="write the full weights there after the last step")
     add("--resume", metavar="PATH", help="start a new run from this checkpoint, or another run's")
     add("--run-dir", help="default: runs/STAGE/ID, the launcher's id or the time")
-    add("--log-every", type=count, default=10, help="steps between lines")
+    add("--log-every", type=positive_int, default=10, help="steps between lines")
     add("--timeout", type=_number(float, 1, 10**6), default=600, help="collective timeout, seconds")
     add("--profile", action="store_true", help="trace some steps with torch.profiler")
     return p

@@ -151,7 +151,10 @@ class Checkpointer:
             except storage.CorruptCheckpointError as error:
                 what = f"{path} is corrupt: {error}"
                 if path == found[-1]:
-                    fail(f"{where}: {what}; pass an older one, if there is one")
+                    older = "pass an older one, if there is one"
+                    # a folder's own checkpoints come first, whatever --resume says
+                    own = "the folder has no older one: start in another with --run-dir NEW"
+                    fail(f"{where}: {what}; {own if is_own else older}")
                 print0(f"{what}; going back to {found[number + 1].name}")
         if rank() == 0 and is_own:
             for bad in found[:number]:  # they do not count as checkpoints to keep

@@ -7,6 +7,7 @@ import itertools
 import os
 import platform
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -129,6 +130,9 @@ def setup(timeout: float = 600.0) -> World:
     """
     prepare_streams()
     launch = launch_environment()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # Gloo connects all ranks, once per group
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         return join(launch, None if dist.is_initialized() else _init_method(launch), timeout)
     except dist.DistNetworkError as error:

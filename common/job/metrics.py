@@ -141,11 +141,11 @@ class Metrics:
         with replacing(self._path) as file:
             file.write_bytes(b"".join(x + b"\n" for x in lines if step_of(x) < first))
         self._file = open(self._path, "a")
-        with self._going_on(self._path.parent):
+        with self._only_warning(self._path.parent):
             self._board = SummaryWriter(self._path.parent, purge_step=first)
 
     @contextlib.contextmanager
-    def _going_on(self, file: Path) -> Iterator[None]:
+    def _only_warning(self, file: Path) -> Iterator[None]:
         """A line that cannot be written, to a full disk for example, ends no run."""
         try:
             yield
@@ -206,12 +206,12 @@ class Metrics:
         ledger.reset()  # what an evaluation has sent belongs to no step
         if rank() != 0:
             return
-        with self._going_on(self._path):
+        with self._only_warning(self._path):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()  # what could not be written is written with a later line
             if os.fstat(self._file.fileno()).st_nlink == 0:
                 warn(f"{self._path} was removed: the metrics of this run are lost from there on")
-        with self._going_on(self._path.parent):
+        with self._only_warning(self._path.parent):
             for name, value in line.items():
                 if name != "step" and self._board:
                     self._board.add_scalar(column(name)[0], value, line["step"])
@@ -219,7 +219,7 @@ class Metrics:
 
     def close(self) -> None:
         for file in filter(None, (self._file, self._board)):
-            with self._going_on(self._path.parent):
+            with self._only_warning(self._path.parent):
                 file.close()
 
 

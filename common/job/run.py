@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.collectives import all_reduce_control
-from common.distributed import print0, save0, warn
+from common.distributed import print0, warn
 from common.model import TransformerConfig
 from common.shards import State
 
@@ -111,14 +111,14 @@ class Run:
 
     def _of_rank_0(self, name: str, function: Callable, *args):
         """What `function` returns on rank 0. An OSError there ends the run on all ranks: it cannot
-        write where the argument `name` says."""
+        or, without an errno, must not write where the argument `name` says."""
         answer = [None, None]  # its value, an error
         if rank() == 0:
             try:
                 answer[0] = function(*args)
             except OSError as found:
                 where = f"--{name.replace('_', '-')} {getattr(self.args, name) or 'runs'}"
-                answer[1] = f"{where}: cannot write there: {found}"
+                answer[1] = f"{where}: {'cannot write there: ' if found.errno else ''}{found}"
         if self._group is not None:
             dist.broadcast_object_list(answer, src=0, group=self._group)
         value, error = answer
@@ -247,7 +247,13 @@ class Run:
         """Wait for the last save, and write `--save-model` if all steps are done: no signal ends
         either. Returns the lines of this process. state: what a checkpoint would hold now."""
         if self.args.save_model and self._steps_done >= self.args.steps:
-            save0(self.checkpoints.full_weights(state), self.args.save_model, self._group)
+            weights = self.checkpoints.full_weights(state)
+            if rank() == 0:
+                # torch.save takes no path whose name begins with a dot
+                with replacing(self.args.save_model) as path, open(path, "wb") as file:
+                    torch.save(weights, file)
+            if self._group is not None:
+                dist.barrier(self._group)  # no rank ends before the file is complete
             print0(f"the weights after {self._steps_done} steps are in {self.args.save_model}")
         self.checkpoints.close()
         for number, handler in self._handlers.items():

@@ -66,7 +66,7 @@ def claim(path: str | None, parent: Path, command: list[str]) -> tuple[Path, int
         last = {key: json.loads(os.pread(lock, 10_000, 0)).get(key, "") for key in ours}
     except (ValueError, AttributeError):
         last = dict.fromkeys(ours, "")
-    who = f"process {last['pid']} on {last['host']}"
+    who = f"process {last['pid']} on {last['host']}" if last["host"] else "an unknown process"
     # a step of a job has its rank 0 on one host: if it was on another one, that node is lost, and
     # its lock is, too
     is_same_step = last["job"] == ours["job"] != "" and last["step"] == step
