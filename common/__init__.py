@@ -5,7 +5,7 @@ loss.py                cross-entropy in chunks, without the full logits in memor
 counter_rng.py         stateless randomness: seeds from names, dropout masks from counters
 batches.py             batches as functions of (seed, step)
 optimization.py        AdamW's settings, the learning-rate schedule, clipping
-distributed.py         the ranks: joining the others, groups along a mesh, printing once
+distributed.py         the ranks: joining the others, groups along a mesh, printing and saving once
 collectives.py         PyTorch's collectives, a ledger of their bytes, buckets, the global norm
 shards.py              what a rank has of each tensor of a checkpoint
 flat_shards.py         for 03, 04, 07 and 12 to 14: the same where a rank owns a flat slice

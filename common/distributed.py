@@ -1,4 +1,4 @@
-"""The ranks: how a process joins the others, groups along a mesh, and printing once.
+"""The ranks: how a process joins the others, and what rank 0 does for all of them.
 
 A script calls `setup` of `common/job/launch.py`: it reads what torchrun, srun or mpirun has set,
 and calls `join`. Everything works without a process group too: one process is rank 0 of 1.
@@ -6,6 +6,7 @@ and calls `join`. Everything works without a process group too: one process is r
 
 import contextlib
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,9 +84,29 @@ def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> d
 
 def print0(*values: object, **kwargs: object) -> None:
     """`say` on rank 0 alone."""
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-    if rank == 0:
+    if _is_rank_0():
         say(*values, **kwargs)
+
+
+def save0(state: object, path: str | os.PathLike, group: dist.ProcessGroup | None = None) -> None:
+    """`torch.save` on rank 0, to a file that is complete or absent. All ranks wait for it."""
+    if _is_rank_0():
+        path = Path(os.path.realpath(path))
+        aside = path.with_name(f".writing-{secrets.token_hex(8)}")  # another job may write it too
+        try:
+            with open(aside, "xb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+    if dist.is_initialized():
+        dist.barrier(group)
+
+
+def _is_rank_0() -> bool:
+    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))) == 0
 
 
 def say(*values: object, **kwargs: object) -> None:

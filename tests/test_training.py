@@ -27,6 +27,7 @@ from test_checkpoint import metadata_of, write_metadata
 from torch import Tensor
 
 from common.batches import train_batches
+from common.distributed import save0
 from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import learning_rate
 
@@ -257,10 +258,19 @@ def test_a_metrics_file_that_is_removed_is_reported(tmp_path, capsys):
     assert f"{tmp_path}/metrics.jsonl was removed" in capsys.readouterr().err
 
 
-def test_files_that_are_written_at_the_same_time_have_names_of_their_own(tmp_path):
+def test_files_that_are_written_at_the_same_time_have_names_of_their_own(tmp_path, monkeypatch):
     with replacing(tmp_path / "a") as a, replacing(tmp_path / "b") as b:
         a.write_text("a"), b.write_text("b")
     assert [(tmp_path / name).read_text() for name in "ab"] == ["a", "b"]
+
+    def save(state: str, file) -> None:
+        if state == "c":  # another process saves meanwhile
+            save0("d", tmp_path / "d")
+        file.write(state.encode())
+
+    monkeypatch.setattr(torch, "save", save)
+    save0("c", tmp_path / "c")
+    assert [(tmp_path / name).read_text() for name in "cd"] == ["c", "d"]
 
 
 def test_a_checkpoint_folder_that_cannot_be_written_is_reported_before_the_first_step(

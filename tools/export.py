@@ -24,10 +24,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from common.distributed import save0
 from common.weight_files import WeightFiles, publish, write_tensors
 
 from common.job.arguments import Parser
-from common.job.atomic_files import exists, replacing
+from common.job.atomic_files import exists
 from common.job.checkpoint import checkpoints
 from common.job.checkpoint_hooks import CorruptCheckpointError, LoadPlanner, Reader
 from common.job.corpus import EOS, UNKNOWN, load_corpus
@@ -101,8 +102,7 @@ def export(checkpoint: Path, out: Path) -> None:
     weights = tensors_of(checkpoint)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out) as path, open(path, "wb") as file:  # see common/job/run.py
-            torch.save(weights, file)
+        save0(weights, out)
     except OSError as error:  # a folder, for example, or another user's
         fail(f"--out {out}: {error}: name a file that can be written")
     millions = sum(t.numel() for t in weights.values()) / 1e6

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.collectives import all_reduce_control
-from common.distributed import print0, warn
+from common.distributed import print0, save0, warn
 from common.model import TransformerConfig
 from common.shards import State
 
@@ -247,13 +247,7 @@ class Run:
         """Wait for the last save, and write `--save-model` if all steps are done: no signal ends
         either. Returns the lines of this process. state: what a checkpoint would hold now."""
         if self.args.save_model and self._steps_done >= self.args.steps:
-            weights = self.checkpoints.full_weights(state)
-            if rank() == 0:
-                # torch.save takes no path whose name begins with a dot
-                with replacing(self.args.save_model) as path, open(path, "wb") as file:
-                    torch.save(weights, file)
-            if self._group is not None:
-                dist.barrier(self._group)  # no rank ends before the file is complete
+            save0(self.checkpoints.full_weights(state), self.args.save_model, self._group)
             print0(f"the weights after {self._steps_done} steps are in {self.args.save_model}")
         self.checkpoints.close()
         for number, handler in self._handlers.items():
