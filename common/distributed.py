@@ -30,18 +30,14 @@ class World:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher's variables say; local: on this node.
+    """What the launcher's variables say; local: on this node."""
 
-    launcher: torchrun, mpirun, srun, or python for one process. address: host ("" if unknown) and
-    port of rank 0; None: one process.
-    """
-
-    launcher: str
+    launcher: str  # torchrun, srun, mpirun, or python for one process
     rank: int
     local_rank: int
     local_size: int
     size: int
-    address: tuple[str, int] | None
+    address: tuple[str, int] | None  # host ("" if unknown) and port of rank 0; None: one process
 
 
 def join(launch: Launch, init_method: str | None, timeout: float) -> World:
@@ -83,7 +79,6 @@ def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> d
 
 
 def print0(*values: object, **kwargs: object) -> None:
-    """`say` on rank 0 alone."""
     if _is_rank_0():
         say(*values, **kwargs)
 
