@@ -112,7 +112,7 @@ class WeightFiles:
             raise ValueError(f"tied embeddings, and a {HEAD} with other values than {tensor}")
 
     def read(self, values: Values, begin: int, count: int) -> bytes:
-        with open(self.folder / values.file, "rb", buffering=0) as file:
+        with open(self.folder / values.file, "rb") as file:
             file.seek(len(self.headers[values.file]) + values.start + begin)
             return file.read(count)
 
