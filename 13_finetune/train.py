@@ -2,10 +2,9 @@
 
 A document is a prompt with its answer, or a conversation. The documents of a step are packed side
 by side into micro-batches, of which every rank gets the same number. A document attends to itself
-alone. The loss is the mean over all targets of the step, the tokens of the answers, because
-micro-batches have unequal numbers of them. Every rank reads the byte ranges of its own shards from
-the files of a Hugging Face folder, and at the end writes the same ranges of new files. Neither
-takes the memory of a full unit.
+alone. The loss is the mean over all targets of the step, the tokens of the answers. Every rank
+reads the byte ranges of its own shards from the files of a Hugging Face folder, and at the end
+writes the same ranges of new files.
 
 New since stage 04: packing; a loss that is weighted by targets; sharded reading and writing of
 safetensors; a tied embedding, one unit that runs twice per forward. 04's class is in `fsdp.py`.
@@ -186,8 +185,7 @@ def read_shard(
 
 
 def no_values(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
-    """The wrapper's `read_shard`: zeros without memory. `read_model` fills the shards later, unless
-    a checkpoint does."""
+    """The wrapper's `read_shard`: zeros without memory, until `read_model` or a checkpoint."""
     numel = sum(shape.numel() for shape in shapes.values())
     return torch.zeros(1).expand(len(range(*owned.indices(numel))))
 
@@ -255,8 +253,7 @@ def in_turn(aside: Path, steps: list[tuple[bool, Callable[[], None]]]) -> None:
                 step()
         except OSError as found:
             error = found
-        # a vote, and a barrier: `item` waits for all ranks
-        if all_reduce_control(torch.tensor(float(error is not None))).item():
+        if all_reduce_control(torch.tensor(float(error is not None))).item():  # waits for all
             shutil.rmtree(aside, ignore_errors=True)
             errors: list[OSError | None] = [None] * dist.get_world_size()
             dist.all_gather_object(errors, error)

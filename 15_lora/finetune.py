@@ -132,8 +132,7 @@ def read_shard(
 
 
 def no_values(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
-    """The wrapper's `read_shard`: zeros without memory. `read_model` fills the shards later, unless
-    a checkpoint does."""
+    """The wrapper's `read_shard`: zeros without memory, until `read_model` or a checkpoint."""
     numel = sum(shape.numel() for shape in shapes.values())
     return torch.zeros(1).expand(len(range(*owned.indices(numel))))
 
@@ -201,8 +200,7 @@ def in_turn(aside: Path, steps: list[tuple[bool, Callable[[], None]]]) -> None:
                 step()
         except OSError as found:
             error = found
-        # a vote, and a barrier: `item` waits for all ranks
-        if all_reduce_control(torch.tensor(float(error is not None))).item():
+        if all_reduce_control(torch.tensor(float(error is not None))).item():  # waits for all
             shutil.rmtree(aside, ignore_errors=True)
             errors: list[OSError | None] = [None] * dist.get_world_size()
             dist.all_gather_object(errors, error)
