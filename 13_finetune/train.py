@@ -296,8 +296,7 @@ def parse_args(argv: list[str] | None = None):
     add = parser.add_argument
     add("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
     add("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
-    # that of Stanford Alpaca: AdamW moves a weight by about the rate per step
-    parser.set_defaults(lr=2e-5)
+    parser.set_defaults(lr=2e-5)  # about what AdamW moves a weight by in a step
     args = complete(parser.parse_args(argv))
     args.state_on = "host" if args.cpu_offload else "device"
     return args
