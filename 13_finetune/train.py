@@ -296,7 +296,7 @@ def parse_args(argv: list[str] | None = None):
     add = parser.add_argument
     add("--reduce-dtype", choices=("float32", "bfloat16"), default="float32")
     add("--cpu-offload", action="store_true", help="shards and AdamW on the CPU")
-    parser.set_defaults(lr=2e-5)  # about what AdamW moves a weight by in a step
+    parser.set_defaults(lr=2e-5)  # AdamW moves a weight by about this in a step
     args = complete(parser.parse_args(argv))
     args.state_on = "host" if args.cpu_offload else "device"
     return args
