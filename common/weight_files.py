@@ -86,6 +86,8 @@ class WeightFiles:
                 continue
             if (listed := self.weight_map.get(tensor, name)) != name:
                 raise ValueError(f"{tensor} is in {name}, but in {listed} according to {INDEX}")
+            if tensor in self.values:
+                raise ValueError(f"{tensor} is in {self.values[tensor].file}, and in {name}")
             dtype, shape = DTYPES.get(entry["dtype"]), torch.Size(entry["shape"])
             start, end = entry["data_offsets"]
             if tensor.endswith("rotary_emb.inv_freq"):  # old versions saved the frequencies

@@ -737,6 +737,13 @@ def twice(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def unlisted(folder: Path) -> None:
+    """The same file again, and an index that does not name their tensors."""
+    shutil.copy(folder / "model.safetensors", folder / "second.safetensors")
+    index = {"weight_map": {"a": "model.safetensors", "b": "second.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def beside(folder: Path) -> None:
     """An index that does not name the single file."""
     index = {"weight_map": {NORM: "second.safetensors"}}
@@ -761,6 +768,7 @@ UNSUPPORTED = {
     "no field": (lambda folder: (folder / "config.json").write_text("{}"), "model_type"),
     "truncated": (lambda x: os.truncate(x / "model.safetensors", 10_000), "is truncated in"),
     "twice": (twice, "is in model.safetensors, but in second.safetensors according to"),
+    "unlisted": (unlisted, "is in model.safetensors, and in second.safetensors"),
     "beside": (beside, "does not name model.safetensors"),
     "git lfs": (
         lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"),
