@@ -70,7 +70,7 @@ def side_by_side(documents: Documents, device: torch.device) -> MicroBatch:
 
 
 def count_targets(micro_batches: list[MicroBatch]) -> Tensor:
-    """Count the targets of a step on all ranks: known before its first backward."""
+    """Count the targets of a step on all ranks, before its first loss is divided by them."""
     return all_reduce_control(sum((targets != IGNORED).sum() for _, targets, _ in micro_batches))
 
 
@@ -122,15 +122,17 @@ def read_shard(
             file.seek(start)  # it may be within a row of a matrix
             for chunk in shard[part].split(CHUNK):
                 values = torch.empty(len(chunk), dtype=dtype)
-                if file.readinto(values.view(torch.uint8).numpy()) < values.nbytes:
-                    raise OSError(f"{files.folder / name} has become shorter")
+                rest = memoryview(values.view(torch.uint8).numpy())
+                while rest:  # a network file system may return only some of the bytes
+                    if not (count := file.readinto(rest)):
+                        raise OSError(f"{files.folder / name} has become shorter")
+                    rest = rest[count:]
                 chunk.copy_(values)  # to the shard's dtype and device
                 files.bytes_read += values.nbytes
 
 
 def no_values(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
-    """A `read_shard` that reads nothing: zeros without memory. `read_model` fills the shards later,
-    unless a checkpoint does."""
+    """The wrapper's `read_shard`: zeros without memory, until `read_model` or a checkpoint."""
     numel = sum(shape.numel() for shape in shapes.values())
     return torch.zeros(1).expand(len(range(*owned.indices(numel))))
 
@@ -146,7 +148,7 @@ def write_shard(
                 file.seek(len(files.new_headers[name]) + start + first * dtype.itemsize)
                 for chunk in shard[part].split(CHUNK):
                     values = memoryview(chunk.to("cpu", dtype).view(torch.uint8).numpy())
-                    while values:  # after a short write the next one raises OSError
+                    while values:  # a full disk takes a part, and then raises OSError
                         values = values[file.write(values) :]
                 os.fsync(file.fileno())
 
@@ -189,7 +191,7 @@ def in_turn(aside: Path, steps: list[tuple[bool, Callable[[], None]]]) -> None:
     """Take one step after the other. Each begins when all ranks have finished the previous one.
 
     steps: whether this rank takes part, and a function. If one raises OSError on any rank, all
-    ranks remove `aside` and raise OSError: none is left waiting.
+    ranks remove `aside` and raise the first such rank's error: none is left waiting.
     """
     for takes_part, step in steps:
         error = None
@@ -198,7 +200,8 @@ def in_turn(aside: Path, steps: list[tuple[bool, Callable[[], None]]]) -> None:
                 step()
         except OSError as found:
             error = found
-        # a vote, and a barrier: `item` waits for all ranks
-        if all_reduce_control(torch.tensor(float(error is not None))).item():
+        if all_reduce_control(torch.tensor(float(error is not None))).item():  # waits for all
             shutil.rmtree(aside, ignore_errors=True)
-            raise error or OSError("another rank could not write")
+            errors: list[OSError | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(errors, error)
+            raise next(filter(None, errors))

@@ -1,7 +1,7 @@
 """Stage 15: LoRA: train small matrices beside frozen weights, which are sharded.
 
 The weight W of a linear layer stays as it was read. Two matrices are trained, A with r rows and B
-with r columns, and the layer computes W x + alpha / r B A x. Every rank holds a shard of each
+with r columns, and the layer computes W x + (alpha / r) B A x. Every rank holds a shard of each
 unit's W, and all of A and B. A unit is gathered for forward and again for backward, where the
 gradient of x needs W. Only the gradients of A and B are averaged, once per step, as in DDP.
 
@@ -231,7 +231,7 @@ class Unit:
 
 
 class LoRALinear(nn.Module):
-    """y = W x + bias + alpha / r B A x. `linear` has W and the bias, which are frozen.
+    """y = W x + bias + (alpha / r) B A x. `linear` has W and the bias, which are frozen.
 
     lora_A: [r, inputs], lora_B: [outputs, r], float32, and cast to the dtype of x in each forward.
     """
@@ -266,9 +266,9 @@ def add_adapters(module: nn.Module, r: int, alpha: float, seed: int, device: tor
 
 @torch.no_grad()
 def merged(module: nn.Module, files: WeightFiles, unit: Unit) -> Tensor:
-    """A unit's shard of W + alpha / r B A in float32, of W as the files have it.
+    """A unit's shard of W + (alpha / r) B A in float32, with W as the files have it.
 
-    Of B A it computes only the rows that the range of W touches.
+    Of B A it computes only the rows that the shard touches.
     """
     shard = torch.zeros(len(unit.shard))
     read_shard(files, unit.shapes, unit.owned, shard)

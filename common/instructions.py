@@ -33,10 +33,6 @@ class Document(NamedTuple):
     length: int
     spans: Spans
 
-    @property
-    def prompt(self) -> int:
-        return self.spans[0][0]
-
 
 # ---- examples ----
 

@@ -4,7 +4,7 @@
 
 The families: Llama 2 and 3, Mistral, Qwen2 and 2.5 (with biases of q, k and v), Qwen3 (with norms
 of q and k), SmolLM3 (layers without positions), and Arcee (an MLP without a gate), in which form
-the other stages' models are exported. Sliding windows must be longer than any document.
+the other stages' models are exported. No document may be longer than a sliding window.
 
 A micro-batch is one row of tokens, documents side by side, and the documents' lengths. The
 positions of each document start at 0, and its tokens attend to that document alone.

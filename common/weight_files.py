@@ -86,6 +86,8 @@ class WeightFiles:
                 continue
             if (listed := self.weight_map.get(tensor, name)) != name:
                 raise ValueError(f"{tensor} is in {name}, but in {listed} according to {INDEX}")
+            if tensor in self.values:
+                raise ValueError(f"{tensor} is in {self.values[tensor].file}, and in {name}")
             dtype, shape = DTYPES.get(entry["dtype"]), torch.Size(entry["shape"])
             start, end = entry["data_offsets"]
             if tensor.endswith("rotary_emb.inv_freq"):  # old versions saved the frequencies
@@ -112,7 +114,7 @@ class WeightFiles:
             raise ValueError(f"tied embeddings, and a {HEAD} with other values than {tensor}")
 
     def read(self, values: Values, begin: int, count: int) -> bytes:
-        with open(self.folder / values.file, "rb", buffering=0) as file:
+        with open(self.folder / values.file, "rb") as file:
             file.seek(len(self.headers[values.file]) + values.start + begin)
             return file.read(count)
 

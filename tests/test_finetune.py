@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness import BFLOAT16, REPO, assert_same_curve, load_stage, process_bytes, train_in
 from torch import Tensor
@@ -27,6 +30,7 @@ from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate
 from common.weight_files import HEAD, WeightFiles, header_of
 
+from common.job.atomic_files import check_writable
 from common.job.prepared_instructions import load_instructions
 from tools.dry_run import dry_run
 from tools.export import export_folder, run_and_checkpoint
@@ -350,6 +354,22 @@ def test_bytes_read_and_written_are_those_of_the_shards(pools, models, tmp_path,
         assert 0 <= found["system_wrote"] - found["values"] <= copied + 4096
 
 
+class ReadsAPart(io.FileIO):
+    def readinto(self, buffer) -> int | None:
+        return super().readinto(memoryview(buffer)[:1000])
+
+
+@quick
+def test_a_read_that_returns_only_some_of_the_bytes_is_continued(models, monkeypatch):
+    expected, stage = plain(models / "qwen2"), load_stage("13")
+    monkeypatch.setattr(stage, "open", lambda path, *_, **__: ReadsAPart(path), raising=False)
+    files = WeightFiles(models / "qwen2", {n: p.shape for n, p in expected.named_parameters()})
+    for name, p in expected.named_parameters():
+        shard = torch.full((p.numel(),), torch.nan)
+        stage.read_shard(files, {name: p.shape}, slice(0, p.numel()), shard)
+        assert torch.equal(shard, p.flatten())
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory, models) -> Path:
     """27 million parameters in bfloat16, in a file with holes."""
@@ -419,8 +439,10 @@ def fail_to_write(*_) -> None:
     raise OSError("the disk is full")
 
 
-def train_on_a_full_disk(argv: list[str], stage: str = "13", what: str = "write_shard") -> None:
-    with patch.object(load_stage(stage), what, fail_to_write):
+def train_on_a_full_disk(argv: list[str], rank=1, stage="13", what: str = "write_shard") -> None:
+    """Full on one rank alone."""
+    is_full = dist.get_rank() == rank
+    with patch.object(load_stage(stage), what, fail_to_write) if is_full else nullcontext():
         load_stage(stage).main(argv)
 
 
@@ -447,6 +469,18 @@ def test_runs_with_the_same_output_write_to_folders_of_their_own(monkeypatch, tm
         run = SimpleNamespace(folder=tmp_path / name, continues=False, check_output=lambda *_: 0)
         seen.add(stage.output_folder(args, run, SimpleNamespace(try_to_prepare=None))[1])
     assert len(seen) == 2
+
+
+@quick
+@pytest.mark.parametrize("name", ["model", "adapter"])
+def test_what_a_killed_process_has_left_does_not_stop_the_next_one(monkeypatch, tmp_path, name):
+    monkeypatch.setattr("common.job.finetuning.all_reduce_control", lambda x: x)
+    args, files = SimpleNamespace(out=None, steps=1), SimpleNamespace(try_to_prepare=lambda _: 0)
+    run = SimpleNamespace(folder=tmp_path, continues=True)
+    run.check_output = lambda _, path, check=check_writable: check(path)
+    where = load_stage("13").output_folder(args, run, files, name)
+    where[1].mkdir()
+    assert load_stage("13").output_folder(args, run, files, name) == where
 
 
 @quick
@@ -703,6 +737,13 @@ def twice(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def unlisted(folder: Path) -> None:
+    """The same file again, and an index that does not name their tensors."""
+    shutil.copy(folder / "model.safetensors", folder / "second.safetensors")
+    index = {"weight_map": {"a": "model.safetensors", "b": "second.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def beside(folder: Path) -> None:
     """An index that does not name the single file."""
     index = {"weight_map": {NORM: "second.safetensors"}}
@@ -727,6 +768,7 @@ UNSUPPORTED = {
     "no field": (lambda folder: (folder / "config.json").write_text("{}"), "model_type"),
     "truncated": (lambda x: os.truncate(x / "model.safetensors", 10_000), "is truncated in"),
     "twice": (twice, "is in model.safetensors, but in second.safetensors according to"),
+    "unlisted": (unlisted, "is in model.safetensors, and in second.safetensors"),
     "beside": (beside, "does not name model.safetensors"),
     "git lfs": (
         lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs"),
@@ -779,7 +821,7 @@ BAD = {
     "--epochs 2": "not allowed with argument",
     "--shard-degree 3": "--shard-degree 3",
     "--data {absent}": "absent",
-    "--valid 1000": "documents have an answer",
+    "--valid 1000": "none is left to train on after --valid 1000",
     "--model {absent}": "--model",
 }
 

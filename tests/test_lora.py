@@ -248,7 +248,7 @@ def test_a_frozen_weight_that_changes_is_an_error(pools, models):
 
 def test_an_adapter_that_is_not_written_is_saved(fresh_pool, pools, models, chat, tmp_path):
     argv, pool = argv_of(models / "qwen2", chat, tmp_path), fresh_pool(2)
-    failed = pool.attempt(tuning.train_on_a_full_disk, argv, "15", "write_tensors")
+    failed = pool.attempt(tuning.train_on_a_full_disk, argv, 0, "15", "write_tensors")
     assert [outcome.exit_status for outcome in failed] == [1, 1]
     pool.close()  # it has locked the folder
     assert pools(1).train("15", argv) == [[]] and len(files_of(tmp_path / "adapter")) == 2

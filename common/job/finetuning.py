@@ -124,8 +124,10 @@ def output_folder(
     is_there, is_done = (all_reduce_control(votes) > 0).tolist()
     if is_there and not is_done:
         fail(f"--out {out} is already there: move it away, or pass another folder")
-    if not is_there:
-        run.check_output("out", aside, *[files.try_to_prepare] * (name == "model"))
+    if not is_there and name == "model":
+        run.check_output("out", aside, files.try_to_prepare)
+    elif not is_there:
+        run.check_output("out", out)
     return None if is_there else out, aside
 
 

@@ -80,7 +80,8 @@ def load_instructions(name: str, folder: Path, longest: int, n_valid: int) -> In
         used.append(Document(start, end, [(a, b) for a, b in kept if a < b]))
     used = [document for document in used if document.spans]
     if len(used) <= n_valid:
-        fail(f"--data {name}: {len(used)} documents have an answer within {longest} tokens")
+        few = f"{len(used)} documents have an answer within {longest} tokens"
+        fail(f"--data {name}: {few}: none is left to train on after --valid {n_valid}")
     sizes = [end - begin for document in used for begin, end in document.spans]
     n_cut = sum(length > longest + 1 for length in lengths)
     print0(
