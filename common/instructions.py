@@ -33,6 +33,11 @@ class Document(NamedTuple):
     length: int
     spans: Spans
 
+    @property
+    def prompt(self) -> int:
+        """The number of tokens before the first answer."""
+        return self.spans[0][0]
+
 
 # ---- examples ----
 
