@@ -145,13 +145,7 @@ class DistributedOptimizer:
     `full` that `optimizer` updates.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer_class: type[torch.optim.Optimizer],
-        group: ProcessGroup,
-        **defaults,
-    ):
+    def __init__(self, model: nn.Module, optimizer_class: type, group: ProcessGroup, **defaults):
         self.group = group
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if len({p.dtype for p in self.params.values()}) != 1:  # `cat` would convert them
