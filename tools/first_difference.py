@@ -210,7 +210,8 @@ def compare_curves(run: Path, reference: Path, tolerance: float = 1e-5) -> list[
         if not (folder / "metrics.jsonl").is_file():
             fail(f"{folder} has no metrics.jsonl: name the folders of two runs")
         each = (folder / "metrics.jsonl").read_bytes().splitlines()
-        each = [json.loads(line) for line in each if step_of(line) < math.inf]  # not cut by a kill
+        # a kill can leave an incomplete line
+        each = [json.loads(line) for line in each if step_of(line) < math.inf]
         lines.append({line["step"]: line for line in each})
     ours, theirs = lines
     both = sorted(ours.keys() & theirs.keys())

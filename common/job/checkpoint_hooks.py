@@ -11,7 +11,7 @@ Both are verified before anything is used. The way of a tensor, or of a `Shard`'
         AtomicWriter.prepare_global_plan         rank 0: makes the folder `writing-...`
         AtomicWriter.write_data                  writes this rank's file; for each item
             SavePlanner.lookup_object            finds its copy
-            HashingStream.transform_save_stream  hashes its bytes on the way to the file
+            HashingStream.transform_save_stream  hashes the bytes of an item, and writes them
         AtomicWriter.finish                      rank 0: writes `.metadata`; renames to `step-...`
     Checkpointer.load
         Reader.__init__                          verifies and unpickles `.metadata`
