@@ -73,11 +73,10 @@ def argv_of(model: Path, data: Path, run: Path, flags: str = "") -> list[str]:
 
 
 def traced(argv: list[str]) -> tuple[list[dict], int, Counter, list[int]]:
-    """The metrics of a run, the bytes that were held before, the most units that were gathered at a
-    time, and the micro-batches."""
+    """The metrics, the bytes held before, the most units gathered at a time, the micro-batches."""
     before = model_state_bytes()  # of other tests, by hooks in a cycle
-    stage, most, micro_batches = load_stage("15"), Counter(), []
-    unshard, wrapper, count = stage.Unit.unshard, stage.FullyShardedFrozen, stage.count_targets
+    stage, most = load_stage("15"), Counter()
+    unshard, wrapper = stage.Unit.unshard, stage.FullyShardedFrozen
     finish = wrapper.finish_gradient_synchronization
 
     def see(where: str, units: list) -> None:
@@ -91,13 +90,11 @@ def traced(argv: list[str]) -> tuple[list[dict], int, Counter, list[int]]:
         finish(model)
         see("finish", model.units)
 
-    def count_and_see(each: list) -> Tensor:
-        return micro_batches.append(len(each)) or count(each)
-
     unit = patch.object(stage.Unit, "unshard", unshard_and_see)
     model = patch.object(wrapper, "finish_gradient_synchronization", finish_and_see)
-    with unit, model, patch.object(stage, "count_targets", count_and_see):
-        return stage.main(argv), before, most, micro_batches
+    with unit, model, patch.object(stage, "count_targets", wraps=stage.count_targets) as counted:
+        metrics = stage.main(argv)
+    return metrics, before, most, [len(call.args[0]) for call in counted.call_args_list]
 
 
 def on_meta(folder: Path) -> Llama:
