@@ -6,6 +6,8 @@ backward continues. Clipping needs the norm of all gradients, which is known onl
 the threads speculate that nothing is clipped, and write the new state into a second slot of the
 file. If that was wrong, the step is redone from the old slot. The files vanish with the process.
 
+The classes of 04 are in `fsdp.py` beside this file, which changes some of their methods.
+
     P parameters: E of the embedding, L of a layer, O of the output; N ranks, m micro-batches per
     step; float32
 
@@ -32,43 +34,24 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # of the files beside this one
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version, saved_tensors_hooks
-from torch.distributed import Work
+from torch.autograd.graph import increment_version
 from torch.linalg import vector_norm
 from torch.optim.adamw import adamw
 
-from common.collectives import (
-    all_gather_single,
-    all_reduce_control,
-    broadcast,
-    norms_of_rows,
-    reduce_scatter_single,
-)
-from common.unit_parameters import (
-    Place,
-    cast_inputs,
-    check_options,
-    is_in_backward,
-    is_in_checkpoint,
-    is_lookup,
-    lend_parameters,
-    owned_by,
-    place_in,
-    take_parameters,
-    units_with_values,
-)
+import fsdp
+from common.collectives import all_gather_single, all_reduce_control, norms_of_rows
+from common.unit_parameters import is_in_backward
 
 # isort: split
 from common.batches import eval_batches, train_batches
@@ -271,19 +254,15 @@ class StateFile:
 # ---- FSDP as in stage 04, but each shard is in a file, which is read ahead of its use ----
 
 
-class FullyShardedDataParallel(nn.Module):
-    """Shard a module's parameters, gradients and optimizer state; unshard them unit by unit.
+class FullyShardedDataParallel(fsdp.FullyShardedDataParallel):
+    """FSDP of stage 04, but the shards are in the files of an optimizer.
 
-    The contract. Each parameter is in exactly one unit, trains, is float32, and is used
-    in every forward of its unit and nowhere else. All ranks run the same units in the same order,
-    each once per micro-batch. units: the modules that are gathered one by one, in the order in
-    which to prefetch them. After a step's last backward come `finish_gradient_synchronization()`
-    and `optimizer.step(max_norm)`, which also clips the gradients.
-
-    All ranks start with the values of the first one. Or the module is on the meta device, so that
-    no rank ever holds the full model. Then `read_shard(name, shapes, owned)` returns a unit's
-    values: the slice `owned` of its parameters, laid side by side (it may reach beyond them).
+    The contract is 04's. Besides, all parameters are float32, and each unit runs once per
+    micro-batch. After a step's last backward come `finish_gradient_synchronization()` and
+    `optimizer.step(max_norm)`, which also clips the gradients.
     """
+
+    clip_grad_norm_ = None  # `optimizer.step` clips
 
     def __init__(
         self,
@@ -296,21 +275,12 @@ class FullyShardedDataParallel(nn.Module):
     ):
         if optimizer.files:
             raise ValueError("the optimizer belongs to another wrapper")
-        super().__init__()
-        self.module, self.read_shard = module, read_shard
-        self.optimizer, self.param_dtype = optimizer, param_dtype
-        self.device = device or next(module.parameters()).device
-        self.kept: Unit | None = None  # the unit that stays gathered for backward
-        self.in_flight: Unit | None = None  # the unit whose reduction was started last
-        check_options(module, self.device, [param_dtype])
-        named_units = units_with_values(module, units, may_be_meta=read_shard is not None)
-        self.units = [Unit(*named_unit, self) for named_unit in named_units]
+        self.optimizer = optimizer  # the units, which are made below, need it
+        options = {"param_dtype": param_dtype, "reduce_dtype": torch.float32, "cpu_offload": True}
+        super().__init__(module, units, read_shard=read_shard, device=device, **options)
 
-    def forward(self, *args, **kwargs):
-        for unit in self.units:
-            unit.reshard()  # what was gathered earlier may be stale
-        self.kept = None
-        return self.module(*args, **kwargs)
+    def make_units(self, named_units: Iterator[tuple[str, nn.Module]]) -> None:
+        self.units = [Unit(*named_unit, self) for named_unit in named_units]
 
     def enter(self, unit: Unit) -> None:
         """Gather the unit's parameters, prefetch those of the next unit that will be used, and
@@ -332,97 +302,20 @@ class FullyShardedDataParallel(nn.Module):
             each.unshard()
         unit.wait()
 
-    def after_forward(self, unit: Unit) -> None:
-        """Free the unit or, if backward needs it, the one kept before. So the last such unit stays
-        until backward, because nothing would hide its second all-gather."""
-        unit.used_in_backward |= is_in_checkpoint()  # backward runs its forward again
-        if is_in_backward():  # its own backward follows, which frees it
-            return
-        to_free = unit
-        if torch.is_grad_enabled() and unit.used_in_backward:
-            to_free, self.kept = self.kept, unit  # so it is freed one unit after its forward
-        if to_free is not None:
-            to_free.reshard()
 
-    def leave(self, unit: Unit, grads: tuple[Tensor, ...]) -> None:
-        """Free the unit, and start to reduce `grads`, which backward has just completed."""
-        unit.reshard()
-        unit.finish_reduction()  # in flight if this unit was also the last to be reduced
-        unit.start_reduction(grads)
-        previous, self.in_flight = self.in_flight, unit
-        if previous not in (None, unit):  # so at most two units have full gradients
-            previous.finish_reduction()  # after the launch, so that the network stays busy
-
-    def finish_gradient_synchronization(self) -> None:
-        """After a step's last backward: give the optimizer all gradients."""
-        for unit in self.units:
-            unit.reshard()  # if it was prefetched, and backward did not reach it
-            unit.finish_reduction()
-
-
-class Unit:
-    """One unit's parameters side by side in a flat buffer, of which this rank keeps its shard.
+class Unit(fsdp.Unit):
+    """A unit of stage 04, but its shard is in a file, and the optimizer gets its gradients.
 
     file: has the shard's parameters, moments and gradient, [length] each.
     shard: an empty parameter, the same in all units, so that autograd calls `Gather.backward`.
-    full: the gathered parameters, [N * length], padded, in `dtype`; exists only while unsharded.
     """
 
-    def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedDataParallel):
-        self.fsdp, self.optimizer = fsdp, fsdp.optimizer
-        self.name, self.n_ranks = name, dist.get_world_size()
-        self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
-        # a row of an embedding's gradient sums many tokens: bfloat16 is too imprecise
-        param_dtype = None if is_lookup(module) else fsdp.param_dtype
-        self.owners, flat = take_parameters(module)  # leaves the module without parameters
-        self.owned, padding = owned_by(len(flat), None)
-        self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        self.file = StateFile(self.optimizer, name, self.shard_of(flat))
+    def __init__(self, name: str, module: nn.Module, wrapper: FullyShardedDataParallel):
+        super().__init__(name, module, wrapper)
+        self.optimizer = wrapper.optimizer
+        self.file = StateFile(self.optimizer, name, self.shard.detach())
         self.shard = self.optimizer.shard
-        self.full: Tensor | None = None
-        self.module_forward, module.forward = module.forward, self.run
-        self.dtype = param_dtype or flat.dtype
         self.reading: Future[Tensor] | None = None  # what `read` will return
-        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, its input
-        self.used_in_backward = False  # set by the first forward
-        self.reduction: tuple[Work, Tensor] | None = None  # reduce-scatter in flight, buffer
-
-    def shard_of(self, flat: Tensor) -> Tensor:
-        """This rank's part of the first rank's `flat`, or of the values that `read_shard` has."""
-        fsdp, length = self.fsdp, len(flat[self.owned])  # the padding is not in `flat`
-        if fsdp.read_shard is None:
-            flat = flat.to(fsdp.device)
-            broadcast(flat, group_src=0)
-            shard = flat[self.owned]
-        else:  # `flat` is on the meta device: it has a length, but no values
-            shard = fsdp.read_shard(self.name, self.shapes, self.owned).view(length)
-        padding = self.owned.stop - self.owned.start - length  # on the last ranks
-        return F.pad(shard, (0, padding))
-
-    def run(self, *args, **kwargs):
-        """Called as the module's `forward`. Only in here does the module have parameters."""
-        params = Gather.apply(self.shard, self)
-        args, kwargs = cast_inputs(args, kwargs, self.fsdp.param_dtype)
-        # a checkpoint() around the unit saves only its inputs, and calls `run` again in backward
-        hooks = nullcontext() if is_in_checkpoint() else saved_tensors_hooks(self.pack, self.unpack)
-        with lend_parameters(self.owners, params), hooks:
-            output = self.module_forward(*args, **kwargs)
-        self.fsdp.after_forward(self)
-        return output
-
-    def pack(self, tensor: Tensor) -> Tensor | Place:
-        """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
-        place = place_in(self.full, tensor)
-        self.used_in_backward |= place is not None
-        # detached: a node that saved its own output would form a reference cycle
-        return tensor.detach() if place is None else place
-
-    def unpack(self, saved: Tensor | Place) -> Tensor:
-        """Called when backward needs a saved tensor. For a parameter, gather the unit again."""
-        if not isinstance(saved, Place):
-            return saved
-        self.fsdp.enter(self)
-        return self.full.as_strided(*saved)
 
     def fetch(self) -> None:
         """Start to read the shard, unless a thread is reading it or `full` has it."""
@@ -445,26 +338,13 @@ class Unit:
             if sent.is_cuda:  # it was allocated on the stream of the copies
                 sent.record_stream(torch.cuda.current_stream())
             self.full = sent.new_empty(self.n_ranks * len(sent))
-            work = all_gather_single(self.full, sent, async_op=True)
+            work = all_gather_single(self.full, sent, self.group, async_op=True)
             self.gathering = work, sent
-
-    def wait(self) -> None:
-        if self.gathering is not None:
-            self.gathering[0].wait()
-            self.gathering = None
 
     def reshard(self) -> None:
         """Wait for an all-gather in flight, then drop `full`."""
-        self.wait()
-        self.full = None  # frees it: `pack` has kept no reference for backward
+        super().reshard()
         self.reading = None  # a read that was not used
-
-    def start_reduction(self, grads: tuple[Tensor, ...]) -> None:
-        """Start the reduce-scatter: the sum is written into this rank's part of `flat`."""
-        padding = grads[0].new_zeros(self.sizes[-1])
-        flat = torch.cat([*(grad.flatten() for grad in grads), padding]).float()
-        work = reduce_scatter_single(flat[self.owned], flat, async_op=True)
-        self.reduction = work, flat
 
     def finish_reduction(self) -> None:
         """If a reduction is in flight, give its average to the optimizer and free its buffer."""
@@ -476,24 +356,6 @@ class Unit:
         ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
         self.optimizer.start(self.file, self.optimizer.accumulate, average, ready)
         self.reduction = None
-
-
-class Gather(torch.autograd.Function):
-    """A unit's parameters as a function of the ranks' shards; backward starts a reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx, shard: Tensor, unit: Unit) -> tuple[Tensor, ...]:
-        ctx.unit = unit
-        ctx.set_materialize_grads(False)  # a missing gradient is None, and so an error
-        unit.fsdp.enter(unit)  # the all-gather, unless it was prefetched
-        *chunks, _ = unit.full.split(unit.sizes)
-        return tuple(c.view(s) for c, s in zip(chunks, unit.shapes.values(), strict=True))
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor | None) -> tuple[None, None]:
-        """Autograd calls it when it has all gradients of the unit."""
-        ctx.unit.fsdp.leave(ctx.unit, grads)  # starts the reduce-scatter
-        return None, None  # the gradient comes later, from `finish_reduction`
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 # `make copies` takes this from 04_fsdp/train.py, by section "Copy" of its README.
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
@@ -97,7 +97,9 @@ class FullyShardedDataParallel(nn.Module):
         self.in_flight: Unit | None = None  # the unit whose reduction was started last
         options = [param_dtype, reduce_dtype, reshard_after_forward]
         check_options(module, self.device, options, shard_group, replicate_group)
-        named_units = units_with_values(module, units, may_be_meta=read_shard is not None)
+        self.make_units(units_with_values(module, units, may_be_meta=read_shard is not None))
+
+    def make_units(self, named_units: Iterator[tuple[str, nn.Module]]) -> None:
         self.units = [Unit(*named_unit, self) for named_unit in named_units]
         self.shards = nn.ParameterList(unit.shard for unit in self.units)
 
