@@ -131,10 +131,10 @@ def read_shard(
                 files.bytes_read += values.nbytes
 
 
-def no_values(name: str, shapes: dict[str, torch.Size], owned: slice) -> Tensor:
+def no_values(_: str, shapes: dict[str, torch.Size], owned: slice, dtype=torch.float32) -> Tensor:
     """The wrapper's `read_shard`: zeros without memory, until `read_model` or a checkpoint."""
     numel = sum(shape.numel() for shape in shapes.values())
-    return torch.zeros(1).expand(len(range(*owned.indices(numel))))
+    return torch.zeros(1, dtype=dtype).expand(len(range(*owned.indices(numel))))
 
 
 def write_shard(

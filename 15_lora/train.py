@@ -6,7 +6,8 @@ unit's W, and all of A and B. A unit is gathered for forward and again for backw
 gradient of x needs W. Only the gradients of A and B are averaged, once per step, as in DDP.
 
 New since stage 13: what is sharded is frozen, without gradient and optimizer state, and what is
-added afterwards trains. 13's packing, loss and files are in finetune.py.
+added afterwards trains. 13's packing, loss and files are in `finetune.py` beside this file, 04's
+classes in `fsdp.py`.
 
     P parameters of b bytes each: E of the embedding, O of the head, K of the unit that stays
     gathered. p in A and B. N ranks that shard, m micro-batches per step
@@ -26,7 +27,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,27 +39,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
-from common.collectives import all_gather_single, all_reduce_control, average_gradients
+from common.collectives import average_gradients
 from common.counter_rng import generator_of
-from common.unit_parameters import (
-    Place,
-    cast_inputs,
-    check_options,
-    is_in_backward,
-    is_in_checkpoint,
-    lend_parameters,
-    owned_by,
-    place_in,
-    take_parameters,
-    units_with_values,
-)
+from common.unit_parameters import is_in_backward
 from common.weight_files import WeightFiles, publish, write_tensors
-from finetune import in_turn, ranges_in, read_shard, write_model
+from finetune import in_turn, no_values, ranges_in, read_shard, write_model
+from fsdp import FullyShardedDataParallel, Unit
 
 # isort: split
+from common.collectives import all_reduce_control
 from common.distributed import World, group_along, print0
 from common.guards import guard
 from common.llama import Llama, LlamaConfig
@@ -85,18 +76,21 @@ from common.job.run import Run
 # ------------------------------------------------------------------------------------------------
 
 
-class FullyShardedFrozen(nn.Module):
-    """Shard a module's parameters, which then do not train; unshard them unit by unit.
+class FullyShardedFrozen(FullyShardedDataParallel):
+    """FSDP of stage 04, but what is sharded is frozen. What is added to the module later trains.
 
     The contract. Each parameter is in exactly one unit, and is used in its unit's forward and
-    nowhere else. All ranks run the same units in the same order. What is added to the module later
-    trains, for example by `add_adapters`: it is all that `parameters()` has, and is equal on all
-    ranks. After the last backward of a step come `finish_gradient_synchronization()`, clipping, the
-    optimizer's `step()` and `zero_grad()`.
+    nowhere else. All ranks run the same units in the same order. What is added later, for example
+    by `add_adapters`, is all that `parameters()` has, and is equal on all ranks. After the last
+    backward of a step come `finish_gradient_synchronization()`, clipping, the optimizer's `step()`
+    and `zero_grad()`.
 
     units: the modules that are gathered one by one, in the order in which to prefetch them. Their
     values are not used: shards are zeros, which `read_model` fills.
     """
+
+    synchronizes = False  # in backward; `guard` asks
+    clip_grad_norm_ = None  # nothing of what trains is sharded: use PyTorch's function
 
     def __init__(
         self,
@@ -107,20 +101,17 @@ class FullyShardedFrozen(nn.Module):
         shard_group: ProcessGroup | None = None,  # the N ranks that shard each unit; default: all
         reshard_after_forward: bool = True,  # False: each unit stays until its backward
     ):
-        super().__init__()
-        check_options(module, device, [param_dtype, reshard_after_forward], shard_group)
-        self.module, self.device, self.group = module, device, shard_group
-        self.param_dtype, self.reshard_after_forward = param_dtype, reshard_after_forward
-        self.replicate_group = None  # for `write_model`: replicas may write the same bytes
-        self.kept: Unit | None = None  # the unit that stays gathered for backward
-        self.synchronizes = False  # in backward; `guard` asks
-        self.units = [Unit(*x, self) for x in units_with_values(module, units, may_be_meta=True)]
+        for param in module.parameters():
+            param.data = param.data.to(param_dtype)  # which is then that of the shards
+        options = {"param_dtype": param_dtype, "reshard_after_forward": reshard_after_forward}
+        options |= {"read_shard": partial(no_values, dtype=param_dtype), "device": device}
+        super().__init__(module, units, shard_group, **options)
 
-    def forward(self, *args, **kwargs):
+    def make_units(self, named_units: Iterator[tuple[str, nn.Module]]) -> None:
+        super().make_units(named_units)
+        del self.shards  # so `parameters()` does not have them
         for unit in self.units:
-            unit.reshard()  # what was gathered earlier may be stale
-        self.kept = None
-        return self.module(*args, **kwargs)
+            unit.shard.requires_grad_(False)
 
     def enter(self, unit: Unit) -> None:
         """Gather the unit's parameters, and prefetch those of the next unit that will be used.
@@ -142,92 +133,12 @@ class FullyShardedFrozen(nn.Module):
             each.unshard()
         unit.wait()
 
-    def after_forward(self, unit: Unit) -> None:
-        """Free the unit or, if backward needs it, the one kept before. So the last such unit stays
-        until backward, because nothing would hide its second all-gather."""
-        unit.used_in_backward |= is_in_checkpoint()  # backward runs its forward again
-        keeps_all = not self.reshard_after_forward and torch.is_grad_enabled()
-        if is_in_backward() or keeps_all:  # its own backward follows, which frees it
-            return
-        to_free = unit
-        if torch.is_grad_enabled() and unit.used_in_backward:
-            to_free, self.kept = self.kept, unit  # so it is freed one unit after its forward
-        if to_free is not None:
-            to_free.reshard()
-
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward: average the gradients of what trains, over all ranks."""
         for unit in self.units:
             unit.reshard()  # the first one, which backward has left last
         average_gradients(self.named_parameters())
-
-
-class Unit:
-    """One unit's parameters side by side in a flat buffer, of which this rank keeps its shard.
-
-    shard: [length], in `param_dtype`. It is no parameter: nothing trains it, and nothing saves it.
-    full: the gathered parameters, [N * length], padded; exists only while unsharded.
-    """
-
-    def __init__(self, name: str, module: nn.Module, fsdp: FullyShardedFrozen):
-        self.fsdp, group = fsdp, fsdp.group
-        self.name, self.group, self.n_ranks = name, group, dist.get_world_size(group)
-        self.shapes = {full_name: p.shape for full_name, p in module.named_parameters(name)}
-        self.owners, flat = take_parameters(module)  # leaves the module without parameters
-        self.owned, padding = owned_by(len(flat), group)
-        self.sizes = [*(shape.numel() for shape in self.shapes.values()), padding]
-        length = self.owned.stop - self.owned.start  # with padding
-        self.shard = torch.zeros(length, dtype=fsdp.param_dtype, device=fsdp.device)
-        self.full: Tensor | None = None
-        self.module_forward, module.forward = module.forward, self.run
-        self.gathering: tuple[Work, Tensor] | None = None  # the all-gather in flight, its input
-        self.used_in_backward = False  # set by the first forward
-
-    def run(self, *args, **kwargs):
-        """Called as the module's `forward`. Only in here does the module have parameters."""
-        self.fsdp.enter(self)
-        *chunks, _ = self.full.split(self.sizes)  # without a gradient, so without a `Gather`
-        params = [c.view(s) for c, s in zip(chunks, self.shapes.values(), strict=True)]
-        args, kwargs = cast_inputs(args, kwargs, self.fsdp.param_dtype)
-        # a checkpoint() around the unit saves only its inputs, and calls `run` again in backward
-        hooks = nullcontext() if is_in_checkpoint() else saved_tensors_hooks(self.pack, self.unpack)
-        with lend_parameters(self.owners, params), hooks:
-            output = self.module_forward(*args, **kwargs)
-        self.fsdp.after_forward(self)
-        return output
-
-    def pack(self, tensor: Tensor) -> Tensor | Place:
-        """Called when forward saves a tensor for backward. Of a parameter, keep only the place."""
-        place = place_in(self.full, tensor)
-        self.used_in_backward |= place is not None
-        # detached: a node that saved its own output would form a reference cycle
-        return tensor.detach() if place is None else place
-
-    def unpack(self, saved: Tensor | Place) -> Tensor:
-        """Called when backward needs a saved tensor. For a parameter, gather the unit again."""
-        if not isinstance(saved, Place):
-            return saved
-        self.fsdp.enter(self)
-        return self.full.as_strided(*saved)
-
-    @torch.inference_mode(False)  # under it, `full` would have no version counter
-    def unshard(self) -> None:
-        """Start the all-gather that fills `full`, unless it is filled or in flight."""
-        if self.full is None:
-            self.full = self.shard.new_empty(self.n_ranks * len(self.shard))
-            work = all_gather_single(self.full, self.shard, self.group, async_op=True)
-            self.gathering = work, self.shard
-
-    def wait(self) -> None:
-        if self.gathering is not None:
-            self.gathering[0].wait()
-            self.gathering = None
-
-    def reshard(self) -> None:
-        """Wait for an all-gather in flight, then drop `full`."""
-        self.wait()
-        self.full = None  # frees it: `pack` has kept no reference for backward
 
 
 class LoRALinear(nn.Module):
