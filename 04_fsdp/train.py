@@ -169,15 +169,18 @@ class FullyShardedDataParallel(nn.Module):
         first call gathers the unit, and the others find it gathered.
         """
         unit.unshard()
-        in_backward = is_in_backward()
-        order = self.units[::-1] if in_backward else self.units  # the same on all ranks
-        later = order[order.index(unit) + 1 :]
-        following = [each for each in later if each.used_in_backward or not in_backward]
-        for each in following[:1]:  # none after the last unit
+        for each in self.following(unit)[:1]:  # none after the last unit
             # NCCL's stream waits for the kernels that were enqueued earlier: if they were this
             # unit's own, the all-gather would not overlap with them
             each.unshard()
         unit.wait()
+
+    def following(self, unit: Unit) -> list[Unit]:
+        """The units that will be used after this one, in an order that is the same on all ranks."""
+        in_backward = is_in_backward()
+        order = self.units[::-1] if in_backward else self.units
+        later = order[order.index(unit) + 1 :]
+        return [each for each in later if each.used_in_backward or not in_backward]
 
     def after_forward(self, unit: Unit) -> None:
         """Free the unit or, if backward needs it, the one kept before. So the last such unit stays

@@ -6,12 +6,12 @@ backward continues. Clipping needs the norm of all gradients, which is known onl
 the threads speculate that nothing is clipped, and write the new state into a second slot of the
 file. If that was wrong, the step is redone from the old slot. The files vanish with the process.
 
-The classes of 04 are in `fsdp.py` beside this file, which changes some of their methods.
+`fsdp.py` beside this file has the classes of 04. The subclasses here override what changes.
 
     P parameters: E of the embedding, L of a layer, O of the output; N ranks, m micro-batches per
     step; float32
 
-    memory per rank   four full units (six on Gloo), 25 shards of a unit, P / (256 N) bytes of norms
+    memory per rank   four full units (six on Gloo), 19 shards of a unit, P / (256 N) bytes of norms
     files per rank    28 P / N bytes: two slots of 12, and the gradient
     read per step     (4 m (2 P - E - L - O) + 12 P + 4 (m - 1) P) / N bytes
     written per step  (4 m P + 12 P) / N bytes
@@ -51,7 +51,6 @@ from torch.optim.adamw import adamw
 
 import fsdp
 from common.collectives import all_gather_single, all_reduce_control, norms_of_rows
-from common.unit_parameters import is_in_backward
 
 # isort: split
 from common.batches import eval_batches, train_batches
@@ -87,7 +86,7 @@ class SpeculativeAdamW:
         self, folder: Path, *, n_micro_batches: int = 1, speculates: bool = True, **adamw_settings
     ):
         beta1, beta2 = adamw_settings.pop("betas")
-        defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False}
+        defaults = {"eps": 1e-8, "amsgrad": False, "maximize": False, "fused": True}
         self.param_groups = [defaults | adamw_settings | {"beta1": beta1, "beta2": beta2}]
         self.step_settings: dict = {}  # arguments of `adamw` in this step, once it has begun
         self.folder, self.n_micro_batches = folder, n_micro_batches
@@ -102,7 +101,8 @@ class SpeculativeAdamW:
         self.jobs: dict[StateFile, Future] = {}  # the oldest first
         self.traffic: Counter[str] = Counter()  # MB moved, by the metric's name
         self.counting = threading.Lock()
-        # `Unit.shard`; its version counts steps: a backward through an older graph is an error
+        # `Unit.shard` of all units. Its version counts steps, by which `guard` finds a backward
+        # through an older graph
         self.shard = nn.Parameter(torch.empty(0))
         self.state = {self.shard: {"step": torch.tensor(0.0)}}  # all else is in the files
         # one stream for all copies to and from a GPU: each stream has a memory pool of its own
@@ -150,7 +150,7 @@ class SpeculativeAdamW:
         # each rank has the squares of its own shards only
         norm = all_reduce_control(vector_norm(norms).square()).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        is_clipped = not scale.item() >= 1.0  # by NaN, too
+        is_clipped = not scale.item() >= 1.0  # also if the norm is NaN
         if is_clipped or not self.speculates_now:  # the updates were wrong, or have waited
             self.n_redone_steps += self.speculates_now
             for file in self.files:
@@ -262,8 +262,6 @@ class FullyShardedDataParallel(fsdp.FullyShardedDataParallel):
     `optimizer.step(max_norm)`, which also clips the gradients.
     """
 
-    clip_grad_norm_ = None  # `optimizer.step` clips
-
     def __init__(
         self,
         module: nn.Module,
@@ -275,32 +273,30 @@ class FullyShardedDataParallel(fsdp.FullyShardedDataParallel):
     ):
         if optimizer.files:
             raise ValueError("the optimizer belongs to another wrapper")
-        self.optimizer = optimizer  # the units, which are made below, need it
-        options = {"param_dtype": param_dtype, "reduce_dtype": torch.float32, "cpu_offload": True}
-        super().__init__(module, units, read_shard=read_shard, device=device, **options)
+        self.optimizer = optimizer  # `make_units` needs it
+        super().__init__(
+            module,
+            units,
+            param_dtype=param_dtype,
+            reduce_dtype=torch.float32,  # of the files
+            read_shard=read_shard,
+            device=device,
+            cpu_offload=True,  # a shard goes from the CPU to its file
+        )
 
     def make_units(self, named_units: Iterator[tuple[str, nn.Module]]) -> None:
+        # `parameters()` lists no shards
         self.units = [Unit(*named_unit, self) for named_unit in named_units]
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        raise RuntimeError("optimizer.step(max_norm) clips: gradients are not in memory")
 
     def enter(self, unit: Unit) -> None:
         """Gather the unit's parameters, prefetch those of the next unit that will be used, and
-        start to read those of the unit after it.
-
-        Called by `Gather.forward`, and in backward by `unpack` for each parameter that is read: the
-        first call gathers the unit, and the others find it gathered.
-        """
-        unit.unshard()
-        in_backward = is_in_backward()
-        order = self.units[::-1] if in_backward else self.units  # the same on all ranks
-        later = order[order.index(unit) + 1 :]
-        following = [each for each in later if each.used_in_backward or not in_backward]
-        for each in following[:2]:
+        start to read those of the unit after it."""
+        for each in [unit, *self.following(unit)[:2]]:
             each.fetch()
-        for each in following[:1]:  # none after the last unit
-            # NCCL's stream waits for the kernels that were enqueued earlier: if they were this
-            # unit's own, the all-gather would not overlap with them
-            each.unshard()
-        unit.wait()
+        super().enter(unit)
 
 
 class Unit(fsdp.Unit):
@@ -347,15 +343,18 @@ class Unit(fsdp.Unit):
         self.reading = None  # a read that was not used
 
     def finish_reduction(self) -> None:
-        """If a reduction is in flight, give its average to the optimizer and free its buffer."""
+        """If a reduction is in flight, free its buffer and give its average to the optimizer.
+
+        `finish_gradient_synchronization` of 04 calls it, too, and finds no `average` to assign.
+        """
         if self.reduction is None:
             return
         work, flat = self.reduction
         work.wait()
         average = flat[self.owned] / self.n_ranks
+        self.reduction = work = flat = None  # before `start`, which may wait for the disk
         ready = torch.cuda.current_stream().record_event() if average.is_cuda else None
         self.optimizer.start(self.file, self.optimizer.accumulate, average, ready)
-        self.reduction = None
 
 
 # ------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from torch.distributed import ProcessGroup
 
 from common.collectives import average_gradients
 from common.counter_rng import generator_of
+from common.optimization import clip_grad_norm_
 from common.unit_parameters import is_in_backward
 from common.weight_files import WeightFiles, publish, write_tensors
 from finetune import in_turn, no_values, ranges_in, read_shard, write_model
@@ -53,7 +54,7 @@ from common.collectives import all_reduce_control
 from common.distributed import World, group_along, print0
 from common.guards import guard
 from common.llama import Llama, LlamaConfig
-from common.optimization import adamw_settings, clip_grad_norm_, learning_rate, set_learning_rate
+from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import training_state
 from finetune import count_targets, mean_loss, micro_batches_of, read_model, share_of_loss
 
@@ -89,8 +90,7 @@ class FullyShardedFrozen(FullyShardedDataParallel):
     values are not used: shards are zeros, which `read_model` fills.
     """
 
-    synchronizes = False  # in backward; `guard` asks
-    clip_grad_norm_ = None  # nothing of what trains is sharded: use PyTorch's function
+    synchronizes = False  # no backward starts to reduce gradients: `guard` asks
 
     def __init__(
         self,
@@ -103,35 +103,36 @@ class FullyShardedFrozen(FullyShardedDataParallel):
     ):
         for param in module.parameters():
             param.data = param.data.to(param_dtype)  # which is then that of the shards
-        options = {"param_dtype": param_dtype, "reshard_after_forward": reshard_after_forward}
-        options |= {"read_shard": partial(no_values, dtype=param_dtype), "device": device}
-        super().__init__(module, units, shard_group, **options)
+            param.requires_grad_()  # as 04 expects; below, `make_units` freezes the shards
+        # no replicate_group: gradients are averaged over all ranks, and when 13's `write_model`
+        # writes, replicas write the same bytes
+        super().__init__(
+            module,
+            units,
+            shard_group,
+            param_dtype=param_dtype,
+            reshard_after_forward=reshard_after_forward,
+            read_shard=partial(no_values, dtype=param_dtype),
+            device=device,
+        )
 
     def make_units(self, named_units: Iterator[tuple[str, nn.Module]]) -> None:
-        super().make_units(named_units)
-        del self.shards  # so `parameters()` does not have them
+        # `parameters()` lists no shards
+        self.units = [Unit(*named_unit, self) for named_unit in named_units]
         for unit in self.units:
             unit.shard.requires_grad_(False)
 
     def enter(self, unit: Unit) -> None:
         """Gather the unit's parameters, and prefetch those of the next unit that will be used.
 
-        In backward, free the later units first: backward has left them, and without gradients of
-        their parameters no `Gather.backward` says so. One that is still needed is gathered again.
+        In backward, free first the units that follow this one in forward: backward has left them,
+        and without gradients of their parameters no `Gather.backward` says so. One that is still
+        needed is gathered again.
         """
-        in_backward = is_in_backward()
-        order = self.units[::-1] if in_backward else self.units  # the same on all ranks
-        position = order.index(unit)
-        for each in order[:position] if in_backward else []:
-            each.reshard()
-        unit.unshard()
-        later = order[position + 1 :]
-        following = [each for each in later if each.used_in_backward or not in_backward]
-        for each in following[:1]:  # none after the last unit
-            # NCCL's stream waits for the kernels that were enqueued earlier: if they were this
-            # unit's own, the all-gather would not overlap with them
-            each.unshard()
-        unit.wait()
+        if is_in_backward():
+            for each in self.units[self.units.index(unit) + 1 :]:
+                each.reshard()
+        super().enter(unit)
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
@@ -139,6 +140,10 @@ class FullyShardedFrozen(FullyShardedDataParallel):
         for unit in self.units:
             unit.reshard()  # the first one, which backward has left last
         average_gradients(self.named_parameters())
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients to at most this global norm; returns the norm before clipping."""
+        return clip_grad_norm_(self.parameters(), max_norm)
 
 
 class LoRALinear(nn.Module):
@@ -305,7 +310,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             loss += micro_loss.detach()
         model.finish_gradient_synchronization()
         loss = all_reduce_control(loss) / world.size
-        grad_norm = clip_grad_norm_(model.parameters(), args.max_norm)
+        grad_norm = model.clip_grad_norm_(args.max_norm)
         optimizer.step()
         run.log(step, loss, grad_norm, lr, tokens=n_tokens, targets=total)
         optimizer.zero_grad(set_to_none=True)

@@ -231,7 +231,7 @@ def change_a_weight(folder: Path) -> None:
     stage, model = load_stage("15"), on_meta(folder)
     mlp = model.model.layers[1].mlp
     mlp.register_forward_pre_hook(lambda mlp, x: (mlp.up_proj.linear.weight.add_(1), x)[1])
-    model = stage.FullyShardedFrozen(model, model.units(), CPU, torch.float32)
+    model = stage.FullyShardedFrozen(model.requires_grad_(False), model.units(), CPU, torch.float32)
     stage.add_adapters(model.module, 2, 1.0, 0, CPU)
     stage.guard(model, torch.optim.AdamW(model.parameters()))
     model(torch.arange(5), (5,))
