@@ -424,6 +424,7 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "a backward too many": ("backward backward finish step", {SSD: "not 1 backward"}),
     "every backward under no_sync": ("backward+ finish+", {AT_THE_END: "no_sync() left out"}),
     "PyTorch's clipping": ("backward finish clip", {STAGES_1_2: "sharded", ABSENT: "shards only"}),
+    "04's clipping": ("backward finish clip_ours", {SSD: "step(max_norm) clips"}),
     "a late learning rate": ("backward finish change_lr step", {SSD: "learning rate"}),
     "no zero_grad": ("backward finish step backward", {FSDP: ONE_STEP, STAGES_1_2: "sharded"}),
     "two rounds and no step": (
