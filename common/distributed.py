@@ -8,12 +8,13 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -86,18 +87,26 @@ def print0(*values: object, **kwargs: object) -> None:
 def save0(state: object, path: str | os.PathLike, group: dist.ProcessGroup | None = None) -> None:
     """`torch.save` on rank 0, to a file that is complete or absent. All ranks wait for it."""
     if _is_rank_0():
-        path = Path(os.path.realpath(path))
-        aside = path.with_name(f".writing-{secrets.token_hex(8)}")  # another job may write it too
-        try:
-            with open(aside, "xb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with replacing(path) as file:
+            torch.save(state, file)
     if dist.is_initialized():
         dist.barrier(group)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of `path` (or of what it links to) when complete."""
+    path = Path(os.path.realpath(path))
+    # not by the process id, which processes on other nodes or in other containers may have, too
+    aside = path.with_name(f".writing-{secrets.token_hex(8)}")
+    try:
+        with open(aside, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _is_rank_0() -> bool:

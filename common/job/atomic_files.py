@@ -1,31 +1,13 @@
 """Files that are complete or absent, on disks that fill up and file systems that cannot do all."""
 
-import contextlib
 import errno
 import itertools
 import os
-import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from common.distributed import warn
-
-
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` (or of what it links to) when complete."""
-    path = Path(os.path.realpath(path))
-    # not by the process id, which processes on other nodes or in other containers may have, too
-    aside = path.with_name(f".writing-{secrets.token_hex(6)}")
-    aside.touch(exist_ok=False)
-    try:
-        yield aside
-        sync(aside)
-        aside.replace(path)
-        sync(path.parent)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def check_writable(path: Path) -> None:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from common.collectives import ledger
-from common.distributed import print0, warn
+from common.distributed import print0, replacing, warn
 
-from common.job.atomic_files import exists, replacing
+from common.job.atomic_files import exists
 from common.job.launch import rank, world_size
 
 # fmt: off
@@ -135,11 +135,11 @@ class Metrics:
         if again := [line for line in lines if first <= step_of(line) < math.inf]:
             aside = self._path.with_name("metrics-replaced.jsonl")
             with open(aside, "ab") as file:
-                file.write(b"".join(line + b"\n" for line in again))
+                file.writelines(line + b"\n" for line in again)
             what = f"its {len(again)} lines of steps that are done again"
             print0(f"{self._path.name}: {what} are now in {aside.name}")
         with replacing(self._path) as file:
-            file.write_bytes(b"".join(x + b"\n" for x in lines if step_of(x) < first))
+            file.writelines(x + b"\n" for x in lines if step_of(x) < first)
         self._file = open(self._path, "a")
         with self._only_warning(self._path.parent):
             self._board = SummaryWriter(self._path.parent, purge_step=first)

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.collectives import all_reduce_control
-from common.distributed import print0, save0, warn
+from common.distributed import print0, replacing, save0, warn
 from common.model import TransformerConfig
 from common.shards import State
 
 from common.job.arguments import Arguments
-from common.job.atomic_files import check_writable, replacing
+from common.job.atomic_files import check_writable
 from common.job.checkpoint import Checkpointer
 from common.job.corpus import Corpus
 from common.job.launch import fail, launch_environment, rank, world_size
@@ -143,7 +143,7 @@ class Run:
             resume = self._last["arguments"].get("resume")  # where the run began
             self._description["arguments"] = {**vars(self.args), "resume": resume}
         with replacing(self.folder / "config.json") as file:
-            file.write_text(json.dumps(self._description, indent=2) + "\n")
+            file.write(json.dumps(self._description, indent=2).encode() + b"\n")
         self.metrics.open(first)
 
     def steps(self, first: int) -> Iterator[int]:
