@@ -8,6 +8,7 @@ import gc
 import json
 import math
 import os
+import platform
 import resource
 import sys
 import time
@@ -84,6 +85,10 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
 def model_state_bytes() -> int:
     """Count the bytes of weights, gradients and optimizer state in this rank's living tensors.
 
@@ -118,8 +123,7 @@ class Metrics:
         self.lines: list[dict] = []  # written since the start of this process
         self._device, self._path = device, folder / "metrics.jsonl"
         self._n_steps, self._tokens, self._flops = n_steps, tokens, flops
-        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._peak_flops = peak_flops(self.device_name)
+        self._peak_flops = peak_flops(device_name(device))
         self._line: dict = {}  # of the present step
         self._model_state_mb: float | None = None
         self._first_step, self._first_step_ended = 0, 0.0
