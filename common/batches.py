@@ -35,8 +35,7 @@ def _windows(tokens: Tensor, indices: Tensor, seq_len: int) -> tuple[Tensor, Ten
 @lru_cache(maxsize=1)  # drawing it takes seconds for 100 million windows
 def _order_of_epoch(seed: int, epoch: int, n_windows: int) -> np.ndarray:
     """A permutation of all windows [n_windows]."""
-    order = torch.randperm(n_windows, generator=generator_of("epoch", seed, epoch))
-    return (order.to(torch.int32) if n_windows < 2**31 else order).numpy()
+    return torch.randperm(n_windows, generator=generator_of("epoch", seed, epoch)).numpy()
 
 
 def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:
