@@ -50,12 +50,3 @@ def numbered(path: Path) -> Iterator[Path]:
 def move_aside(path: Path, name: str) -> Path:
     """Rename to `name` in the same folder, with a number appended if the name is taken."""
     return path.rename(next(p for p in numbered(path.with_name(name)) if not os.path.lexists(p)))
-
-
-def make(folder: Path) -> bool:
-    """Make a folder; returns whether it was not there."""
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        return False
-    return True
