@@ -196,11 +196,19 @@ def cleanup() -> None:
     After an error it exits at once: other ranks learn of it from closed connections or launchers.
     """
     error = sys.exc_info()[1]
+    if isinstance(error, KeyboardInterrupt):
+        interrupt()
     if error is not None and not isinstance(error, SystemExit):
         _report(error)
-        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        os._exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def interrupt(*_) -> NoReturn:
+    """Ctrl-C is not a failure: one line, no traceback."""
+    print0("\ninterrupted", file=sys.stderr)
+    os._exit(130)  # without waiting for the other ranks
 
 
 def _report(error: BaseException) -> None:
@@ -209,9 +217,6 @@ def _report(error: BaseException) -> None:
     If another rank has failed first, print one line instead, and wait for the launcher, which takes
     the first process that exits for the cause.
     """
-    if isinstance(error, KeyboardInterrupt):
-        print0("interrupted", file=sys.stderr)
-        return
     text = "".join(traceback.format_exception(error))
     if "timed out" in text.lower() or "Application timeout" in text:  # Gloo has both
         text += "No answer within --timeout: another rank hangs, was stopped, or is far behind.\n"

@@ -9,7 +9,6 @@ import os
 import platform
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +26,7 @@ from common.job.arguments import Arguments
 from common.job.atomic_files import check_writable
 from common.job.checkpoint import Checkpointer
 from common.job.corpus import Corpus
-from common.job.launch import fail, launch_environment, rank, world_size
+from common.job.launch import fail, interrupt, launch_environment, rank, world_size
 from common.job.metrics import Metrics, device_name
 from common.job.run_changes import last_start, other_changes
 from common.job.run_folder import claim
@@ -158,7 +157,7 @@ class Run:
         for number in STOPS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 self._handlers[number] = signal.signal(number, self._ask_to_stop)
-        self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, _interrupt)
+        self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
         with self._profiler() if self.args.profile else contextlib.nullcontext() as profiler:
             for step in range(first, self.args.steps):
                 self.metrics.start_step()
@@ -264,12 +263,6 @@ class Run:
                 what = f"the {name} of step {step} is {float(value)}: stopped, nothing saved since"
                 fix = "try a lower --lr, a lower --grad-clip or more --warmup-steps"
                 fail(f"{what}; {fix}", status=1)
-
-
-def _interrupt(*_) -> None:
-    """Ctrl-C is not a failure: one line, no traceback."""
-    print0("\ninterrupted", file=sys.stderr)
-    os._exit(130)  # without waiting for the other ranks
 
 
 def check_id() -> None:
