@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -33,9 +32,9 @@ def _windows(tokens: Tensor, indices: Tensor, seq_len: int) -> tuple[Tensor, Ten
 
 
 @lru_cache(maxsize=1)  # drawing it takes seconds for 100 million windows
-def _order_of_epoch(seed: int, epoch: int, n_windows: int) -> np.ndarray:
+def _order_of_epoch(seed: int, epoch: int, n_windows: int) -> memoryview:
     """A permutation of all windows [n_windows]."""
-    return torch.randperm(n_windows, generator=generator_of("epoch", seed, epoch)).numpy()
+    return torch.randperm(n_windows, generator=generator_of("epoch", seed, epoch)).numpy().data
 
 
 def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:
@@ -45,7 +44,7 @@ def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:
     of the concatenated epochs: a batch may span two epochs, and no window is left out.
     """
     places = (divmod(step * size + i, n_windows) for i in range(size))
-    return [int(_order_of_epoch(seed, epoch, n_windows)[place]) for epoch, place in places]
+    return [_order_of_epoch(seed, epoch, n_windows)[place] for epoch, place in places]
 
 
 def _micro_batches(tokens: Tensor, batching: Batching, rank: int, size: int, step: int) -> list:

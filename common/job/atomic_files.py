@@ -1,4 +1,4 @@
-"""Files that are complete or absent, on disks that fill up and file systems that cannot do all."""
+"""What files that are complete or absent need of disks that fill up and of any file system."""
 
 import errno
 import itertools
