@@ -162,8 +162,8 @@ def reduce(
     # Gloo's reduce takes about as long as its all-reduce. Here the root gets every rank's tensor.
     is_root = dist.get_rank(group) == group_dst
     by_rank = tensor.new_empty(dist.get_world_size(group) * is_root, *tensor.shape)
-    outputs = [*by_rank] if is_root else None
-    work = dist.gather(tensor.contiguous(), outputs, None, group, True, group_dst)
+    parts = [*by_rank] if is_root else None
+    work = dist.gather(tensor.contiguous(), parts, group=group, async_op=True, group_dst=group_dst)
     summed = _WorkWithEnd(work, lambda: is_root and torch.sum(by_rank, 0, out=tensor))
     return summed if async_op else summed.wait()
 
