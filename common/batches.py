@@ -32,10 +32,9 @@ def _windows(tokens: Tensor, indices: Tensor, seq_len: int) -> tuple[Tensor, Ten
 
 
 @lru_cache(maxsize=1)  # drawing it takes seconds for 100 million windows
-def _order_of_epoch(seed: int, epoch: int, n_windows: int) -> Tensor:
+def _order_of_epoch(seed: int, epoch: int, n_windows: int) -> memoryview:
     """A permutation of all windows [n_windows]."""
-    order = torch.randperm(n_windows, generator=generator_of("epoch", seed, epoch))
-    return order.to(torch.int32) if n_windows < 2**31 else order
+    return torch.randperm(n_windows, generator=generator_of("epoch", seed, epoch)).numpy().data
 
 
 def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:
@@ -44,14 +43,8 @@ def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:
     Each epoch is a permutation of all windows, from (seed, epoch). Batches are consecutive parts
     of the concatenated epochs: a batch may span two epochs, and no window is left out.
     """
-    indices, position = [], step * size
-    while len(indices) < size:
-        epoch, start = divmod(position, n_windows)
-        order = _order_of_epoch(seed, epoch, n_windows)
-        taken = order[start : start + size - len(indices)].tolist()
-        indices += taken
-        position += len(taken)
-    return indices
+    places = (divmod(step * size + i, n_windows) for i in range(size))
+    return [_order_of_epoch(seed, epoch, n_windows)[place] for epoch, place in places]
 
 
 def _micro_batches(tokens: Tensor, batching: Batching, rank: int, size: int, step: int) -> list:

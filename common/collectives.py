@@ -160,12 +160,10 @@ def reduce(
     if not _is_gloo(tensor, group):
         return dist.reduce(tensor, group=group, group_dst=group_dst, async_op=async_op)
     # Gloo's reduce takes about as long as its all-reduce. Here the root gets every rank's tensor.
-    size, is_root = dist.get_world_size(group), dist.get_rank(group) == group_dst
-    sends = [tensor.numel() * (rank == group_dst) for rank in range(size)]
-    by_rank = tensor.new_empty(size * is_root, *tensor.shape)
-    receives = [tensor.numel() * is_root] * size
-    flat = by_rank.flatten(), tensor.flatten()
-    work = dist.all_to_all_single(*flat, receives, sends, group=group, async_op=True)
+    is_root = dist.get_rank(group) == group_dst
+    by_rank = tensor.new_empty(dist.get_world_size(group) * is_root, *tensor.shape)
+    parts = [*by_rank] if is_root else None
+    work = dist.gather(tensor.contiguous(), parts, group=group, async_op=True, group_dst=group_dst)
     summed = _WorkWithEnd(work, lambda: is_root and torch.sum(by_rank, 0, out=tensor))
     return summed if async_op else summed.wait()
 

@@ -8,12 +8,13 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -28,43 +29,19 @@ class World:
     device: torch.device
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What the launcher's variables say; local: on this node."""
-
-    launcher: str  # torchrun, srun, mpirun, or python for one process
-    rank: int
-    local_rank: int
-    local_size: int
-    size: int
-    address: tuple[str, int] | None  # host ("" if unknown) and port of rank 0; None: one process
-
-
-def join(launch: Launch, init_method: str | None, timeout: float) -> World:
+def join(world: World, backend: str, init_method: str | None, timeout: float) -> World:
     """Start the process group together with the other processes, or take the one that exists.
 
-    init_method: the URL at which rank 0 waits for the others; None: one process. timeout: seconds.
+    world: as the launcher says. backend: NCCL or Gloo, for each kind of device. init_method: the
+    URL at which rank 0 waits for the others; None: one process. timeout: seconds.
     """
-    device, backend = _device_and_backend(launch)
     if not dist.is_initialized():
         where = {"init_method": init_method} if init_method else {"store": dist.HashStore()}
-        ranks = {"rank": launch.rank, "world_size": launch.size}
+        ranks = {"rank": world.rank, "world_size": world.size}
         # Without device_id, NCCL has one communicator per pair of ranks for messages. With it, all
         # of a group's messages share one, where a pipeline's early receive blocks later sends.
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **ranks, **where)
-    return World(dist.get_rank(), dist.get_world_size(), device)
-
-
-def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
-    """NCCL for GPU tensors and Gloo for CPU tensors; Gloo for both where ranks share a GPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu"), "gloo"
-    count = torch.cuda.device_count()
-    device = torch.device("cuda", launch.local_rank % count)
-    torch.cuda.set_device(device)
-    # srun may show each task its own GPU only: then one visible GPU is not a shared one
-    shared = launch.local_size > count and not (launch.launcher == "srun" and count == 1)
-    return device, "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
+    return World(dist.get_rank(), dist.get_world_size(), world.device)
 
 
 def group_along(shape: Sequence[int], axis: int, name: str, timeout: float) -> dist.ProcessGroup:
@@ -86,18 +63,26 @@ def print0(*values: object, **kwargs: object) -> None:
 def save0(state: object, path: str | os.PathLike, group: dist.ProcessGroup | None = None) -> None:
     """`torch.save` on rank 0, to a file that is complete or absent. All ranks wait for it."""
     if _is_rank_0():
-        path = Path(os.path.realpath(path))
-        aside = path.with_name(f".writing-{secrets.token_hex(8)}")  # another job may write it too
-        try:
-            with open(aside, "xb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with replacing(path) as file:
+            torch.save(state, file)
     if dist.is_initialized():
         dist.barrier(group)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of `path` (or of what it links to) when complete."""
+    path = Path(os.path.realpath(path))
+    # not by the process id, which processes on other nodes or in other containers may have, too
+    aside = path.with_name(f".writing-{secrets.token_hex(8)}")
+    try:
+        with open(aside, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _is_rank_0() -> bool:

@@ -27,13 +27,13 @@ from test_checkpoint import metadata_of, write_metadata
 from torch import Tensor
 
 from common.batches import train_batches
-from common.distributed import save0
+from common.distributed import replacing, save0
 from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import learning_rate
 
 from common.job import checkpoint_hooks as storage
 from common.job import run as run_module
-from common.job.atomic_files import replacing, sync
+from common.job.atomic_files import sync
 from common.job.checkpoint import checkpoints
 from common.job.corpus import load_corpus
 from common.job.metrics import Metrics, peak_flops, readable
@@ -260,7 +260,7 @@ def test_a_metrics_file_that_is_removed_is_reported(tmp_path, capsys):
 
 def test_files_that_are_written_at_the_same_time_have_names_of_their_own(tmp_path, monkeypatch):
     with replacing(tmp_path / "a") as a, replacing(tmp_path / "b") as b:
-        a.write_text("a"), b.write_text("b")
+        a.write(b"a"), b.write(b"b")
     assert [(tmp_path / name).read_text() for name in "ab"] == ["a", "b"]
 
     def save(state: str, file) -> None:

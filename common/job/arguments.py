@@ -6,7 +6,6 @@ import hashlib
 import math
 import os
 import platform
-import re
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from common.batches import Batching
-from common.collectives import all_reduce_control
+from common.collectives import all_reduce_control, check_same
 from common.model import TransformerConfig
 
 from common.job.corpus import Corpus
@@ -56,10 +55,6 @@ class Arguments(Namespace):
 
 class Parser(argparse.ArgumentParser):
     """Fails with one line on rank 0, and with status 2 on every rank."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # else -1e-3 is a flag
 
     def parse_args(self, argv: list[str] | None = None) -> Arguments:
         given = sys.argv[1:] if argv is None else argv
@@ -249,12 +244,11 @@ def check_ranks(args: Arguments, corpus: Corpus) -> None:
     shared |= {"the hash of --data": corpus.digest, "the hash of the code": code.hexdigest()[:12]}
     shared |= {"PyTorch's version": torch.__version__, "Python's": platform.python_version()}
     shared["the kind of device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    number = int.from_bytes(hashlib.sha256(repr(shared).encode()).digest()[:7], "big")
-    least_and_most = all_reduce_control(torch.tensor([-number, number]), op=dist.ReduceOp.MAX)
-    if -least_and_most[0] == least_and_most[1]:
-        return
-    every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, shared)
+    try:
+        return check_same("flags", [shared], torch.device("cpu"))
+    except ValueError:  # what differs is worth a second message
+        every: list = [None] * dist.get_world_size()
+        dist.all_gather_object(every, shared)
     rank, other = next((r, each) for r, each in enumerate(every) if each != every[0])
     names = [name for name in {**every[0], **other} if every[0].get(name) != other.get(name)]
     what = [f"{n} is {every[0].get(n)} on rank 0 and {other.get(n)} on rank {rank}" for n in names]

@@ -1,31 +1,13 @@
-"""Files that are complete or absent, on disks that fill up and file systems that cannot do all."""
+"""What files that are complete or absent need of disks that fill up and of any file system."""
 
-import contextlib
 import errno
 import itertools
 import os
-import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from common.distributed import warn
-
-
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` (or of what it links to) when complete."""
-    path = Path(os.path.realpath(path))
-    # not by the process id, which processes on other nodes or in other containers may have, too
-    aside = path.with_name(f".writing-{secrets.token_hex(6)}")
-    aside.touch(exist_ok=False)
-    try:
-        yield aside
-        sync(aside)
-        aside.replace(path)
-        sync(path.parent)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def check_writable(path: Path) -> None:
@@ -68,12 +50,3 @@ def numbered(path: Path) -> Iterator[Path]:
 def move_aside(path: Path, name: str) -> Path:
     """Rename to `name` in the same folder, with a number appended if the name is taken."""
     return path.rename(next(p for p in numbered(path.with_name(name)) if not os.path.lexists(p)))
-
-
-def make(folder: Path) -> bool:
-    """Make a folder; returns whether it was not there."""
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        return False
-    return True

@@ -55,12 +55,9 @@ def load_corpus(name: str, download: bool = False) -> Corpus:
 
     Fails with status 2 if the corpus is not prepared and cannot be.
     """
-
-    def write(folder: Path) -> None:
-        _write(read_words(name), folder)
-
     must_exist = name == "wikitext2" and not download
-    contents, digest = load_prepared(name, _folder_name(name), FILES, None if must_exist else write)
+    write = None if must_exist else lambda folder: _write(read_words(name), folder)
+    contents, digest = load_prepared(name, _folder_name(name), FILES, write)
     if small := [file for file, content in zip(FILES, contents, strict=True) if len(content) < 8]:
         fail(f"--data {name}: too few tokens in {small[0]}: fewer than 2")
     tokens = (torch.frombuffer(content, dtype=torch.int32) for content in contents[:-1])

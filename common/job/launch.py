@@ -15,14 +15,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
-from common.distributed import Launch, World, join, print0, say
+from common.distributed import World, join, print0, say
 
 # what Gloo and NCCL report when the process at the other end of a connection has gone
 PEER_IS_GONE = re.compile(
@@ -36,6 +38,18 @@ OTHER_RANKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
 CALLS = itertools.count()  # of `rank_0_first`
 
 GRACE = 2.0  # seconds that a failing rank waits before it exits: launchers then end the other ranks
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher's variables say; local: on this node."""
+
+    launcher: str  # torchrun, srun, mpirun, or python for one process
+    rank: int
+    local_rank: int
+    local_size: int
+    size: int
+    address: tuple[str, int] | None  # host ("" if unknown) and port of rank 0; None: one process
 
 
 def launch_environment() -> Launch:
@@ -133,13 +147,27 @@ def setup(timeout: float = 600.0) -> World:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # Gloo connects all ranks, once per group
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    init_method = None if dist.is_initialized() else _init_method(launch)
+    device, backend = _device_and_backend(launch)
     try:
-        return join(launch, None if dist.is_initialized() else _init_method(launch), timeout)
+        return join(World(launch.rank, launch.size, device), backend, init_method, timeout)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         where = f"port {launch.address[1]} of {platform.node()}"
         fail_here(f"{where} is taken by another program: set MASTER_PORT to another one")
+
+
+def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
+    """NCCL for GPU tensors and Gloo for CPU tensors; Gloo for both where ranks share a GPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "gloo"
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", launch.local_rank % count)
+    torch.cuda.set_device(device)
+    # srun may show each task its own GPU only: then one visible GPU is not a shared one
+    shared = launch.local_size > count and not (launch.launcher == "srun" and count == 1)
+    return device, "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
 
 
 def _init_method(launch: Launch) -> str | None:
@@ -196,11 +224,19 @@ def cleanup() -> None:
     After an error it exits at once: other ranks learn of it from closed connections or launchers.
     """
     error = sys.exc_info()[1]
+    if isinstance(error, KeyboardInterrupt):
+        interrupt()
     if error is not None and not isinstance(error, SystemExit):
         _report(error)
-        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        os._exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def interrupt(*_) -> NoReturn:
+    """Ctrl-C is not a failure: one line, no traceback."""
+    print0("\ninterrupted", file=sys.stderr)
+    os._exit(130)  # without waiting for the other ranks
 
 
 def _report(error: BaseException) -> None:
@@ -209,9 +245,6 @@ def _report(error: BaseException) -> None:
     If another rank has failed first, print one line instead, and wait for the launcher, which takes
     the first process that exits for the cause.
     """
-    if isinstance(error, KeyboardInterrupt):
-        print0("interrupted", file=sys.stderr)
-        return
     text = "".join(traceback.format_exception(error))
     if "timed out" in text.lower() or "Application timeout" in text:  # Gloo has both
         text += "No answer within --timeout: another rank hangs, was stopped, or is far behind.\n"

@@ -8,6 +8,7 @@ import gc
 import json
 import math
 import os
+import platform
 import resource
 import sys
 import time
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from common.collectives import ledger
-from common.distributed import print0, warn
+from common.distributed import print0, replacing, warn
 
-from common.job.atomic_files import exists, replacing
+from common.job.atomic_files import exists
 from common.job.launch import rank, world_size
 
 # fmt: off
@@ -84,6 +85,10 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
 def model_state_bytes() -> int:
     """Count the bytes of weights, gradients and optimizer state in this rank's living tensors.
 
@@ -118,8 +123,7 @@ class Metrics:
         self.lines: list[dict] = []  # written since the start of this process
         self._device, self._path = device, folder / "metrics.jsonl"
         self._n_steps, self._tokens, self._flops = n_steps, tokens, flops
-        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._peak_flops = peak_flops(self.device_name)
+        self._peak_flops = peak_flops(device_name(device))
         self._line: dict = {}  # of the present step
         self._model_state_mb: float | None = None
         self._first_step, self._first_step_ended = 0, 0.0
@@ -135,11 +139,11 @@ class Metrics:
         if again := [line for line in lines if first <= step_of(line) < math.inf]:
             aside = self._path.with_name("metrics-replaced.jsonl")
             with open(aside, "ab") as file:
-                file.write(b"".join(line + b"\n" for line in again))
+                file.writelines(line + b"\n" for line in again)
             what = f"its {len(again)} lines of steps that are done again"
             print0(f"{self._path.name}: {what} are now in {aside.name}")
         with replacing(self._path) as file:
-            file.write_bytes(b"".join(x + b"\n" for x in lines if step_of(x) < first))
+            file.writelines(x + b"\n" for x in lines if step_of(x) < first)
         self._file = open(self._path, "a")
         with self._only_warning(self._path.parent):
             self._board = SummaryWriter(self._path.parent, purge_step=first)

@@ -9,7 +9,6 @@ import os
 import platform
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,17 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.collectives import all_reduce_control
-from common.distributed import print0, save0, warn
+from common.distributed import print0, replacing, save0, warn
 from common.model import TransformerConfig
 from common.shards import State
 
 from common.job.arguments import Arguments
-from common.job.atomic_files import check_writable, replacing
+from common.job.atomic_files import check_writable
 from common.job.checkpoint import Checkpointer
 from common.job.corpus import Corpus
-from common.job.launch import fail, launch_environment, rank, world_size
-from common.job.metrics import Metrics
-from common.job.run_changes import check_start, last_start
+from common.job.launch import fail, interrupt, launch_environment, rank, world_size
+from common.job.metrics import Metrics, device_name
+from common.job.run_changes import last_start, other_changes
 from common.job.run_folder import claim
 
 # Signals that ask a run to save and stop: of a user, Slurm, a closed terminal, and of LSF or Grid
@@ -78,22 +77,20 @@ class Run:
             **saved,
             "parameters": config.num_parameters(),
             "world_size": world_size(),
+            "device": device_name(device),
             "launcher": launch_environment().launcher,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "git_commit": git_commit() if rank() == 0 else None,
         }
         self._lock: int | None = None  # on rank 0
-        self._last: dict | None = None  # on rank 0: what described the last start in the folder
-        self.folder, since = self._of_rank_0("run_dir", self._claim_folder)
-        self.continues = since is not None
+        self.folder, notes = self._of_rank_0("run_dir", self._claim_folder)
+        self.continues = bool(notes)
         if args.save_model:
             self.check_output("save_model", Path(args.save_model))
         # documents of instructions are shorter than --seq-len
         tokens = round(args.global_batch_size * getattr(corpus, "mean_length", args.seq_len))
         flops = tokens * config.flops_per_token()
         self.metrics = Metrics(args.steps, tokens, flops, device, self.folder)
-        machine = platform.processor() or platform.machine()
-        self._description["device"] = self.metrics.device_name or machine
         self.checkpoints = Checkpointer(self.folder / "checkpoints", timeout, saved)
         self._handlers: dict = {}  # of signals, before this run
         self._asked_to_stop = False  # on this rank
@@ -101,9 +98,7 @@ class Run:
         self._loss = self._grad_norm = torch.zeros(())  # of the last step
         size = f"{config.num_parameters() / 1e6:.2f} M parameters, {world_size()} x {device.type}"
         data = f"data {corpus.name} (hash {corpus.digest})"
-        print0(f"{stage}: {size}, {data}, run folder {self.folder}")
-        if self.continues:
-            print0(f"the folder holds this run already (last written by {since}): it continues")
+        print0("\n".join([f"{stage}: {size}, {data}, run folder {self.folder}", *notes]))
 
     def check_output(self, name: str, path: Path, check: Callable = check_writable) -> None:
         """Fail now, and not after the last step, if rank 0 cannot write what the argument names."""
@@ -126,24 +121,25 @@ class Run:
             fail(error)
         return value
 
-    def _claim_folder(self) -> tuple[Path, str | None]:
-        """The run's folder, and who last wrote to it; None: it is new."""
+    def _claim_folder(self) -> tuple[Path, list[str]]:
+        """The run's folder. If it holds this run already: that it does, and what has changed."""
         stage, script = self._description["stage"], self._description["script"]
         command = [script, *self.args.given]
         folder, self._lock, who = claim(self.args.run_dir, Path("runs", stage), command)
         check_writable(folder / "checkpoints" / "step")
-        self._last = last_start(folder, self._description)
-        return folder, None if self._last is None else who
+        last = last_start(folder, self._description)
+        if last is None:
+            return folder, []
+        notes = [f"the folder holds this run already (last written by {who}): it continues"]
+        notes += other_changes(last, self._description)
+        resume = last["arguments"].get("resume")  # where the run began
+        self._description["arguments"] = {**vars(self.args), "resume": resume}
+        return folder, notes
 
     def _begin(self, first: int) -> None:
         """Describe the run in its folder, now that its checkpoint is loaded."""
-        if self._last is not None:
-            for note in check_start(self.folder, first, self._last, self._description):
-                print0(note)
-            resume = self._last["arguments"].get("resume")  # where the run began
-            self._description["arguments"] = {**vars(self.args), "resume": resume}
         with replacing(self.folder / "config.json") as file:
-            file.write_text(json.dumps(self._description, indent=2) + "\n")
+            file.write(json.dumps(self._description, indent=2).encode() + b"\n")
         self.metrics.open(first)
 
     def steps(self, first: int) -> Iterator[int]:
@@ -161,7 +157,7 @@ class Run:
         for number in STOPS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 self._handlers[number] = signal.signal(number, self._ask_to_stop)
-        self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, _interrupt)
+        self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
         with self._profiler() if self.args.profile else contextlib.nullcontext() as profiler:
             for step in range(first, self.args.steps):
                 self.metrics.start_step()
@@ -267,12 +263,6 @@ class Run:
                 what = f"the {name} of step {step} is {float(value)}: stopped, nothing saved since"
                 fix = "try a lower --lr, a lower --grad-clip or more --warmup-steps"
                 fail(f"{what}; {fix}", status=1)
-
-
-def _interrupt(*_) -> None:
-    """Ctrl-C is not a failure: one line, no traceback."""
-    print0("\ninterrupted", file=sys.stderr)
-    os._exit(130)  # without waiting for the other ranks
 
 
 def check_id() -> None:

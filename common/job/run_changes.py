@@ -6,7 +6,6 @@ from pathlib import Path
 
 from common.job.atomic_files import exists
 from common.job.checkpoint_hooks import IncompatibleCheckpointError, checkpoints
-from common.job.metrics import step_of
 
 SHAPE = ("d_model", "n_layers", "n_heads")  # of the weights
 # arguments that change the losses; a checkpoint of another run fits all the same
@@ -46,9 +45,11 @@ def compare_runs(saved: dict | None, run: dict | None) -> list[str]:
 def last_start(folder: Path, run: dict) -> dict | None:
     """The description of the last start in a run's folder; None if it holds no run yet.
 
-    Raises OSError if `run`, the description of this start, is that of another run.
+    Raises OSError if `run`, the description of this start, is that of another run, or has other
+    flags and the folder no checkpoint: then it would replace all metrics.
     """
-    if not checkpoints(folder / "checkpoints") and not steps_in(folder):
+    saved, metrics = checkpoints(folder / "checkpoints"), folder / "metrics.jsonl"
+    if not saved and not (exists(metrics) and metrics.stat().st_size):
         return None
     try:
         last = {"arguments": {}} | json.loads((folder / "config.json").read_text())
@@ -61,25 +62,14 @@ def last_start(folder: Path, run: dict) -> dict | None:
     if resume not in (None, last["arguments"].get("resume")):
         why = "a run continues from the newest checkpoint in its folder"
         raise OSError(f"{why}: to start from another one, pass --resume {resume} --run-dir NEW")
+    unknown = [] if last["arguments"] else ["config.json does not describe it"]
+    if not saved and (found := changes(last, run, ("steps", "resume")) or unknown):
+        what = f"metrics of another run, and no checkpoint: {'; '.join(found)}"
+        raise OSError(f"{folder} has {what}: pass another --run-dir")
     return last
 
 
-def check_start(folder: Path, first: int, last: dict, run: dict) -> list[str]:
-    """What has changed since the last start and was not reported yet, to print.
-
-    first: the steps done. Raises OSError if the folder has no checkpoint and a run with other flags
-    would replace all its metrics.
-    """
-    if not checkpoints(folder / "checkpoints") and not any(s < first for s in steps_in(folder)):
-        unknown = [] if last["arguments"] else ["config.json does not describe it"]
-        if found := changes(last, run, ("steps", "resume")) or unknown:
-            what = f"metrics of another run, and no checkpoint: {'; '.join(found)}"
-            raise OSError(f"{folder} has {what}: pass another --run-dir")
+def other_changes(last: dict, run: dict) -> list[str]:
+    """What has changed since the last start and is not reported with the checkpoint."""
     reported = {*ONE_RUN, "stage", "steps", "resume", "run_dir", "arguments", "parameters"}
     return changes(last, run, [n for n in {**run, **run["arguments"]} if n not in reported])
-
-
-def steps_in(folder: Path) -> list[float]:
-    """The steps of the lines in `metrics.jsonl`."""
-    path = folder / "metrics.jsonl"
-    return [step_of(line) for line in path.read_bytes().splitlines()] if exists(path) else []

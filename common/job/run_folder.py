@@ -5,6 +5,7 @@ A folder belongs to one run: whoever starts in it continues that run from its ne
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from common.distributed import warn
 
-from common.job.atomic_files import make, numbered
+from common.job.atomic_files import numbered
 
 
 def launch_name(command: list[str]) -> str | None:
@@ -57,8 +58,10 @@ def claim(path: str | None, parent: Path, command: list[str]) -> tuple[Path, int
     """
     name = path or launch_name(command)
     wanted = Path(path) if path else parent / (name or time.strftime("%Y%m%d-%H%M%S"))
-    folder = wanted if name else next(filter(make, numbered(wanted)))
-    make(folder)
+    for folder in [wanted] if name else numbered(wanted):
+        with contextlib.suppress(FileExistsError):  # of another run in this second
+            folder.mkdir(parents=True, exist_ok=name is not None)
+            break
     lock = os.open(folder / "launch.json", os.O_RDWR | os.O_CREAT, 0o666)
     step = os.environ.get("SLURM_STEP_ID", "")
     ours = {"host": platform.node(), "pid": os.getpid(), "job": job_id(), "step": step}
