@@ -1,4 +1,4 @@
-"""What files that are complete or absent need of disks that fill up and of any file system."""
+"""Files on disks that fill up, and on file systems that cannot do all."""
 
 import errno
 import itertools
