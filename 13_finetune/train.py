@@ -253,11 +253,11 @@ def in_turn(aside: Path, steps: list[tuple[bool, Callable[[], None]]]) -> None:
                 step()
         except OSError as found:
             error = found
-        if all_reduce_control(torch.tensor(float(error is not None))).item():  # waits for all
+        errors: list[OSError | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)  # waits for all
+        if first := next(filter(None, errors), None):
             shutil.rmtree(aside, ignore_errors=True)
-            errors: list[OSError | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(errors, error)
-            raise next(filter(None, errors))
+            raise first
 
 
 # ------------------------------------------------------------------------------------------------
