@@ -155,13 +155,14 @@ def test_logits_are_those_of_transformers(models, name):
 
 # ---- curves: against transformers' loss of one document per forward in one process ----
 
-# it marks the answers for transformers
+# the chat template of tests/golden, which marks the answers for transformers
 MARKED = """{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}
 {% if m.role == "assistant" %}{% generation %}{{ m.content }}<|end|>
 {% endgeneration %}{% else %}{{ m.content }}<|end|>
 {% endif %}{% endfor %}"""
 
 
+@cache
 def plain_curve(
     folder: Path, data: Path, make=reference_of, lr: float = 1e-3
 ) -> tuple[list[dict], torch.nn.Module]:
@@ -194,12 +195,6 @@ def plain_curve(
     return lines, model
 
 
-@pytest.fixture(scope="module")
-def curve(models):
-    """`curve(name, data)`: the plain curve and model, once per module."""
-    return cache(lambda name, data: plain_curve(models / name, data))
-
-
 def argv_of(model: Path, data: Path, run: Path, flags: str = "") -> list[str]:
     load_instructions(str(data), model, 320, 0)  # so that no rank has to import transformers
     where = f"--model {model} --data {data} --run-dir {run} --valid 4"
@@ -227,11 +222,11 @@ CURVES = [  # ranks, model, further flags, backend
 @pytest.mark.quick_cases("2-qwen2-tied--gloo", "3-qwen3---activation-checkpointing-gloo")
 @pytest.mark.parametrize("ranks, name, flags, backend", CURVES)
 def test_a_curve_is_that_of_single_documents_in_one_process(
-    pools, models, chat, curve, tmp_path, ranks, name, flags, backend
+    pools, models, chat, tmp_path, ranks, name, flags, backend
 ):
     argv = argv_of(models / name, chat, tmp_path, flags)
     is_bf16 = "bfloat16" in flags
-    expected, model = curve(name, chat)
+    expected, model = plain_curve(models / name, chat)
     for metrics in pools(ranks, backend=backend).train("13", argv):
         assert_same_curve(metrics, expected, **BFLOAT16["late-bf16"] if is_bf16 else {})
     if not is_bf16:
@@ -335,6 +330,7 @@ def have_no_room(*_) -> None:
     raise OSError("the disk is full")
 
 
+# stage, what writes its output, and the output's name
 OUTPUTS = [("13", "write_shard", "model"), ("15", "write_tensors", "adapter")]
 
 
@@ -376,8 +372,8 @@ def test_output_that_cannot_be_written_is_written_from_the_checkpoint(
     assert pools(1).train(stage, argv) == [[]] and len(files_of(tmp_path / name)) >= 2
 
 
-class Slow(io.FileIO):
-    """A file that reads and writes a part of the bytes, as on a network or a full disk."""
+class Partial(io.FileIO):
+    """A file that reads and writes only some of the bytes, as on a network or a full disk."""
 
     def readinto(self, buffer) -> int | None:
         return super().readinto(memoryview(buffer)[:1000])
@@ -398,7 +394,7 @@ def test_written_files_have_the_form_that_all_readers_accept(models, tmp_path, m
     with patch("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000)):
         pytest.raises(OSError, files.try_to_prepare, out)
     files.prepare(out)
-    monkeypatch.setattr(stage, "open", lambda *args, **_: Slow(*args), raising=False)
+    monkeypatch.setattr(stage, "open", lambda *args, **_: Partial(*args), raising=False)
     for name, p in model.named_parameters():
         whole, values = ({name: p.shape}, slice(0, p.numel())), torch.full((p.numel(),), torch.nan)
         stage.read_shard(files, *whole, values)
@@ -597,11 +593,6 @@ def index(folder: Path, weight_map: dict[str, str]) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
-def write(folder: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (folder / name).write_text(text)
-
-
 SECOND, NORM = "second.safetensors", "model.norm.weight"
 BOTH = dict(rope_scaling=YARN, rope_parameters=dict(rope_type="default", rope_theta=1e4))
 OTHERS = "--preset small --dropout 0 --micro-batch-size 2"  # flags of other stages
@@ -617,14 +608,14 @@ WRONG = {  # what the one line says: flags, or what is done to the folder of the
     "12 tensors are missing": (edit, dict(num_hidden_layers=3)),
     "12 tensors are not of this model": (edit, dict(num_hidden_layers=1)),
     "a lm_head.weight with other values": (edit, dict(tie_word_embeddings=True)),
-    "has no 'model_type'": (write, {"config.json": "{}"}),
-    "no safetensors file": (write, {SINGLE: "version https://git-lfs"}),
+    "has no 'model_type'": (lambda x, text: (x / "config.json").write_text(text), "{}"),
+    "no safetensors file": (lambda x, text: (x / SINGLE).write_text(text), "version of Git LFS"),
     "is I8": (store, {NORM: torch.zeros(24, dtype=torch.int8)}),
     f"is in {SINGLE}, but in {SECOND} according to": (index, {NORM: SINGLE, HEAD: SECOND}),
     f"is in {SINGLE}, and in {SECOND}": (index, {"a": SINGLE, "b": SECOND}),
     f"does not name {SINGLE}": (index, {NORM: SECOND}),
-    "is truncated in": (lambda folder, size: os.truncate(folder / SINGLE, size), 10_000),
-    "No such file": (lambda folder, name: (folder / name).unlink(), SINGLE),
+    "is truncated in": (lambda x, size: os.truncate(x / SINGLE, size), 10_000),
+    "No such file": (lambda x, name: (x / name).unlink(), SINGLE),
     "--out runs: cannot write there": (lambda x, name: (x / name).symlink_to("gone"), "x.json"),
     OTHERS: OTHERS,
     "not allowed with argument": "--epochs 2",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -68,12 +68,6 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
         if hasattr(linear, "lora_A"):
             found[f"{name}.weight"] = linear.weight + SCALE * linear.lora_B @ linear.lora_A
     return found
-
-
-@pytest.fixture(scope="module")
-def curve(models, chat):
-    """`curve(name)`: the plain curve and model, once per module."""
-    return cache(lambda name: plain_curve(models / name, chat, make=with_adapters, lr=1e-2))
 
 
 def argv_of(model: Path, data: Path, run: Path, flags: str = "") -> list[str]:
@@ -142,10 +136,11 @@ CURVES = [  # ranks, model, further flags, backend
 @pytest.mark.quick_cases("2-qwen2-tied---merge-gloo")
 @pytest.mark.parametrize("ranks, name, flags, backend", CURVES)
 def test_a_curve_is_that_of_a_plain_loop_and_costs_what_the_readme_says(
-    pools, models, chat, curve, tmp_path, ranks, name, flags, backend
+    pools, models, chat, tmp_path, ranks, name, flags, backend
 ):
     argv = argv_of(models / name, chat, tmp_path, flags)
-    (expected, model), is_bf16 = curve(name), "bfloat16" in flags
+    expected, model = plain_curve(models / name, chat, make=with_adapters, lr=1e-2)
+    is_bf16 = "bfloat16" in flags
     shard = 2 if "--shard-degree" in flags else ranks
     for metrics, before, most, micro_batches in pools(ranks, backend=backend).run(traced, argv):
         assert_same_curve(metrics, expected, **dict(loss=0.04, norm=0.1) if is_bf16 else {})
