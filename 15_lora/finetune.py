@@ -90,14 +90,11 @@ def mean_loss(
 ) -> float:
     """Mean loss in nats over all targets of the documents."""
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, targets
-    for inputs, targets, lengths in micro_batches_of(documents, max_tokens, device, rank, n_ranks):
-        loss = model(inputs, lengths, targets)
-        count = (targets != IGNORED).sum()
-        total += torch.stack([loss * count, count])
-    all_reduce_control(total)
+    micro_batches = micro_batches_of(documents, max_tokens, device, rank, n_ranks)
+    total = count_targets(micro_batches)
+    loss = sum(share_of_loss(model, each, total, n_ranks=1) for each in micro_batches)
     model.train()
-    return (total[0] / total[1]).item()
+    return all_reduce_control(loss).item()
 
 
 # ---- reading and writing: each rank the bytes of its own shards ----
@@ -200,8 +197,8 @@ def in_turn(aside: Path, steps: list[tuple[bool, Callable[[], None]]]) -> None:
                 step()
         except OSError as found:
             error = found
-        if all_reduce_control(torch.tensor(float(error is not None))).item():  # waits for all
+        errors: list[OSError | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)  # waits for all
+        if first := next(filter(None, errors), None):
             shutil.rmtree(aside, ignore_errors=True)
-            errors: list[OSError | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(errors, error)
-            raise next(filter(None, errors))
+            raise first

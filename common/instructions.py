@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -43,7 +43,7 @@ class Document(NamedTuple):
 
 
 def read_examples(content: bytes) -> list[dict]:
-    """The objects of a JSON list, or one per line; all of the same kind."""
+    """The objects of a JSON list, or one per line."""
     content = content.removeprefix(codecs.BOM_UTF8)
     if content.lstrip().startswith(b"["):
         examples = json.loads(content)
@@ -56,14 +56,9 @@ def read_examples(content: bytes) -> list[dict]:
                 raise ValueError(f"is no JSON in line {i}: {error}") from None
     if not examples:
         raise ValueError("has no examples")
-    kinds = ({"messages"}, {"conversations"}, {"instruction", "output"})
-    fields = set(examples[0]) if isinstance(examples[0], dict) else set()
-    needed = next((kind for kind in kinds if kind <= fields), kinds[-1])
     for i, example in enumerate(examples, 1):
         if not isinstance(example, dict):
             raise ValueError(f"has no object in the place of its object {i}: {example!r:.80}")
-        if missing := needed - example.keys():
-            raise ValueError(f"has no {' and '.join(sorted(missing))} in its object {i}")
     return examples
 
 
@@ -72,6 +67,10 @@ def text_of(example: dict, field: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"its {field} is no text: {value!r:.80}")
     return value
+
+
+def is_chat(example: dict) -> bool:
+    return "messages" in example or "conversations" in example
 
 
 def messages_of(example: dict) -> list[dict]:
@@ -93,7 +92,7 @@ def messages_of(example: dict) -> list[dict]:
 
 def turns_without_answer(example: dict) -> int:
     """How many messages follow the last answer. They are no part of a document."""
-    if "instruction" in example:
+    if not is_chat(example):
         return 0
     roles = [message["role"] for message in messages_of(example)]
     return roles[::-1].index("assistant")
@@ -114,6 +113,8 @@ def alpaca_texts(tokenizer, example: dict) -> Answers:
 
 def chat_texts(tokenizer, example: dict) -> Answers:
     """Of each answer what comes before it, as it is in use: the prompt of a chat template."""
+    if tokenizer.chat_template is None:
+        raise ValueError("it has messages, and the model no chat template: a base model?")
     messages, tools = messages_of(example), example.get("tools") or None
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     answers = []
@@ -161,31 +162,22 @@ def untrained_ids(tokenizer, folder: Path) -> set[int]:
 
 def documents_of(examples: Sequence[dict], tokenizer) -> Iterator[tuple[list[int], Spans]]:
     """Yield the tokens of each document, and where its answers are."""
-    is_chat = "instruction" not in examples[0]
-    texts_of = chat_texts if is_chat else alpaca_texts
-    if is_chat and tokenizer.chat_template is None:
-        raise ValueError("has messages, and the model no chat template: a base model?")
     ends = tuple(tokenizer.get_added_vocab())
-
-    def ids_of(texts: list[str], begins: bool = True) -> list[list[int]]:
-        # a chat template writes the first token itself: the tokenizer would add it again
-        special = begins and not is_chat
-        return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
-
     for i, example in enumerate(examples, 1):
         try:
-            answers = texts_of(tokenizer, example)
+            answers = (chat_texts if is_chat(example) else alpaca_texts)(tokenizer, example)
             for _, whole in answers:
                 whole.encode()  # fails on half a surrogate pair, as tokenizers would
                 if not whole.rstrip().endswith(ends):
                     raise ValueError("an answer does not end with a token of its own")
-            documents = [*encode(ids_of, answers)]
+            # a chat template writes the first token itself: the tokenizer would add it again
+            documents = [*encode(tokenizer, answers, special=not is_chat(example))]
         except Exception as error:  # a template is a program, and may raise anything
             raise ValueError(f"cannot be used, object {i}: {reason(error)}") from None
         yield from documents
 
 
-def encode(ids_of: Callable, answers: Answers) -> Iterator[tuple[list[int], Spans]]:
+def encode(tokenizer, answers: Answers, special: bool) -> Iterator[tuple[list[int], Spans]]:
     """Usually each text begins the next one, and the tokens of the last are those of its parts.
     Then two passes over it suffice, however many answers it has. Otherwise `encode_each` tokenizes
     each prompt."""
@@ -194,16 +186,16 @@ def encode(ids_of: Callable, answers: Answers) -> Iterator[tuple[list[int], Span
         # prompt, answer, what is between it and the next answer, the next answer, ...
         places = [0, *map(len, texts)]
         first, *rest = [texts[-1][begin:end] for begin, end in pairwise(places)]
-        ids, prompt = ids_of([texts[-1], first])
-        parts = [prompt, *ids_of(rest, begins=False)]
+        ids, prompt = ids_of(tokenizer, [texts[-1], first], special)
+        parts = [prompt, *ids_of(tokenizer, rest, False)]
         if list(chain.from_iterable(parts)) == ids:
             places = [*accumulate(map(len, parts))]
             yield ids, [*zip(places[::2], places[1::2], strict=True)]
             return
-    yield from encode_each(ids_of, answers)
+    yield from encode_each(tokenizer, answers, special)
 
 
-def encode_each(ids_of: Callable, answers: Answers) -> Iterator[tuple[list[int], Spans]]:
+def encode_each(tokenizer, answers: Answers, special: bool) -> Iterator[tuple[list[int], Spans]]:
     """In use a prompt is tokenized without its answer. If its tokens begin those of prompt and
     answer, the rest are the answer's (a tokenizer may put a space before each text); otherwise the
     answer is tokenized apart.
@@ -213,14 +205,19 @@ def encode_each(ids_of: Callable, answers: Answers) -> Iterator[tuple[list[int],
     """
     ids, spans = [], []
     for prompt, whole in answers:
-        before, new = ids_of([prompt, whole])
+        before, new = ids_of(tokenizer, [prompt, whole], special)
         if new[: len(before)] != before:
-            new = before + ids_of([whole.removeprefix(prompt)], begins=False)[0]
+            new = before + ids_of(tokenizer, [whole.removeprefix(prompt)], False)[0]
         if spans and before[: len(ids)] != ids:
             yield ids, spans
             spans = []
         ids, spans = new, [*spans, (len(before), len(new))]
     yield ids, spans
+
+
+def ids_of(tokenizer, texts: list[str], special: bool) -> list[list[int]]:
+    """The tokens of each text; special: with those that the tokenizer puts before a text."""
+    return tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
 
 
 def reason(error: Exception) -> str:

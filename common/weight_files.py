@@ -19,7 +19,6 @@ from torch import Tensor
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-CHUNK = 2**20  # bytes that are compared or copied at a time
 
 
 class Values(NamedTuple):
@@ -39,11 +38,10 @@ class WeightFiles:
 
     def __init__(self, folder: Path, shapes: dict[str, torch.Size], rank: int = 0, size: int = 1):
         self.folder = folder
-        self.headers: dict[str, bytes] = {}  # by file: as they are read, and as they are written
-        self.new_headers: dict[str, bytes] = {}
+        self.headers: dict[str, bytes] = {}  # by file: as they are read
+        self.new_headers: dict[str, bytes] = {}  # and as they are written
         self.values: dict[str, Values] = {}  # by tensor
         self.copies: dict[str, Values] = {}  # of a tied embedding: the head, if it is there as well
-        self.others: list[tuple[str, int, int]] = []  # file, start, end: no parameters
         self.to_copy = files_to_copy(folder)
         index = json.loads((folder / INDEX).read_text("utf-8")) if INDEX in self.to_copy else {}
         self.weight_map: dict[str, str] = index.get("weight_map", {})
@@ -54,10 +52,16 @@ class WeightFiles:
             if Path(name).name != name:
                 raise ValueError(f"{INDEX} names {name}, a file of another folder")
             self.read_header(name)
+        # old versions saved the rotary frequencies, which are no parameters
+        frequencies = [name for name in self.values if name.endswith("rotary_emb.inv_freq")]
+        self.others = [self.values.pop(name) for name in frequencies]
         self.bytes_read = sum(map(len, self.headers.values()))  # `read_model` adds the values
         if HEAD in self.values.keys() - shapes.keys() and EMBEDDING in self.values:
-            self.copies[EMBEDDING] = self.values.pop(HEAD)
-            self.check_copy(EMBEDDING, rank, size)
+            ours, copy = self.values[EMBEDDING], self.values.pop(HEAD)
+            self.copies[EMBEDDING] = copy
+            parts = (self.bytes_of(each, rank, size) for each in (ours, copy))
+            if (ours.dtype, ours.shape) != (copy.dtype, copy.shape) or not torch.equal(*parts):
+                raise ValueError(f"tied embeddings, and a {HEAD} with other values")
         found = {name: values.shape for name, values in self.values.items()}
         differ = {
             "missing": shapes.keys() - found.keys(),
@@ -78,9 +82,7 @@ class WeightFiles:
                 raise ValueError(f"{name} is no safetensors file; a pointer of Git LFS, perhaps?")
             header = file.read(size)
         entries = json.loads(header)
-        self.headers[name] = self.new_headers[name] = length + header
-        if size % 8 or entries.get("__metadata__", {}).get("format") != "pt":
-            self.new_headers[name] = header_of(entries)
+        self.headers[name], self.new_headers[name] = length + header, header_of(entries)
         for tensor, entry in entries.items():
             if tensor == "__metadata__":
                 continue
@@ -90,9 +92,6 @@ class WeightFiles:
                 raise ValueError(f"{tensor} is in {self.values[tensor].file}, and in {name}")
             dtype, shape = DTYPES.get(entry["dtype"]), torch.Size(entry["shape"])
             start, end = entry["data_offsets"]
-            if tensor.endswith("rotary_emb.inv_freq"):  # old versions saved the frequencies
-                self.others.append((name, start, end))
-                continue
             if dtype is None:
                 raise ValueError(f"{tensor} is {entry['dtype']}, not one of {', '.join(DTYPES)}")
             is_short = 8 + size + end > path.stat().st_size
@@ -100,23 +99,13 @@ class WeightFiles:
                 raise ValueError(f"{name} is truncated in {tensor}")
             self.values[tensor] = Values(name, start, dtype, shape)
 
-    def check_copy(self, tensor: str, rank: int, size: int) -> None:
-        """ValueError if this rank's part of a tensor's copy has other bytes."""
-        ours, copy = self.values[tensor], self.copies[tensor]
-        n_bytes = ours.shape.numel() * ours.dtype.itemsize
-        begin, end = (n_bytes * i // size for i in (rank, rank + 1))
-        is_same = (ours.dtype, ours.shape) == (copy.dtype, copy.shape)
-        while is_same and begin < end:
-            count = min(CHUNK, end - begin)
-            is_same = self.read(ours, begin, count) == self.read(copy, begin, count)
-            begin += count
-        if not is_same:
-            raise ValueError(f"tied embeddings, and a {HEAD} with other values than {tensor}")
-
-    def read(self, values: Values, begin: int, count: int) -> bytes:
-        with open(self.folder / values.file, "rb") as file:
-            file.seek(len(self.headers[values.file]) + values.start + begin)
-            return file.read(count)
+    def bytes_of(self, values: Values, part: int = 0, n_parts: int = 1) -> Tensor:
+        """One of `n_parts` equal parts of a tensor's values, as they are stored; memory-mapped."""
+        n_bytes = values.shape.numel() * values.dtype.itemsize
+        begin, end = (n_bytes * i // n_parts for i in (part, part + 1))
+        start = len(self.headers[values.file]) + values.start
+        path = str(self.folder / values.file)
+        return torch.from_file(path, size=start + end, dtype=torch.uint8)[start + begin :]
 
     def prepare(self, folder: Path) -> None:
         """Make a folder like this one. Its weight files have headers, but no values yet."""
@@ -129,11 +118,10 @@ class WeightFiles:
             (folder / name).write_bytes(header)
             n_bytes = (self.folder / name).stat().st_size - len(self.headers[name])
             os.truncate(folder / name, len(header) + n_bytes)
-        for name, start, end in self.others:
-            with open(self.folder / name, "rb") as old, open(folder / name, "r+b") as new:
-                old.seek(len(self.headers[name]) + start)
-                new.seek(len(self.new_headers[name]) + start)
-                new.write(old.read(end - start))
+        for values in self.others:
+            with open(folder / values.file, "r+b") as file:
+                file.seek(len(self.new_headers[values.file]) + values.start)
+                file.write(self.bytes_of(values).numpy())
 
     def try_to_prepare(self, folder: Path) -> None:
         """OSError if the model could not be written now: try it before the first step."""

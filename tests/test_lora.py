@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,11 +11,19 @@ import pytest
 import test_finetune as tuning
 import torch
 from harness import assert_same_curve, load_stage, process_bytes
-from test_finetune import CPU, assert_same_model, files_of, plain_curve, reference_of, weights_of
+from test_finetune import (
+    CPU,
+    assert_same_model,
+    files_of,
+    on_meta,
+    plain_curve,
+    reference_of,
+    weights_of,
+)
 from torch import Tensor, nn
 
 from common.counter_rng import generator_of
-from common.llama import Llama, LlamaConfig
+from common.llama import LlamaConfig
 
 from common.job.metrics import model_state_bytes
 
@@ -62,12 +70,6 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-@pytest.fixture(scope="module")
-def curve(models, chat):
-    """`curve(name)`: the plain curve and model, once per module."""
-    return cache(lambda name: plain_curve(models / name, chat, make=with_adapters, lr=1e-2))
-
-
 def argv_of(model: Path, data: Path, run: Path, flags: str = "") -> list[str]:
     return tuning.argv_of(model, data, run, f"{LORA} {flags}")
 
@@ -97,14 +99,9 @@ def traced(argv: list[str]) -> tuple[list[dict], int, Counter, list[int]]:
     return metrics, before, most, [len(call.args[0]) for call in counted.call_args_list]
 
 
-def on_meta(folder: Path) -> Llama:
-    with torch.device("meta"):
-        return Llama(LlamaConfig.of_folder(folder))
-
-
 def costs(folder: Path, ranks: int, shard: int, m: int, flags: str) -> tuple[float, float]:
     """Bytes that a rank holds, and sends in a step of m micro-batches."""
-    model, b = on_meta(folder), 2 if "bfloat16" in flags else 4
+    (model, _), b = on_meta(folder), 2 if "bfloat16" in flags else 4
     tied = model.config.tied
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in model.units()]
     E, *layers, norm = (-(-size // shard) * shard for size in sizes)  # padded
@@ -139,16 +136,17 @@ CURVES = [  # ranks, model, further flags, backend
 @pytest.mark.quick_cases("2-qwen2-tied---merge-gloo")
 @pytest.mark.parametrize("ranks, name, flags, backend", CURVES)
 def test_a_curve_is_that_of_a_plain_loop_and_costs_what_the_readme_says(
-    pools, models, chat, curve, tmp_path, ranks, name, flags, backend
+    pools, models, chat, tmp_path, ranks, name, flags, backend
 ):
     argv = argv_of(models / name, chat, tmp_path, flags)
-    (expected, model), is_bf16 = curve(name), "bfloat16" in flags
+    expected, model = plain_curve(models / name, chat, make=with_adapters, lr=1e-2)
+    is_bf16 = "bfloat16" in flags
     shard = 2 if "--shard-degree" in flags else ranks
     for metrics, before, most, micro_batches in pools(ranks, backend=backend).run(traced, argv):
         assert_same_curve(metrics, expected, **dict(loss=0.04, norm=0.1) if is_bf16 else {})
         assert most["finish"] == 0 and most["forward"] >= 2
         if tuning.KEPT not in flags:
-            assert 2 <= most["backward"] <= 2 + on_meta(models / name).config.tied
+            assert 2 <= most["backward"] <= 2 + on_meta(models / name)[0].config.tied
         for line, m in zip(metrics, micro_batches, strict=True):
             held, sent = costs(models / name, ranks, shard, m, flags)
             more = 1e6 * line["model_state_mb"] - before - held  # the loss; what is not yet freed
@@ -200,13 +198,11 @@ def test_weights_are_merged_from_the_files_and_not_from_the_shards(pools, models
 
 def read_and_merge(folder: Path, out: Path) -> list[int]:
     """The peaks of memory while the shards of a model are read, in bfloat16, and merged."""
-    stage, model = load_stage("15"), on_meta(folder)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
+    stage, (model, files) = load_stage("15"), on_meta(folder)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
     held = process_bytes("VmRSS")
     with patch("common.unit_parameters.check_same"):  # it uses sockets
         model = stage.FullyShardedFrozen(model, model.units(), CPU, torch.bfloat16)
-    files = stage.WeightFiles(folder, shapes)
     stage.read_model(model, files)
     assert not [*model.parameters()] and not [*model.buffers()]
     peaks = [process_bytes("VmHWM") - held]
@@ -228,7 +224,7 @@ def test_memory_while_reading_is_that_of_the_shards(fresh_pool, models, large, t
 
 
 def change_a_weight(folder: Path) -> None:
-    stage, model = load_stage("15"), on_meta(folder)
+    stage, (model, _) = load_stage("15"), on_meta(folder)
     mlp = model.model.layers[1].mlp
     mlp.register_forward_pre_hook(lambda mlp, x: (mlp.up_proj.linear.weight.add_(1), x)[1])
     model = stage.FullyShardedFrozen(model.requires_grad_(False), model.units(), CPU, torch.float32)
@@ -241,11 +237,3 @@ def change_a_weight(folder: Path) -> None:
 def test_a_frozen_weight_that_changes_is_an_error(pools, models):
     (outcome,) = pools(1).attempt(change_a_weight, models / "qwen2")
     assert "a unit has changed a parameter in place" in outcome.traceback
-
-
-def test_an_adapter_that_is_not_written_is_saved(fresh_pool, pools, models, chat, tmp_path):
-    argv, pool = argv_of(models / "qwen2", chat, tmp_path), fresh_pool(2)
-    failed = pool.attempt(tuning.train_on_a_full_disk, argv, 0, "15", "write_tensors")
-    assert [outcome.exit_status for outcome in failed] == [1, 1]
-    pool.close()  # it has locked the folder
-    assert pools(1).train("15", argv) == [[]] and len(files_of(tmp_path / "adapter")) == 2

@@ -1,12 +1,12 @@
 """Files of instructions, prepared once as tokens, as corpora are (`corpus.py`)."""
 
 import hashlib
+import json
 from array import array
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import accumulate, islice
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from common.weight_files import files_to_copy
 from common.job.corpus import EOS, load_prepared, prepare, read_words
 from common.job.launch import fail, rank_0_first
 
-FILES = tuple(f"{x}.int32" for x in ("tokens", "lengths", "answers", "spans", "counts"))
+FILES = ("tokens.int32", "documents.json")  # the second: where documents and their answers are
 
 
 @dataclass(frozen=True)
@@ -71,23 +71,23 @@ def load_instructions(name: str, folder: Path, longest: int, n_valid: int) -> In
     what = name, f"{Path(name).stem}-{known_as}", FILES, partial(_write, name, content, folder)
     rank_0_first(partial(prepare, *what))  # the others need not import transformers
     prepared, digest = load_prepared(*what)  # prepares it once more on a node with other disks
-    tokens, *numbers = (torch.frombuffer(each, dtype=torch.int32) for each in prepared)
-    lengths, answers, spans, (vocab_size, n_turns) = (each.tolist() for each in numbers)
-    pairs, used = zip(spans[::2], spans[1::2], strict=True), []
-    for start, length, n in zip(accumulate([0, *lengths]), lengths, answers, strict=False):
+    tokens = torch.frombuffer(prepared[0], dtype=torch.int32)
+    documents, vocab_size, n_turns = json.loads(bytes(prepared[1]))
+    used = []
+    for start, length, spans in documents:
         end = min(length, longest + 1)
-        kept = ((max(1, a), min(b, end)) for a, b in islice(pairs, n))  # the first is no target
+        kept = ((max(1, a), min(b, end)) for a, b in spans)  # the first token is no target
         used.append(Document(start, end, [(a, b) for a, b in kept if a < b]))
     used = [document for document in used if document.spans]
     if len(used) <= n_valid:
         few = f"{len(used)} documents have an answer within {longest} tokens"
         fail(f"--data {name}: {few}: none is left to train on after --valid {n_valid}")
     sizes = [end - begin for document in used for begin, end in document.spans]
-    n_cut = sum(length > longest + 1 for length in lengths)
+    n, n_cut = len(documents), sum(length > longest + 1 for _, length, _ in documents)
     print0(
-        f"{name}: {len(used):,} documents, {len(sizes):,} answers, {sum(sizes):,} targets; {n_cut}"
-        f" of {len(lengths)} documents truncated to {longest} tokens; {len(lengths) - len(used)}"
-        f" left out, of which no answer remained; {n_turns} messages after the last answer dropped"
+        f"{name}: {len(used):,} documents, {len(sizes):,} answers, {sum(sizes):,} targets;"
+        f" {n_cut} of {n} documents truncated to {longest} tokens; {n - len(used)} left out,"
+        f" of which no answer remained; {n_turns} messages after the last answer dropped"
     )
     train, valid = used[: len(used) - n_valid], used[len(used) - n_valid :]
     return Instructions(name, tokens, train, valid, hashes, vocab_size, digest)
@@ -99,19 +99,17 @@ def load_instructions(name: str, folder: Path, longest: int, n_valid: int) -> In
 def _write(name: str, content: bytes, folder: Path, prepared: Path) -> None:
     examples = sample_questions() if name == "sample" else read_examples(content)
     tokenizer = load_tokenizer(folder)
-    tokens, lengths, answers, spans = (array("i") for _ in range(4))
-    for ids, places in documents_of(examples, tokenizer):
+    tokens, documents = array("i"), []
+    for ids, spans in documents_of(examples, tokenizer):
+        documents.append(Document(len(tokens), len(ids), spans))
         tokens.extend(ids)
-        lengths.append(len(ids))
-        answers.append(len(places))
-        spans.extend(place for span in places for place in span)
     used = set(tokens) | {tokenizer.eos_token_id}
     if untrained := sorted(untrained_ids(tokenizer, folder) & used):
         what = ", ".join(map(str, tokenizer.convert_ids_to_tokens(untrained)))
         raise ValueError(f"with {folder}: tokenizer.json has no {what}: an untrained token")
-    counts = array("i", [max(tokens) + 1, sum(map(turns_without_answer, examples))])
-    for file, values in zip(FILES, (tokens, lengths, answers, spans, counts), strict=True):
-        (prepared / file).write_bytes(values)
+    described = documents, max(tokens) + 1, sum(map(turns_without_answer, examples))
+    (prepared / "tokens.int32").write_bytes(tokens)
+    (prepared / "documents.json").write_text(json.dumps(described))
 
 
 def sample_questions() -> list[dict]:
