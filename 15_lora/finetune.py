@@ -78,11 +78,11 @@ def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, n_ra
     """The sum of a micro-batch's losses, divided by `total`, the targets of the whole step.
 
     A mean over its own targets would give a token more weight where a micro-batch has few of them.
-    Averaging the gradients over the ranks divides by `n_ranks` once more, so the model divides by
-    total / n_ranks.
+    Averaging the gradients over the ranks divides by `n_ranks` once more, so it is a factor here.
     """
     inputs, targets, lengths = micro_batch
-    return model(inputs, lengths, targets, total / n_ranks)
+    # `total` is an integer: a unit would round another number to its `param_dtype`
+    return model(inputs, lengths, targets, total) * n_ranks
 
 
 def mean_loss(

@@ -25,7 +25,7 @@ from torch import Tensor
 from common.batches import global_batch
 from common.instructions import documents_of, load_tokenizer
 from common.llama import Llama, LlamaConfig
-from common.loss import IGNORED
+from common.loss import IGNORED, linear_cross_entropy
 from common.optimization import adamw_settings, learning_rate
 from common.weight_files import EMBEDDING, HEAD, INDEX, SINGLE, WeightFiles
 
@@ -240,6 +240,20 @@ def assert_same_model(folder: Path, expected: dict[str, Tensor], read: Path) -> 
     precision = 1e-5 if torch.float32 in {t.dtype for t in before.values()} else 0.01
     for key, value in reference_of(folder).state_dict().items():
         torch.testing.assert_close(value, expected[key], rtol=precision, atol=1e-4)
+
+
+def divisors_of_losses(argv: list[str]) -> tuple[set[float], set[float]]:
+    """By what the losses of the steps were divided, and how many targets they had."""
+    with patch("common.llama.linear_cross_entropy", wraps=linear_cross_entropy) as loss:
+        lines = load_stage("13").main(argv)
+    return {float(x.kwargs["count"]) for x in loss.mock_calls}, {x["targets"] for x in lines}
+
+
+def test_bfloat16_divides_losses_by_all_targets(pools, models, chat, tmp_path):
+    flags = "--dtype bfloat16 --global-batch-size 36 --valid 0"
+    argv = argv_of(models / "qwen2", chat, tmp_path, flags)
+    for divisors, targets in pools(2).run(divisors_of_losses, argv):
+        assert divisors == targets and max(targets) > 256  # bfloat16 has eight bits
 
 
 def test_a_resumed_run_ends_with_the_same_bits(pools, models, chat, tmp_path):
