@@ -26,7 +26,7 @@ STRAY = re.compile(
     r"M(AKE|FLAGS)|(ARGS|NODES|GPUS|PARTITION|ACCOUNT|TIME|CLUSTER|PORT)$|S(LURM|BATCH)_"
 )
 # the states of a job that has not ended: after the last two comes PENDING
-ACTIVE = {*"PENDING RUNNING COMPLETING CONFIGURING REQUEUED NODE_FAIL".split()}
+ACTIVE = {*"PENDING RUNNING SIGNALING COMPLETING CONFIGURING REQUEUED NODE_FAIL".split()}
 LOCK = Path("/run/slurm-of-tests.lock")  # names a folder whose cluster root stops: not in /tmp
 PACKAGES = "slurm-wlm munge iproute2"
 SECONDS = 300  # time limit of a wait: generous, because a busy machine is slow

@@ -360,10 +360,11 @@ def test_a_kill_while_writing_leaves_no_output_and_the_same_run_writes_it(
     assert "exit code -9" in killed.traceback and not out.exists()
     (left,) = out.parent.glob(f".{name}.writing-*")
     assert len(pools(1).train(stage, other)[0]) == 8 and left.exists()
-    written = files_of(out)
+    written = weights_of(out)
     shutil.rmtree(out)
     for _ in range(2):  # the second time it is there
-        assert pools(1).train(stage, argv) == [[]] and files_of(out) == written
+        assert pools(1).train(stage, argv) == [[]]
+    torch.testing.assert_close(weights_of(out), written, rtol=0.01, atol=5e-3)
     assert not left.exists()
     for flags in (other, [*argv, "--steps", "9"]):  # the same run, which is not done
         (ended,) = pools(1).attempt(train_in, {}, stage, flags)
