@@ -134,7 +134,7 @@ def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, n_ra
     Averaging the gradients over the ranks divides by `n_ranks` once more, so it is a factor here.
     """
     inputs, targets, lengths = micro_batch
-    # `total` is an integer: a unit would round another number to its `param_dtype`
+    # `total` stays an integer: a unit casts floating-point inputs to `param_dtype`, and rounds them
     return model(inputs, lengths, targets, total) * n_ranks
 
 

@@ -34,7 +34,9 @@ def _windows(tokens: Tensor, indices: Tensor, seq_len: int) -> tuple[Tensor, Ten
 @lru_cache(maxsize=1)  # drawing it takes seconds for 100 million windows
 def _order_of_epoch(seed: int, epoch: int, n_windows: int) -> memoryview:
     """A permutation of all windows [n_windows]."""
-    return torch.randperm(n_windows, generator=generator_of("epoch", seed, epoch)).numpy().data
+    order = torch.randperm(n_windows, generator=generator_of("epoch", seed, epoch))
+    # int32 takes half the memory, which every rank of a node needs
+    return (order.to(torch.int32) if n_windows < 2**31 else order).numpy().data
 
 
 def global_batch(seed: int, step: int, size: int, n_windows: int) -> list[int]:

@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import platform
+import re
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
@@ -55,6 +56,10 @@ class Arguments(Namespace):
 
 class Parser(argparse.ArgumentParser):
     """Fails with one line on rank 0, and with status 2 on every rank."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # else -1e-3 is a flag
 
     def parse_args(self, argv: list[str] | None = None) -> Arguments:
         given = sys.argv[1:] if argv is None else argv
