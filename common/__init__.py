@@ -27,7 +27,7 @@ run_changes.py         what may change when it continues, and what makes it anot
 metrics.py             what a logged line holds, how it prints, where it is written
 checkpoint.py          saving and loading, in the format of torch.distributed.checkpoint
 checkpoint_hooks.py    what that calls: atomic commits, checksums, loading that runs no code
-atomic_files.py        files on disks that fill up, and on file systems that cannot do all
+paths.py               paths: whether one exists, can be written, or is taken already
 prepared_instructions.py   for 13 and 15: files of instructions, prepared once as tokens
 finetuning.py          for 13 and 15: flags, what they name, the folder that is written
 """

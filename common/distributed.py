@@ -5,6 +5,7 @@ and calls `join`. Everything works without a process group too: one process is r
 """
 
 import contextlib
+import errno
 import os
 import secrets
 import sys
@@ -83,6 +84,19 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder's entries to disk, where the file system can (some cannot)."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
+        warn(f"{path} may be lost at a power failure: {error}")
+    finally:
+        os.close(handle)
 
 
 def _is_rank_0() -> bool:

@@ -6,7 +6,6 @@ its shape, and where its values begin and end. The values follow, row by row. Fo
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -15,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from common.distributed import sync
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -152,18 +153,6 @@ def publish(folder: Path, out: Path) -> None:
         sync(path)
     folder.rename(out)
     sync(out.parent)
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a folder's entries to disk, where the file system can (some cannot)."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
-            raise
-    finally:
-        os.close(handle)
 
 
 def files_to_copy(folder: Path) -> list[str]:

@@ -27,13 +27,12 @@ from test_checkpoint import metadata_of, write_metadata
 from torch import Tensor
 
 from common.batches import train_batches
-from common.distributed import replacing, save0
+from common.distributed import replacing, save0, sync
 from common.model import Transformer, TransformerConfig, init_weights
 from common.optimization import learning_rate
 
 from common.job import checkpoint_hooks as storage
 from common.job import run as run_module
-from common.job.atomic_files import sync
 from common.job.checkpoint import checkpoints
 from common.job.corpus import load_corpus
 from common.job.metrics import Metrics, peak_flops, readable

@@ -28,11 +28,11 @@ from common.distributed import save0
 from common.weight_files import WeightFiles, publish, write_tensors
 
 from common.job.arguments import Parser
-from common.job.atomic_files import exists
 from common.job.checkpoint import checkpoints
 from common.job.checkpoint_hooks import CorruptCheckpointError, LoadPlanner, Reader
 from common.job.corpus import EOS, UNKNOWN, load_corpus
 from common.job.launch import fail
+from common.job.paths import exists
 from tools.stages import load_stage
 
 # our names, and those of Hugging Face

@@ -22,9 +22,9 @@ from common.distributed import print0
 from common.shards import State
 
 from common.job import checkpoint_hooks as storage
-from common.job.atomic_files import exists, move_aside
 from common.job.checkpoint_hooks import checkpoints
 from common.job.launch import fail, rank
+from common.job.paths import exists, move_aside
 from common.job.run_changes import compare_runs
 
 

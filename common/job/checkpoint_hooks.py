@@ -39,7 +39,9 @@ from torch.futures import Future
 from torch.utils.serialization import config
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from common.job.atomic_files import exists, move_aside, sync
+from common.distributed import sync
+
+from common.job.paths import exists, move_aside
 
 RUN = " run"  # key of the run's arguments and hashes in the metadata
 SEAL = b"\nxxh3_64 "  # between the pickle of the metadata and its checksum

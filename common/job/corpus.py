@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.distributed import print0
+from common.distributed import print0, sync
 
-from common.job.atomic_files import exists, sync
 from common.job.launch import fail
+from common.job.paths import exists
 
 SPLITS = ("train", "valid", "test")
 FILES = (*(f"{split}.int32" for split in SPLITS), "vocab.txt")  # of a prepared corpus

@@ -18,8 +18,8 @@ from common.shards import State
 from common.weight_files import WeightFiles
 
 from common.job.arguments import Arguments, Parser, base_parser, check_ranks, natural, positive_int
-from common.job.atomic_files import exists
 from common.job.launch import fail, rank, world_size
+from common.job.paths import exists
 from common.job.prepared_instructions import Instructions, load_instructions
 from common.job.run import Run
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from common.collectives import ledger
 from common.distributed import print0, replacing, warn
 
-from common.job.atomic_files import exists
 from common.job.launch import rank, world_size
+from common.job.paths import exists
 
 # fmt: off
 PEAK_FLOPS = {  # dense bf16, in FLOP/s, by a part of the device's name; the longer name first

@@ -23,11 +23,11 @@ from common.model import TransformerConfig
 from common.shards import State
 
 from common.job.arguments import Arguments
-from common.job.atomic_files import check_writable
 from common.job.checkpoint import Checkpointer
 from common.job.corpus import Corpus
 from common.job.launch import fail, interrupt, launch_environment, rank, world_size
 from common.job.metrics import Metrics, device_name
+from common.job.paths import check_writable
 from common.job.run_changes import last_start, other_changes
 from common.job.run_folder import claim
 

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.job.atomic_files import exists
 from common.job.checkpoint_hooks import IncompatibleCheckpointError, checkpoints
+from common.job.paths import exists
 
 SHAPE = ("d_model", "n_layers", "n_heads")  # of the weights
 # arguments that change the losses; a checkpoint of another run fits all the same

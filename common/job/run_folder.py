@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common.distributed import warn
 
-from common.job.atomic_files import numbered
+from common.job.paths import numbered
 
 
 def launch_name(command: list[str]) -> str | None:

@@ -1,13 +1,10 @@
-"""Files on disks that fill up, and on file systems that cannot do all."""
+"""Paths: whether one exists, can be written, or is taken already."""
 
-import errno
 import itertools
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-
-from common.distributed import warn
 
 
 def check_writable(path: Path) -> None:
@@ -16,19 +13,6 @@ def check_writable(path: Path) -> None:
         raise IsADirectoryError(f"{path} is a folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=path.parent).close()
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a folder's entries to disk, where the file system can (some cannot)."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
-            raise
-        warn(f"{path} may be lost at a power failure: {error}")
-    finally:
-        os.close(handle)
 
 
 def exists(path: str | os.PathLike) -> bool:
