@@ -9,11 +9,11 @@ New since stage 13: what is sharded is frozen, without gradient and optimizer st
 added afterwards trains. 13's packing, loss and files are in `finetune.py` beside this file, 04's
 classes in `fsdp.py`.
 
-    P parameters of b bytes each: E of the embedding, O of the head, K of the unit that stays
-    gathered. p in A and B. N ranks that shard, m micro-batches per step
+    P parameters of b bytes each: E of the embedding, O of the head. p in A and B. N ranks that
+    shard, m micro-batches per step
 
     memory per rank, bytes     b P / N + 16 p + three units
-    sent per step, elements    all-gather m (2 P - E - O - K), of b bytes, and all-reduce p, of 4
+    sent per step, elements    all-gather m (2 P - E - O), of b bytes, and all-reduce p, of 4
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 

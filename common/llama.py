@@ -110,18 +110,6 @@ class LlamaConfig:
         return matmuls * (self.num_parameters() - (not self.tied) * self.vocab_size * self.d_model)
 
 
-class RMSNorm(nn.Module):
-    """y = x / rms(x) * weight, over the last dimension; computes in float32."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return normed.to(x.dtype)
-
-
 def rope_of(c: dict) -> dict:
     """What a `config.json` says of rotary positions, with the defaults filled in."""
     # transformers 5 writes `rope_parameters`, older versions and users the other two
@@ -210,8 +198,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, c.qkv_bias)
         self.v_proj = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, c.qkv_bias)
         self.o_proj = nn.Linear(c.n_heads * c.head_dim, c.d_model, c.o_bias)
-        self.q_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(c.head_dim, c.eps) if c.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(c.head_dim, c.eps) if c.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotations: Tensor, lengths: Sequence[int]) -> Tensor:
         projections = self.q_proj, self.k_proj, self.v_proj
@@ -243,9 +231,9 @@ class Layer(nn.Module):
 
     def __init__(self, c: LlamaConfig, rotates: bool):
         super().__init__()
-        self.input_layernorm = RMSNorm(c.d_model, c.eps)
+        self.input_layernorm = nn.RMSNorm(c.d_model, c.eps)
         self.self_attn = Attention(c, rotates)
-        self.post_attention_layernorm = RMSNorm(c.d_model, c.eps)
+        self.post_attention_layernorm = nn.RMSNorm(c.d_model, c.eps)
         self.mlp = MLP(c)
 
     def forward(self, x: Tensor, rotations: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -275,7 +263,7 @@ class Llama(nn.Module):
         self.config, self.model = config, nn.Module()
         self.model.embed_tokens = Embedding(config.vocab_size, config.d_model)
         self.model.layers = nn.ModuleList(Layer(config, each) for each in config.rotates)
-        self.model.norm = RMSNorm(config.d_model, config.eps)
+        self.model.norm = nn.RMSNorm(config.d_model, config.eps)
         if not config.tied:
             self.lm_head = Head(config.d_model, config.vocab_size, bias=False)
 

@@ -318,9 +318,8 @@ LLAMA = LlamaConfig(
     "silu",
 )
 LLAMA_TOKEN = LLAMA.flops_per_token() / 160e12  # seconds on an A100
-LLAMA_LAYER = 4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096
 SENT_BY_LLAMA = [  # GB per micro-batch on four ranks: gathered, the embedding in float32; reduced
-    3 / 4 * 2 * (2 * LLAMA.num_parameters() - 32_000 * 4096 - LLAMA_LAYER) / GB,
+    3 / 4 * 2 * (2 * LLAMA.num_parameters() - 32_000 * 4096) / GB,
     3 / 4 * 4 * LLAMA.num_parameters() / GB,
 ]
 NODES_1024 = fsdp_and_tensor(1024)

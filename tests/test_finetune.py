@@ -403,6 +403,7 @@ def test_written_files_have_the_form_that_all_readers_accept(models, tmp_path, m
     store(folder, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(3)})  # as in 2023
     (folder / "additional_chat_templates").mkdir()
     (folder / "notes.json").mkdir()
+    edit(folder, dict(attention_dropout=None, quantization_config=None))  # null is none
     for name in ("LICENSE", "additional_chat_templates/tools.jinja"):
         (folder / name).write_text("as you like")
     (model, files), out = on_meta(folder), tmp_path / "out"
@@ -652,13 +653,6 @@ def test_what_is_not_supported_is_an_error_in_one_line(pools, models, chat, tmp_
     argv = argv_of(models / "qwen2", chat, tmp_path / "run", flags)
     (ended,) = pools(1).attempt(train_in, {}, "13", argv)
     assert ended.exit_status == 2 and said in ended.stderr and ended.stderr.count("\n") == 1, ended
-
-
-@quick
-def test_null_is_none(models, tmp_path):
-    folder = shutil.copytree(models / "qwen2", tmp_path / "model")
-    edit(folder, dict(attention_dropout=None, quantization_config=None))
-    assert LlamaConfig.of_folder(folder) == LlamaConfig.of_folder(models / "qwen2")
 
 
 @quick

@@ -109,10 +109,7 @@ def costs(folder: Path, ranks: int, shard: int, m: int, flags: str) -> tuple[flo
     linears = [m for m in model.model.modules() if type(m) is nn.Linear]
     p = sum(R * (each.in_features + each.out_features) for each in linears)
     P = E + sum(layers) + O + norm
-    # in bfloat16 the norm saves a copy in float32: backward does not need it, and the last layer
-    # stays in its place; but the head, which runs after the norm, prefetches it once more
-    again = sum(layers) - (b == 2) * (layers[-1] - (not tied) * norm)
-    gathered = b * m * (P + tied * E + again) if tuning.KEPT not in flags else b * m * P
+    gathered = b * m * (P + tied * E + sum(layers)) if tuning.KEPT not in flags else b * m * P
     sent = gathered * (shard - 1) / shard + 4 * p * 2 * (ranks - 1) / ranks
     return b * P / shard + 16 * p + 8 * len(linears), sent  # AdamW counts steps per parameter
 
