@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import io
-import itertools
 import os
 import platform
 import re
@@ -14,9 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
@@ -34,8 +31,6 @@ PEER_IS_GONE = re.compile(
 # launchers that are not supported: their number of processes, or a rank where there is none
 OTHER_SIZES = ("PMI_SIZE", "FLUX_JOB_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
 OTHER_RANKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
-
-CALLS = itertools.count()  # of `rank_0_first`
 
 GRACE = 2.0  # seconds that a failing rank waits before it exits: launchers then end the other ranks
 
@@ -196,28 +191,6 @@ def _check_store() -> None:
         fail(f"torchrun --max-restarts needs {needs}")
 
 
-def rank_0_first(function: Callable[[], None]) -> None:
-    """Call a function on rank 0. The others wait until it has returned, without a time limit.
-
-    A ValueError there ends the job: its message is the line of `fail`, on every rank.
-    """
-    store = (
-        dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore()
-    )
-    key = f"rank 0 first, call {next(CALLS)}"
-    if rank() == 0:
-        message = ""
-        try:
-            function()
-        except ValueError as error:
-            message = str(error)
-        store.set(key, message)
-    else:
-        store.wait([key], timedelta(days=7))
-    if message := store.get(key).decode():
-        fail(message)
-
-
 def cleanup() -> None:
     """Destroy the process group. Call it in a `finally`: an error is reported first.
 
@@ -278,26 +251,24 @@ def has_lost_a_peer(error: BaseException | None) -> bool:
 def fail(message: str, status: int = 2) -> NoReturn:
     """Print one line on stderr, once for the whole job, and exit with `status` (2: wrong usage).
 
-    Rank 0 prints. The others wait for it: it may start last, and a launcher that sees one process
-    exit terminates the rest. A rank that fails alone prints after that wait, if there is a group.
+    Before `setup` rank 0 prints, which may start last. After it the first rank that fails does: it
+    may be the only one. A launcher that sees one process exit terminates the rest, so each waits
+    for those that come later.
     """
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-    if rank() == 0:
-        say(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-        if store and world_size() > 1:
-            with contextlib.suppress(RuntimeError):  # the store may be gone
-                store.set("failed", message)
-            time.sleep(GRACE)  # after `setup` all ranks arrive soon, and exit by themselves
-    elif world_size() > 1:
+    size, has_joined = world_size(), dist.is_initialized()
+    prints = has_joined or rank() == 0
+    if has_joined:
+        with contextlib.suppress(RuntimeError):  # the store may be gone: twice is better than never
+            failed = dist.distributed_c10d._get_default_store().add("failed", 1)
+            prints = (failed - 1) % size == 0  # a test's process group lives on and fails again
+    if prints:
+        where = f" (rank {rank()} on {platform.node()})" if rank() > 0 else ""
+        say(f"{Path(sys.argv[0]).name}: {message}{where}", file=sys.stderr)
+    if size > 1:
         with contextlib.suppress(ValueError):  # not in the main thread
             # a launcher that terminates this rank while it waits gets the same status
             signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
-        try:
-            if store:
-                store.wait(["failed"], timedelta(seconds=3 * GRACE + 2))
-        except RuntimeError:  # rank 0 continues
-            fail_here(f"rank {rank()} on {platform.node()}: {message}", status)
-        time.sleep(2 * GRACE if store else 5 * GRACE)
+        time.sleep(GRACE if has_joined or prints else 5 * GRACE)
     raise SystemExit(status)
 
 
