@@ -159,8 +159,8 @@ def cleanup() -> None:
     """Destroy the process group. Call it in a `finally`: an error is reported first.
 
     After an error it exits at once: other ranks learn of it from closed connections or launchers.
-    If another rank has failed first, it prints a line, no traceback, and waits for the launcher,
-    which takes the first process that exits for the cause.
+    If another rank has failed first, it waits for the launcher, which takes the first process that
+    exits for the cause and ends the rest, and then prints a line without a traceback.
     """
     error = sys.exc_info()[1]
     if error is None or isinstance(error, SystemExit):
@@ -172,13 +172,11 @@ def cleanup() -> None:
     text = "".join(traceback.format_exception(error))
     if "timed out" in text.lower() or "Application timeout" in text:  # Gloo has both
         text += "No answer within --timeout: another rank hangs, was stopped, or is far behind.\n"
-    lost = has_lost_a_peer(error)
-    if lost:
-        text = f"another rank is gone: {error}"
-    say(f"[rank {rank()} of {world_size()}, {platform.node()}] {text}", file=sys.stderr)
-    if lost:
+    if has_lost_a_peer(error):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(GRACE)
+        text = f"another rank is gone: {error}"
+    say(f"[rank {rank()} of {world_size()}, {platform.node()}] {text}", file=sys.stderr)
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)  # for torchrun's report
@@ -193,11 +191,10 @@ def interrupt(*_) -> NoReturn:
 
 def has_lost_a_peer(error: BaseException | None) -> bool:
     """Whether nothing but the connection to another rank has failed here."""
-    while error is not None:
-        if not (isinstance(error, RuntimeError) and PEER_IS_GONE.search(str(error))):
-            return False
-        error = error.__cause__ or error.__context__
-    return True
+    if error is None:
+        return True
+    is_gone = isinstance(error, RuntimeError) and bool(PEER_IS_GONE.search(str(error)))
+    return is_gone and has_lost_a_peer(error.__cause__ or error.__context__)
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
@@ -217,10 +214,9 @@ def fail(message: str, status: int = 2) -> NoReturn:
         where = f" (rank {rank()} on {platform.node()})" if rank() > 0 else ""
         say(f"{Path(sys.argv[0]).name}: {message}{where}", file=sys.stderr)
     if size > 1:
-        with contextlib.suppress(ValueError):  # not in the main thread
-            # a launcher that terminates this rank while it waits gets the same status
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
-        time.sleep(GRACE if has_joined or prints else 5 * GRACE)
+        # a launcher that terminates this rank while it waits gets the same status
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
+        time.sleep(2 * GRACE if has_joined or prints else 5 * GRACE)
     raise SystemExit(status)
 
 
