@@ -115,8 +115,7 @@ def setup(timeout: float = 600.0) -> World:
     with contextlib.suppress(OSError, ValueError):  # Gloo connects all ranks, once per group
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     device, backend = _device_and_backend(launch)
-    if launch.launcher == "torchrun" and not dist.is_initialized():
-        _check_store()
+    _check_store()
     if launch.local_size < launch.size and "MASTER_ADDR" not in os.environ:
         how = "source slurm/env.sh sets both, mpirun -x NAME passes them on"
         fail(f"ranks on several nodes need MASTER_ADDR and MASTER_PORT: {how}")
