@@ -78,8 +78,8 @@ def _number(kind: type, least: float, most: float, above: bool = False):
     def parse(text: str):
         value = kind(text)
         if not least <= value <= most or (above and value == least):  # so is a NaN
-            bound = f"above {least}" if above else f"at least {least}"
-            raise ArgumentTypeError(f"{text} must be {bound} and at most {most}")
+            bound = "above" if above else "at least"
+            raise ArgumentTypeError(f"{text} must be {bound} {least} and at most {most}")
         return value
 
     parse.__name__ = kind.__name__  # argparse's own error names it

@@ -26,14 +26,14 @@ PEER_IS_GONE = re.compile(
     "(?s)gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)|remote process exited"
 )
 
-# variables of launchers: rank, rank on this node, ranks on this node, all ranks; the first counts:
-# srun may have started torchrun, and mpirun may have used srun
+# Variables of each launcher: rank, rank on this node, ranks on this node, all ranks. The first
+# launcher found counts: srun may have started torchrun, and mpirun may have used srun.
 LAUNCHERS = {
     "torchrun": ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"),
     "mpirun": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "SIZE")],
     "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),
 }
-# also of those that are not supported: all ranks; this one's rank, where that is all there is
+# numbers of ranks, of unsupported launchers too; RANKS: of unsupported ones that tell a rank alone
 SIZES = [*(names[-1] for names in LAUNCHERS.values()), "PMI_SIZE", "FLUX_JOB_SIZE"]
 SIZES += ["MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"]
 RANKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
