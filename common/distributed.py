@@ -30,18 +30,18 @@ class World:
     device: torch.device
 
 
-def join(world: World, backend: str, init_method: str | None, timeout: float) -> World:
+def join(world: World, backend: str, timeout: float) -> World:
     """Start the process group together with the other processes, or take the one that exists.
 
-    world: as the launcher says. backend: NCCL or Gloo, for each kind of device. init_method: the
-    URL at which rank 0 waits for the others; None: one process. timeout: seconds.
+    world: as the launcher says. backend: NCCL or Gloo, for each kind of device. timeout: seconds.
+    Rank 0 waits for the others at MASTER_ADDR and MASTER_PORT.
     """
     if not dist.is_initialized():
-        where = {"init_method": init_method} if init_method else {"store": dist.HashStore()}
-        ranks = {"rank": world.rank, "world_size": world.size}
+        store = dist.HashStore() if world.size == 1 else None
+        ranks = {"rank": world.rank, "world_size": world.size, "store": store}
         # Without device_id, NCCL has one communicator per pair of ranks for messages. With it, all
         # of a group's messages share one, where a pipeline's early receive blocks later sends.
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **ranks, **where)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **ranks)
     return World(dist.get_rank(), dist.get_world_size(), world.device)
 
 

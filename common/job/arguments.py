@@ -57,10 +57,6 @@ class Arguments(Namespace):
 class Parser(argparse.ArgumentParser):
     """Fails with one line on rank 0, and with status 2 on every rank."""
 
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # else -1e-3 is a flag
-
     def parse_args(self, argv: list[str] | None = None) -> Arguments:
         given = sys.argv[1:] if argv is None else argv
         # a shell leaves the tilde of --run-dir=~/x as it is
@@ -76,27 +72,24 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message} (--help lists the flags)")
 
 
-def _number(kind: type, least: float, most: float = math.inf, above: bool = False):
-    """An argparse type: a finite number between `least` (excluded if `above`) and `most`."""
+def _number(kind: type, least: float, most: float, above: bool = False):
+    """An argparse type: a number between `least` (excluded if `above`) and `most`."""
 
     def parse(text: str):
         value = kind(text)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ArgumentTypeError(f"{text} must be a finite number")
-        if value > most or value < least or (above and value == least):
-            bound = f"above {least}" if above else f"at least {least}"
-            bound += "" if most == math.inf else f" and at most {most}"
-            raise ArgumentTypeError(f"{text} must be {bound}")
+        if not least <= value <= most or (above and value == least):  # so is a NaN
+            bound = "above" if above else "at least"
+            raise ArgumentTypeError(f"{text} must be {bound} {least} and at most {most}")
         return value
 
     parse.__name__ = kind.__name__  # argparse's own error names it
     return parse
 
 
-positive = _number(float, 0, above=True)
+positive = _number(float, 0, 1e30, above=True)
 positive_int = _number(int, 1, 10**9)
-natural = _number(int, 0)
-non_negative = _number(float, 0)
+natural = _number(int, 0, 2**63 - 1)
+non_negative = _number(float, 0, 1e30)
 
 
 def base_parser(description: str | None, without: Sequence[str] = ()) -> Parser:
@@ -108,6 +101,7 @@ def base_parser(description: str | None, without: Sequence[str] = ()) -> Parser:
         formatter_class=_Help,
         allow_abbrev=False,
     )
+    p._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # else -1e-3 is a flag
 
     def add(flag: str, **options) -> None:
         if flag.removeprefix("--") not in without:

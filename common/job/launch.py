@@ -2,21 +2,16 @@
 
 import atexit
 import contextlib
-import io
-import itertools
 import os
 import platform
 import re
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
@@ -31,11 +26,18 @@ PEER_IS_GONE = re.compile(
     "(?s)gloo/transport.*(Connection (closed|reset) by peer|Broken pipe)|remote process exited"
 )
 
-# launchers that are not supported: their number of processes, or a rank where there is none
-OTHER_SIZES = ("PMI_SIZE", "FLUX_JOB_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
-OTHER_RANKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
-
-CALLS = itertools.count()  # of `rank_0_first`
+# Variables of each launcher: rank, rank on this node, ranks on this node, all ranks. The first
+# launcher found counts: srun may have started torchrun, and mpirun may have used srun.
+LAUNCHERS = {
+    "torchrun": ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+    "mpirun": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "SIZE")],
+    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),
+}
+# numbers of ranks, of unsupported launchers too; RANKS: of unsupported ones that tell a rank alone
+SIZES = [*(names[-1] for names in LAUNCHERS.values()), "PMI_SIZE", "FLUX_JOB_SIZE"]
+SIZES += ["MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"]
+RANKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
+HOW = "start with torchrun, srun or Open MPI's mpirun, or unset the launcher's variables"
 
 GRACE = 2.0  # seconds that a failing rank waits before it exits: launchers then end the other ranks
 
@@ -49,64 +51,31 @@ class Launch:
     local_rank: int
     local_size: int
     size: int
-    address: tuple[str, int] | None  # host ("" if unknown) and port of rank 0; None: one process
 
 
 def launch_environment() -> Launch:
-    """Read and check the launcher's variables. Wrong ones end the process: one line, status 2."""
-    try:
-        launch = _read_environment()
-        port = launch.address[1] if launch.address else 1
-        is_local = 0 <= launch.local_rank and 1 <= launch.local_size
-        if not (0 <= launch.rank < launch.size and is_local and 0 < port < 2**16):
-            raise ValueError("a rank is below the number of ranks, a port below 65536")
-        return launch
-    except (KeyError, ValueError) as error:
-        why = f"{error.args[0]} is not set" if isinstance(error, KeyError) else str(error)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    given = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-    why = f"{why}; start with torchrun, srun or Open MPI's mpirun, or unset them for one process"
-    fail_here("the launcher's variables are wrong: " + ": ".join(filter(None, (given, why))))
+    """Read the launcher's variables. Wrong ones end the process: one line, status 2."""
+    sizes = {name: _number(name) for name in SIZES if name in os.environ}
+    for launcher, (rank, local_rank, local_size, all_ranks) in LAUNCHERS.items():
+        size = sizes.get(all_ranks, 0)
+        if rank in os.environ and (size > 1 or launcher == "torchrun"):
+            numbers = _number(rank), _number(local_rank, "0"), _number(local_size, "1")
+            if numbers[0] >= size:
+                fail_here(f"{rank} is {numbers[0]}, but {all_ranks} is {size}: {HOW}")
+            return Launch(launcher, *numbers, size)
+    found = [name for name in (*SIZES, *RANKS) if name in os.environ]
+    if any(size > 1 for size in sizes.values()) or (found and not sizes):
+        said = " ".join(f"{name}={os.environ[name]}" for name in found)
+        fail_here(f"{said}: not a launcher that is supported: {HOW}")
+    return Launch("python", 0, 0, 1, 1)
 
 
-def _read_environment() -> Launch:
-    """Read torchrun's variables, or translate those of `srun python` or Open MPI into them."""
-    env = os.environ  # below, `ranks` are: rank, rank on the node, ranks on the node, all ranks
-    has_size = any(n in env for n in (*OTHER_SIZES, "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
-    if "RANK" in env:
-        launcher, host, port = "torchrun", "127.0.0.1", 29500
-        local = env.get("LOCAL_RANK", 0), env.get("LOCAL_WORLD_SIZE", 1)
-        ranks = env["RANK"], *local, env["WORLD_SIZE"]
-    elif int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:  # mpirun may have used srun to start
-        ranks = [env[f"OMPI_COMM_WORLD_{n}"] for n in ("RANK", "LOCAL_RANK", "LOCAL_SIZE", "SIZE")]
-        launcher, host = "mpirun", "127.0.0.1" if ranks[2] == ranks[3] else ""
-        port = 20000 + sum(map(ord, env.get("PMIX_NAMESPACE", "")))  # unique to this mpirun here
-    elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # a batch shell has SLURM_PROCID, too
-        launcher, host = "srun", ""
-        port = 20000 + (7 * int(env["SLURM_JOB_ID"]) + int(env.get("SLURM_STEP_ID", 0))) % 12000
-        size = int(env["SLURM_STEP_NUM_TASKS"])
-        local = env["SLURM_LOCALID"], size // int(env.get("SLURM_STEP_NUM_NODES", 1))
-        ranks = env["SLURM_PROCID"], *local, size
-    elif env.get("WORLD_SIZE", "1") != "1":
-        raise KeyError("RANK")
-    else:
-        others = [f"{name}={env[name]}" for name in OTHER_SIZES if int(env.get(name, 1)) > 1]
-        others += [f"{n}={env[n]}" for n in OTHER_RANKS if n in env and not has_size]
-        if others:
-            raise ValueError(f"{' '.join(others)}: not a launcher that is supported")
-        return Launch("python", 0, 0, 1, 1, None)
-    address = env.get("MASTER_ADDR", host), int(env.get("MASTER_PORT", port))
-    return Launch(launcher, *map(int, ranks), address)
-
-
-def _host_of_rank_0(launcher: str) -> str:
-    if launcher == "mpirun":
-        fail("mpirun over several nodes needs MASTER_ADDR: pass -x MASTER_ADDR=<rank 0's>")
-    command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", "")]
-    try:
-        return subprocess.check_output(command, stderr=subprocess.PIPE, text=True).split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError) as error:
-        fail(f"{' '.join(command)}: {error!r}: set MASTER_ADDR to the host of rank 0")
+def _number(name: str, default: str = "") -> int:
+    """The number that a variable begins with: SLURM_STEP_TASKS_PER_NODE may be 4(x2)."""
+    text = os.environ.get(name, default)
+    if not (number := re.match(r"\d+", text)):
+        fail_here(f"{name} is {text!r}: {HOW}")
+    return int(number[0])
 
 
 def rank() -> int:
@@ -119,13 +88,11 @@ def world_size() -> int:
 
 @lru_cache
 def prepare_streams() -> None:
-    """Make stdout and stderr safe to print to, also if closed, full, or of few characters."""
+    """Make stdout and stderr safe to print to, also if closed or full."""
     # the next file that is opened would take the place of a closed stream (2>&-)
     while os.open(os.devnull, os.O_RDWR) < 3:
         pass
     sys.stdout, sys.stderr = (x or open(os.devnull, "w") for x in (sys.stdout, sys.stderr))
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have characters it cannot encode
-        sys.stdout.reconfigure(errors="backslashreplace")
 
     @atexit.register
     def flush() -> None:
@@ -147,15 +114,20 @@ def setup(timeout: float = 600.0) -> World:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # Gloo connects all ranks, once per group
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    init_method = None if dist.is_initialized() else _init_method(launch)
     device, backend = _device_and_backend(launch)
+    _check_store()
+    if launch.local_size < launch.size and "MASTER_ADDR" not in os.environ:
+        how = "source slurm/env.sh sets both, mpirun -x NAME passes them on"
+        fail(f"ranks on several nodes need MASTER_ADDR and MASTER_PORT: {how}")
+    host = os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    port = os.environ.setdefault("MASTER_PORT", "29500")
     try:
-        return join(World(launch.rank, launch.size, device), backend, init_method, timeout)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        where = f"port {launch.address[1]} of {platform.node()}"
-        fail_here(f"{where} is taken by another program: set MASTER_PORT to another one")
+        socket.getaddrinfo(host, port)  # PyTorch would try until the timeout
+        return join(World(launch.rank, launch.size, device), backend, timeout)
+    except (OSError, ValueError, dist.DistNetworkError) as error:  # perhaps on this node alone
+        where = f"{platform.node()} cannot join the others at {host}, port {port}"
+        fix = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
+        fail_here(f"{where}: {error}: {fix}")
 
 
 def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
@@ -170,20 +142,6 @@ def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
     return device, "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
 
 
-def _init_method(launch: Launch) -> str | None:
-    if launch.launcher == "torchrun":
-        _check_store()
-        return "env://"
-    if launch.address is None:
-        return None
-    host, port = launch.address[0] or _host_of_rank_0(launch.launcher), launch.address[1]
-    try:
-        socket.getaddrinfo(host, port)
-    except OSError as error:  # perhaps on this node alone
-        fail_here(f"{platform.node()} cannot find the host of rank 0, {host}: {error}")
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 def _check_store() -> None:
     """Fail if a restart would find the addresses of processes that are gone.
 
@@ -196,41 +154,32 @@ def _check_store() -> None:
         fail(f"torchrun --max-restarts needs {needs}")
 
 
-def rank_0_first(function: Callable[[], None]) -> None:
-    """Call a function on rank 0. The others wait until it has returned, without a time limit.
-
-    A ValueError there ends the job: its message is the line of `fail`, on every rank.
-    """
-    store = (
-        dist.distributed_c10d._get_default_store() if dist.is_initialized() else dist.HashStore()
-    )
-    key = f"rank 0 first, call {next(CALLS)}"
-    if rank() == 0:
-        message = ""
-        try:
-            function()
-        except ValueError as error:
-            message = str(error)
-        store.set(key, message)
-    else:
-        store.wait([key], timedelta(days=7))
-    if message := store.get(key).decode():
-        fail(message)
-
-
 def cleanup() -> None:
     """Destroy the process group. Call it in a `finally`: an error is reported first.
 
     After an error it exits at once: other ranks learn of it from closed connections or launchers.
+    If another rank has failed first, it waits for the launcher, which takes the first process that
+    exits for the cause and ends the rest, and then prints a line without a traceback.
     """
     error = sys.exc_info()[1]
+    if error is None or isinstance(error, SystemExit):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return
     if isinstance(error, KeyboardInterrupt):
         interrupt()
-    if error is not None and not isinstance(error, SystemExit):
-        _report(error)
-        os._exit(1)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    text = "".join(traceback.format_exception(error))
+    if "timed out" in text.lower() or "Application timeout" in text:  # Gloo has both
+        text += "No answer within --timeout: another rank hangs, was stopped, or is far behind.\n"
+    if has_lost_a_peer(error):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(GRACE)
+        text = f"another rank is gone: {error}"
+    say(f"[rank {rank()} of {world_size()}, {platform.node()}] {text}", file=sys.stderr)
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)  # for torchrun's report
+    os._exit(1)
 
 
 def interrupt(*_) -> NoReturn:
@@ -239,69 +188,38 @@ def interrupt(*_) -> NoReturn:
     os._exit(130)  # without waiting for the other ranks
 
 
-def _report(error: BaseException) -> None:
-    """Print the traceback, and write it to the file that torchrun's report reads.
-
-    If another rank has failed first, print one line instead, and wait for the launcher, which takes
-    the first process that exits for the cause.
-    """
-    text = "".join(traceback.format_exception(error))
-    if "timed out" in text.lower() or "Application timeout" in text:  # Gloo has both
-        text += "No answer within --timeout: another rank hangs, was stopped, or is far behind.\n"
-    lost = has_lost_a_peer(error)
-    if lost:  # name the innermost line of this repository
-        repo = Path(__file__).resolve().parents[2]
-        frames = traceback.extract_tb(error.__traceback__)
-        *_, frame = [f for f in frames if Path(f.filename).is_relative_to(repo)] or frames
-        place = f"{frame.name} ({frame.filename}:{frame.lineno})"
-        text = f"another rank is gone, as seen in {place}: {error}"
-    where = f"rank {rank()} of {world_size()}, {platform.node()}"
-    say(f"[{where}] {text}", file=sys.stderr)
-    if lost:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(GRACE)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
-
-
 def has_lost_a_peer(error: BaseException | None) -> bool:
     """Whether nothing but the connection to another rank has failed here."""
-    while error is not None:
-        if not (isinstance(error, RuntimeError) and PEER_IS_GONE.search(str(error))):
-            return False
-        error = error.__cause__ or error.__context__
-    return True
+    if error is None:
+        return True
+    is_gone = isinstance(error, RuntimeError) and bool(PEER_IS_GONE.search(str(error)))
+    return is_gone and has_lost_a_peer(error.__cause__ or error.__context__)
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
     """Print one line on stderr, once for the whole job, and exit with `status` (2: wrong usage).
 
-    Rank 0 prints. The others wait for it: it may start last, and a launcher that sees one process
-    exit terminates the rest. A rank that fails alone prints after that wait, if there is a group.
+    Before `setup` rank 0 prints, which may start last. After it the first rank that fails does: it
+    may be the only one. A launcher that sees one process exit terminates the rest, so each waits
+    for those that come later.
     """
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-    if rank() == 0:
-        say(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-        if store and world_size() > 1:
-            with contextlib.suppress(RuntimeError):  # the store may be gone
-                store.set("failed", message)
-            time.sleep(GRACE)  # after `setup` all ranks arrive soon, and exit by themselves
-    elif world_size() > 1:
-        with contextlib.suppress(ValueError):  # not in the main thread
-            # a launcher that terminates this rank while it waits gets the same status
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
-        try:
-            if store:
-                store.wait(["failed"], timedelta(seconds=3 * GRACE + 2))
-        except RuntimeError:  # rank 0 continues
-            fail_here(f"rank {rank()} on {platform.node()}: {message}", status)
-        time.sleep(2 * GRACE if store else 5 * GRACE)
+    size, has_joined = world_size(), dist.is_initialized()
+    prints = has_joined or rank() == 0
+    if has_joined:
+        with contextlib.suppress(RuntimeError):  # the store may be gone: twice is better than never
+            failed = dist.distributed_c10d._get_default_store().add("failed", 1)
+            prints = (failed - 1) % size == 0  # a test's process group lives on and fails again
+    if prints:
+        where = f" (rank {rank()} on {platform.node()})" if rank() > 0 else ""
+        say(f"{Path(sys.argv[0]).name}: {message}{where}", file=sys.stderr)
+    if size > 1:
+        # a launcher that terminates this rank while it waits gets the same status
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
+        time.sleep(2 * GRACE if has_joined or prints else 5 * GRACE)
     raise SystemExit(status)
 
 
-def fail_here(message: str, status: int = 2) -> NoReturn:
+def fail_here(message: str) -> NoReturn:
     """Print one line on stderr and exit: for an error that other ranks may not have."""
     say(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    raise SystemExit(status)
+    raise SystemExit(2)

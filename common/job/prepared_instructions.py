@@ -25,8 +25,8 @@ from common.instructions import (
 )
 from common.weight_files import files_to_copy
 
-from common.job.corpus import EOS, load_prepared, prepare, read_words
-from common.job.launch import fail, rank_0_first
+from common.job.corpus import EOS, load_prepared, read_words
+from common.job.launch import fail
 
 FILES = ("tokens.int32", "documents.json")  # the second: where documents and their answers are
 
@@ -68,9 +68,8 @@ def load_instructions(name: str, folder: Path, longest: int, n_valid: int) -> In
     code = [Path(file).read_text("utf-8") for file in (__file__, common.instructions.__file__)]
     made_by = "".join([*hashes, *code, version("transformers"), version("tokenizers")])
     known_as = hashlib.sha256(content + made_by.encode()).hexdigest()[:12]
-    what = name, f"{Path(name).stem}-{known_as}", FILES, partial(_write, name, content, folder)
-    rank_0_first(partial(prepare, *what))  # the others need not import transformers
-    prepared, digest = load_prepared(*what)  # prepares it once more on a node with other disks
+    make = partial(_tokenize, name, content, folder)  # a rank that calls it imports transformers
+    prepared, digest = load_prepared(name, f"{Path(name).stem}-{known_as}", FILES, make)
     tokens = torch.frombuffer(prepared[0], dtype=torch.int32)
     documents, vocab_size, n_turns = json.loads(bytes(prepared[1]))
     used = []
@@ -96,7 +95,7 @@ def load_instructions(name: str, folder: Path, longest: int, n_valid: int) -> In
 # ---- preparation ----
 
 
-def _write(name: str, content: bytes, folder: Path, prepared: Path) -> None:
+def _tokenize(name: str, content: bytes, folder: Path) -> list:
     examples = sample_questions() if name == "sample" else read_examples(content)
     tokenizer = load_tokenizer(folder)
     tokens, documents = array("i"), []
@@ -108,8 +107,7 @@ def _write(name: str, content: bytes, folder: Path, prepared: Path) -> None:
         what = ", ".join(map(str, tokenizer.convert_ids_to_tokens(untrained)))
         raise ValueError(f"with {folder}: tokenizer.json has no {what}: an untrained token")
     described = documents, max(tokens) + 1, sum(map(turns_without_answer, examples))
-    (prepared / "tokens.int32").write_bytes(tokens)
-    (prepared / "documents.json").write_text(json.dumps(described))
+    return [tokens, json.dumps(described).encode()]
 
 
 def sample_questions() -> list[dict]:
