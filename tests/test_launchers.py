@@ -115,16 +115,20 @@ def test_several_nodes_without_an_address_are_an_error(monkeypatch, error_of, va
     assert "source slurm/env.sh sets both, mpirun -x NAME passes them on" in error_of(setup)
 
 
-def test_ranks_of_one_node_join_there(monkeypatch):
-    environment(monkeypatch, MPIRUN | {"MASTER_PORT": "20001"})
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    asked = []
+def test_ranks_of_one_node_join_there_at_a_port_of_their_job(monkeypatch):
+    asked, ports = [], set()
     monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: asked.append(k))
     for name in ("get_rank", "get_world_size"):
         monkeypatch.setattr(dist, name, lambda *a: 0)
-    setup()
-    assert (asked[0]["rank"], asked[0]["world_size"], asked[0]["store"]) == (2, 4, None)
-    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", "20001")
+    for job in ("prterun-x-1@1", "prterun-x-2@1"):
+        environment(monkeypatch, MPIRUN | {"PMIX_NAMESPACE": job})
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        setup()
+        assert (asked[-1]["rank"], asked[-1]["world_size"], asked[-1]["store"]) == (2, 4, None)
+        assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+        ports.add(int(os.environ["MASTER_PORT"]))
+    assert len(ports) == 2 and min(ports) >= 20000 and max(ports) < 32768
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import traceback
+import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +38,7 @@ LAUNCHERS = {
 SIZES = [*(names[-1] for names in LAUNCHERS.values()), "PMI_SIZE", "FLUX_JOB_SIZE"]
 SIZES += ["MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"]
 RANKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
+JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")  # of srun and mpirun
 HOW = "start with torchrun, srun or Open MPI's mpirun, or unset the launcher's variables"
 
 GRACE = 2.0  # seconds that a failing rank waits before it exits: launchers then end the other ranks
@@ -116,11 +118,13 @@ def setup(timeout: float = 600.0) -> World:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     device, backend = _device_and_backend(launch)
     _check_store()
-    if launch.local_size < launch.size and "MASTER_ADDR" not in os.environ:
+    if launch.local_size < launch.size and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         how = "source slurm/env.sh sets both, mpirun -x NAME passes them on"
         fail(f"ranks on several nodes need MASTER_ADDR and MASTER_PORT: {how}")
     host = os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    port = os.environ.setdefault("MASTER_PORT", "29500")
+    # each job of a node has a port of its own: with a shared one, a rank could join another job
+    job = "".join(os.environ.get(name, "") for name in JOB)
+    port = os.environ.setdefault("MASTER_PORT", str(20000 + zlib.crc32(job.encode()) % 12000))
     try:
         socket.getaddrinfo(host, port)  # PyTorch would try until the timeout
         return join(World(launch.rank, launch.size, device), backend, timeout)
