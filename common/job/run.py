@@ -52,14 +52,12 @@ class Run:
         corpus: Corpus,
     ):
         if args.state_on == "disk":
-            return_freed_memory()
+            keep_freed_memory(2**17)  # larger fragments would grow with the number of units
         elif device.type == "cpu":
             keep_freed_memory()
         script = Path(script).resolve()
         stage = script.parent.name
         self.args = args
-        if args.run_dir is None:
-            check_id()
         self._group = timeout = None
         if dist.is_initialized():
             timeout = timedelta(seconds=args.timeout)
@@ -265,31 +263,17 @@ class Run:
                 fail(f"{what}; {fix}", status=1)
 
 
-def check_id() -> None:
-    """Fail if torchrun may restart this run, which would then not find its folder again."""
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    if restarts > 0 and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
-        fail("torchrun --max-restarts needs --rdzv-id, --standalone or --run-dir")
+def keep_freed_memory(most: int = 2**30) -> None:
+    """Make glibc keep freed buffers of up to `most` bytes for the next step.
 
-
-def keep_freed_memory() -> None:
-    """Make glibc keep large buffers that are freed, for the next step.
-
-    By default it maps each one over 32 MB anew and returns it to the system; with a large
+    By default it returns each one over 32 MB to the system and maps it anew; with a large
     vocabulary the page faults are a third of a CPU's step. Without glibc this does nothing.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        if not libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD of malloc.h
+        if not libc.mallopt(-3, most):  # M_MMAP_THRESHOLD of malloc.h
             libc.mallopt(-3, 2**25)  # the most before glibc 2.35
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def return_freed_memory() -> None:
-    """Make glibc return large buffers to the system when they are freed. If it kept them, fragments
-    would grow with the number of units, of which an offloading stage holds a few at a time."""
-    with contextlib.suppress(OSError, AttributeError):  # without glibc
-        ctypes.CDLL("libc.so.6").mallopt(-3, 2**17)  # M_MMAP_THRESHOLD of malloc.h, bytes
 
 
 def git_commit() -> str | None:

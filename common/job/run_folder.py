@@ -26,6 +26,8 @@ def launch_name(command: list[str]) -> str | None:
     if job := job_id():  # a job may start several commands
         return f"{job}-{hashlib.sha256(repr(command).encode()).hexdigest()[:6]}"
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name == "none" and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        raise OSError("torchrun --max-restarts needs --rdzv-id, --standalone or --run-dir")
     return None if name == "none" else re.sub(r"[^\w.-]|^\.+", "_", name)[:100]
 
 
