@@ -354,7 +354,7 @@ def test_a_run_changes_nothing_in_the_folder_of_another_one(
     assert files_in(run) == before
 
 
-def test_the_same_command_again_continues_and_loses_no_line(pools, saved_run, tmp_path):
+def test_the_same_command_again_does_the_same_again(pools, saved_run, tmp_path):
     argv, _ = saved_run
     argv = [*argv, "--run-dir", str(tmp_path), "--log-every"]
     pool = pools(1, group=False)
@@ -363,8 +363,6 @@ def test_the_same_command_again_continues_and_loses_no_line(pools, saved_run, tm
     (ended,) = pool.attempt_train("01", [*argv, "2"])  # without a checkpoint: from the start
     assert "the folder holds this run already (last written by process " in ended.stdout
     assert "--log-every is now 2, was 1" in ended.stdout
-    assert "its 2 lines of steps that are done again are now in metrics-replaced" in ended.stdout
-    assert (tmp_path / "metrics-replaced.jsonl").read_bytes() == before
     assert numbers(metrics_of(tmp_path)) == numbers(map(json.loads, before.splitlines()))
 
 

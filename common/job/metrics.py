@@ -131,19 +131,12 @@ class Metrics:
         self._file = self._board = None
 
     def open(self, first: int) -> None:
-        """Open the files. If the run got past step `first` before it stopped, its lines of those
-        steps, which are done again, move to another file."""
+        """Open the files, without the lines of steps that are done again."""
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
         lines = self._path.read_bytes().splitlines() if exists(self._path) else []
-        if again := [line for line in lines if first <= step_of(line) < math.inf]:
-            aside = self._path.with_name("metrics-replaced.jsonl")
-            with open(aside, "ab") as file:
-                file.writelines(line + b"\n" for line in again)
-            what = f"its {len(again)} lines of steps that are done again"
-            print0(f"{self._path.name}: {what} are now in {aside.name}")
         with replacing(self._path) as file:
-            file.writelines(x + b"\n" for x in lines if step_of(x) < first)
+            file.writelines(line + b"\n" for line in lines if step_of(line) < first)
         self._file = open(self._path, "a")
         with self._only_warning(self._path.parent):
             self._board = SummaryWriter(self._path.parent, purge_step=first)
