@@ -41,21 +41,11 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from common.distributed import sync
 
-from common.job.paths import exists, move_aside
-
 RUN = " run"  # key of the run's arguments and hashes in the metadata
 SEAL = b"\nxxh3_64 "  # between the pickle of the metadata and its checksum
 
 
-class CheckpointError(Exception):
-    """A checkpoint cannot be used."""
-
-
-class CorruptCheckpointError(CheckpointError):
-    """A file of the checkpoint is missing or was changed after it was written."""
-
-
-class IncompatibleCheckpointError(CheckpointError):
+class IncompatibleCheckpointError(Exception):
     """The checkpoint is intact, but belongs to another model or another program."""
 
 
@@ -130,8 +120,6 @@ class AtomicWriter(dcp.FileSystemWriter):
             file.write(SEAL + b"%d" % checksum)
             file.flush()
             os.fsync(file.fileno())
-        if exists(self.final):  # incomplete, or of a run that this one does not continue
-            move_aside(self.final, f"replaced-{self.final.name}")
         self.path.rename(self.final)
         sync(self.folder)  # so that the rename survives a power failure
         found = checkpoints(self.folder)
@@ -188,26 +176,20 @@ class Reader(dcp.FileSystemReader):
     """PyTorch's reader, but no file can run code, lie outside of the folder or miss its checksum.
 
     PyTorch unpickles `.metadata` without restriction, and byte entries too. Here the metadata
-    cannot contain byte entries. Raises `CorruptCheckpointError`.
+    cannot contain byte entries.
     """
 
     def __init__(self, path: str | os.PathLike):
         super().__init__(path)
-        try:
-            content, seal, checksum = (self.path / ".metadata").read_bytes().rpartition(SEAL)
-            if not seal:
-                raise ValueError("no checksum: cut short, or not saved by this version")
-            if checksum != b"%d" % xxh3_64_intdigest(content):
-                raise ValueError("the checksum differs")
-            self.metadata = MetadataUnpickler(io.BytesIO(content)).load()
-            for info in self.metadata.storage_data.values():
-                if Path(info.relative_path).name != info.relative_path:
-                    raise ValueError(f"{info.relative_path} is outside of the checkpoint")
-        except Exception as error:
-            is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-            if isinstance(error, OSError) and not is_missing:
-                raise  # the checkpoint may be intact
-            raise CorruptCheckpointError(f".metadata: {error}") from None
+        content, seal, checksum = (self.path / ".metadata").read_bytes().rpartition(SEAL)
+        if not seal:
+            raise ValueError(".metadata has no checksum: cut short, or not saved by this version")
+        if checksum != b"%d" % xxh3_64_intdigest(content):
+            raise ValueError(".metadata: the checksum differs")
+        self.metadata = MetadataUnpickler(io.BytesIO(content)).load()
+        for info in self.metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise ValueError(f"{info.relative_path} is outside of the checkpoint")
         self.transforms = VerifiedItems(self.metadata.storage_data)
 
     def read_metadata(self) -> dcp.Metadata:
@@ -282,5 +264,5 @@ class VerifiedItems:
         content = stream.read(info.length)
         if info.xxh3_64 != xxh3_64_intdigest(content):
             where = f"{index.fqn} in {info.relative_path}"
-            raise CorruptCheckpointError(f"{where}: the checksum differs")
+            raise ValueError(f"{where}: the checksum differs")
         return content
