@@ -37,7 +37,7 @@ from common.job.checkpoint import checkpoints
 from common.job.corpus import load_corpus
 from common.job.metrics import Metrics, peak_flops, readable
 from common.job.run import Run, git_commit
-from common.job.run_changes import CURVE, SHAPE, compare_runs
+from common.job.run_folder import CURVE, SHAPE, changes_since_checkpoint
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 
@@ -327,11 +327,11 @@ OTHERS = [  # whether the run has checkpoints, the stage and flags of another on
     (True, "01", "--lr 0.01", "another run: --lr is now 0.01, was 0.001: pass --run-dir NEW, and"),
     (True, "01", "--n-heads 4 --dtype bfloat16", "--n-heads is now 4, was 2; --dtype is now"),
     (True, "01", "--data sample", "the hash of --data's words is now"),
-    (True, "01", "--resume {run}/checkpoints/step-00000001", "--resume {run}/checkpoints/step-"),
+    (True, "01", "--resume {run}/checkpoints/step-00000001", "--resume is now {run}/checkpoints/"),
     (True, "11", "--lr 1e-3", "; stage is now 11_muon, was '01_single_gpu'"),
     (False, "01", "--seed 5", "belongs to another run: --seed is now 5"),
-    (False, "01", "--steps 3", "no checkpoint: --steps is now 3, was 2: pass another --run-dir"),
-    (False, "01", "--resume {saved}", "pass --resume {saved} --run-dir NEW"),
+    (False, "01", "--steps 3", "belongs to another run: --steps is now 3, was 2: pass --run-dir"),
+    (False, "01", "--resume {saved}", "--resume is now {saved}, was None: pass --run-dir NEW, and"),
 ]
 
 
@@ -401,7 +401,7 @@ def test_resume_with_other_arguments_prints_one_line_for_each(pools, saved_run):
 def test_resume_of_an_adapter_with_another_model_or_alpha_prints_one_line_for_each():
     same = dict.fromkeys((*SHAPE, *CURVE), 1)
     saved, run = ({"arguments": same | {"model": m, "lora_alpha": a}} for m, a in ("a1", "b2"))
-    assert compare_runs(saved, run) == [
+    assert changes_since_checkpoint(saved, run) == [
         "--model is now b, was 'a'",
         "--lora-alpha is now 2, was '1'",
     ]
@@ -446,7 +446,7 @@ def test_checkpoint_of_another_version_is_one_clear_line(pools, saved_run, tmp_p
     (ended,) = pools(1, group=False).attempt_train("01", [*argv, "--resume", str(tmp_path)])
     assert ended.exit_status == 2 and ended.stderr.count("\n") == 1, ended
     assert "another version of this code saved it" in ended.stderr
-    assert compare_runs(None, {"arguments": {}}) == []  # of Checkpointer(folder)
+    assert changes_since_checkpoint(None, {"arguments": {}}) == []  # of Checkpointer(folder)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU])

@@ -30,7 +30,7 @@ from common.job import checkpoint_hooks as storage
 from common.job.checkpoint_hooks import checkpoints
 from common.job.launch import fail, rank
 from common.job.paths import exists, numbered
-from common.job.run_changes import compare_runs
+from common.job.run_folder import changes_since_checkpoint
 
 
 class Checkpointer:
@@ -182,7 +182,7 @@ class Checkpointer:
         reader = storage.Reader(path)
         try:
             saved = reader.metadata.planner_data[storage.RUN]
-            return reader, compare_runs(saved, self.run)
+            return reader, changes_since_checkpoint(saved, self.run)
         except (AttributeError, KeyError, TypeError):
             what = "another version of this code saved it"
             raise storage.IncompatibleCheckpointError(what) from None

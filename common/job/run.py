@@ -28,8 +28,7 @@ from common.job.corpus import Corpus
 from common.job.launch import fail, interrupt, launch_environment, rank, world_size
 from common.job.metrics import Metrics, device_name
 from common.job.paths import check_writable
-from common.job.run_changes import last_start, other_changes
-from common.job.run_folder import claim
+from common.job.run_folder import changes_since_last_start, claim
 
 # Signals that ask a run to save and stop: of a user, Slurm, a closed terminal, and of LSF or Grid
 # Engine before a limit.
@@ -81,7 +80,7 @@ class Run:
             "git_commit": git_commit() if rank() == 0 else None,
         }
         self._lock: int | None = None  # on rank 0
-        self.folder, notes = self._of_rank_0("run_dir", self._claim_folder)
+        self.folder, notes, args.resume = self._of_rank_0("run_dir", self._claim_folder)
         self.continues = bool(notes)
         if args.save_model:
             self.check_output("save_model", Path(args.save_model))
@@ -119,20 +118,14 @@ class Run:
             fail(error)
         return value
 
-    def _claim_folder(self) -> tuple[Path, list[str]]:
-        """The run's folder. If it holds this run already: that it does, and what has changed."""
+    def _claim_folder(self) -> tuple[Path, list[str], str | None]:
+        """The run's folder, what to say if it holds this run already, and where the run began."""
         stage, script = self._description["stage"], self._description["script"]
         command = [script, *self.args.given]
         folder, self._lock, who = claim(self.args.run_dir, Path("runs", stage), command)
         check_writable(folder / "checkpoints" / "step")
-        last = last_start(folder, self._description)
-        if last is None:
-            return folder, []
-        notes = [f"the folder holds this run already (last written by {who}): it continues"]
-        notes += other_changes(last, self._description)
-        resume = last["arguments"].get("resume")  # where the run began
-        self._description["arguments"] = {**vars(self.args), "resume": resume}
-        return folder, notes
+        notes = changes_since_last_start(folder, self._description, who)
+        return folder, notes, self.args.resume
 
     def _begin(self, first: int) -> None:
         """Describe the run in its folder, now that its checkpoint is loaded."""
