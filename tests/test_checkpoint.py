@@ -29,19 +29,21 @@ from common.shards import Shard, training_state
 from common.job import checkpoint_hooks as storage
 from common.job import launch
 from common.job.checkpoint import Checkpointer, checkpoints
+from common.job.run_folder import CURVE, SHAPE
 
+RUN = {"arguments": dict.fromkeys((*SHAPE, *CURVE))}
 STUB = types.SimpleNamespace(state={})  # no optimizer's step to set
 
 
 def save_checkpoint(folder: Path | str, step: int, state: dict, keep: int = 2) -> None:
     """Save and wait."""
-    checkpointer = Checkpointer(folder)
+    checkpointer = Checkpointer(folder, RUN)
     checkpointer.save(step, state, keep)
     checkpointer.close()
 
 
 def load_checkpoint(folder: Path | str, resume: str, state: dict, optimizer=STUB) -> int:
-    checkpointer = Checkpointer(folder)
+    checkpointer = Checkpointer(folder, RUN)
     try:
         return checkpointer.load(resume, state, optimizer)
     finally:
@@ -446,7 +448,7 @@ def save_while_training(folder: str) -> dict:
         time.sleep(0.5)
         return write(*args)
 
-    checkpointer, state = Checkpointer(folder), cut("rows", fill=True)
+    checkpointer, state = Checkpointer(folder, RUN), cut("rows", fill=True)
     clock, seen = [time.perf_counter()], []
     with patch.object(dcp.FileSystemWriter, "write_data", write_slowly):
         for step in (2, 4):
@@ -497,7 +499,7 @@ def test_async_save_waits_for_copies_from_a_gpu(tmp_path, monkeypatch):
 
 
 def fail_in_the_background(folder: str) -> None:
-    checkpointer = Checkpointer(folder)
+    checkpointer = Checkpointer(folder, RUN)
     state = cut("rows", fill=True)
     checkpointer.save(2, state)
     checkpointer.wait()

@@ -41,7 +41,7 @@ class Checkpointer:
     `corpus`, saved with each checkpoint and compared with those of the one resumed from.
     """
 
-    def __init__(self, path: str | Path, timeout: timedelta | None = None, run: dict | None = None):
+    def __init__(self, path: str | Path, run: dict, timeout: timedelta | None = None):
         self.path, self.run = Path(path), run
         self.group = None
         if dist.is_initialized():

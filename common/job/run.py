@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.collectives import all_reduce_control
+from common.collectives import all_reduce_control, ledger
 from common.distributed import print0, replacing, save0, warn
 from common.model import TransformerConfig
 from common.shards import State
@@ -39,7 +39,7 @@ class Run:
     """One training run, from its flags. script: the stage's file; its folder names the stage.
 
     Every rank makes one, after the model: the ranks agree on the folder, and two process groups
-    are created, for votes and for checkpoints. `continues`: its folder holds this run already.
+    are created, for votes and for checkpoints.
     """
 
     def __init__(
@@ -80,15 +80,14 @@ class Run:
             "git_commit": git_commit() if rank() == 0 else None,
         }
         self._lock: int | None = None  # on rank 0
-        self.folder, notes, args.resume = self._of_rank_0("run_dir", self._claim_folder)
-        self.continues = bool(notes)
-        if args.save_model:
-            self.check_output("save_model", Path(args.save_model))
+        self.folder, notes, args.resume = self.of_rank_0("--run-dir", self._claim_folder)
+        if args.save_model:  # fail now, and not after the last step
+            self.of_rank_0("--save-model", check_writable, Path(args.save_model))
         # documents of instructions are shorter than --seq-len
         tokens = round(args.global_batch_size * getattr(corpus, "mean_length", args.seq_len))
         flops = tokens * config.flops_per_token()
         self.metrics = Metrics(args.steps, tokens, flops, device, self.folder)
-        self.checkpoints = Checkpointer(self.folder / "checkpoints", timeout, saved)
+        self.checkpoints = Checkpointer(self.folder / "checkpoints", saved, timeout)
         self._handlers: dict = {}  # of signals, before this run
         self._asked_to_stop = False  # on this rank
         self._stopping = False  # on all ranks
@@ -97,20 +96,14 @@ class Run:
         data = f"data {corpus.name} (hash {corpus.digest})"
         print0("\n".join([f"{stage}: {size}, {data}, run folder {self.folder}", *notes]))
 
-    def check_output(self, name: str, path: Path, check: Callable = check_writable) -> None:
-        """Fail now, and not after the last step, if rank 0 cannot write what the argument names."""
-        self._of_rank_0(name, check, path)
-
-    def _of_rank_0(self, name: str, function: Callable, *args):
-        """What `function` returns on rank 0. An OSError there ends the run on all ranks: it cannot
-        or, without an errno, must not write where the argument `name` says."""
+    def of_rank_0(self, flag: str, function: Callable, *args):
+        """What `function` returns on rank 0. An OSError there is one of `flag` and ends the run."""
         answer = [None, None]  # its value, an error
         if rank() == 0:
             try:
                 answer[0] = function(*args)
-            except OSError as found:
-                where = f"--{name.replace('_', '-')} {getattr(self.args, name) or 'runs'}"
-                answer[1] = f"{where}: {'cannot write there: ' if found.errno else ''}{found}"
+            except OSError as error:
+                answer[1] = f"{flag}: {error}"
         if self._group is not None:
             dist.broadcast_object_list(answer, src=0, group=self._group)
         value, error = answer
@@ -143,8 +136,8 @@ class Run:
             more = f"to go on, pass a larger --steps than {self.args.steps}"
             print0(f"nothing left to do: {first} steps are done: {more}")
             return
-        self._of_rank_0("run_dir", self._begin, first)
-        self.metrics.start(first)
+        self.of_rank_0("--run-dir", self._begin, first)
+        ledger.reset()  # communication at the start belongs to no step
         for number in STOPS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 self._handlers[number] = signal.signal(number, self._ask_to_stop)
@@ -219,12 +212,12 @@ class Run:
         if is_logged:
             self._check_finite(step)
             if self.checkpoints.blocked_seconds:
-                self.metrics.add({"save_ms": 1e3 * self.checkpoints.blocked_seconds})
+                self.metrics.line["save_ms"] = 1e3 * self.checkpoints.blocked_seconds
                 self.checkpoints.blocked_seconds = 0.0
 
     def log_evaluation(self, name: str, loss: float) -> None:
         """Add loss (nats per token) and perplexity of `val` or `test` to the step's line."""
-        self.metrics.add({f"{name}_loss": loss, f"{name}_ppl": math.exp(min(loss, 700.0))})
+        self.metrics.line |= {f"{name}_loss": loss, f"{name}_ppl": math.exp(min(loss, 700.0))}
 
     def write(self) -> None:
         """Write the step's line, before a checkpoint that counts the step as done."""

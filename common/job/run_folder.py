@@ -118,13 +118,11 @@ def changes(old: dict, new: dict, names: Iterable[str]) -> list[str]:
     return [f"{flags.get(name, name)} is now {new[name]}, was {old[name]!r}" for name in differ]
 
 
-def changes_since_checkpoint(saved: dict | None, run: dict | None) -> list[str]:
-    """Report how this run differs from the one that saved a checkpoint, if both are known.
+def changes_since_checkpoint(saved: dict, run: dict) -> list[str]:
+    """Report how this run differs from the one that saved a checkpoint.
 
     Another shape or vocabulary is an error, even one of equal size: its meaning does not fit.
     """
-    if not saved or not run:
-        return []
     if not {*SHAPE, *CURVE} <= saved["arguments"].keys():
         raise IncompatibleCheckpointError("another version of this code saved it")
     if found := changes(saved, run, (*SHAPE, "vocabulary")):
@@ -141,8 +139,6 @@ def changes_since_last_start(folder: Path, run: dict, who: str) -> list[str]:
     saved, metrics = checkpoints(folder / "checkpoints"), folder / "metrics.jsonl"
     if not saved and not (exists(metrics) and metrics.stat().st_size):
         return []
-    if not exists(folder / "config.json"):
-        raise OSError(f"{folder} holds a run, but no config.json: pass another --run-dir")
     last = json.loads((folder / "config.json").read_text())
     arguments = run["arguments"]
     arguments["resume"] = arguments["resume"] or last["arguments"]["resume"]
