@@ -212,14 +212,9 @@ def die_half_way(path, **_) -> None:
     os._exit(9)
 
 
-def die_writing(self, data) -> None:
-    self.file.write(memoryview(data).cast("B")[:100])
-    os._exit(9)
-
-
 MOMENTS = {  # the function that does not return, and the newest complete checkpoint
-    "before anything is written": (dcp.FileSystemWriter, "write_data", die, 4),
-    "while a file is written": (storage.HashingStream, "write", die_writing, 4),
+    "before anything is written": (storage.AtomicWriter, "write_data", die, 4),
+    "while a file is written": (storage, "WriteResult", die, 4),
     "before the metadata": (dcp.FileSystemWriter, "finish", die, 4),
     "before the rename": (Path, "rename", die, 4),
     "after the rename": (storage, "sync", die, 6),
@@ -370,9 +365,9 @@ def test_a_read_error_makes_no_checkpoint_corrupt(tmp_path, monkeypatch, error_o
     for step in (2, 4):
         saved(tmp_path, step)
     failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
-    for owner in (storage.VerifiedItems, storage.MetadataUnpickler):
+    for owner in (storage.Reader, storage.MetadataUnpickler):
         with monkeypatch.context() as patched:
-            patched.setattr(owner, "read" if owner is storage.VerifiedItems else "load", failing)
+            patched.setattr(owner, "read" if owner is storage.Reader else "load", failing)
             said = error_of(loaded, tmp_path, status=1)
         assert "step-00000004 cannot be read: [Errno 5]" in said
         assert len(checkpoints(tmp_path)) == 2
@@ -414,11 +409,11 @@ def items_read(folder: str, kind: str) -> list[tuple[str, int]]:
     """The file and the offset of every item that this rank reads."""
     found = []
 
-    def read(self, index, stream, own=storage.VerifiedItems.read):
+    def read(self, index, own=storage.Reader.read):
         found.append((self.storage_data[index].relative_path, self.storage_data[index].offset))
-        return own(self, index, stream)
+        return own(self, index)
 
-    with patch.object(storage.VerifiedItems, "read", read):
+    with patch.object(storage.Reader, "read", read):
         load_checkpoint(folder, None, cut(kind, fill=False))
     return found
 
@@ -442,7 +437,7 @@ def test_resharded_load_reads_only_the_needed_items_and_each_once(pools, tmp_pat
 
 def save_while_training(folder: str) -> dict:
     """Save twice on a slow disk, with training's collectives in between and after."""
-    write = dcp.FileSystemWriter.write_data
+    write = storage.AtomicWriter.write_data
 
     def write_slowly(*args):
         time.sleep(0.5)
@@ -450,7 +445,7 @@ def save_while_training(folder: str) -> dict:
 
     checkpointer, state = Checkpointer(folder, RUN), cut("rows", fill=True)
     clock, seen = [time.perf_counter()], []
-    with patch.object(dcp.FileSystemWriter, "write_data", write_slowly):
+    with patch.object(storage.AtomicWriter, "write_data", write_slowly):
         for step in (2, 4):
             checkpointer.save(step, state)
             clock.append(time.perf_counter())
@@ -504,7 +499,7 @@ def fail_in_the_background(folder: str) -> None:
     checkpointer.save(2, state)
     checkpointer.wait()
     if dist.get_rank() == 1:
-        dcp.FileSystemWriter.write_data = full
+        storage.AtomicWriter.write_data = full
     checkpointer.save(4, state)
     deadline = time.monotonic() + 20
     while not checkpointer.has_failed():
@@ -524,24 +519,6 @@ def test_save_failure_on_one_rank_ends_all_with_one_line(pools, tmp_path):
     said = "".join(o.stderr for o in ended)
     assert said.count("\n") == 1 and "No space left" in said
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000002"]
-
-
-# ---- disks that are full or read-only ----
-
-
-def full_for_large_writes(self, data, write=storage.HashingStream.write) -> int:
-    """Write a few bytes before the disk is full: the zip writer then raises its own error."""
-    return full() if len(memoryview(data).cast("B")) > 1000 else write(self, data)
-
-
-def test_a_full_disk_is_named_although_the_zip_writer_has_another_error(
-    tmp_path, error_of, monkeypatch
-):
-    saved(tmp_path, step=2)
-    state = training_state(*trained())
-    monkeypatch.setattr(storage.HashingStream, "write", full_for_large_writes)
-    assert "No space left" in error_of(save_checkpoint, tmp_path, 4, state, status=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 # ---- loading a checkpoint runs no code ----
