@@ -18,7 +18,6 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -215,7 +214,7 @@ def die_half_way(path, **_) -> None:
 MOMENTS = {  # the function that does not return, and the newest complete checkpoint
     "before anything is written": (storage.AtomicWriter, "write_data", die, 4),
     "while a file is written": (storage, "WriteResult", die, 4),
-    "before the metadata": (dcp.FileSystemWriter, "finish", die, 4),
+    "before the metadata": (storage.AtomicWriter, "finish", die, 4),
     "before the rename": (Path, "rename", die, 4),
     "after the rename": (storage, "sync", die, 6),
     "while an old one is deleted": (shutil, "rmtree", die_half_way, 6),

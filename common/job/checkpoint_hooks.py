@@ -34,14 +34,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.futures import Future
 from torch.utils.serialization import config
 from xxhash import xxh3_64_intdigest
 
-from common.distributed import sync
+from common.distributed import replacing, sync
 
 RUN = " run"  # key of the run's arguments and hashes in the metadata
 SEAL = b"\nxxh3_64 "  # between the pickle of the metadata and its checksum
@@ -85,10 +85,6 @@ class AtomicWriter(dcp.FileSystemWriter):
             torch.cuda.synchronize()
         return copy
 
-    def storage_meta(self) -> StorageMeta:
-        # a string: Python 3.13 pickles a path under a name that other versions do not have
-        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
-
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         return plan  # PyTorch's version creates the folder on every rank
 
@@ -103,7 +99,7 @@ class AtomicWriter(dcp.FileSystemWriter):
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list]:
         name, results = f"{plan.storage_data.prefix}0.distcp", []
-        with open(self.path / name, "wb") as file:
+        with replacing(self.path / name) as file:
             for item in plan.items:
                 buffer = io.BytesIO()
                 # without the zip archive's own checksum, which PyTorch never verifies
@@ -114,20 +110,16 @@ class AtomicWriter(dcp.FileSystemWriter):
                 info.xxh3_64 = xxh3_64_intdigest(content)
                 results.append(WriteResult(item.index, len(content), info))
                 file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
         return completed(results)
 
     def finish(self, metadata: dcp.Metadata, results: list) -> None:
         """Commit. Runs on rank 0, after every rank has written."""
         # DCP's readers look up tensors here by their names, of which " run" is none
         metadata.planner_data = {RUN: self.run}
-        super().finish(metadata, results)
-        checksum = xxh3_64_intdigest((self.path / ".metadata").read_bytes())
-        with open(self.path / ".metadata", "ab") as file:
-            file.write(SEAL + b"%d" % checksum)
-            file.flush()
-            os.fsync(file.fileno())
+        metadata.storage_data = {x.index: x.storage_data for of_rank in results for x in of_rank}
+        content = pickle.dumps(metadata)
+        with replacing(self.path / ".metadata") as file:
+            file.write(content + SEAL + b"%d" % xxh3_64_intdigest(content))
         self.path.rename(self.final)
         sync(self.folder)  # so that the rename survives a power failure
         found = checkpoints(self.folder)
