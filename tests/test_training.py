@@ -317,6 +317,12 @@ def test_resume_says_where_a_run_starts_whose_folder_has_no_checkpoint(saved_run
     assert steps == [step for step, _ in load_board(tmp_path, "loss/train")] == [*range(2, 7)]
 
 
+def test_a_run_without_checkpoints_starts_again_where_it_began(saved_run, train, tmp_path):
+    flags = ["--run-dir", tmp_path, "--log-every", 1, "--steps", 4]
+    for more in (["--resume", saved_run[1]], []):
+        assert [line["step"] for line in train(*flags, *more)] == [2, 3]
+
+
 def files_in(folder: Path) -> dict[Path, bytes]:
     found = [p for p in folder.rglob("*") if p.is_file() and p.name != "launch.json"]
     return {path: path.read_bytes() for path in found}
