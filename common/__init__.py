@@ -22,8 +22,7 @@ launch.py              launchers, the start and the end of a process, errors
 arguments.py           the flags that every stage has, and their checks
 corpus.py              corpora as memory-mapped tokens; sample.txt.gz is the text of `--data sample`
 run.py                 a run: its steps, when it saves and when it stops
-run_folder.py          its folder: the name, and the lock that keeps other processes out
-run_changes.py         what may change when it continues, and what makes it another run
+run_folder.py          its folder: the name, the lock, and what may change when it continues
 metrics.py             what a logged line holds, how it prints, where it is written
 checkpoint.py          saving and loading, in the format of torch.distributed.checkpoint
 checkpoint_hooks.py    what that calls: atomic commits, checksums, loading that runs no code

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import secrets
 import shutil
 import warnings
@@ -28,8 +29,8 @@ from common.distributed import save0
 from common.weight_files import WeightFiles, publish, write_tensors
 
 from common.job.arguments import Parser
-from common.job.checkpoint import checkpoints
-from common.job.checkpoint_hooks import CorruptCheckpointError, LoadPlanner, Reader
+from common.job.checkpoint import checkpoints, first_error
+from common.job.checkpoint_hooks import LoadPlanner, Reader
 from common.job.corpus import EOS, UNKNOWN, load_corpus
 from common.job.launch import fail
 from common.job.paths import exists
@@ -77,9 +78,9 @@ def tensors_of(checkpoint: Path, prefix: str = "model.") -> dict[str, Tensor]:
         planner = LoadPlanner(set(entries))
         with warnings.catch_warnings(action="ignore"):  # that it loads in a single process
             dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
-    except (CorruptCheckpointError, dcp.api.CheckpointException) as error:
+    except (OSError, ValueError, pickle.UnpicklingError, dcp.api.CheckpointException) as error:
         if isinstance(error, dcp.api.CheckpointException):
-            error, _ = next(iter(error.failures.values()))
+            error = first_error(error)
         fail(f"{checkpoint} cannot be read: {str(error).splitlines()[0]}", status=1)
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 

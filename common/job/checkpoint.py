@@ -6,17 +6,22 @@ the names of `common/shards.py`; `step` is the number of optimizer steps done, i
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 import warnings
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from common.distributed import print0
 from common.shards import State
@@ -24,8 +29,8 @@ from common.shards import State
 from common.job import checkpoint_hooks as storage
 from common.job.checkpoint_hooks import checkpoints
 from common.job.launch import fail, rank
-from common.job.paths import exists, move_aside
-from common.job.run_changes import compare_runs
+from common.job.paths import exists, numbered
+from common.job.run_folder import changes_since_checkpoint
 
 
 class Checkpointer:
@@ -36,13 +41,15 @@ class Checkpointer:
     `corpus`, saved with each checkpoint and compared with those of the one resumed from.
     """
 
-    def __init__(self, path: str | Path, timeout: timedelta | None = None, run: dict | None = None):
+    def __init__(self, path: str | Path, run: dict, timeout: timedelta | None = None):
         self.path, self.run = Path(path), run
         self.group = None
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP's, in one process
-        self._ranks = {"process_group": self.group, "no_dist": self.group is None}
+        self._options = {"process_group": self.group, "no_dist": self.group is None}
+        # DCP's collectives: what a rank raises, all ranks raise, as a CheckpointException
+        self._ranks = _DistWrapper(self.group, self.group is not None, coordinator_rank=0)
         self.blocked_seconds = 0.0  # time for which saves have blocked training
         self._saving: tuple[storage.AtomicWriter, Future] | None = None
 
@@ -57,7 +64,7 @@ class Checkpointer:
         writer = storage.AtomicWriter(self.path, step, keep, self.run)
         planner = storage.SavePlanner(flatten_state_dict=False)
         state = {**state, "step": torch.tensor(step)}
-        future = dcp.async_save(state, storage_writer=writer, planner=planner, **self._ranks)
+        future = dcp.async_save(state, storage_writer=writer, planner=planner, **self._options)
         self._saving = writer, future
         self.blocked_seconds += time.perf_counter() - started
 
@@ -75,16 +82,10 @@ class Checkpointer:
         try:
             future.result()
             self.blocked_seconds += time.perf_counter() - started
-        except dcp.api.CheckpointException as error:
+        except CheckpointException as failed:
             if rank() == 0:  # every rank has stopped writing
                 shutil.rmtree(writer.path, ignore_errors=True)
-            cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
-            try:
-                left = [path.name for path in checkpoints(self.path)]
-            except OSError as error:
-                left = [str(error)]
-            older = f"older ones: {', '.join(left) or 'none'}"
-            fail(f"cannot save {writer.final}: {cause}; {older}", status=1)
+            fail(f"cannot save {writer.final}: {first_error(failed)}", status=1)
 
     def close(self) -> None:
         self.wait()
@@ -100,7 +101,8 @@ class Checkpointer:
         planner = storage.SavePlanner(flatten_state_dict=False)
         named = [(n.removeprefix("model."), t) for n, t in state.items() if n.startswith("model.")]
         planner.set_up_planner(dict(named))
-        plans, metadata = planner.create_global_plan(self._gather(planner.create_local_plan()))
+        every = self._ranks.all_gather_object(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan(every)
         if rank() > 0:
             for item in plans[rank()].items:
                 dist.send(planner.lookup_object(item.index).cpu(), 0, group=self.group)
@@ -110,8 +112,7 @@ class Checkpointer:
         for owner, plan in enumerate(plans):
             for item in plan.items:
                 chunk = item.tensor_data.chunk
-                ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=True))
-                place = full[item.index.fqn][tuple(map(slice, chunk.offsets, ends))]
+                place = narrow_tensor_by_index(full[item.index.fqn], chunk.offsets, chunk.sizes)
                 if owner > 0:
                     received = torch.empty(chunk.sizes, dtype=place.dtype)
                     dist.recv(received, owner, group=self.group)
@@ -124,81 +125,70 @@ class Checkpointer:
         It is the newest complete one of this folder. If there is none, `resume` may be the path of
         a checkpoint or of a run. A corrupt one is reported, and the previous one is used.
         """
-        try:
-            found: list[Path] | OSError = checkpoints(self.path)[::-1]
-            is_own = bool(found)
-            if resume is not None and not is_own:
-                path = Path(resume)  # a checkpoint, or a run
-                is_one = exists(path / ".metadata")
-                found = [path] if is_one else checkpoints(path / "checkpoints")[::-1]
-        except OSError as unreadable:
-            found, is_own = unreadable, False
-        found, is_own = self._gather((found, is_own))[0]  # rank 0's: shared file systems may lag
+        try:  # on rank 0: on the others a shared file system may lag
+            found, is_own = self._ranks.broadcast("list", partial(self._list, resume))
+        except CheckpointException as failed:
+            fail(f"what --run-dir or --resume names cannot be read: {first_error(failed)}")
         is_resumed = resume is not None and not is_own
         where = f"--resume {resume}" if is_resumed else f"--run-dir {self.path.parent}"
-        if isinstance(found, OSError):
-            fail(f"{where}: cannot be read: {found}")
-        if not found:
-            if resume is None:
-                return 0
+        if not found and is_resumed:
             fail(f"{where}: no checkpoint there (step-... with .metadata, or a run's)")
+        if not found:
+            return 0
+        step = torch.tensor(0)
+        names = {"step"}.union(*self._ranks.all_gather_object(set(state)))
         for number, path in enumerate(found):
+            notes: list[str] = []
             try:
-                step, notes = self._fill(state, path)
+                reader, notes = self._ranks.broadcast("open", partial(self._open, path))
+                planner = storage.LoadPlanner(names)
+                state = {**state, "step": step}
+                dcp.load(state, storage_reader=reader, planner=planner, **self._options)
                 break
-            except storage.IncompatibleCheckpointError as error:
-                fail(f"{where}: {path} does not fit this model: {error}")
-            except storage.CorruptCheckpointError as error:
-                what = f"{path} is corrupt: {error}"
-                if path == found[-1]:
-                    older = "pass an older one, if there is one"
-                    # a folder's own checkpoints come first, whatever --resume says
-                    own = "the folder has no older one: start in another with --run-dir NEW"
-                    fail(f"{where}: {what}; {own if is_own else older}")
-                print0(f"{what}; going back to {found[number + 1].name}")
+            except CheckpointException as failed:
+                error = first_error(failed)
+            if isinstance(error, storage.IncompatibleCheckpointError):
+                fail(f"{where}: {path} does not fit this model: {'; '.join([str(error), *notes])}")
+            is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+            if isinstance(error, OSError) and not is_missing:
+                fail(f"{path} cannot be read: {error}", status=1)  # it may be intact
+            why, *_ = str(error).strip().split("\n")
+            what = f"{path} is corrupt: {why}"
+            if path == found[-1]:
+                fix = "start in a new folder with --run-dir NEW, and --resume OLDER if there is one"
+                fail(f"{where}: {what}: {fix}")
+            print0(f"{what}; going back to {found[number + 1].name}")
         if rank() == 0 and is_own:
             for bad in found[:number]:  # they do not count as checkpoints to keep
-                move_aside(bad, f"corrupt-{bad.name}")
+                names = numbered(bad.with_name(f"corrupt-{bad.name}"))
+                bad.rename(next(name for name in names if not os.path.lexists(name)))
         for adamw in optimizer.state.values():
             adamw["step"].fill_(step)
         print0("\n".join([*notes, f"resumed from {path}, {step} steps done"]))
-        return step
+        return step.item()
 
-    def _gather(self, value: object) -> list:
-        if self.group is None:
-            return [value]
-        values = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+    def _list(self, resume: str | None) -> tuple[list[Path], bool]:
+        """The checkpoints to try, the newest first, and whether they are this folder's own."""
+        if own := checkpoints(self.path):
+            return own[::-1], True
+        if resume is None:
+            return [], False
+        path = Path(resume)  # a checkpoint, or a run
+        is_one = exists(path / ".metadata")
+        return [path] if is_one else checkpoints(path / "checkpoints")[::-1], False
 
-    def _fill(self, state: State, path: Path) -> tuple[int, list[str]]:
-        """Fill `state` from one checkpoint; return the steps done and what to report.
-
-        Every rank raises the same `CheckpointError`, or none does.
-        """
+    def _open(self, path: Path) -> tuple[storage.Reader, list[str]]:
+        """A checkpoint's reader, and what differs in the run that saved it."""
+        reader = storage.Reader(path)
         try:
-            notes, error = [], None
-            reader = storage.Reader(path)
-            notes = compare_runs(reader.metadata.planner_data[storage.RUN], self.run)
-        except (storage.CheckpointError, OSError) as found:
-            error = found
-        except (AttributeError, KeyError, TypeError):  # of what the metadata holds on the run
-            error = storage.IncompatibleCheckpointError("another version of this code saved it")
-        errors, names = zip(*self._gather((error, set(state))), strict=True)
-        error = next(filter(None, errors), None)
-        state = {**state, "step": torch.tensor(0)}
-        if error is None:
-            planner = storage.LoadPlanner(set(state).union(*names))
-            try:
-                dcp.load(state, storage_reader=reader, planner=planner, **self._ranks)
-            except dcp.api.CheckpointException as failed:
-                error, _ = next(iter(failed.failures.values()))  # of the first rank that failed
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            fail(f"{path} cannot be read: {error}", status=1)  # it may be intact
-        if error is not None and not isinstance(error, storage.CheckpointError):
-            error = storage.CorruptCheckpointError(str(error).strip().split("\n")[0])
-        if isinstance(error, storage.IncompatibleCheckpointError):
-            error = storage.IncompatibleCheckpointError("; ".join([str(error), *notes]))
-        if error is not None:
-            raise error
-        return int(state["step"].item()), notes
+            saved = reader.metadata.planner_data[storage.RUN]
+            return reader, changes_since_checkpoint(saved, self.run)
+        except (AttributeError, KeyError, TypeError):
+            what = "another version of this code saved it"
+            raise storage.IncompatibleCheckpointError(what) from None
+
+
+def first_error(failed: CheckpointException) -> BaseException:
+    """The error of the first rank that has failed."""
+    error, _ = next(iter(failed.failures.values()))
+    return error

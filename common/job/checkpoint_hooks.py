@@ -9,16 +9,15 @@ Both are verified before anything is used. The way of a tensor, or of a `Shard`'
         AtomicWriter.stage                       copies it to host memory; the rest in a thread
         Shard.__create_write_items__             lists each chunk as an item, PyTorch each tensor
         AtomicWriter.prepare_global_plan         rank 0: makes the folder `writing-...`
-        AtomicWriter.write_data                  writes this rank's file; for each item
-            SavePlanner.lookup_object            finds its copy
-            HashingStream.transform_save_stream  hashes the bytes of an item, and writes them
+        AtomicWriter.write_data                  hashes and writes each item of this rank
+            SavePlanner.lookup_object            finds the copy of the item
         AtomicWriter.finish                      rank 0: writes `.metadata`; renames to `step-...`
     Checkpointer.load
         Reader.__init__                          verifies and unpickles `.metadata`
         LoadPlanner.create_local_plan            lists the parts of items that this rank needs
-        Reader.prepare_local_plan                sorts them by their places in the files; for each
-            VerifiedItems.transform_load_stream  reads its item and verifies the checksum
-            LoadPlanner.lookup_tensor            finds the tensor or chunk that it is copied to
+        Reader.read_data                         copies each part to its place
+            Reader.read                          reads an item and verifies its checksum
+            LoadPlanner.lookup_tensor            finds the tensor or chunk that a part is copied to
 """
 
 import copyreg
@@ -28,34 +27,27 @@ import pickle
 import re
 import shutil
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex, StorageMeta
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.futures import Future
 from torch.utils.serialization import config
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
-from common.distributed import sync
-
-from common.job.paths import exists, move_aside
+from common.distributed import replacing, sync
 
 RUN = " run"  # key of the run's arguments and hashes in the metadata
 SEAL = b"\nxxh3_64 "  # between the pickle of the metadata and its checksum
 
 
-class CheckpointError(Exception):
-    """A checkpoint cannot be used."""
-
-
-class CorruptCheckpointError(CheckpointError):
-    """A file of the checkpoint is missing or was changed after it was written."""
-
-
-class IncompatibleCheckpointError(CheckpointError):
+class IncompatibleCheckpointError(Exception):
     """The checkpoint is intact, but belongs to another model or another program."""
 
 
@@ -70,10 +62,9 @@ class AtomicWriter(dcp.FileSystemWriter):
     """
 
     def __init__(self, folder: Path, step: int, keep: int, run: dict | None = None):
-        super().__init__(folder / f"writing-{step:08d}", per_thread_copy_ahead=0)
+        super().__init__(folder / f"writing-{step:08d}")
         self.folder, self.final, self.keep = folder, folder / f"step-{step:08d}", keep
         self.run = run
-        self.transforms = HashingStream()
         # Python 3.11.2 pickles an enum's member as getattr(cls, name), later versions as
         # cls(value), which every version can read.
         copyreg.pickle(_MEM_FORMAT_ENCODING, lambda member: (type(member), (member.value,)))
@@ -94,10 +85,6 @@ class AtomicWriter(dcp.FileSystemWriter):
             torch.cuda.synchronize()
         return copy
 
-    def storage_meta(self) -> StorageMeta:
-        # a string: Python 3.13 pickles a path under a name that other versions do not have
-        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
-
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         return plan  # PyTorch's version creates the folder on every rank
 
@@ -111,27 +98,28 @@ class AtomicWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list]:
-        try:  # without the zip archive's own checksum, which PyTorch never verifies
-            with config.patch("save.compute_crc32", False):
-                written = super().write_data(plan, planner)
-        except RuntimeError as error:  # on a full disk the zip writer's error hides the OSError
-            raise error.__context__ or error from None
-        for result in written.value():
-            result.storage_data.xxh3_64 = self.transforms.hashes[result.index].intdigest()
-        return written
+        name, results = f"{plan.storage_data.prefix}0.distcp", []
+        with replacing(self.path / name) as file:
+            for item in plan.items:
+                buffer = io.BytesIO()
+                # without the zip archive's own checksum, which PyTorch never verifies
+                with config.patch("save.compute_crc32", False):
+                    torch.save(planner.lookup_object(item.index), buffer)
+                content = buffer.getbuffer()
+                info = _StorageInfo(name, file.tell(), len(content))
+                info.xxh3_64 = xxh3_64_intdigest(content)
+                results.append(WriteResult(item.index, len(content), info))
+                file.write(content)
+        return completed(results)
 
     def finish(self, metadata: dcp.Metadata, results: list) -> None:
         """Commit. Runs on rank 0, after every rank has written."""
         # DCP's readers look up tensors here by their names, of which " run" is none
         metadata.planner_data = {RUN: self.run}
-        super().finish(metadata, results)
-        checksum = xxh3_64_intdigest((self.path / ".metadata").read_bytes())
-        with open(self.path / ".metadata", "ab") as file:
-            file.write(SEAL + b"%d" % checksum)
-            file.flush()
-            os.fsync(file.fileno())
-        if exists(self.final):  # incomplete, or of a run that this one does not continue
-            move_aside(self.final, f"replaced-{self.final.name}")
+        metadata.storage_data = {x.index: x.storage_data for of_rank in results for x in of_rank}
+        content = pickle.dumps(metadata)
+        with replacing(self.path / ".metadata") as file:
+            file.write(content + SEAL + b"%d" % xxh3_64_intdigest(content))
         self.path.rename(self.final)
         sync(self.folder)  # so that the rename survives a power failure
         found = checkpoints(self.folder)
@@ -145,28 +133,8 @@ class SavePlanner(dcp.DefaultSavePlanner):
     """PyTorch's planner, for tensors and for `common.shards.Shard`."""
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return find_tensor_shard(self.state_dict[index.fqn], index).contiguous()
-
-
-class HashingStream:
-    """PyTorch's hook for the stream of each item. It hashes what passes and changes nothing."""
-
-    def __init__(self):
-        self.hashes: dict[MetadataIndex, xxh3_64] = {}
-
-    def transform_save_stream(self, item: dcp.WriteItem, file: BinaryIO) -> tuple[Any, list]:
-        self.file, self.hash = file, xxh3_64()
-        self.hashes[item.index] = self.hash
-        return self, []  # no transformation that a reader would have to undo
-
-    def write(self, data) -> int:
-        self.hash.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        pass  # other items follow in the same file
-
-    close = flush
+        tensor = find_tensor_shard(self.state_dict[index.fqn], index)
+        return tensor.clone(memory_format=torch.contiguous_format)  # a view's storage may be larger
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
@@ -188,35 +156,44 @@ class Reader(dcp.FileSystemReader):
     """PyTorch's reader, but no file can run code, lie outside of the folder or miss its checksum.
 
     PyTorch unpickles `.metadata` without restriction, and byte entries too. Here the metadata
-    cannot contain byte entries. Raises `CorruptCheckpointError`.
+    cannot contain byte entries.
     """
 
     def __init__(self, path: str | os.PathLike):
         super().__init__(path)
-        try:
-            content, seal, checksum = (self.path / ".metadata").read_bytes().rpartition(SEAL)
-            if not seal:
-                raise ValueError("no checksum: cut short, or not saved by this version")
-            if checksum != b"%d" % xxh3_64_intdigest(content):
-                raise ValueError("the checksum differs")
-            self.metadata = MetadataUnpickler(io.BytesIO(content)).load()
-            for info in self.metadata.storage_data.values():
-                if Path(info.relative_path).name != info.relative_path:
-                    raise ValueError(f"{info.relative_path} is outside of the checkpoint")
-        except Exception as error:
-            is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-            if isinstance(error, OSError) and not is_missing:
-                raise  # the checkpoint may be intact
-            raise CorruptCheckpointError(f".metadata: {error}") from None
-        self.transforms = VerifiedItems(self.metadata.storage_data)
+        content, seal, checksum = (self.path / ".metadata").read_bytes().rpartition(SEAL)
+        if not seal:
+            raise ValueError(".metadata has no checksum: cut short, or not saved by this version")
+        if checksum != b"%d" % xxh3_64_intdigest(content):
+            raise ValueError(".metadata: the checksum differs")
+        self.metadata = MetadataUnpickler(io.BytesIO(content)).load()
+        for info in self.metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise ValueError(f"{info.relative_path} is outside of the checkpoint")
 
     def read_metadata(self) -> dcp.Metadata:
         return self.metadata
 
-    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """Read in the order of the files, so that an item with several parts is read once."""
-        plan.items.sort(key=lambda part: self.storage_data[part.storage_index].offset)
-        return plan
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        """Read every item once, in the order of the files, and copy its parts."""
+        parts: dict[MetadataIndex, list[dcp.ReadItem]] = {}
+        for part in plan.items:
+            parts.setdefault(part.storage_index, []).append(part)
+        for index in sorted(parts, key=lambda index: self.storage_data[index].offset):
+            tensor = torch.load(io.BytesIO(self.read(index)), weights_only=True)
+            for part in parts[index]:
+                source = narrow_tensor_by_index(tensor, part.storage_offsets, part.lengths)
+                planner.resolve_tensor(part).detach().copy_(source)
+        return completed(None)
+
+    def read(self, index: MetadataIndex) -> bytes:
+        info = self.storage_data[index]
+        with open(self.path / info.relative_path, "rb") as file:
+            file.seek(info.offset)
+            content = file.read(info.length)
+        if info.xxh3_64 != xxh3_64_intdigest(content):
+            raise ValueError(f"{index.fqn} in {info.relative_path}: the checksum differs")
+        return content
 
 
 DCP = "torch.distributed.checkpoint"
@@ -265,22 +242,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         return find_tensor_shard(self.state_dict[index.fqn], index)
 
 
-class VerifiedItems:
-    """PyTorch's hook for the stream of each item that is read. It verifies the item's checksum."""
-
-    def __init__(self, storage_data: dict):
-        self.storage_data, self.last, self.content = storage_data, None, b""
-
-    def transform_load_stream(self, part: dcp.ReadItem, _, stream: BinaryIO) -> BinaryIO:
-        if part.storage_index != self.last:  # the parts of one item follow each other
-            self.content = self.read(part.storage_index, stream)
-            self.last = part.storage_index
-        return io.BytesIO(self.content)
-
-    def read(self, index: MetadataIndex, stream: BinaryIO) -> bytes:
-        info = self.storage_data[index]
-        content = stream.read(info.length)
-        if info.xxh3_64 != xxh3_64_intdigest(content):
-            where = f"{index.fqn} in {info.relative_path}"
-            raise CorruptCheckpointError(f"{where}: the checksum differs")
-        return content
+def completed(value: object) -> Future:
+    future = Future()
+    future.set_result(value)
+    return future

@@ -19,7 +19,7 @@ from common.weight_files import WeightFiles
 
 from common.job.arguments import Arguments, Parser, base_parser, check_ranks, natural, positive_int
 from common.job.launch import fail, rank, world_size
-from common.job.paths import exists
+from common.job.paths import check_writable, exists
 from common.job.prepared_instructions import Instructions, load_instructions
 from common.job.run import Run
 
@@ -119,15 +119,15 @@ def output_folder(
     out = Path(args.out or run.folder / name)
     digest = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
     aside = out.absolute().with_name(f".{out.name}.writing-{digest}")  # others may have this --out
-    done = run.continues and exists(run.folder / "checkpoints" / f"step-{args.steps:08}")
+    done = exists(run.folder / "checkpoints" / f"step-{args.steps:08}")
     votes = torch.tensor([float(exists(out)), float(done)])  # file systems may lag on some ranks
     is_there, is_done = (all_reduce_control(votes) > 0).tolist()
     if is_there and not is_done:
         fail(f"--out {out} is already there: move it away, or pass another folder")
     if not is_there and name == "model":
-        run.check_output("out", aside, files.try_to_prepare)
+        run.of_rank_0("--out", files.try_to_prepare, aside)
     elif not is_there:
-        run.check_output("out", out)
+        run.of_rank_0("--out", check_writable, out)
     return None if is_there else out, aside
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -121,44 +122,34 @@ class Metrics:
 
     def __init__(self, n_steps: int, tokens: int, flops: float, device: torch.device, folder: Path):
         self.lines: list[dict] = []  # written since the start of this process
+        self.line: dict = {}  # of the present step
         self._device, self._path = device, folder / "metrics.jsonl"
         self._n_steps, self._tokens, self._flops = n_steps, tokens, flops
         self._peak_flops = peak_flops(device_name(device))
-        self._line: dict = {}  # of the present step
         self._model_state_mb: float | None = None
-        self._first_step, self._first_step_ended = 0, 0.0
-        self._step_started, self._seconds, self._steps_timed = 0.0, 0.0, 0
+        self._first: tuple[int, float] | None = None  # this process's first step, and its end
+        self._step_started = 0.0
+        self._seconds: list[float] = []  # of the steps since the last line
         self._file = self._board = None
 
     def open(self, first: int) -> None:
-        """Open the files. If the run got past step `first` before it stopped, its lines of those
-        steps, which are done again, move to another file."""
+        """Open the files, without the lines of steps that are done again."""
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
         lines = self._path.read_bytes().splitlines() if exists(self._path) else []
-        if again := [line for line in lines if first <= step_of(line) < math.inf]:
-            aside = self._path.with_name("metrics-replaced.jsonl")
-            with open(aside, "ab") as file:
-                file.writelines(line + b"\n" for line in again)
-            what = f"its {len(again)} lines of steps that are done again"
-            print0(f"{self._path.name}: {what} are now in {aside.name}")
         with replacing(self._path) as file:
-            file.writelines(x + b"\n" for x in lines if step_of(x) < first)
+            file.writelines(line + b"\n" for line in lines if step_of(line) < first)
         self._file = open(self._path, "a")
-        with self._only_warning(self._path.parent):
+        with self._only_warning():
             self._board = SummaryWriter(self._path.parent, purge_step=first)
 
     @contextlib.contextmanager
-    def _only_warning(self, file: Path) -> Iterator[None]:
+    def _only_warning(self) -> Iterator[None]:
         """A line that cannot be written, to a full disk for example, ends no run."""
         try:
             yield
         except Exception as error:  # TensorBoard's thread may raise any
-            warn(f"metrics cannot be written to {file}: {error}")
-
-    def start(self, first: int) -> None:
-        ledger.reset()  # communication at the start belongs to no step
-        self._first_step = first
+            warn(f"metrics cannot be written to {self._path.parent}: {error}")
 
     def start_step(self) -> None:
         self._step_started = time.perf_counter()
@@ -171,51 +162,45 @@ class Metrics:
             self._model_state_mb = model_state_bytes() / 1e6
             state = f"model state {self._model_state_mb:,.2f} MB on rank 0"
             print0(f"{state}, {self._tokens:,} tokens per step")
-        self._line = {"step": step}
+        self.line = {"step": step}
         if is_logged:  # within the step's time: this waits for the GPU
-            self._line |= {"loss": loss.item(), "grad_norm": float(norm), "lr": lr}
-            self._line |= {name: float(value) for name, value in others.items()}
+            self.line |= {"loss": loss.item(), "grad_norm": float(norm), "lr": lr}
+            self.line |= {name: float(value) for name, value in others.items()}
         now = time.perf_counter()
-        self._seconds += now - self._step_started
-        self._steps_timed += 1
-        if step == self._first_step:
-            self._first_step_ended = now
+        self._seconds.append(now - self._step_started)
+        self._first = self._first or (step, now)
         if not is_logged:
             return
-        seconds = self._seconds / self._steps_timed
-        self._line |= {
+        seconds = fmean(self._seconds)
+        self.line |= {
             "tokens_per_s": self._tokens / seconds,
             "step_ms": 1e3 * seconds,
             "memory_mb": peak_memory_bytes(self._device) / 1e6,
             "model_state_mb": self._model_state_mb,
-            "comm_mb": ledger.total_ring_bytes / 1e6 / self._steps_timed,
+            "comm_mb": ledger.total_ring_bytes / 1e6 / len(self._seconds),
         }
-        if step > self._first_step:  # which warmed up: it is no measure of the others
-            pace = (now - self._first_step_ended) / (step - self._first_step)
-            self._line["seconds_left"] = pace * (self._n_steps - step - 1)
+        first, its_end = self._first
+        if step > first:  # which warmed up: it is no measure of the others
+            pace = (now - its_end) / (step - first)
+            self.line["seconds_left"] = pace * (self._n_steps - step - 1)
         if self._peak_flops:
-            self._line["mfu"] = self._flops / seconds / (self._peak_flops * world_size())
-        self._seconds, self._steps_timed = 0.0, 0
-
-    def add(self, values: dict[str, float]) -> None:
-        """Add to the step's line."""
-        self._line |= values
+            self.line["mfu"] = self._flops / seconds / (self._peak_flops * world_size())
+        self._seconds = []
 
     def write(self) -> None:
         """Write the step's line if it has one."""
-        line, self._line = self._line, {}
+        line, self.line = self.line, {}
         if len(line) < 2:
             return
         self.lines.append(line)
         ledger.reset()  # what an evaluation has sent belongs to no step
         if rank() != 0:
             return
-        with self._only_warning(self._path):
+        with self._only_warning():
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()  # what could not be written is written with a later line
             if os.fstat(self._file.fileno()).st_nlink == 0:
                 warn(f"{self._path} was removed: the metrics of this run are lost from there on")
-        with self._only_warning(self._path.parent):
             for name, value in line.items():
                 if name != "step" and self._board:
                     self._board.add_scalar(column(name)[0], value, line["step"])
@@ -223,7 +208,7 @@ class Metrics:
 
     def close(self) -> None:
         for file in filter(None, (self._file, self._board)):
-            with self._only_warning(self._path.parent):
+            with self._only_warning():
                 file.close()
 
 

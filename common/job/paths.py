@@ -29,8 +29,3 @@ def numbered(path: Path) -> Iterator[Path]:
     """The path, and the same with -2, -3, ... appended: for one that may be taken."""
     yield path
     yield from (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-
-
-def move_aside(path: Path, name: str) -> Path:
-    """Rename to `name` in the same folder, with a number appended if the name is taken."""
-    return path.rename(next(p for p in numbered(path.with_name(name)) if not os.path.lexists(p)))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.collectives import all_reduce_control
+from common.collectives import all_reduce_control, ledger
 from common.distributed import print0, replacing, save0, warn
 from common.model import TransformerConfig
 from common.shards import State
@@ -28,8 +28,7 @@ from common.job.corpus import Corpus
 from common.job.launch import fail, interrupt, launch_environment, rank, world_size
 from common.job.metrics import Metrics, device_name
 from common.job.paths import check_writable
-from common.job.run_changes import last_start, other_changes
-from common.job.run_folder import claim
+from common.job.run_folder import changes_since_last_start, claim
 
 # Signals that ask a run to save and stop: of a user, Slurm, a closed terminal, and of LSF or Grid
 # Engine before a limit.
@@ -40,7 +39,7 @@ class Run:
     """One training run, from its flags. script: the stage's file; its folder names the stage.
 
     Every rank makes one, after the model: the ranks agree on the folder, and two process groups
-    are created, for votes and for checkpoints. `continues`: its folder holds this run already.
+    are created, for votes and for checkpoints.
     """
 
     def __init__(
@@ -52,14 +51,12 @@ class Run:
         corpus: Corpus,
     ):
         if args.state_on == "disk":
-            return_freed_memory()
+            keep_freed_memory(2**17)  # larger fragments would grow with the number of units
         elif device.type == "cpu":
             keep_freed_memory()
         script = Path(script).resolve()
         stage = script.parent.name
         self.args = args
-        if args.run_dir is None:
-            check_id()
         self._group = timeout = None
         if dist.is_initialized():
             timeout = timedelta(seconds=args.timeout)
@@ -83,15 +80,14 @@ class Run:
             "git_commit": git_commit() if rank() == 0 else None,
         }
         self._lock: int | None = None  # on rank 0
-        self.folder, notes = self._of_rank_0("run_dir", self._claim_folder)
-        self.continues = bool(notes)
-        if args.save_model:
-            self.check_output("save_model", Path(args.save_model))
+        self.folder, notes, args.resume = self.of_rank_0("--run-dir", self._claim_folder)
+        if args.save_model:  # fail now, and not after the last step
+            self.of_rank_0("--save-model", check_writable, Path(args.save_model))
         # documents of instructions are shorter than --seq-len
         tokens = round(args.global_batch_size * getattr(corpus, "mean_length", args.seq_len))
         flops = tokens * config.flops_per_token()
         self.metrics = Metrics(args.steps, tokens, flops, device, self.folder)
-        self.checkpoints = Checkpointer(self.folder / "checkpoints", timeout, saved)
+        self.checkpoints = Checkpointer(self.folder / "checkpoints", saved, timeout)
         self._handlers: dict = {}  # of signals, before this run
         self._asked_to_stop = False  # on this rank
         self._stopping = False  # on all ranks
@@ -100,20 +96,14 @@ class Run:
         data = f"data {corpus.name} (hash {corpus.digest})"
         print0("\n".join([f"{stage}: {size}, {data}, run folder {self.folder}", *notes]))
 
-    def check_output(self, name: str, path: Path, check: Callable = check_writable) -> None:
-        """Fail now, and not after the last step, if rank 0 cannot write what the argument names."""
-        self._of_rank_0(name, check, path)
-
-    def _of_rank_0(self, name: str, function: Callable, *args):
-        """What `function` returns on rank 0. An OSError there ends the run on all ranks: it cannot
-        or, without an errno, must not write where the argument `name` says."""
+    def of_rank_0(self, flag: str, function: Callable, *args):
+        """What `function` returns on rank 0. An OSError there is one of `flag` and ends the run."""
         answer = [None, None]  # its value, an error
         if rank() == 0:
             try:
                 answer[0] = function(*args)
-            except OSError as found:
-                where = f"--{name.replace('_', '-')} {getattr(self.args, name) or 'runs'}"
-                answer[1] = f"{where}: {'cannot write there: ' if found.errno else ''}{found}"
+            except OSError as error:
+                answer[1] = f"{flag}: {error}"
         if self._group is not None:
             dist.broadcast_object_list(answer, src=0, group=self._group)
         value, error = answer
@@ -121,20 +111,14 @@ class Run:
             fail(error)
         return value
 
-    def _claim_folder(self) -> tuple[Path, list[str]]:
-        """The run's folder. If it holds this run already: that it does, and what has changed."""
+    def _claim_folder(self) -> tuple[Path, list[str], str | None]:
+        """The run's folder, what to say if it holds this run already, and where the run began."""
         stage, script = self._description["stage"], self._description["script"]
         command = [script, *self.args.given]
         folder, self._lock, who = claim(self.args.run_dir, Path("runs", stage), command)
         check_writable(folder / "checkpoints" / "step")
-        last = last_start(folder, self._description)
-        if last is None:
-            return folder, []
-        notes = [f"the folder holds this run already (last written by {who}): it continues"]
-        notes += other_changes(last, self._description)
-        resume = last["arguments"].get("resume")  # where the run began
-        self._description["arguments"] = {**vars(self.args), "resume": resume}
-        return folder, notes
+        notes = changes_since_last_start(folder, self._description, who)
+        return folder, notes, self.args.resume
 
     def _begin(self, first: int) -> None:
         """Describe the run in its folder, now that its checkpoint is loaded."""
@@ -152,8 +136,8 @@ class Run:
             more = f"to go on, pass a larger --steps than {self.args.steps}"
             print0(f"nothing left to do: {first} steps are done: {more}")
             return
-        self._of_rank_0("run_dir", self._begin, first)
-        self.metrics.start(first)
+        self.of_rank_0("--run-dir", self._begin, first)
+        ledger.reset()  # communication at the start belongs to no step
         for number in STOPS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 self._handlers[number] = signal.signal(number, self._ask_to_stop)
@@ -228,12 +212,12 @@ class Run:
         if is_logged:
             self._check_finite(step)
             if self.checkpoints.blocked_seconds:
-                self.metrics.add({"save_ms": 1e3 * self.checkpoints.blocked_seconds})
+                self.metrics.line["save_ms"] = 1e3 * self.checkpoints.blocked_seconds
                 self.checkpoints.blocked_seconds = 0.0
 
     def log_evaluation(self, name: str, loss: float) -> None:
         """Add loss (nats per token) and perplexity of `val` or `test` to the step's line."""
-        self.metrics.add({f"{name}_loss": loss, f"{name}_ppl": math.exp(min(loss, 700.0))})
+        self.metrics.line |= {f"{name}_loss": loss, f"{name}_ppl": math.exp(min(loss, 700.0))}
 
     def write(self) -> None:
         """Write the step's line, before a checkpoint that counts the step as done."""
@@ -265,31 +249,17 @@ class Run:
                 fail(f"{what}; {fix}", status=1)
 
 
-def check_id() -> None:
-    """Fail if torchrun may restart this run, which would then not find its folder again."""
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    if restarts > 0 and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
-        fail("torchrun --max-restarts needs --rdzv-id, --standalone or --run-dir")
+def keep_freed_memory(most: int = 2**30) -> None:
+    """Make glibc keep freed buffers of up to `most` bytes for the next step.
 
-
-def keep_freed_memory() -> None:
-    """Make glibc keep large buffers that are freed, for the next step.
-
-    By default it maps each one over 32 MB anew and returns it to the system; with a large
+    By default it returns each one over 32 MB to the system and maps it anew; with a large
     vocabulary the page faults are a third of a CPU's step. Without glibc this does nothing.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        if not libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD of malloc.h
+        if not libc.mallopt(-3, most):  # M_MMAP_THRESHOLD of malloc.h
             libc.mallopt(-3, 2**25)  # the most before glibc 2.35
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def return_freed_memory() -> None:
-    """Make glibc return large buffers to the system when they are freed. If it kept them, fragments
-    would grow with the number of units, of which an offloading stage holds a few at a time."""
-    with contextlib.suppress(OSError, AttributeError):  # without glibc
-        ctypes.CDLL("libc.so.6").mallopt(-3, 2**17)  # M_MMAP_THRESHOLD of malloc.h, bytes
 
 
 def git_commit() -> str | None:

@@ -1,4 +1,4 @@
-"""A run's folder: its name, and the lock that keeps other processes out.
+"""A run's folder: its name, the lock that keeps other processes out, and what makes another run.
 
 A folder belongs to one run: whoever starts in it continues that run from its newest checkpoint.
 """
@@ -14,11 +14,23 @@ import os
 import platform
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.distributed import warn
 
-from common.job.paths import numbered
+from common.job.checkpoint_hooks import IncompatibleCheckpointError, checkpoints
+from common.job.paths import exists, numbered
+
+SHAPE = ("d_model", "n_layers", "n_heads")  # of the weights
+# arguments that change the losses; a checkpoint of another run fits all the same
+CURVE = ("seed", "seq_len", "global_batch_size", "lr", "warmup_steps", "min_lr_ratio")
+CURVE += ("weight_decay", "grad_clip", "dropout")
+DATA = {"vocabulary": "the hash of --data's words", "corpus": "the hash of --data"}
+# what stays the same in one run: all of these, and what changes a stage's losses
+ONE_RUN = ("resume", *SHAPE, *CURVE, *DATA, "edit", "dtype", "param_dtype", "reduce_dtype")
+ONE_RUN += ("recipe", "n_experts", "top_k", "balance_rate")
+ONE_RUN += ("model", "valid", "lora_rank", "lora_alpha")
 
 
 def launch_name(command: list[str]) -> str | None:
@@ -26,6 +38,8 @@ def launch_name(command: list[str]) -> str | None:
     if job := job_id():  # a job may start several commands
         return f"{job}-{hashlib.sha256(repr(command).encode()).hexdigest()[:6]}"
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name == "none" and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        raise OSError("torchrun --max-restarts needs --rdzv-id, --standalone or --run-dir")
     return None if name == "none" else re.sub(r"[^\w.-]|^\.+", "_", name)[:100]
 
 
@@ -91,3 +105,47 @@ def claim(path: str | None, parent: Path, command: list[str]) -> tuple[Path, int
     os.ftruncate(lock, len(text))
     os.fsync(lock)
     return folder, lock, who
+
+
+def changes(old: dict, new: dict, names: Iterable[str]) -> list[str]:
+    """A line like `--lr is now 0.01, was 0.001` for each of the names whose values differ.
+
+    Both are as `config.json` describes a run. A name that one of them lacks is no change.
+    """
+    flags = {name: "--" + name.replace("_", "-") for name in new["arguments"]} | DATA
+    old, new = ({**each, **each["arguments"]} for each in (old, new))
+    differ = [name for name in names if name in old and name in new and old[name] != new[name]]
+    return [f"{flags.get(name, name)} is now {new[name]}, was {old[name]!r}" for name in differ]
+
+
+def changes_since_checkpoint(saved: dict, run: dict) -> list[str]:
+    """Report how this run differs from the one that saved a checkpoint.
+
+    Another shape or vocabulary is an error, even one of equal size: its meaning does not fit.
+    """
+    if not {*SHAPE, *CURVE} <= saved["arguments"].keys():
+        raise IncompatibleCheckpointError("another version of this code saved it")
+    if found := changes(saved, run, (*SHAPE, "vocabulary")):
+        raise IncompatibleCheckpointError("; ".join(found))
+    return changes(saved, run, ("stage", *CURVE, "steps", "corpus", "model", "lora_alpha"))
+
+
+def changes_since_last_start(folder: Path, run: dict, who: str) -> list[str]:
+    """Report that a folder holds this run already, and what has changed; [] if it holds no run yet.
+
+    run: describes this start, and gets the --resume of the last one if it has none. who: last wrote
+    there. Raises OSError if it is another run, or would replace all metrics with other --steps.
+    """
+    saved, metrics = checkpoints(folder / "checkpoints"), folder / "metrics.jsonl"
+    if not saved and not (exists(metrics) and metrics.stat().st_size):
+        return []
+    last = json.loads((folder / "config.json").read_text())
+    arguments = run["arguments"]
+    arguments["resume"] = arguments["resume"] or last["arguments"]["resume"]
+    if found := changes(last, run, ONE_RUN if saved else (*ONE_RUN, "steps")):
+        fix = "pass --run-dir NEW, and --resume PATH to start from a checkpoint"
+        raise OSError(f"{folder} belongs to another run: {'; '.join(found)}: {fix}")
+    said = ("arguments", "stage", "steps")  # the last two with the checkpoint
+    names = [name for name in {**run, **arguments} if name not in said]
+    what = f"the folder holds this run already (last written by {who}): it continues"
+    return [what, *changes(last, run, names)]
