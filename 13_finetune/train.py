@@ -361,7 +361,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     if out and step + 1 >= args.steps:  # else it was asked to stop
         write = partial(write_model, model, files, out, aside)
-        write_output(args, run, state, first_step, out, write)
+        write_output(args, run, state, out, write)
     return run.finish(state)
 
 

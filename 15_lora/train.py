@@ -325,7 +325,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if args.merge:
             values = partial(merged, model.module, files)
             write = partial(write_model, model, files, out, aside, values)
-        write_output(args, run, state, first_step, out, write)
+        write_output(args, run, state, out, write)
     return run.finish(state)
 
 

@@ -132,14 +132,15 @@ def output_folder(
 
 
 def write_output(
-    args: Arguments, run: Run, state: State, first_step: int, out: Path, write: Callable[[], None]
+    args: Arguments, run: Run, state: State, out: Path, write: Callable[[], None]
 ) -> None:
     """Call `write` after the last step. If it fails, the run's checkpoint has what was trained."""
     run.checkpoints.wait()  # so that a kill from here on costs no step
     try:
         write()
     except OSError as error:
-        if not args.checkpoint_every and first_step < args.steps:  # it has no checkpoint yet
+        last = run.folder / "checkpoints" / f"step-{args.steps:08}"
+        if not run.of_rank_0("--out", exists, last):
             run.checkpoints.save(args.steps, state, args.keep_checkpoints)
             run.checkpoints.wait()
         again = f"the same flags and --run-dir {run.folder} write it, without training"

@@ -97,12 +97,12 @@ class Run:
         print0("\n".join([f"{stage}: {size}, {data}, run folder {self.folder}", *notes]))
 
     def of_rank_0(self, flag: str, function: Callable, *args):
-        """What `function` returns on rank 0. An OSError there is one of `flag` and ends the run."""
+        """What `function` returns on rank 0. An error there is one of `flag` and ends the run."""
         answer = [None, None]  # its value, an error
         if rank() == 0:
             try:
                 answer[0] = function(*args)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 answer[1] = f"{flag}: {error}"
         if self._group is not None:
             dist.broadcast_object_list(answer, src=0, group=self._group)
