@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import NamedTuple
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 
-from common.collectives import FLOAT16, check_same, forbid_float16
+from common.collectives import FLOAT16, check_same
 
 
 def units_with_values(
@@ -188,51 +187,45 @@ def watch_units(guard, units: list) -> None:
     """Put checks around a unit's forward, and around what `saved_tensors_hooks` calls. Where only
     shards train, watch their gradients, and forbid the module's parameters."""
     for unit in units:
-        unit.module_forward = partial(checked_forward, unit, unit.module_forward)
+        unit.module_forward = partial(checked_forward, guard, unit, unit.module_forward)
         unit.pack = partial(checked_pack, unit, unit.pack)
         unit.unpack = partial(checked_unpack, unit.unpack)
-    if guard.places:  # in 15: the adapters
-        return
-    for shard in guard.shards:
-        shard.register_hook(partial(after_backward, ref(guard), ref(shard)))
-    forbid_parameters(guard.root())
-    guard.check_parameters = partial(check_no_parameters, guard.root, guard.shards)
+    if not guard.places:  # in 15: the adapters
+        forbid_parameters(guard.root())
 
 
-def checked_forward(unit, forward: Callable, *args, **kwargs):
-    """RuntimeError if the unit changes a parameter in place. ValueError if it is in float16."""
-    params = [getattr(owner, name) for owner, name in unit.owners]  # while it computes
-    forbid_float16(params)
+def checked_forward(guard, unit, forward: Callable, *args, **kwargs):
+    """RuntimeError if the unit changes a parameter in place."""
     full, version = unit.full, unit.full._version
-    if params[0].requires_grad:
-        params[0].grad_fn.register_prehook(partial(check_backward, unit, unit.shard._version))
+    gather = getattr(*unit.owners[0]).grad_fn  # a parameter's, while the unit computes
+    if gather is not None:
+        gather.register_prehook(partial(check_backward, guard, unit, unit.shard._version))
     output = forward(*args, **kwargs)
     if full._version != version:
         raise RuntimeError("a unit has changed a parameter in place")
     return output
 
 
-def check_backward(unit, version: int, grads: tuple[Tensor | None, ...]) -> None:
+def check_backward(guard, unit, version: int, grads: tuple[Tensor | None, ...]) -> None:
     """Called before `Gather.backward`."""
+    shard = unit.shard
     if torch.is_grad_enabled():
         raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-    if unit.shard._version != version:
+    if shard._version != version:
         raise RuntimeError("backward through a graph from before the optimizer's last step")
     if any(grad is None for grad in grads):
         raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
-
-
-def after_backward(guard: ref, shard: ref, grad: Tensor | None) -> None:
-    """Called when a unit's backward has ended. grad: None in 04 and 12, still to be reduced."""
-    if grad is None and guard() is not None:
-        if len(shard()._backward_hooks) > 1 or shard()._post_accumulate_grad_hooks:
-            raise RuntimeError("a hook on a shard would get no gradient: hook a unit's output")
-        try:  # private; raises within autograd.grad(), which would get no gradient from here
-            torch._C._will_engine_execute_node(get_gradient_edge(shard()).node)
-        except RuntimeError as error:
-            fix = "call backward() and read .grad after finish_gradient_synchronization()"
-            raise RuntimeError(f"no autograd.grad() of shards: {fix}") from error
-        guard().forbid_gradient(shard())
+    if not hasattr(unit, "average"):  # in 03 autograd gets the gradient at once
+        return
+    if shard._backward_hooks or shard._post_accumulate_grad_hooks:
+        raise RuntimeError("a hook on a shard would get no gradient: hook a unit's output")
+    try:  # private; raises within autograd.grad(), which would get no gradient from here
+        torch._C._will_engine_execute_node(get_gradient_edge(shard).node)
+    except RuntimeError as error:
+        fix = "call backward() and read .grad after finish_gradient_synchronization()"
+        raise RuntimeError(f"no autograd.grad() of shards: {fix}") from error
+    if shard not in guard.markers:
+        guard.forbid_gradient(shard)
 
 
 def checked_pack(unit, pack: Callable, tensor: Tensor) -> tuple:
@@ -266,10 +259,3 @@ def forbid_parameters(module: nn.Module) -> None:
         each._apply = each.__deepcopy__ = fail
         if not list(each.named_parameters()):  # a wrapper lists its shards
             each.named_parameters = fail  # `parameters()` calls it
-
-
-def check_no_parameters(module: ref, shards: set[Tensor]) -> None:
-    """RuntimeError if a module has a parameter of its own: nobody would average it."""
-    for name, each in module().named_modules():
-        if not {None, *shards}.issuperset(each._parameters.values()):
-            raise RuntimeError(f"{name}: a parameter was added or replaced after sharding")
