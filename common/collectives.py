@@ -135,15 +135,13 @@ def all_to_all_single(
     output_split_sizes: list[int] | None = None,
     input_split_sizes: list[int] | None = None,
     group: Group = None,
-    async_op: bool = False,
-) -> Work | None:
+) -> None:
     """Split sizes are numbers of rows, one per rank; without them all are equal."""
     kept = 1 / dist.get_world_size(group)
     if input_split_sizes is not None:
         kept = input_split_sizes[dist.get_rank(group)] / max(1, len(input))
     ledger.record("all_to_all_single", input.nbytes, 1 - kept, group)
-    sizes = output_split_sizes, input_split_sizes
-    return dist.all_to_all_single(output, input, *sizes, group=group, async_op=async_op)
+    dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group=group)
 
 
 def broadcast(tensor: Tensor, src: int | None = None, group: Group = None, **kwargs) -> Work | None:

@@ -19,34 +19,30 @@ from common.collectives import FLOAT16, check_same
 
 def units_with_values(
     module: nn.Module, units: list[nn.Module], may_be_meta: bool = False
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each unit's full name and the unit.
+) -> list[tuple[str, nn.Module]]:
+    """Each unit's full name and the unit.
 
     ValueError unless each parameter is in one unit alone, trains, has the dtype of the others, no
     hooks, and values. may_be_meta: the parameters, but not the buffers, may be on the meta device.
     """
     names = {unit: name for name, unit in module.named_modules()}
     users = Counter(p for unit in units for p in unit.parameters())
-    paths = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
-    locations = Counter(map(_location, module.parameters()))
-    dtype = next(module.parameters()).dtype
-    for name, p in module.named_parameters():
-        if users[p] != 1 or paths[p] != 1 or (locations[_location(p)] != 1 and p.numel()):
+    named = list(module.named_parameters(remove_duplicate=False))
+    locations = Counter(_location(p) for _, p in named)
+    for name, p in named:
+        if users[p] != 1 or (locations[_location(p)] != 1 and p.numel()):
             raise ValueError(f"{name}: tied, in no unit, or in several")
-        if not p.requires_grad or p.dtype != dtype or not p.is_floating_point():
+        if not p.requires_grad or p.dtype != named[0][1].dtype or not p.is_floating_point():
             raise ValueError(f"{name}: frozen, complex, or of another dtype than the others")
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise ValueError(f"{name}: has hooks, which its shard would lose")
-    del users, paths, locations, name, p  # else the full parameters would stay alive here
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(f"{name}: a buffer without values on the meta device")
+    for name, tensor in [*([] if may_be_meta else named), *module.named_buffers()]:
+        if tensor.is_meta:
+            raise ValueError(f"{name}: without values on the meta device")
     for unit in units:
-        params = list(unit.parameters())
-        if not params or (any(p.is_meta for p in params) and not may_be_meta):
-            raise ValueError(f"{names[unit]}: no parameters, or without values on the meta device")
-        del params
-        yield names[unit], unit
+        if not list(unit.parameters()):
+            raise ValueError(f"{names[unit]}: no parameters")
+    return [(names[unit], unit) for unit in units]
 
 
 def _location(p: Tensor) -> tuple[torch.UntypedStorage, int]:
@@ -67,11 +63,9 @@ def check_options(
         raise ValueError("replicate_group needs a shard_group: by default all ranks shard")
     if device.type == "meta":
         raise ValueError("read_shard needs a device: the meta device is none")
-    if torch.float16 in options:
-        raise ValueError(FLOAT16)
     dtypes = {dtype for dtype in options if isinstance(dtype, torch.dtype)}
     if not dtypes <= {torch.bfloat16, torch.float32, torch.float64}:
-        raise ValueError(f"{dtypes} would drop digits of weights or gradients: use bfloat16")
+        raise ValueError(f"{dtypes}: weights or gradients lose digits or overflow: use bfloat16")
     for each in module.modules():  # options[0]: param_dtype
         statistics = getattr(each, "running_mean", None)  # of a BatchNorm
         if None not in (statistics, each._parameters.get("weight"), options[0]):
