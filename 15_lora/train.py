@@ -89,8 +89,6 @@ class FullyShardedFrozen(FullyShardedDataParallel):
     values are not used: shards are zeros, which `read_model` fills.
     """
 
-    synchronizes = False  # no backward starts to reduce gradients: `guard` asks
-
     def __init__(
         self,
         module: nn.Module,

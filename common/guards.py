@@ -28,8 +28,8 @@ NOT_AS_WRAPPED = (
     "add, replace, freeze, unfreeze, resize, move or cast parameters before they are wrapped"
 )
 HOOKS = (
-    "beside the wrapper, another wrapper or a hook waits for a parameter's gradient: it would meet "
-    "one in flight, or step with this rank's. Wrap it once, and step after the finish"
+    "another wrapper or a hook waits for the gradient of a parameter: it would meet one in flight, "
+    "or step with this rank's. Wrap a module once, and step after the finish"
 )
 
 
@@ -88,7 +88,7 @@ class Guard:
         self.shards = {x.shard for x in flat if hasattr(x, "shard") and x.shard.requires_grad}
         self.places = self.find_places()
         self.markers: dict[Tensor, tuple[NoGradient, Tensor | None]] = {}
-        self.is_incomplete = False  # whether a gradient has arrived
+        self.is_incomplete = False  # whether a gradient has arrived, maybe under no_sync()
         self.versions: list[int] = []  # of the parameters, when a forward begins
         self.has_no_float16 = not self.shards  # else the first graph is searched
         self.root().register_forward_pre_hook(weak(self.before_forward))

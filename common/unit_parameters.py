@@ -179,7 +179,7 @@ def cast_inputs(args: tuple, kwargs: dict, dtype: torch.dtype | None) -> tuple[t
 
 def watch_units(guard, units: list) -> None:
     """Put checks around a unit's forward, and around what `saved_tensors_hooks` calls. Where only
-    shards train, watch their gradients, and forbid the module's parameters."""
+    shards train, forbid the module's parameters."""
     for unit in units:
         unit.module_forward = partial(checked_forward, guard, unit, unit.module_forward)
         unit.pack = partial(checked_pack, unit, unit.pack)
