@@ -35,7 +35,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -51,7 +50,6 @@ from common.collectives import (
     all_gather_single,
     all_reduce_control,
     broadcast_module,
-    forbid_float16,
     global_norm,
     reduce_scatter_single,
     split_into_buckets,
@@ -120,7 +118,6 @@ class ZeroRedundancyOptimizer:
         self.synchronizes = True
         for param in params:  # weak: else these hooks would keep the wrapper alive
             param.register_post_accumulate_grad_hook(weak(self.mark_ready))
-        module.register_forward_pre_hook(partial(forbid_float16, params))
         self.shards = [bucket.shard for bucket in self.buckets]
         self._optimizer = optimizer_class(self.shards, **defaults)
         # a hook, so that the parameters are gathered no matter who calls step()

@@ -35,7 +35,7 @@ Run it:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -152,7 +152,7 @@ class FullyShardedDataParallel(nn.Module):
         check_options(module, self.device, options, shard_group, replicate_group)
         self.make_units(units_with_values(module, units, may_be_meta=read_shard is not None))
 
-    def make_units(self, named_units: Iterator[tuple[str, nn.Module]]) -> None:
+    def make_units(self, named_units: list[tuple[str, nn.Module]]) -> None:
         self.units = [Unit(*named_unit, self) for named_unit in named_units]
         self.shards = nn.ParameterList(unit.shard for unit in self.units)
 

@@ -59,7 +59,7 @@ from common.module_checks import check_dtype, check_plain
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.shards import training_state
+from common.shards import split_over, training_state
 
 from common.job.arguments import base_parser, check_arguments, model_config
 from common.job.corpus import load_corpus
@@ -434,7 +434,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(args.lr, args.weight_decay))
 
     run = Run(args, __file__, config, device, corpus)
-    state = training_state(model, optimizer, shard_dims_of(model), group)
+    state = split_over(group, shard_dims_of(model), training_state(model, optimizer))
     first_step = run.checkpoints.load(args.resume, state, optimizer)
     batches = train_batches(corpus.train, args.batching, device, first_step)
 

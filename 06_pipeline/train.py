@@ -54,7 +54,7 @@ from torch.profiler import record_function
 
 from common.collectives import (
     all_reduce_control,
-    forbid_float16_in_graph,
+    forbid_float16,
     global_norm,
     irecv,
     isend,
@@ -292,7 +292,7 @@ class PipelineStage:
             if not y.requires_grad:
                 raise ValueError("a first stage that is all frozen: run it before the pipeline")
             if not self.is_checked:
-                forbid_float16_in_graph([y, result])
+                forbid_float16([y, result])
                 self.is_checked = True
             if self.output is not None:
                 # now: the logits or the head's gradient are too large to keep for each micro-batch

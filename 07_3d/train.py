@@ -64,7 +64,7 @@ from common.batches import eval_batches, train_batches
 from common.flat_shards import state_of_flat_tensors
 from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.shards import State, tensors_of
+from common.shards import State, split_over, tensors_of
 from pipeline import Pipeline, PipelineStage, interleaved_1f1b, units_of
 from tensor_parallel import all_reduce_replicated_gradients, init_shards, tensor_parallel
 
@@ -221,11 +221,12 @@ def clip_grad_norm_(
 
 def training_state(model: nn.Module, optimizer: DistributedOptimizer, tp: ProcessGroup) -> State:
     """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
-    dims, shapes = shard_dims_of(model), {name: p.shape for name, p in optimizer.params.items()}
+    shapes = {name: p.shape for name, p in optimizer.params.items()}
     tensors = tensors_of(optimizer.optimizer, optimizer.shard)
-    state = state_of_flat_tensors(tensors, shapes, optimizer.owned.start, dims, tp)
+    state = state_of_flat_tensors(tensors, shapes, optimizer.owned.start)
     # parameters are loaded in full, not only their shard
-    return state | state_of_flat_tensors({"model": optimizer.full}, shapes, 0, dims, tp)
+    state |= state_of_flat_tensors({"model": optimizer.full}, shapes, 0)
+    return split_over(tp, shard_dims_of(model), state)
 
 
 def parse_args(argv: list[str] | None = None):

@@ -34,7 +34,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -284,7 +284,7 @@ class FullyShardedDataParallel(fsdp.FullyShardedDataParallel):
             cpu_offload=True,  # a shard goes from the CPU to its file
         )
 
-    def make_units(self, named_units: Iterator[tuple[str, nn.Module]]) -> None:
+    def make_units(self, named_units: list[tuple[str, nn.Module]]) -> None:
         # `parameters()` lists no shards
         self.units = [Unit(*named_unit, self) for named_unit in named_units]
 

@@ -1,7 +1,7 @@
 # `make copies` takes this from 04_fsdp/train.py, by section "Copy" of its README.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -99,7 +99,7 @@ class FullyShardedDataParallel(nn.Module):
         check_options(module, self.device, options, shard_group, replicate_group)
         self.make_units(units_with_values(module, units, may_be_meta=read_shard is not None))
 
-    def make_units(self, named_units: Iterator[tuple[str, nn.Module]]) -> None:
+    def make_units(self, named_units: list[tuple[str, nn.Module]]) -> None:
         self.units = [Unit(*named_unit, self) for named_unit in named_units]
         self.shards = nn.ParameterList(unit.shard for unit in self.units)
 

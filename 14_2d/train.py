@@ -69,7 +69,7 @@ from common.guards import guard
 from common.loss import IGNORED
 from common.model import Transformer
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.shards import State, tensors_of
+from common.shards import State, split_over, tensors_of
 
 from common.job.arguments import base_parser, check_arguments, model_config, positive_int
 from common.job.corpus import load_corpus
@@ -233,9 +233,9 @@ def training_state(model: FullyShardedTensorParallel, optimizer: torch.optim.Opt
     """The tensors of a checkpoint, by the plain model's names; sharded ones as `Shard`s."""
     state: State = {}
     for unit in model.units:
-        tensors, tp = tensors_of(optimizer, unit.shard), (model.shard_dims, model.tp)
-        state |= state_of_flat_tensors(tensors, unit.shapes, unit.owned.start, *tp)
-    return state
+        tensors = tensors_of(optimizer, unit.shard)
+        state |= state_of_flat_tensors(tensors, unit.shapes, unit.owned.start)
+    return split_over(model.tp, model.shard_dims, state)
 
 
 def parse_args(argv: list[str] | None = None):

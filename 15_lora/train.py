@@ -27,7 +27,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,8 +89,6 @@ class FullyShardedFrozen(FullyShardedDataParallel):
     values are not used: shards are zeros, which `read_model` fills.
     """
 
-    synchronizes = False  # no backward starts to reduce gradients: `guard` asks
-
     def __init__(
         self,
         module: nn.Module,
@@ -116,7 +113,7 @@ class FullyShardedFrozen(FullyShardedDataParallel):
             device=device,
         )
 
-    def make_units(self, named_units: Iterator[tuple[str, nn.Module]]) -> None:
+    def make_units(self, named_units: list[tuple[str, nn.Module]]) -> None:
         # `parameters()` lists no shards
         self.units = [Unit(*named_unit, self) for named_unit in named_units]
         for unit in self.units:

@@ -17,7 +17,7 @@ a ring: Patarasuk and Yuan, 2009).
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.linalg import vector_norm
+from torch.utils._pytree import tree_leaves
 
 # else NCCL allocates at the first use of each algorithm, which can wait for a receive in flight
 os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
@@ -134,15 +135,13 @@ def all_to_all_single(
     output_split_sizes: list[int] | None = None,
     input_split_sizes: list[int] | None = None,
     group: Group = None,
-    async_op: bool = False,
-) -> Work | None:
+) -> None:
     """Split sizes are numbers of rows, one per rank; without them all are equal."""
-    size = dist.get_world_size(group)
-    receives = output_split_sizes or [len(output) // size] * size
-    sends = input_split_sizes or [len(input) // size] * size
-    kept = sends[dist.get_rank(group)] / max(1, len(input))
+    kept = 1 / dist.get_world_size(group)
+    if input_split_sizes is not None:
+        kept = input_split_sizes[dist.get_rank(group)] / max(1, len(input))
     ledger.record("all_to_all_single", input.nbytes, 1 - kept, group)
-    return dist.all_to_all_single(output, input, receives, sends, group=group, async_op=async_op)
+    dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group=group)
 
 
 def broadcast(tensor: Tensor, src: int | None = None, group: Group = None, **kwargs) -> Work | None:
@@ -172,22 +171,18 @@ def isend(tensor: Tensor, dst: int | None = None, group: Group = None, **kwargs)
     if not tensor.is_contiguous():
         raise ValueError("isend takes contiguous tensors; NCCL would send other elements")
     ledger.record("isend", tensor.nbytes, 1.0, group)
-    if _goes_through_host(tensor, group):
+    if tensor.is_cuda and _is_gloo(tensor, group):  # which cannot send GPU tensors
         tensor = tensor.cpu()
     return dist.isend(tensor, dst, group=group, **kwargs)
 
 
 def irecv(tensor: Tensor, src: int | None = None, group: Group = None, **kwargs) -> Work | None:
-    if not _goes_through_host(tensor, group):
-        return dist.irecv(tensor, src, group=group, **kwargs)  # the sender counts it
+    """The sender counts it."""
+    if not (tensor.is_cuda and _is_gloo(tensor, group)):
+        return dist.irecv(tensor, src, group=group, **kwargs)
     host = torch.empty_like(tensor, device="cpu")
     work = dist.irecv(host, src, group=group, **kwargs)
     return _WorkWithEnd(work, lambda: tensor.copy_(host))
-
-
-def _goes_through_host(tensor: Tensor, group: Group) -> bool:
-    """Whether a message must be copied to the host: Gloo cannot send GPU tensors."""
-    return tensor.is_cuda and _is_gloo(tensor, group)
 
 
 def all_reduce_control(tensor: Tensor, group: Group = None, op=ReduceOp.SUM) -> Tensor:
@@ -259,31 +254,23 @@ def broadcast_module(module: nn.Module, group: Group = None) -> None:
         broadcast(tensor.detach(), group=group, group_src=0)
 
 
-def forbid_float16(params: Sequence[Tensor], *_) -> None:
-    """ValueError if a forward that trains is in float16, by a parameter's dtype or by autocast."""
-    kind, dtypes = params[0].device.type, {p.dtype for p in params}
-    if torch.is_autocast_enabled(kind):
-        dtypes.add(torch.get_autocast_dtype(kind))
-    if torch.float16 in dtypes and torch.is_grad_enabled():
-        raise ValueError(FLOAT16)
-
-
-def forbid_float16_in_graph(output) -> None:
-    """ValueError if anything in the graph of the tensors in `output` is float16, such as under an
-    autocast that was entered within forward. It takes some microseconds per node: do it once."""
-    if isinstance(output, dict | list | tuple):
-        for each in output.values() if isinstance(output, dict) else output:
-            forbid_float16_in_graph(each)
-    nodes = [output.grad_fn] if isinstance(output, Tensor) and output.grad_fn is not None else []
-    seen = {*nodes}
+def forbid_float16(output) -> None:
+    """ValueError if autocast or the graph of the tensors in `output` uses float16, the graph maybe
+    under an autocast within forward. It takes some microseconds per node: do it once."""
+    for kind in ("cpu", "cuda"):  # the graph does not show what is in a compiled module
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+            raise ValueError(FLOAT16)
+    nodes = [x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor)]
+    seen = {None}
     while nodes:
         node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         # private: the dtypes of what the node's forward returned
         if any(each is not None and each.dtype == torch.float16 for each in node._input_metadata):
             raise ValueError(FLOAT16)
-        new = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= new
-        nodes += new
+        nodes += [each for each, _ in node.next_functions]
 
 
 def check_same(what: str, values: list, device: torch.device, group: Group = None) -> None:

@@ -4,35 +4,26 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from common.shards import Shard, State
 
 
 def state_of_flat_tensors(
-    tensors: dict[str, Tensor],
-    shapes: dict[str, torch.Size],
-    start: int,
-    shard_dims: dict[str, int] | None = None,
-    group: dist.ProcessGroup | None = None,
+    tensors: dict[str, Tensor], shapes: dict[str, torch.Size], start: int
 ) -> State:
     """A `Shard` of each tensor in a flat parameter, and of its first and second moments.
 
     tensors: what `tensors_of` returns for this rank's slice of the flat parameter, which begins at
     element `start`. shapes: of all tensors in the flat parameter, in order, by name; one outside
-    the slice gets a `Shard` without chunks. shard_dims, group: as for `training_state`, if these
-    tensors are themselves shards.
+    the slice gets a `Shard` without chunks.
     """
     state: State = {}
     for kind, flat in tensors.items():
         begin = -start  # of the tensor, relative to `flat`
         for name, shape in shapes.items():
             first, last = max(begin, 0), max(begin + shape.numel(), 0)
-            shard = shard_of_flat_slice(shape, first - begin, flat[first:last])
-            if shard_dims and name in shard_dims:
-                shard = shard.within(shard_dims[name], group)
-            state[f"{kind}.{name}"] = shard
+            state[f"{kind}.{name}"] = shard_of_flat_slice(shape, first - begin, flat[first:last])
             begin += shape.numel()
     return state
 

@@ -5,7 +5,8 @@
     guard(model, optimizer)
 
 A wrapper trains the same without a guard, but then a mistake in the loop is silent, or an error
-that does not say what to do. The guard watches through hooks, and changes no gradient.
+that does not say what to do. The guard watches through hooks. While a gradient is incomplete, it
+puts a `NoGradient` in its place, whose use is an error. It changes no gradient.
 """
 
 from collections.abc import Callable
@@ -16,26 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import optimizer as every_optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from common.collectives import forbid_float16_in_graph
+from common.collectives import forbid_float16
 
-TWICE = (
-    "a gradient came twice: every backward of a step but the last belongs in no_sync(), and "
-    "finish_gradient_synchronization() after the last; after a backward that failed, restart the "
-    "run; a checkpoint() needs use_reentrant=False"
-)
 NOT_AS_LEFT = (
     "a gradient is not as it was left: after finish_gradient_synchronization() come step() and "
     "zero_grad(set_to_none=True), nowhere else; after a backward that failed, restart the run"
 )
-GUARDS = WeakTensorKeyDictionary()  # by parameter: as its attribute it could not be pickled
 NOT_AS_WRAPPED = (
     "add, replace, freeze, unfreeze, resize, move or cast parameters before they are wrapped"
 )
 HOOKS = (
-    "a hook on a parameter that was registered after wrapping would meet a gradient in flight, and "
-    "one that steps would use this rank's: register hooks before wrapping, step after the finish"
+    "another wrapper or a hook waits for the gradient of a parameter: it would meet one in flight, "
+    "or step with this rank's. Wrap a module once, and step after the finish"
 )
 
 
@@ -81,41 +75,32 @@ class Guard:
     """What has happened since the last `finish_gradient_synchronization`.
 
     shards: what the optimizer updates in place of parameters. places: for each parameter that stays
-    in the module and trains, what must not change of it. arrived: the parameters whose gradient has
-    arrived in the step's last backward (ZeRO-2: in the latest one). expected: what `.grad` must be
-    until the next finish, for the parameters and shards that have a gradient.
+    in the module and trains, what must not change of it. markers: for each parameter and shard
+    whose gradient is incomplete, the `NoGradient` in its place, and the gradient.
     """
 
     def __init__(self, sync):
         self.sync = ref(sync)
         sync.__deepcopy__ = self.__deepcopy__  # else a process group would fail first
         self.root = ref(sync if isinstance(sync, nn.Module) else sync.module)
-        self.reduces_every_backward = getattr(sync, "zero_stage", 1) == 2
         flat = [*getattr(sync, "buckets", ()), *getattr(sync, "units", ())]
         # frozen shards do not count: in 15 the parameters that train are beside them
         self.shards = {x.shard for x in flat if hasattr(x, "shard") and x.shard.requires_grad}
-        self.places = {p: self.place(p) for p in sync.module.parameters() if p.requires_grad}
-        self.arrived: set[Tensor] = set()
-        self.expected: dict[Tensor, Tensor | None] = {}
-        self.grad_places: dict[Tensor, int] = {}
-        self.hooks: dict[Tensor, list[int]] = {}
-        self.version = 0  # of the parameter whose hooks are running
-        self.in_flight: dict[object, int] = {}  # per bucket whose reduction has begun, its version
+        self.places = self.find_places()
+        self.markers: dict[Tensor, tuple[NoGradient, Tensor | None]] = {}
+        self.is_incomplete = False  # whether a gradient has arrived, maybe under no_sync()
         self.versions: list[int] = []  # of the parameters, when a forward begins
         self.has_no_float16 = not self.shards  # else the first graph is searched
         self.root().register_forward_pre_hook(weak(self.before_forward))
         self.root().register_forward_hook(weak(self.after_forward))
         for param in self.places:
-            if GUARDS.get(param, lambda: None)() is not None:
-                raise ValueError("another wrapper averages a parameter of this module: use one")
-            GUARDS[param] = ref(self)
-            first = param.register_post_accumulate_grad_hook(weak(self.before_the_wrappers_hook))
-            hooks = first.hooks_dict_ref()  # in the order in which they run: this one comes first
-            hooks.update({i: hooks.pop(i) for i in [*hooks] if i != first.id})
-            if not isinstance([*hooks.values()][-1], weak):  # the wrapper's is not the last
-                raise RuntimeError(HOOKS)
-            param.register_post_accumulate_grad_hook(weak(self.after_the_wrappers_hook))
-            self.hooks[param] = [*hooks]
+            hooks = param._post_accumulate_grad_hooks or {}
+            # not those that a wrapper has left which no longer exists
+            found = [h for h in hooks.values() if not isinstance(h, weak) or h.method()]
+            if len(found) > hasattr(sync, "mark_ready"):  # the wrapper's own hook
+                raise ValueError(HOOKS)
+            hooks.clear()
+            param.register_post_accumulate_grad_hook(weak(self.mark_ready))
         if hasattr(sync, "units"):
             # not at the top: whoever copies 02 does not need that file
             from common.unit_parameters import watch_units
@@ -124,6 +109,13 @@ class Guard:
 
     def __deepcopy__(self, _):
         raise RuntimeError("a copy would not be synchronized: copy the module that is wrapped")
+
+    def find_places(self) -> dict[Tensor, tuple]:
+        # sharded units make `parameters()` an error
+        params = (p for module in self.root().modules() for p in module._parameters.values())
+        trained = {p for p in params if p is not None and p.requires_grad} - self.shards
+        # DDP's values may move
+        return {p: (p.shape, p.data_ptr() if self.shards else None) for p in trained}
 
     # ---- in forward ----
 
@@ -134,105 +126,82 @@ class Guard:
         if [p._version for p in self.places] != self.versions:
             raise RuntimeError("a forward has changed a parameter in place, maybe by its own data")
         if torch.is_grad_enabled() and not self.has_no_float16:
-            forbid_float16_in_graph(output)
+            forbid_float16(output)
             self.has_no_float16 = True
 
     # ---- in backward ----
 
-    def before_the_wrappers_hook(self, param: nn.Parameter) -> None:
-        """Called when autograd has accumulated a gradient, before the wrapper's own hook."""
+    def mark_ready(self, param: nn.Parameter) -> None:
+        """Called by autograd in place of the wrapper's `mark_ready`, which it calls."""
+        sync = self.sync()
         if torch.is_grad_enabled() or param.grad.is_sparse:
             raise RuntimeError("create_graph=True and sparse=True are not supported")
-        if self.place(param) != self.places[param]:
-            raise RuntimeError(NOT_AS_WRAPPED)
-        if [*param._post_accumulate_grad_hooks] != self.hooks[param]:
+        if len(param._post_accumulate_grad_hooks) > 1:
             raise RuntimeError(HOOKS)
-        self.version = param._version
-        if self.reduces_every_backward and len(self.arrived) == len(self.places):
-            self.arrived.clear()
-        if param in self.arrived:
-            raise RuntimeError(TWICE)
-        if self.sync().synchronizes:
-            if not self.arrived:  # it is the first gradient
+        if param in self.markers:  # but no longer in place of its gradient
+            raise RuntimeError(NOT_AS_LEFT)
+        self.is_incomplete = True
+        if not hasattr(sync, "mark_ready"):  # 15, which averages in the finish
+            return
+        sync.mark_ready(param)
+        grad, flat = param.grad, sync.bucket_of[param].grads
+        if grad is not None and grad.untyped_storage() is not flat.untyped_storage():
+            raise RuntimeError("p.grad.data was replaced, or the model moved with gradients")
+        if sync.synchronizes:
+            if not self.markers:  # it is the first gradient
                 for shard in self.shards:
                     self.forbid_gradient(shard)
-            self.arrived.add(param)
+            self.forbid_gradient(param)
+            is_last = len(self.markers) == len(self.shards) + len(self.places)
+            if is_last and getattr(sync, "zero_stage", 1) == 2:  # another backward may follow
+                for param in self.places:
+                    _, param.grad = self.markers.pop(param)
 
-    def after_the_wrappers_hook(self, param: nn.Parameter) -> None:
-        """Called after the wrapper's own hook."""
-        if param._version != self.version:  # by a hook from before the wrapper's
-            raise RuntimeError(HOOKS)
-        sync, self.expected[param] = self.sync(), param.grad
-        if hasattr(sync, "buckets") and not self.reduces_every_backward:  # 15 has no buckets
-            for bucket in sync.buckets[len(self.in_flight) : sync.launched]:
-                self.in_flight[bucket] = bucket.grads._version
-        if not self.shards:  # DDP, whose buckets stay until the next finish
-            self.check_grad_place(param)
-
-    def check_grad_place(self, param: nn.Parameter) -> None:
-        place = param.grad.data_ptr()
-        if self.grad_places.setdefault(param, place) != place:
-            raise RuntimeError("p.grad.data was replaced, or the model moved with gradients")
-
-    def forbid_gradient(self, shard: Tensor) -> None:
-        """Make any use of `shard.grad` an error until the gradients are complete."""
-        if shard.grad is not self.expected.get(shard):
+    def forbid_gradient(self, tensor: Tensor) -> None:
+        """Make any use of `tensor.grad` an error until the next finish."""
+        if tensor in self.shards and tensor.grad is not None:  # it is of the last step
             raise RuntimeError(NOT_AS_LEFT)
-        if shard not in self.expected:
-            self.expected[shard] = shard.grad = NoGradient(shard)
+        self.is_incomplete = True
+        marker = NoGradient(tensor)
+        self.markers[tensor] = marker, tensor.grad
+        tensor.grad = marker
 
     # ---- after backward ----
 
     def finish(self) -> None:
         """In place of the wrapper's `finish_gradient_synchronization`, which it calls."""
-        self.check_parameters()
-        if any(tensor.grad is not grad for tensor, grad in self.expected.items()):
-            raise RuntimeError(NOT_AS_LEFT)
-        if any(bucket.grads._version != version for bucket, version in self.in_flight.items()):
-            raise RuntimeError(NOT_AS_LEFT)
-        for param in self.grad_places:
-            self.check_grad_place(param)
-        self.grad_places.clear()
-        self.in_flight.clear()
-        for shard in self.shards & self.expected.keys():
-            shard.grad = None
+        if self.find_places() != self.places:
+            raise RuntimeError(NOT_AS_WRAPPED)
+        for tensor, (marker, grad) in self.markers.items():
+            if tensor.grad is not marker:
+                raise RuntimeError(NOT_AS_LEFT)
+            tensor.grad = grad
         sync = self.sync()
         type(sync).finish_gradient_synchronization(sync)
-        if self.shards and self.expected:  # the optimizer does not use the parameters' own
+        if self.shards:  # the optimizer does not use the parameters' own
             for param in self.places:
                 param.grad = NoGradient(param)
-        self.expected.clear()
-        self.arrived.clear()
-
-    def check_parameters(self) -> None:
-        trained = {p for p in self.root().parameters() if p.requires_grad}
-        if trained != self.places.keys() or any(self.place(p) != self.places[p] for p in trained):
-            raise RuntimeError(NOT_AS_WRAPPED)
-
-    def place(self, param: nn.Parameter) -> tuple:
-        return param.shape, param.data_ptr() if self.shards else None  # DDP's values may move
+        self.markers.clear()
+        self.is_incomplete = False
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         """Called before a step of any optimizer."""
-        params = params_of(optimizer)
-        if self.expected and not params.isdisjoint(self.shards | self.places.keys()):
+        updated = self.own_params(optimizer)
+        if updated and self.is_incomplete:
             raise RuntimeError("incomplete: step() before finish_gradient_synchronization()")
-        if self.shards and self.places and optimizer is not self.sync().optimizer:
-            if not params.isdisjoint(self.shards):
-                raise RuntimeError("no all-gather: only `.optimizer` of the wrapper takes steps")
+        if updated & self.shards and self.places and optimizer is not self.sync().optimizer:
+            raise RuntimeError("no all-gather: only `.optimizer` of the wrapper takes steps")
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_) -> None:
         """Count the step as a change, which `fused=True` does not do: older graphs are stale."""
-        params = params_of(optimizer)
-        if params.isdisjoint(self.shards | self.places.keys()):
-            return
-        increment_version([p for p in params if p.grad is not None])
-        if self.shards:
+        updated = self.own_params(optimizer)
+        increment_version([p for p in updated if p.grad is not None])
+        if updated & self.shards:
             increment_version([*self.places])
 
-
-def params_of(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    return {p for group in optimizer.param_groups for p in group["params"]}
+    def own_params(self, optimizer: torch.optim.Optimizer) -> set[Tensor]:
+        params = {p for group in optimizer.param_groups for p in group["params"]}
+        return params & (self.shards | self.places.keys())
 
 
 class NoGradient(Tensor):
@@ -246,6 +215,9 @@ class NoGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        fix = "after backward come finish_gradient_synchronization(), clipping by the class that "
-        fix += "shards, step() and zero_grad()"
-        raise RuntimeError(f"this gradient is incomplete or sharded ({function}): {fix}")
+        raise RuntimeError(
+            f"this gradient is incomplete or sharded ({function}): every backward of a step but "
+            "the last belongs in no_sync(); after the last come finish_gradient_synchronization(), "
+            "clipping by the class that shards, step() and zero_grad(); a checkpoint() needs "
+            "use_reentrant=False"
+        )

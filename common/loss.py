@@ -96,11 +96,7 @@ def _loss_of_chunk(x, weight, targets, count, grad_x, grad_weight) -> Tensor:
 
 
 def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    rows: int | None = None,
-    count: Tensor | None = None,
+    x: Tensor, weight: Tensor, targets: Tensor, rows: int | None = None, count: Tensor | None = None
 ) -> Tensor:
     """Mean cross-entropy (float32 scalar) of logits x W^T against targets, in chunks of `rows`.
 

@@ -31,15 +31,6 @@ class Shard:
         self.full_shape = torch.Size(full_shape)
         self.chunks = {torch.Size(offset): tensor for offset, tensor in chunks}
 
-    def within(self, dim: int, group: dist.ProcessGroup) -> Shard:
-        """The same chunks as parts of a larger tensor, which is split evenly along `dim` over
-        `group`, and of which `full_shape` has been this rank's shard."""
-        first, shape = [0] * len(self.full_shape), list(self.full_shape)
-        first[dim] = dist.get_rank(group) * shape[dim]
-        shape[dim] *= dist.get_world_size(group)
-        offsets = (map(sum, zip(first, offset, strict=True)) for offset in self.chunks)
-        return Shard(shape, zip(offsets, self.chunks.values(), strict=True))
-
     def map(self, function: Callable[[Tensor], Tensor]) -> Shard:
         return Shard(self.full_shape, [(o, function(t)) for o, t in self.chunks.items()])
 
@@ -77,21 +68,26 @@ def tensors_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str,
     return {"model": parameter.detach(), **moments}
 
 
-def training_state(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    shard_dims: dict[str, int] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> State:
-    """The tensors of a plain model and its AdamW, by their names in a checkpoint.
-
-    shard_dims: the dimension along which a parameter is sharded evenly over `group`, by name.
-    """
+def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """The tensors of a plain model and its AdamW, by their names in a checkpoint."""
     state: State = {f"model.{name}": buffer for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
         tensors = tensors_of(optimizer, parameter)
-        if shard_dims and name in shard_dims:
-            parts = {k: Shard(t.shape, [([0] * t.dim(), t)]) for k, t in tensors.items()}
-            tensors = {k: part.within(shard_dims[name], group) for k, part in parts.items()}
         state |= {f"{kind}.{name}": t for kind, t in tensors.items()}
     return state
+
+
+def split_over(group: dist.ProcessGroup, dims: dict[str, int], state: State) -> State:
+    """The same state, where each parameter in `dims`, and its moments, are this rank's part of a
+    larger tensor, which is split evenly over `group` along that dimension."""
+    parts: State = {}
+    for name, dim in dims.items():
+        for key in (f"model.{name}", f"optim.exp_avg.{name}", f"optim.exp_avg_sq.{name}"):
+            part = state[key]
+            chunks = part.chunks if isinstance(part, Shard) else {(0,) * part.dim(): part}
+            shape = list(part.size())
+            first = dist.get_rank(group) * shape[dim]
+            shape[dim] *= dist.get_world_size(group)
+            moved = [((*o[:dim], o[dim] + first, *o[dim + 1 :]), t) for o, t in chunks.items()]
+            parts[key] = Shard(shape, moved)
+    return state | parts

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import NamedTuple
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -15,39 +14,35 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 
-from common.collectives import FLOAT16, check_same, forbid_float16
+from common.collectives import FLOAT16, check_same
 
 
 def units_with_values(
     module: nn.Module, units: list[nn.Module], may_be_meta: bool = False
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each unit's full name and the unit.
+) -> list[tuple[str, nn.Module]]:
+    """Each unit's full name and the unit.
 
     ValueError unless each parameter is in one unit alone, trains, has the dtype of the others, no
     hooks, and values. may_be_meta: the parameters, but not the buffers, may be on the meta device.
     """
     names = {unit: name for name, unit in module.named_modules()}
     users = Counter(p for unit in units for p in unit.parameters())
-    paths = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
-    locations = Counter(map(_location, module.parameters()))
-    dtype = next(module.parameters()).dtype
-    for name, p in module.named_parameters():
-        if users[p] != 1 or paths[p] != 1 or (locations[_location(p)] != 1 and p.numel()):
+    named = list(module.named_parameters(remove_duplicate=False))
+    locations = Counter(_location(p) for _, p in named)
+    for name, p in named:
+        if users[p] != 1 or (locations[_location(p)] != 1 and p.numel()):
             raise ValueError(f"{name}: tied, in no unit, or in several")
-        if not p.requires_grad or p.dtype != dtype or not p.is_floating_point():
+        if not p.requires_grad or p.dtype != named[0][1].dtype or not p.is_floating_point():
             raise ValueError(f"{name}: frozen, complex, or of another dtype than the others")
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise ValueError(f"{name}: has hooks, which its shard would lose")
-    del users, paths, locations, name, p  # else the full parameters would stay alive here
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(f"{name}: a buffer without values on the meta device")
+    for name, tensor in [*([] if may_be_meta else named), *module.named_buffers()]:
+        if tensor.is_meta:
+            raise ValueError(f"{name}: without values on the meta device")
     for unit in units:
-        params = list(unit.parameters())
-        if not params or (any(p.is_meta for p in params) and not may_be_meta):
-            raise ValueError(f"{names[unit]}: no parameters, or without values on the meta device")
-        del params
-        yield names[unit], unit
+        if not list(unit.parameters()):
+            raise ValueError(f"{names[unit]}: no parameters")
+    return [(names[unit], unit) for unit in units]
 
 
 def _location(p: Tensor) -> tuple[torch.UntypedStorage, int]:
@@ -68,11 +63,9 @@ def check_options(
         raise ValueError("replicate_group needs a shard_group: by default all ranks shard")
     if device.type == "meta":
         raise ValueError("read_shard needs a device: the meta device is none")
-    if torch.float16 in options:
-        raise ValueError(FLOAT16)
     dtypes = {dtype for dtype in options if isinstance(dtype, torch.dtype)}
     if not dtypes <= {torch.bfloat16, torch.float32, torch.float64}:
-        raise ValueError(f"{dtypes} would drop digits of weights or gradients: use bfloat16")
+        raise ValueError(f"{dtypes}: weights or gradients lose digits or overflow: use bfloat16")
     for each in module.modules():  # options[0]: param_dtype
         statistics = getattr(each, "running_mean", None)  # of a BatchNorm
         if None not in (statistics, each._parameters.get("weight"), options[0]):
@@ -186,53 +179,47 @@ def cast_inputs(args: tuple, kwargs: dict, dtype: torch.dtype | None) -> tuple[t
 
 def watch_units(guard, units: list) -> None:
     """Put checks around a unit's forward, and around what `saved_tensors_hooks` calls. Where only
-    shards train, watch their gradients, and forbid the module's parameters."""
+    shards train, forbid the module's parameters."""
     for unit in units:
-        unit.module_forward = partial(checked_forward, unit, unit.module_forward)
+        unit.module_forward = partial(checked_forward, guard, unit, unit.module_forward)
         unit.pack = partial(checked_pack, unit, unit.pack)
         unit.unpack = partial(checked_unpack, unit.unpack)
-    if guard.places:  # in 15: the adapters
-        return
-    for shard in guard.shards:
-        shard.register_hook(partial(after_backward, ref(guard), ref(shard)))
-    forbid_parameters(guard.root())
-    guard.check_parameters = partial(check_no_parameters, guard.root, guard.shards)
+    if not guard.places:  # in 15: the adapters
+        forbid_parameters(guard.root())
 
 
-def checked_forward(unit, forward: Callable, *args, **kwargs):
-    """RuntimeError if the unit changes a parameter in place. ValueError if it is in float16."""
-    params = [getattr(owner, name) for owner, name in unit.owners]  # while it computes
-    forbid_float16(params)
+def checked_forward(guard, unit, forward: Callable, *args, **kwargs):
+    """RuntimeError if the unit changes a parameter in place."""
     full, version = unit.full, unit.full._version
-    if params[0].requires_grad:
-        params[0].grad_fn.register_prehook(partial(check_backward, unit, unit.shard._version))
+    gather = getattr(*unit.owners[0]).grad_fn  # a parameter's, while the unit computes
+    if gather is not None:
+        gather.register_prehook(partial(check_backward, guard, unit, unit.shard._version))
     output = forward(*args, **kwargs)
     if full._version != version:
         raise RuntimeError("a unit has changed a parameter in place")
     return output
 
 
-def check_backward(unit, version: int, grads: tuple[Tensor | None, ...]) -> None:
+def check_backward(guard, unit, version: int, grads: tuple[Tensor | None, ...]) -> None:
     """Called before `Gather.backward`."""
+    shard = unit.shard
     if torch.is_grad_enabled():
         raise RuntimeError("create_graph=True: the reduced gradients have no graph")
-    if unit.shard._version != version:
+    if shard._version != version:
         raise RuntimeError("backward through a graph from before the optimizer's last step")
     if any(grad is None for grad in grads):
         raise RuntimeError(f"unit {unit.name} has not used all of its parameters")
-
-
-def after_backward(guard: ref, shard: ref, grad: Tensor | None) -> None:
-    """Called when a unit's backward has ended. grad: None in 04 and 12, still to be reduced."""
-    if grad is None and guard() is not None:
-        if len(shard()._backward_hooks) > 1 or shard()._post_accumulate_grad_hooks:
-            raise RuntimeError("a hook on a shard would get no gradient: hook a unit's output")
-        try:  # private; raises within autograd.grad(), which would get no gradient from here
-            torch._C._will_engine_execute_node(get_gradient_edge(shard()).node)
-        except RuntimeError as error:
-            fix = "call backward() and read .grad after finish_gradient_synchronization()"
-            raise RuntimeError(f"no autograd.grad() of shards: {fix}") from error
-        guard().forbid_gradient(shard())
+    if not hasattr(unit, "average"):  # in 03 autograd gets the gradient at once
+        return
+    if shard._backward_hooks or shard._post_accumulate_grad_hooks:
+        raise RuntimeError("a hook on a shard would get no gradient: hook a unit's output")
+    try:  # private; raises within autograd.grad(), which would get no gradient from here
+        torch._C._will_engine_execute_node(get_gradient_edge(shard).node)
+    except RuntimeError as error:
+        fix = "call backward() and read .grad after finish_gradient_synchronization()"
+        raise RuntimeError(f"no autograd.grad() of shards: {fix}") from error
+    if shard not in guard.markers:
+        guard.forbid_gradient(shard)
 
 
 def checked_pack(unit, pack: Callable, tensor: Tensor) -> tuple:
@@ -266,10 +253,3 @@ def forbid_parameters(module: nn.Module) -> None:
         each._apply = each.__deepcopy__ = fail
         if not list(each.named_parameters()):  # a wrapper lists its shards
             each.named_parameters = fail  # `parameters()` calls it
-
-
-def check_no_parameters(module: ref, shards: set[Tensor]) -> None:
-    """RuntimeError if a module has a parameter of its own: nobody would average it."""
-    for name, each in module().named_modules():
-        if not {None, *shards}.issuperset(each._parameters.values()):
-            raise RuntimeError(f"{name}: a parameter was added or replaced after sharding")

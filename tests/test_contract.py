@@ -315,7 +315,10 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "frozen": (of_linear(lambda linear: linear.bias.requires_grad_(False)), {ABSENT: "frozen"}),
     "a hook": (of_linear(lambda it: it.bias.register_hook(torch.zeros_like)), {ABSENT: "hooks"}),
     "mixed dtypes": (of_linear(nn.Module.double), {ABSENT: "dtype"}),
-    "float16": (changed(nn.Module.half), {(*STAGES_1_2, *UNITS): "float16", SSD: "not float32"}),
+    "float16": (
+        loop(lambda t: t.model(batch().half()), partial(chain, change=nn.Module.half)),
+        {(*STAGES_1_2, *UNITS): "float16", SSD: "not float32"},
+    ),
     "autocast to float16": (loop(train_in_float16), {(*STAGES_1_2, *ABSENT): "float16"}),
     "float16 in a unit": (like("", "float16"), {(*STAGES_1_2, *ABSENT): "float16"}),
     "float16 in a checkpointed unit": (
@@ -371,7 +374,7 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     ),
     "a unit that one micro-batch skips": (  # ZeRO-2 reduces each micro-batch
         loop(lambda t: backward(skipped_at_first, t.model, partial(no_sync_of, t.sync))),
-        {("zero-2",): "came twice"},
+        {("zero-2",): "incomplete"},
     ),
     "a unit alone": ("unit_alone finish", {REPLICAS: "left out"}),
     "a backward that misses units": (like("detached"), {REPLICAS: "left out"}),
@@ -390,9 +393,9 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "autograd.grad of the shards": ("grad_of_shards", {FSDP: "no autograd.grad"}),
     "a hook after the guard": (
         "late_hooks train",
-        {REPLICAS: "before wrapping", FSDP: "hook a unit's output"},
+        {REPLICAS: "a hook waits", FSDP: "hook a unit's output"},
     ),
-    "a hook before the guard": (hook_before_the_guard, {REPLICAS: "before wrapping"}),
+    "a hook before the guard": (hook_before_the_guard, {REPLICAS: "a hook waits"}),
     "a tensor hook on a shard": ("late_tensor_hooks train", {FSDP: "hook a unit's output"}),
     "an update in backward": (
         changed(
@@ -402,7 +405,7 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
         ),
         {REPLICAS: "step after the finish"},
     ),
-    "gradients clipped in flight": ("backward clip finish", {AT_THE_END: "not as it was left"}),
+    "gradients clipped in flight": ("backward clip finish", {AT_THE_END: "incomplete"}),
     "second backward": ("backward backward", {AT_THE_END: "no_sync"}),
     "no_sync too late": ("backward backward+", {AT_THE_END: "no_sync"}),
     "failed backward": (
@@ -415,6 +418,7 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "a parameter changed in an evaluation": (loop(changed_in_an_evaluation), {ABSENT: "in place"}),
     # of the order of a step
     "step before finish": ("backward step", {(*DDP, *FSDP): "incomplete", SSD: "and a finish"}),
+    "step under no_sync": ("backward+ step", {AT_THE_END: "incomplete"}),
     "another inner optimizer": ("replace_inner", {STAGES_1_2: "has no setter"}),
     "an optimizer from elsewhere": (
         "backward finish step_elsewhere",
@@ -433,12 +437,16 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     ),
     "model.zero_grad": ("backward finish step model.zero_grad backward", {STAGES_1_2: ONE_STEP}),
     "clipping before finish": ("backward clip_ours", {(*STAGES_1_2, *FSDP): "incomplete"}),
-    "zero_grad between micro-batches": ("backward+ zero_grad backward", {FSDP: ONE_STEP}),
+    "zero_grad between micro-batches": ("backward+ zero_grad backward finish", {FSDP: ONE_STEP}),
     "zero_grad before finish": ("backward zero_grad finish", {(*DDP, *FSDP): ONE_STEP}),
-    "gradients replaced before finish": ("backward scale_grads finish", {DDP: "as it was"}),
-    "other data": ("backward replace_grads finish", {DDP: "was replaced"}),
+    "gradients replaced before finish": ("backward scale_grads finish", {DDP: "incomplete"}),
+    "other data": ("backward replace_grads finish", {DDP: "incomplete"}),
+    "other data under no_sync": (
+        "backward+ replace_grads backward",
+        {AT_THE_END: "was replaced"},
+    ),
     # of the model, after it was wrapped
-    "a new layer": ("add_layer backward finish", {REPLICAS: "wrapped", ABSENT: "shard"}),
+    "a new layer": ("add_layer backward finish", {(*ALL, *SSD): "wrapped"}),
     "another layer": ("replace_layer backward finish", {REPLICAS: "wrapped", ABSENT: "not used"}),
     "all parameters assigned": ("assign backward finish", {REPLICAS: "before they are"}),
     "frozen afterwards": ("train freeze train", {REPLICAS: "freeze"}),
