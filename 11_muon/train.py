@@ -70,7 +70,8 @@ def reduce_gradients(named_parameters: Iterable[tuple[str, nn.Parameter]], muon:
     for param in owners:
         param.grad = param.grad / n_ranks  # not in place: gradients may share memory
     average_gradients([(name, p) for name, p in named if p not in owners], group)
-    reductions = [reduce(p.grad, owner, group, async_op=True) for p, owner in owners.items()]
+    options = dict(group=group, async_op=True)
+    reductions = [reduce(p.grad, group_dst=owner, **options) for p, owner in owners.items()]
     for param, reduction in zip(owners, reductions, strict=True):
         reduction.wait()
         if param not in muon.owned:  # a reduce may leave a partial sum here: make its use an error

@@ -151,20 +151,10 @@ def broadcast(tensor: Tensor, src: int | None = None, group: Group = None, **kwa
     return dist.broadcast(tensor, src, group=group, **kwargs)
 
 
-def reduce(
-    tensor: Tensor, group_dst: int, group: Group = None, async_op: bool = False
-) -> Work | None:
-    """Sum into the tensor of the rank `group_dst` of the group; other ranks' are undefined."""
+def reduce(tensor: Tensor, dst: int | None = None, group: Group = None, **kwargs) -> Work | None:
+    """Sum into one rank's tensor; the other ranks' are undefined."""
     ledger.record("reduce", tensor.nbytes, _ring_factor(group), group)
-    if not _is_gloo(tensor, group):
-        return dist.reduce(tensor, group=group, group_dst=group_dst, async_op=async_op)
-    # Gloo's reduce takes about as long as its all-reduce. Here the root gets every rank's tensor.
-    is_root = dist.get_rank(group) == group_dst
-    by_rank = tensor.new_empty(dist.get_world_size(group) * is_root, *tensor.shape)
-    parts = [*by_rank] if is_root else None
-    work = dist.gather(tensor.contiguous(), parts, group=group, async_op=True, group_dst=group_dst)
-    summed = _WorkWithEnd(work, lambda: is_root and torch.sum(by_rank, 0, out=tensor))
-    return summed if async_op else summed.wait()
+    return dist.reduce(tensor, dst, group=group, **kwargs)
 
 
 def isend(tensor: Tensor, dst: int | None = None, group: Group = None, **kwargs) -> Work | None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from common.batches import global_batch
-from common.collectives import all_reduce_control
 from common.distributed import print0
 from common.instructions import Spans
 from common.llama import Llama, LlamaConfig
@@ -119,16 +118,19 @@ def output_folder(
     out = Path(args.out or run.folder / name)
     digest = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
     aside = out.absolute().with_name(f".{out.name}.writing-{digest}")  # others may have this --out
-    done = exists(run.folder / "checkpoints" / f"step-{args.steps:08}")
-    votes = torch.tensor([float(exists(out)), float(done)])  # file systems may lag on some ranks
-    is_there, is_done = (all_reduce_control(votes) > 0).tolist()
-    if is_there and not is_done:
-        fail(f"--out {out} is already there: move it away, or pass another folder")
-    if not is_there and name == "model":
+    if run.of_rank_0("--out", exists, out):
+        if not run.of_rank_0("--out", exists, last_checkpoint(args, run)):
+            fail(f"--out {out} is already there: move it away, or pass another folder")
+        return None, aside
+    if name == "model":
         run.of_rank_0("--out", files.try_to_prepare, aside)
-    elif not is_there:
+    else:
         run.of_rank_0("--out", check_writable, out)
-    return None if is_there else out, aside
+    return out, aside
+
+
+def last_checkpoint(args: Arguments, run: Run) -> Path:
+    return run.folder / "checkpoints" / f"step-{args.steps:08}"
 
 
 def write_output(
@@ -139,8 +141,7 @@ def write_output(
     try:
         write()
     except OSError as error:
-        last = run.folder / "checkpoints" / f"step-{args.steps:08}"
-        if not run.of_rank_0("--out", exists, last):
+        if not run.of_rank_0("--out", exists, last_checkpoint(args, run)):
             run.checkpoints.save(args.steps, state, args.keep_checkpoints)
             run.checkpoints.wait()
         again = f"the same flags and --run-dir {run.folder} write it, without training"

@@ -53,17 +53,6 @@ def job_id() -> str:
     return "-".join([*names, env["SUBMITTED"]] if "SUBMITTED" in env and names[0] else names)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether another process of this host has the id."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, TypeError):
-        return False
-    except PermissionError:  # another user's
-        pass
-    return pid != os.getpid()
-
-
 def claim(path: str | None, parent: Path, command: list[str]) -> tuple[Path, int, str]:
     """Make the run's folder, and lock it until this process ends or closes the lock.
 
@@ -95,7 +84,8 @@ def claim(path: str | None, parent: Path, command: list[str]) -> tuple[Path, int
             is_held = not is_lost
         else:
             warn(f"{folder} is on a file system without locks: start no second run there: {error}")
-            is_held = last["host"] == ours["host"] and is_alive(last["pid"])
+            is_alive = Path(f"/proc/{last['pid']}").exists() and last["pid"] != os.getpid()
+            is_held = last["host"] == ours["host"] and is_alive
         if is_held:
             os.close(lock)
             found = f"another run writes to {folder} ({who}): pass another --run-dir"
