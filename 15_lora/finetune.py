@@ -41,7 +41,7 @@ def pack(lengths: Sequence[int], n_ranks: int, max_tokens: int) -> list[list[int
     """Distribute documents over micro-batches; returns the indices of each micro-batch's documents.
 
     From the longest to the shortest, each goes into the micro-batch with the fewest tokens. The
-    number of micro-batches is the lowest multiple of `n_ranks` for which all of them fit.
+    number of micro-batches is the lowest multiple of `n_ranks` with which this succeeds.
     """
     count = math.ceil(sum(lengths) / (max_tokens * n_ranks)) * n_ranks
     while True:
@@ -65,8 +65,10 @@ def side_by_side(documents: Documents, device: torch.device) -> MicroBatch:
         targets.append(torch.full_like(ids[1:], IGNORED))
         for begin, end in spans:  # of an answer; a token's target is the next token
             targets[-1][begin - 1 : end - 1] = ids[begin:end]
-    joined = (torch.cat(each).to(device, non_blocking=True) for each in (inputs, targets))
-    return *joined, tuple(map(len, inputs))
+    joined = [torch.cat(inputs), torch.cat(targets)]
+    if device.type == "cuda":  # else the copies may wait for the previous step
+        joined = [each.pin_memory() for each in joined]
+    return *(each.to(device, non_blocking=True) for each in joined), tuple(map(len, inputs))
 
 
 def count_targets(micro_batches: list[MicroBatch]) -> Tensor:

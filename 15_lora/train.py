@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 from functools import partial
@@ -204,7 +205,8 @@ def write_adapter(model: FullyShardedFrozen, config: dict, out: Path, aside: Pat
     text = json.dumps(config | {"target_modules": kinds}, indent=2)
 
     def write() -> None:
-        aside.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)  # what a killed process has left
+        aside.mkdir(parents=True)
         write_tensors(aside / "adapter_model.safetensors", named)
         (aside / "adapter_config.json").write_text(text, "utf-8")
 

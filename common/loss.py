@@ -65,8 +65,15 @@ class LinearCrossEntropy(torch.autograd.Function):
     @forbid_create_graph
     def backward(ctx, grad: Tensor):
         # not in place: a second backward (retain_graph) must find them unchanged
-        grads = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]
+        grads = [None if g is None else _scaled(g, grad) for g in ctx.saved_tensors]
         return *grads, None, None, None
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    if grad.dtype != torch.bfloat16:
+        return grad * factor.to(grad.dtype)
+    # in float32, some rows at a time: bfloat16 would round the factor, such as 1/3
+    return torch.cat([(rows.float() * factor).bfloat16() for rows in grad.split(4096)])
 
 
 def _loss_of_chunk(x, weight, targets, count, grad_x, grad_weight) -> Tensor:

@@ -224,6 +224,17 @@ def test_gradient_of_a_bf16_head_is_as_exact_with_many_chunks():
         assert grad.dtype == torch.bfloat16 and (grad - exact).norm() / exact.norm() < 6e-3
 
 
+def test_a_factor_of_the_loss_is_not_rounded_to_bfloat16():
+    """As 1/3 for three micro-batches would be, to 1.002/3."""
+    inputs = normal(1024, 32).bfloat16(), normal(64, 32, seed=1).bfloat16()
+    targets = torch.arange(1024) % 64
+    _, *whole = loss_and_gradients(linear_cross_entropy, *inputs, targets)
+    _, *third = loss_and_gradients(linear_cross_entropy, *inputs, targets, scale=1 / 3)
+    for a, b in zip(third, whole, strict=True):
+        ratio = (a.double() * b.double()).sum() / b.double().square().sum()
+        assert abs(3 * ratio - 1) < 5e-4
+
+
 def test_chunked_loss_never_materializes_the_logits():
     x = normal(512, 16).requires_grad_()
     weight = normal(2048, 16, seed=1).requires_grad_()
