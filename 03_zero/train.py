@@ -68,12 +68,11 @@ from common.unit_parameters import (
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.distributed import World
-from common.flat_shards import state_of_flat_tensors
 from common.guards import guard
 from common.loss import IGNORED
 from common.model import Transformer, init_weights
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.shards import State, tensors_of
+from common.shards import State, state_of_flat_tensors, tensors_of
 
 from common.job.arguments import base_parser, check_arguments, model_config, positive
 from common.job.corpus import load_corpus
@@ -94,7 +93,7 @@ class ZeroRedundancyOptimizer:
 
     module: complete, with the same contiguous parameters on every rank. optimizer_class: for
     instance torch.optim.AdamW; defaults: its keyword arguments. process_group: the ranks that
-    shard; None for all. bucket_cap_mb: the most MB of one bucket, 1 of the first.
+    shard; None for all. bucket_cap_mb: the most MiB of one bucket, 1 of the first.
     """
 
     zero_stage = 1

@@ -74,12 +74,11 @@ from common.unit_parameters import (
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.distributed import World, group_along
-from common.flat_shards import state_of_flat_tensors
 from common.guards import guard
 from common.loss import IGNORED
 from common.model import Transformer, initial_shard
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.shards import State, tensors_of
+from common.shards import State, state_of_flat_tensors, tensors_of
 
 from common.job.arguments import base_parser, check_arguments, model_config, positive_int
 from common.job.corpus import load_corpus

@@ -61,10 +61,9 @@ from tensor_parallel import check_equal, shard_dims_of
 
 # isort: split
 from common.batches import eval_batches, train_batches
-from common.flat_shards import state_of_flat_tensors
 from common.loss import IGNORED
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.shards import State, split_over, tensors_of
+from common.shards import State, split_over, state_of_flat_tensors, tensors_of
 from pipeline import Pipeline, PipelineStage, interleaved_1f1b, units_of
 from tensor_parallel import all_reduce_replicated_gradients, init_shards, tensor_parallel
 

@@ -103,7 +103,8 @@ class Muon(torch.optim.Optimizer):
         settings = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__(list(owners), settings)
         self.owners, self.dtype, self.group = owners, dtype, group
-        self.owned = {p for p, owner in owners.items() if owner == dist.get_rank(group)}
+        # in their order, which decides the last bits of the global norm
+        self.owned = dict.fromkeys(p for p in owners if owners[p] == dist.get_rank(group))
         self.orthogonalize = torch.compile(orthogonalize, dynamic=False, disable=not compiles)
         for param in self.owned:
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
@@ -144,7 +145,7 @@ class Muon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
-        if set(self.state) != self.owned:
+        if self.state.keys() != self.owned.keys():
             raise ValueError("this is the momentum of another rank, or of another number of ranks")
 
 

@@ -55,12 +55,11 @@ from common.collectives import all_gather_single, all_reduce_control, norms_of_r
 # isort: split
 from common.batches import eval_batches, train_batches
 from common.distributed import World, print0
-from common.flat_shards import state_of_flat_tensors
 from common.guards import guard
 from common.loss import IGNORED
 from common.model import Transformer, initial_shard
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.shards import State
+from common.shards import State, state_of_flat_tensors
 
 from common.job.arguments import base_parser, check_arguments, model_config
 from common.job.corpus import load_corpus

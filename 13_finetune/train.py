@@ -48,11 +48,10 @@ from common.weight_files import WeightFiles, publish
 
 # isort: split
 from common.distributed import World, group_along, print0
-from common.flat_shards import state_of_flat_tensors
 from common.guards import guard
 from common.llama import Llama
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
-from common.shards import State, tensors_of
+from common.shards import State, state_of_flat_tensors, tensors_of
 from fsdp import FullyShardedDataParallel
 
 from common.job.arguments import check_memory

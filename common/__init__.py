@@ -8,7 +8,6 @@ optimization.py        AdamW's settings, the learning-rate schedule, clipping
 distributed.py         the ranks: joining the others, groups along a mesh, printing and saving once
 collectives.py         PyTorch's collectives, a ledger of their bytes, buckets, the global norm
 shards.py              what a rank has of each tensor of a checkpoint
-flat_shards.py         for 03, 04, 07 and 12 to 14: the same where a rank owns a flat slice
 guards.py              for 02 to 04 and 12 to 15: errors for loops that misuse a wrapper
 module_checks.py       for 05, 06 and 10: what is checked of a module that is replaced
 unit_parameters.py     for 03, 04 and 12 to 15: a model's units and parameters, and their checks

@@ -53,7 +53,9 @@ def _micro_batches(tokens: Tensor, batching: Batching, rank: int, size: int, ste
     """This rank's part of step `step`'s global batch: inputs, targets and keys of micro-batches."""
     n_windows = (len(tokens) - 1) // batching.seq_len  # without the last, shorter one
     indices = global_batch(batching.seed, step, batching.global_batch_size, n_windows)
-    share = batching.global_batch_size // size
+    share, rest = divmod(batching.global_batch_size, size)
+    if rest or share % batching.micro_batch_size:
+        raise ValueError(f"{batching} does not fit {size} ranks: no sample may be left out")
     first, end = rank * share, (rank + 1) * share
     inputs, targets = _windows(tokens, torch.tensor(indices[first:end]), batching.seq_len)
     keys = sample_keys(batching.seed, step, torch.arange(first, end))

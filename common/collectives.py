@@ -191,7 +191,7 @@ def average_gradients(
     """Make every gradient the average over the ranks of `group`: after a step's last backward.
 
     named_parameters: in the same order on all ranks; those that do not train are left out. The
-    gradients become views of flat buffers of one dtype and at most 25 MB, one all-reduce each.
+    gradients become views of flat buffers of one dtype and at most 25 MiB, one all-reduce each.
     RuntimeError, before any collective, if a gradient is missing, sparse or part of a graph.
     """
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
@@ -211,7 +211,7 @@ def average_gradients(
 def split_into_buckets(
     params: list[nn.Parameter], cap_mb: float, first_cap_mb: float = float("inf")
 ) -> list[list[nn.Parameter]]:
-    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MB.
+    """Split parameters, in order, into lists of one dtype and device and at most `cap_mb` MiB.
 
     The first list has at most `first_cap_mb`. A parameter above the cap gets a list of its own.
     """

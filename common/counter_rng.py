@@ -67,6 +67,8 @@ class CounterDropout(nn.Module):
 
     def __init__(self, p: float, site: int):
         super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"p is {p}, not at least 0 and below 1")
         self.p, self.site = p, site
         self.positions: Positions | None = None
 

@@ -104,6 +104,8 @@ def turns_without_answer(example: dict) -> int:
 def alpaca_texts(tokenizer, example: dict) -> Answers:
     if tokenizer.eos_token is None:
         raise ValueError("the tokenizer has no eos_token, so no answer would end")
+    if tokenizer("a")["input_ids"][-1:] != ids_of(tokenizer, ["a"], special=False)[0][-1:]:
+        raise ValueError("the tokenizer puts a token behind each text, also behind a prompt")
     given = text_of(example, "input") if example.get("input") is not None else ""
     context = ", paired with an input that provides further context" if given else ""
     given = f"### Input:\n{given}\n\n" if given else ""

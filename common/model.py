@@ -131,7 +131,8 @@ def rotate(x: Tensor, positions: Positions | None = None) -> Tensor:
         (a, b), (cos, sin) = pairs.unbind(-1), rotary_table.__wrapped__(*wanted).unbind(-1)
         turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
     else:
-        table = torch.view_as_complex(rotary_table(*wanted))
+        with torch.inference_mode(False):  # training uses it, too
+            table = torch.view_as_complex(rotary_table(*wanted))
         turned = torch.view_as_real(torch.view_as_complex(pairs) * table)
     return turned.flatten(-2).to(x.dtype)
 

@@ -155,7 +155,8 @@ def is_in_backward() -> bool:
 def is_in_checkpoint() -> bool:
     """Whether a checkpoint() decides what autograd saves; in backward it runs forward again."""
     # no public function tells this
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def is_lookup(unit: nn.Module) -> bool:

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from common.flat_shards import shard_of_flat_slice
 from common.model import Transformer, TransformerConfig, init_weights
-from common.shards import Shard, training_state
+from common.shards import Shard, shard_of_flat_slice, training_state
 
 from common.job import checkpoint_hooks as storage
 from common.job import launch

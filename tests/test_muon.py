@@ -155,7 +155,9 @@ def owned_here() -> list[bool]:
     """Of each matrix. This rank alone has its momentum, and its average gradient."""
     model, owners = model_and_owners()
     muon = stage.Muon(owners, lr=0.1)
-    assert {p for p in muon.state if "momentum_buffer" in muon.state[p]} == muon.owned
+    assert {p for p in muon.state if "momentum_buffer" in muon.state[p]} == muon.owned.keys()
+    order = [id(p) for p in owners]  # a set's would depend on the process, and so the norm's bits
+    assert [id(p) for p in muon.owned] == sorted(map(id, muon.owned), key=order.index)
     tokens = torch.arange(16)[None] + dist.get_rank()
     model(tokens, tokens + 1).backward()
     averages = [p.grad / dist.get_world_size() for p in model.parameters()]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.collectives import all_reduce_control, ledger
-from common.distributed import print0, replacing, save0, warn
+from common.distributed import print0, replacing, save0
 from common.model import TransformerConfig
 from common.shards import State
 
@@ -160,14 +160,7 @@ class Run:
         schedule = torch.profiler.schedule(wait=1, warmup=2, active=3, repeat=1)
         folder, name = str(self.folder / "profile"), f"rank{rank()}"
         write = torch.profiler.tensorboard_trace_handler(folder, name)
-
-        def save(profiler: torch.profiler.profile) -> None:
-            try:
-                write(profiler)
-            except (OSError, RuntimeError) as error:
-                warn(f"no trace in {folder}: {error}")
-
-        return torch.profiler.profile(schedule=schedule, on_trace_ready=save)
+        return torch.profiler.profile(schedule=schedule, on_trace_ready=write)
 
     def evaluates(self, step: int) -> bool:
         return self._is_due(step, self.args.eval_every)
