@@ -9,12 +9,9 @@ import random
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -106,7 +103,7 @@ def on_meta(folder: Path) -> tuple[Llama, WeightFiles]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """A folder of models, with a tokenizer each."""
+    """A folder of models, with a tokenizer each but the large one."""
     folder = tmp_path_factory.mktemp("models")
     for name in SAVED:
         shutil.copytree(GOLDEN / name, folder / name)
@@ -114,20 +111,22 @@ def models(tmp_path_factory) -> Path:
         make_model(folder / name, family, fields)
     for each in folder.iterdir():
         shutil.copytree(GOLDEN / "tokenizer", each, dirs_exist_ok=True)
+    large = dict(vocab_size=16384, hidden_size=512, intermediate_size=1024)
+    make_model(folder / "large", "qwen2", large)  # 27 million parameters
     return folder
 
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory) -> Path:
     """Conversations of one to three answers. Some are longer than half a micro-batch."""
-    path, rng, lines = tmp_path_factory.mktemp("data") / "chat.jsonl", random.Random(0), []
+    path, rng, examples = tmp_path_factory.mktemp("data") / "chat", random.Random(0), []
     words = "red blue green cat dog house tree river apple stone".split()
     for i in range(40):
         turns = [("user", 20), ("assistant", 14)] * (1 + i % 3)
         texts = [(role, rng.choices(words, k=rng.randint(1, most))) for role, most in turns]
         messages = [{"role": role, "content": " ".join(text)} for role, text in texts]
-        lines.append(json.dumps({"messages": messages}) + "\n")
-    path.write_text("".join(lines))
+        examples.append({"messages": messages})
+    path.write_text(json.dumps(examples))
     return path
 
 
@@ -169,8 +168,8 @@ def plain_curve(
     """The metrics of a run with FLAGS, by the definition: the mean over all targets of a step."""
     tokenizer, documents = transformers.AutoTokenizer.from_pretrained(folder), []
     render = partial(tokenizer.apply_chat_template, chat_template=MARKED, return_tensors="pt")
-    for line in data.read_text().splitlines():
-        found = render(json.loads(line)["messages"], return_assistant_tokens_mask=True)
+    for example in json.loads(data.read_text()):
+        found = render(example["messages"], return_assistant_tokens_mask=True)
         ids, is_target = found["input_ids"][:, :321], found["assistant_masks"][:, :321].bool()
         documents.append((ids, torch.where(is_target, ids, IGNORED)))
     train, valid = documents[:-4], documents[-4:]
@@ -195,6 +194,13 @@ def plain_curve(
     return lines, model
 
 
+def train_and_watch(argv: list[str]) -> tuple[list[dict], set[float]]:
+    """The metrics of a run, and by what its losses were divided."""
+    with patch("common.llama.linear_cross_entropy", wraps=linear_cross_entropy) as loss:
+        lines = load_stage("13").main(argv)
+    return lines, {float(each.kwargs["count"]) for each in loss.mock_calls}
+
+
 def argv_of(model: Path, data: Path, run: Path, flags: str = "") -> list[str]:
     load_instructions(str(data), model, 320, 0)  # so that no rank has to import transformers
     where = f"--model {model} --data {data} --run-dir {run} --valid 4"
@@ -205,12 +211,9 @@ CURVES = [  # ranks, model, further flags, backend
     (1, "llama", "", "gloo"),
     (2, "qwen2-tied", "", "gloo"),
     (3, "qwen3", "--activation-checkpointing", "gloo"),
-    (4, "llama-tied", "--shard-degree 2", "gloo"),
     (3, "llama", "--no-reshard-after-forward", "gloo"),
     (2, "llama-tied", "--no-reshard-after-forward --activation-checkpointing", "gloo"),
     (2, "qwen2", "--cpu-offload", "gloo"),
-    (4, "arcee", "--activation-checkpointing", "gloo"),
-    (2, "Qwen3-head", "", "gloo"),
     (2, "SmolLM3", "", "gloo"),
     (2, "llama", "--activation-checkpointing", "late"),
     (4, "qwen2-tied", "--shard-degree 2", "late"),
@@ -227,8 +230,10 @@ def test_a_curve_is_that_of_single_documents_in_one_process(
     argv = argv_of(models / name, chat, tmp_path, flags)
     is_bf16 = "bfloat16" in flags
     expected, model = plain_curve(models / name, chat)
-    for metrics in pools(ranks, backend=backend).train("13", argv):
+    for metrics, divisors in pools(ranks, backend=backend).run(train_and_watch, argv):
         assert_same_curve(metrics, expected, **BFLOAT16["late-bf16"] if is_bf16 else {})
+        targets = {line["targets"] for line in metrics}
+        assert targets <= divisors and max(targets) > 256  # not rounded to bfloat16's eight bits
     if not is_bf16:
         assert_same_model(tmp_path / "model", model.state_dict(), models / name)
 
@@ -242,44 +247,16 @@ def assert_same_model(folder: Path, expected: dict[str, Tensor], read: Path) -> 
         torch.testing.assert_close(value, expected[key], rtol=precision, atol=1e-4)
 
 
-def divisors_of_losses(argv: list[str]) -> tuple[set[float], set[float]]:
-    """By what the losses of the steps were divided, and how many targets they had."""
-    with patch("common.llama.linear_cross_entropy", wraps=linear_cross_entropy) as loss:
-        lines = load_stage("13").main(argv)
-    return {float(x.kwargs["count"]) for x in loss.mock_calls}, {x["targets"] for x in lines}
-
-
-def test_bfloat16_divides_losses_by_all_targets(pools, models, chat, tmp_path):
-    flags = "--dtype bfloat16 --global-batch-size 36 --valid 0"
-    argv = argv_of(models / "qwen2", chat, tmp_path, flags)
-    for divisors, targets in pools(2).run(divisors_of_losses, argv):
-        assert divisors == targets and max(targets) > 256  # bfloat16 has eight bits
-
-
-def test_a_resumed_run_ends_with_the_same_bits(pools, models, chat, tmp_path):
-    model = models / "qwen2"
-    argv = argv_of(model, chat, tmp_path / "a", "--checkpoint-every 4")
-    whole = pools(2).train("13", argv)[0]
-    saved = tmp_path / "a/checkpoints/step-00000004"
-    resumed = pools(2).train("13", argv_of(model, chat, tmp_path / "b", f"--resume {saved}"))[0]
-    for key in ("step", "loss", "grad_norm", "tokens", "targets"):
-        assert [line[key] for line in resumed] == [line[key] for line in whole[4:]]
-    assert files_of(tmp_path / "a/model") == files_of(tmp_path / "b/model")
-    export_folder(*run_and_checkpoint(tmp_path / "a"), tmp_path / "exported")
-    assert files_of(tmp_path / "exported") == files_of(tmp_path / "a/model")
-
-
 @quick
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_an_epoch_takes_every_document_once(models, chat, tmp_path, epochs):
-    stage, flags = load_stage("13"), f"--epochs {epochs} --global-batch-size 5"
-    argv = argv_of(models / "qwen2", chat, tmp_path, flags)
-    args = stage.parse_args([word for word in argv if word not in ("--steps", "8")])
+def test_an_epoch_takes_every_document_once(models, chat):
+    stage = load_stage("13")
+    flags = f"--model {models}/qwen2 --data {chat} --epochs 3 --global-batch-size 7"
+    args = stage.parse_args(flags.split())
     _, _, data = stage.load(args)
     taken = [x for step in range(args.steps) for x in stage.documents_of_step(data, args, step)]
-    every = data.tokens_of(data.train * epochs)
+    every = data.tokens_of(data.train * 3)
     assert sorted(ids.tolist() for ids, _ in taken) == sorted(ids.tolist() for ids, _ in every)
-    assert args.steps == -(-epochs * 36 // 5)  # the last one is smaller
+    assert args.steps == 18  # of which the last has one document
 
 
 # ---- reading and writing ----
@@ -287,11 +264,10 @@ def test_an_epoch_takes_every_document_once(models, chat, tmp_path, epochs):
 
 def read_and_write(folder: Path, out: Path) -> dict:
     """Shard the model of a folder, and write it; what that took on this rank."""
-    stage, (model, _) = load_stage("13"), on_meta(folder)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
+    stage = load_stage("13")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
     held, had_read = process_bytes("VmRSS"), process_bytes("rchar")
-    files = WeightFiles(folder, shapes)
+    model, files = on_meta(folder)
     with patch("common.unit_parameters.check_same"):  # it uses sockets
         units = model.units()
         model = stage.FullyShardedDataParallel(model, units, read_shard=stage.no_values, device=CPU)
@@ -303,19 +279,11 @@ def read_and_write(folder: Path, out: Path) -> dict:
     return found | {"values": files.bytes_read - sum(map(len, files.headers.values()))}
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
-    """27 million parameters."""
-    folder = tmp_path_factory.mktemp("large") / "qwen2"
-    make_model(folder, "qwen2", dict(vocab_size=16384, hidden_size=512, intermediate_size=1024))
-    return folder
-
-
 @pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_bytes_and_memory_are_those_of_the_shards(fresh_pool, models, large, tmp_path, ranks):
+def test_bytes_and_memory_are_those_of_the_shards(fresh_pool, models, tmp_path, ranks):
     """And a model that is read and written is the same, bit by bit."""
-    pool, more = fresh_pool(ranks), 12 * 2**20
+    pool, large, more = fresh_pool(ranks), models / "large", 12 * 2**20
     pool.run(read_and_write, models / "qwen2", tmp_path / "first")  # pages of libraries count, too
     each = pool.run(read_and_write, large, tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(large)
@@ -324,67 +292,61 @@ def test_bytes_and_memory_are_those_of_the_shards(fresh_pool, models, large, tmp
     for found in each:
         assert found["values"] <= total / ranks + 2 * 10 * ranks  # ten units, padded
         assert found["peak"] <= 2 * total / ranks + more, f"{found['peak'] / 2**20:.0f} MB"
-        # the files that tell these numbers, headers, and what Gloo sends to the other ranks
+        # the configuration, these numbers, headers, and what Gloo sends to the other ranks
         assert 0 <= found["system_read"] - found["counted"] < 4096
         assert 0 <= found["system_wrote"] - found["values"] < 2**14
 
 
-def train_with(instead: Callable, argv: list[str], stage: str, what: str, rank: int = 0) -> None:
-    """Train. On one rank something else happens in place of a function of the stage."""
-    is_here = dist.get_rank() == rank
-    with patch.object(load_stage(stage), what, instead) if is_here else nullcontext():
-        load_stage(stage).main(argv)
+def fail_to_write(how: Callable | OSError, argv: list[str], stage: str, what: str, rank: int):
+    """Train. On one rank the function of the stage that writes its output fails."""
+    if dist.get_rank() == rank:  # of a pool for this alone: the function is not put back
+        setattr(load_stage(stage), what, Mock(side_effect=how))
+    load_stage(stage).main(argv)
 
 
 def die(*_) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    signal.raise_signal(signal.SIGKILL)
 
 
-def have_no_room(*_) -> None:
-    raise OSError("the disk is full")
+# stage, what writes its output, a rank that calls it, and the output's name
+OUTPUTS = [("13", "write_shard", 1, "model"), ("15", "write_tensors", 0, "adapter")]
 
 
-# stage, what writes its output, and the output's name
-OUTPUTS = [("13", "write_shard", "model"), ("15", "write_tensors", "adapter")]
-
-
-@pytest.mark.parametrize("stage, what, name", OUTPUTS)
-def test_a_kill_while_writing_leaves_no_output_and_the_same_run_writes_it(
-    fresh_pool, pools, models, chat, tmp_path, stage, what, name
+@pytest.mark.quick_cases("13-write_shard-1-model")
+@pytest.mark.parametrize("stage, what, rank, name", OUTPUTS)
+def test_a_resumed_run_writes_the_same_output_which_is_complete_or_absent(
+    fresh_pool, pools, models, chat, tmp_path, stage, what, rank, name
 ):
-    """Whatever another run with the same --out does."""
-    out = tmp_path / "a" / name
-    argv = argv_of(models / "qwen2", chat, tmp_path / "a", "--checkpoint-every 8")
-    other = argv_of(models / "qwen2", chat, tmp_path / "b", f"--out {out}")
-    (killed,) = fresh_pool(1).attempt(train_with, die, argv, stage, what)
-    assert "exit code -9" in killed.traceback and not out.exists()
+    """After a kill or an error while writing, whatever another run with the same --out does."""
+    out, argv = tmp_path / "a" / name, partial(argv_of, models / "qwen2", chat)
+    a = argv(tmp_path / "a", "--checkpoint-every 4")
+    killed = fresh_pool(2).attempt(fail_to_write, die, a, stage, what, rank)
+    assert "exit code -9" in killed[rank].traceback and not out.exists()
     (left,) = out.parent.glob(f".{name}.writing-*")
-    assert len(pools(1).train(stage, other)[0]) == 8 and left.exists()
-    written = weights_of(out)
+    b, pool = argv(tmp_path / "b", f"--out {out}"), fresh_pool(2)
+    for failed in pool.attempt(fail_to_write, OSError("no room"), b, stage, what, rank):
+        assert failed.exit_status == 1 and failed.traceback is None
+        said = "no room; the run's checkpoint is complete: the same flags and --run-dir"
+        assert not failed.stderr or said in failed.stderr
+    pool.close()  # it has locked the folder
+    assert [*out.parent.glob(f"*{name}*")] == [left]
+    assert pools(1).train(stage, b) == [[]]
+    written = files_of(out)
     shutil.rmtree(out)
     for _ in range(2):  # the second time it is there
-        assert pools(1).train(stage, argv) == [[]]
-    torch.testing.assert_close(weights_of(out), written, rtol=0.01, atol=5e-3)
-    assert not left.exists()
-    for flags in (other, [*argv, "--steps", "9"]):  # the same run, which is not done
+        assert pools(1).train(stage, a) == [[]]
+    assert files_of(out) == written and not left.exists()
+    c = argv(tmp_path / "c", f"--resume {tmp_path}/a/checkpoints/step-00000004")
+    assert len(pools(2).train(stage, c)[0]) == 4 and files_of(tmp_path / "c" / name) == written
+    if stage == "13":
+        export_folder(*run_and_checkpoint(tmp_path / "a"), tmp_path / "exported")
+        assert files_of(tmp_path / "exported") == written
+    wrong = [(argv(tmp_path / "d", f"--out {out}"), "is already there")]
+    wrong += [([*a, "--steps", "9"], "is already there")]  # the same run, which is not done
+    wrong += [(argv(tmp_path / "d", f"--out {chat}/{name}"), "--out: [Errno 20]")]
+    for flags, said in wrong:
         (ended,) = pools(1).attempt(train_in, {}, stage, flags)
-        assert ended.exit_status == 2 and "is already there" in ended.stderr
-
-
-@quick
-@pytest.mark.parametrize("stage, what, name", OUTPUTS)
-def test_output_that_cannot_be_written_is_written_from_the_checkpoint(
-    fresh_pool, pools, models, chat, tmp_path, stage, what, name
-):
-    argv, pool = argv_of(models / "qwen2", chat, tmp_path), fresh_pool(2)
-    rank = int(stage == "13")  # one rank alone; in 15 the first one writes
-    for outcome in pool.attempt(train_with, have_no_room, argv, stage, what, rank):
-        assert outcome.exit_status == 1 and outcome.traceback is None
-        said = "disk is full; the run's checkpoint is complete: the same flags and --run-dir"
-        assert not outcome.stderr or said in outcome.stderr
-    pool.close()  # it has locked the folder
-    assert not [*tmp_path.glob(f"*{name}*")]
-    assert pools(1).train(stage, argv) == [[]] and len(files_of(tmp_path / name)) >= 2
+        assert ended.exit_status == 2 and said in ended.stderr
 
 
 class Partial(io.FileIO):
@@ -400,14 +362,14 @@ class Partial(io.FileIO):
 @quick
 def test_written_files_have_the_form_that_all_readers_accept(models, tmp_path, monkeypatch):
     folder, stage = shutil.copytree(models / "Qwen3-head", tmp_path / "model"), load_stage("13")
-    store(folder, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(3)})  # as in 2023
+    change(folder / SINGLE, {"rotary_emb.inv_freq": torch.rand(3)})  # as in 2023
+    change(folder / CONFIG, dict(attention_dropout=None, quantization_config=None))  # null is none
     (folder / "additional_chat_templates").mkdir()
     (folder / "notes.json").mkdir()
-    edit(folder, dict(attention_dropout=None, quantization_config=None))  # null is none
     for name in ("LICENSE", "additional_chat_templates/tools.jinja"):
         (folder / name).write_text("as you like")
     (model, files), out = on_meta(folder), tmp_path / "out"
-    with patch("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000)):
+    with patch("shutil.disk_usage", **{"return_value.free": 10_000}):
         pytest.raises(OSError, files.try_to_prepare, out)
     files.prepare(out)
     monkeypatch.setattr(stage, "open", lambda *args, **_: Partial(*args), raising=False)
@@ -421,6 +383,8 @@ def test_written_files_have_the_form_that_all_readers_accept(models, tmp_path, m
     assert int.from_bytes((out / SINGLE).read_bytes()[:8], "little") % 8 == 0
     assert (out / "additional_chat_templates/tools.jinja").exists() and (out / "LICENSE").exists()
     assert not (out / "notes.json").exists()
+    (folder / "x.json").symlink_to("gone")
+    pytest.raises(FileNotFoundError, on_meta(folder)[1].try_to_prepare, out)
 
 
 @pytest.mark.parametrize("name, flags", [("qwen2", ""), ("qwen2-tied", ""), ("llama", KEPT)])
@@ -429,16 +393,26 @@ def test_a_step_sends_and_holds_what_the_readme_says(pools, models, name, flags)
     (report,) = pools(1, group=False).run(dry_run, "13", 4, 0, argv)
     config = LlamaConfig.of_folder(models / name)
     P, E, d = config.num_parameters(), config.vocab_size * config.d_model, config.d_model
-    # the final norm stays from forward to backward
-    gathered = P + E * config.tied * (not flags) + (not flags) * (P - (2 - config.tied) * E - d)
-    reduced = P + E * config.tied
+    # gathered and reduced; the final norm stays from forward to backward
+    counts = {"qwen2": (2 * P - 2 * E - d, P), "qwen2-tied": (2 * P - d, P + E), "llama": (P, P)}
     padding = 4 * 4 * 3 * 10  # bytes: of at most ten units that do not divide by four
-    for op, count in (("all_gather_single", gathered), ("reduce_scatter_single", reduced)):
+    for op, count in zip(("all_gather_single", "reduce_scatter_single"), counts[name], strict=True):
         assert 0 <= report.sent.ring[op, "shard"] - 4 * count * 3 / 4 <= padding, op
     assert 0 <= report.states - 16 * P / 4 <= padding
 
 
 # ---- instructions ----
+
+
+@quick
+def test_a_tokenizer_that_also_ends_each_text_is_an_error(models):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = load_tokenizer(models / "qwen2")
+    ends = TemplateProcessing("$A <|eos|>", special_tokens=[("<|eos|>", 1)])
+    tokenizer.backend_tokenizer.post_processor = ends
+    with pytest.raises(ValueError, match="also behind a prompt"):
+        [*documents_of([INSTRUCTION], tokenizer)]
 
 
 @quick
@@ -484,7 +458,6 @@ WITH_INPUT = ", paired with an input that provides further context", "### Input:
         (CHAT, {"messages": [ASKED, ANSWER, ASKED]}, [START, SAID]),
         # it changes the first answer, so the second one is a document of its own
         (REWRITES, TWICE, [START, SAID, f"{START}YO<|end|>\n{AGAIN}", SAID]),
-        (CHAT, {"conversations": [HUMAN, GPT]}, [START, SAID]),
         # its first turn is only context
         (CHAT, {"conversations": [GPT, HUMAN, GPT]}, [f"<|bos|>{BEGIN}{SAID}{AGAIN}", SAID]),
         (TOOLS, TALK | {"tools": [{"name": "map"}]}, [f"<|start|>map<|end|>{START}", SAID]),
@@ -510,61 +483,23 @@ def test_a_conversation_is_rendered_as_in_use(models, template, example, expecte
     assert found == expected
 
 
-WRONG_TEXTS = {  # what the one line says: the data, or fields of tokenizer_config.json
-    "in line 3": '{"instruction": "a", "output": "b"}\n\n{"instruction"',
-    "no examples": "[]",
-    "object 1: 'a'": '["a"]',
-    "no list of objects: None": '{"messages": null}',
-    "role is no text": '{"messages": [{"from": "human"}]}',
-    "role 'robot' is none of": '{"messages": [{"role": "robot", "content": ""}]}',
-    "have no answer": '{"messages": [{"role": "user", "content": "a"}]}',
-    "content is no text: [1]": '{"messages": [{"role": "user", "content": [1]}]}',
-    "role 'bing'": '{"conversations": [{"from": "bing", "value": ""}]}',
-    "object 1: its output is no text: None": '{"instruction": "a", "output": null}',
-    "object 2: its output": '{"instruction": "a", "output": "b"}\n{"instruction": "a"}',
-    "surrogates": '{"instruction": "\\ud83d", "output": "b"}',
-    "does not use": json.dumps(TALK | {"tools": [{"name": "map"}]}),
-    "cannot be used, object 1: ": dict(chat_template="{% if %}"),
-    "the model no chat template": dict(chat_template=None),
-    "1: odd": dict(chat_template="{{ raise_exception('odd') }}"),
-    "end with a token of its own": dict(chat_template=CHAT.replace("<|end|>", "")),
-    "with a token of its": dict(chat_template=CHAT.replace("end|>", "eot|>")),  # no token
-    "after its prompt": dict(chat_template=CHAT + "<think>"),
-    "tokenizer.json has no yo": dict(extra_special_tokens={"x": "yo"}),
-    "tokenizer.json has no <|new|>": dict(eos_token="<|new|>"),
-}
-
-
 @quick
-@pytest.mark.parametrize("said", WRONG_TEXTS)
-def test_what_is_wrong_in_the_texts_is_named_in_one_line(models, tmp_path, error_of, said):
-    folder, wrong = shutil.copytree(models / "qwen2", tmp_path / "model"), WRONG_TEXTS[said]
-    (tmp_path / "data").write_text(json.dumps(TALK))
-    if isinstance(wrong, str):
-        (tmp_path / "data").write_text(wrong)
-    else:
-        edit(folder, wrong, "tokenizer_config.json")
-    assert said in error_of(load_instructions, str(tmp_path / "data"), folder, 200, 0)
-
-
-@quick
-def test_data_are_prepared_again_if_code_or_a_file_of_the_tokenizer_changes(models, tmp_path):
-    folder = shutil.copytree(models / "llama", tmp_path / "model")
+def test_data_are_prepared_again_if_code_or_a_file_of_the_tokenizer_changes(
+    models, tmp_path, monkeypatch
+):
+    folder, versions = shutil.copytree(models / "llama", tmp_path / "model"), {}
     (tmp_path / "data").write_text(json.dumps(TALK))
     load = partial(load_instructions, str(tmp_path / "data"), folder, 200, 0)
+    monkeypatch.setattr(f"{PREPARED}.version", lambda library: versions.get(library, "1"))
     load()
-
-    def newer(library: str):
-        return patch(f"{PREPARED}.version", lambda x: "9" if x == library else version(x))
-
-    with patch(f"{PREPARED}.documents_of", return_value=[]):  # from now on that is an error
-        load()
-        code = patch("common.instructions.__file__", __file__)
-        for change in (code, newer("transformers"), newer("tokenizers")):
-            with change:
-                pytest.raises(SystemExit, load)
-        (folder / "chat_template.jinja").write_text(CHAT)
-        pytest.raises(SystemExit, load)
+    monkeypatch.setattr(f"{PREPARED}.documents_of", lambda *_: [])  # an error from now on
+    load()
+    newer = [patch.dict(versions, {library: "2"}) for library in ("transformers", "tokenizers")]
+    for changed in (*newer, patch("common.instructions.__file__", __file__)):
+        with changed:
+            pytest.raises(SystemExit, load)
+    (folder / "chat_template.jinja").write_text(CHAT)
+    pytest.raises(SystemExit, load)
 
 
 @quick
@@ -590,51 +525,72 @@ def test_targets_are_the_answers_of_documents_side_by_side():
     assert targets.tolist() == [11, IGNORED, IGNORED, 14, 15, IGNORED, 2, 3]
 
 
-# ---- what is not supported ----
+# ---- what is wrong ----
 
 
-def edit(folder: Path, fields: dict, name: str = "config.json") -> None:
-    path = folder / name
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+def change(path: Path, what: str | dict | Callable[[Path], None]) -> None:
+    """Change a file: its text, fields of its JSON, or tensors, with which it has no metadata."""
+    if callable(what):
+        what(path)
+    elif isinstance(what, str):
+        path.write_text(what)
+    elif path.name == SINGLE:
+        safetensors.save_file(safetensors.load_file(path) | what, path)
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | what))
 
 
-def store(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Replace tensors of the weights, whose file then has no metadata."""
-    safetensors.save_file(weights_of(folder) | tensors, folder / SINGLE)
-
-
-def index(folder: Path, weight_map: dict[str, str]) -> None:
-    """Add the same file again, and an index."""
-    shutil.copy(folder / SINGLE, folder / SECOND)
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-
-
-SECOND, NORM = "second.safetensors", "model.norm.weight"
+CONFIG, TEXT, DATA = "config.json", "tokenizer_config.json", "data"
+SECOND, NORM = "second.safetensors", "model.norm.weight"  # the second file is like the first
 BOTH = dict(rope_scaling=YARN, rope_parameters=dict(rope_type="default", rope_theta=1e4))
 OTHERS = "--preset small --dropout 0 --micro-batch-size 2"  # flags of other stages
-WRONG = {  # what the one line says: flags, or what is done to the folder of the model
-    "model_type gemma": (edit, dict(model_type="gemma")),
-    "type linear": (edit, dict(rope_parameters=dict(rope_type="linear", factor=2))),
-    "rope_scaling and rope_parameters differ in rope_type": (edit, BOTH),
-    "--seq-len 64 or less": (edit, dict(use_sliding_window=True, sliding_window=64)),
-    "quantized": (edit, dict(quantization_config={})),
-    "gelu_new": (edit, dict(hidden_act="gelu_new")),
-    "SequenceClass": (edit, dict(architectures=["Qwen2ForSequenceClassification"])),
-    "of another shape": (edit, dict(vocab_size=200)),
-    "12 tensors are missing": (edit, dict(num_hidden_layers=3)),
-    "12 tensors are not of this model": (edit, dict(num_hidden_layers=1)),
-    "a lm_head.weight with other values": (edit, dict(tie_word_embeddings=True)),
-    "has no 'model_type'": (lambda x, text: (x / "config.json").write_text(text), "{}"),
-    "no safetensors file": (lambda x, text: (x / SINGLE).write_text(text), "version of Git LFS"),
-    "is I8": (store, {NORM: torch.zeros(24, dtype=torch.int8)}),
-    f"is in {SINGLE}, but in {SECOND} according to": (index, {NORM: SINGLE, HEAD: SECOND}),
-    f"is in {SINGLE}, and in {SECOND}": (index, {"a": SINGLE, "b": SECOND}),
-    f"does not name {SINGLE}": (index, {NORM: SECOND}),
-    "is truncated in": (lambda x, size: os.truncate(x / SINGLE, size), 10_000),
-    "No such file": (lambda x, name: (x / name).unlink(), SINGLE),
-    "--out: [Errno 2]": (lambda x, name: (x / name).symlink_to("gone"), "x.json"),
+WRONG = {  # what the one line says: flags, or a file of the model or the data and its change
+    "model_type gemma": (CONFIG, dict(model_type="gemma")),
+    "type linear": (CONFIG, dict(rope_parameters=dict(rope_type="linear", factor=2))),
+    "rope_scaling and rope_parameters differ in rope_type": (CONFIG, BOTH),
+    "--seq-len 64 or less": (CONFIG, dict(use_sliding_window=True, sliding_window=64)),
+    "quantized": (CONFIG, dict(quantization_config={})),
+    "gelu_new": (CONFIG, dict(hidden_act="gelu_new")),
+    "SequenceClass": (CONFIG, dict(architectures=["Qwen2ForSequenceClassification"])),
+    "of another shape": (CONFIG, dict(vocab_size=200)),
+    "12 tensors are missing": (CONFIG, dict(num_hidden_layers=3)),
+    "12 tensors are not of this model": (CONFIG, dict(num_hidden_layers=1)),
+    "a lm_head.weight with other values": (CONFIG, dict(tie_word_embeddings=True)),
+    "has no 'model_type'": (CONFIG, "{}"),
+    "no safetensors file": (SINGLE, "version of Git LFS"),
+    "is I8": (SINGLE, {NORM: torch.zeros(24, dtype=torch.int8)}),
+    "is truncated in": (SINGLE, lambda path: os.truncate(path, 10_000)),
+    "No such file": (SINGLE, Path.unlink),
+    f"is in {SINGLE}, but in {SECOND}": (
+        INDEX,
+        json.dumps({"weight_map": {HEAD: SECOND, "a": SINGLE}}),
+    ),
+    f"is in {SINGLE}, and in {SECOND}": (
+        INDEX,
+        json.dumps({"weight_map": {"a": SINGLE, "b": SECOND}}),
+    ),
+    f"does not name {SINGLE}": (INDEX, json.dumps({"weight_map": {NORM: SECOND}})),
+    "in line 3": (DATA, '{"instruction": "a", "output": "b"}\n\n{"instruction"'),
+    "no examples": (DATA, "[]"),
+    "object 1: 'a'": (DATA, '["a"]'),
+    "no list of objects: None": (DATA, '{"messages": null}'),
+    "role is no text": (DATA, '{"messages": [{"from": "human"}]}'),
+    "role 'robot' is none of": (DATA, '{"messages": [{"role": "robot", "content": ""}]}'),
+    "have no answer": (DATA, '{"messages": [{"role": "user", "content": "a"}]}'),
+    "content is no text: [1]": (DATA, '{"messages": [{"role": "user", "content": [1]}]}'),
+    "object 2: its output is no text: None": (DATA, json.dumps([INSTRUCTION, {"instruction": ""}])),
+    "surrogates": (DATA, '{"instruction": "\\ud83d", "output": "b"}'),
+    "does not use": (DATA, json.dumps(TALK | {"tools": [{"name": "map"}]})),
+    "cannot be used, object 1: ": (TEXT, dict(chat_template="{% if %}")),
+    "the model no chat template": (TEXT, dict(chat_template=None)),
+    "1: odd": (TEXT, dict(chat_template="{{ raise_exception('odd') }}")),
+    "end with a token of its own": (TEXT, dict(chat_template=CHAT.replace("<|end|>", ""))),
+    "with a token of its": (TEXT, dict(chat_template=CHAT.replace("end|>", "eot|>"))),  # no token
+    "after its prompt": (TEXT, dict(chat_template=CHAT + "<think>")),
+    "tokenizer.json has no yo": (TEXT, dict(extra_special_tokens={"x": "yo"})),
+    "tokenizer.json has no <|new|>": (TEXT, dict(eos_token="<|new|>")),
     OTHERS: OTHERS,
-    "not allowed with argument": "--epochs 2",
+    "not allowed with argument": "--steps 3 --epochs 2",
     "--shard-degree 3": "--shard-degree 3",
     "--data absent": "--data absent",
     "none is left to train on after --valid 1000": "--valid 1000",
@@ -644,15 +600,17 @@ WRONG = {  # what the one line says: flags, or what is done to the folder of the
 
 @quick
 @pytest.mark.parametrize("said", WRONG)
-def test_what_is_not_supported_is_an_error_in_one_line(pools, models, chat, tmp_path, said):
-    folder, flags = shutil.copytree(models / "qwen2", tmp_path / "model"), WRONG[said]
-    if not isinstance(flags, str):
-        change, what = WRONG[said]
-        change(folder, what)
-        flags = f"--model {folder}"
-    argv = argv_of(models / "qwen2", chat, tmp_path / "run", flags)
-    (ended,) = pools(1).attempt(train_in, {}, "13", argv)
-    assert ended.exit_status == 2 and said in ended.stderr and ended.stderr.count("\n") == 1, ended
+def test_what_is_wrong_is_an_error_in_one_line(models, tmp_path, error_of, said):
+    stage, folder = load_stage("13"), shutil.copytree(models / "qwen2", tmp_path / "model")
+    shutil.copy(folder / SINGLE, folder / SECOND)
+    (folder / DATA).write_text(json.dumps(TALK))
+    flags = f"--model {folder} --data {folder / DATA}"
+    if isinstance(WRONG[said], str):
+        flags += f" {WRONG[said]}"
+    else:
+        name, what = WRONG[said]
+        change(folder / name, what)
+    assert said in error_of(lambda: stage.load(stage.parse_args(flags.split())))
 
 
 @quick
