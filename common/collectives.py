@@ -161,18 +161,22 @@ def isend(tensor: Tensor, dst: int | None = None, group: Group = None, **kwargs)
     if not tensor.is_contiguous():
         raise ValueError("isend takes contiguous tensors; NCCL would send other elements")
     ledger.record("isend", tensor.nbytes, 1.0, group)
-    if tensor.is_cuda and _is_gloo(tensor, group):  # which cannot send GPU tensors
+    if _goes_through_host(tensor, group):
         tensor = tensor.cpu()
     return dist.isend(tensor, dst, group=group, **kwargs)
 
 
 def irecv(tensor: Tensor, src: int | None = None, group: Group = None, **kwargs) -> Work | None:
-    """The sender counts it."""
-    if not (tensor.is_cuda and _is_gloo(tensor, group)):
-        return dist.irecv(tensor, src, group=group, **kwargs)
+    if not _goes_through_host(tensor, group):
+        return dist.irecv(tensor, src, group=group, **kwargs)  # the sender counts it
     host = torch.empty_like(tensor, device="cpu")
     work = dist.irecv(host, src, group=group, **kwargs)
     return _WorkWithEnd(work, lambda: tensor.copy_(host))
+
+
+def _goes_through_host(tensor: Tensor, group: Group) -> bool:
+    """Whether a message must be copied to the host: Gloo cannot send GPU tensors."""
+    return tensor.is_cuda and _is_gloo(tensor, group)
 
 
 def all_reduce_control(tensor: Tensor, group: Group = None, op=ReduceOp.SUM) -> Tensor:

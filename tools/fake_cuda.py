@@ -91,6 +91,7 @@ def torch_cuda(watch: Watch) -> list:
         patch.multiple(torch.cuda, **answers),
         patch.object(torch.version, "cuda", "13.0"),
         patch.object(Tensor, "record_stream", lambda *_: None),
+        patch.object(Tensor, "pin_memory", lambda tensor: tensor),
         # fake tensors would initialize the GPU that they now believe in
         patch.object(fake_tensor, "init_gpu_context", lambda *_: None),
         patch.object(FakeTensorMode, "avoid_device_init", True),

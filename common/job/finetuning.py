@@ -119,7 +119,7 @@ def output_folder(
     digest = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
     aside = out.absolute().with_name(f".{out.name}.writing-{digest}")  # others may have this --out
     if run.of_rank_0("--out", exists, out):
-        if not run.of_rank_0("--out", exists, last_checkpoint(args, run)):
+        if not run.of_rank_0("--out", exists, run.checkpoints.path / f"step-{args.steps:08}"):
             fail(f"--out {out} is already there: move it away, or pass another folder")
         return None, aside
     if name == "model":
@@ -127,10 +127,6 @@ def output_folder(
     else:
         run.of_rank_0("--out", check_writable, out)
     return out, aside
-
-
-def last_checkpoint(args: Arguments, run: Run) -> Path:
-    return run.folder / "checkpoints" / f"step-{args.steps:08}"
 
 
 def write_output(
@@ -141,7 +137,7 @@ def write_output(
     try:
         write()
     except OSError as error:
-        if not run.of_rank_0("--out", exists, last_checkpoint(args, run)):
+        if not run.of_rank_0("--out", exists, run.checkpoints.path / f"step-{args.steps:08}"):
             run.checkpoints.save(args.steps, state, args.keep_checkpoints)
             run.checkpoints.wait()
         again = f"the same flags and --run-dir {run.folder} write it, without training"

@@ -210,6 +210,7 @@ def fail(message: str, status: int = 2) -> NoReturn:
     size, has_joined = world_size(), dist.is_initialized()
     prints = has_joined or rank() == 0
     if has_joined:
+        time.sleep(GRACE / 2 if rank() > 0 else 0)  # so that rank 0 prints if it fails, too
         with contextlib.suppress(RuntimeError):  # the store may be gone: twice is better than never
             failed = dist.distributed_c10d._get_default_store().add("failed", 1)
             prints = (failed - 1) % size == 0  # a test's process group lives on and fails again
