@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,3 +87,9 @@ def test_seeds_differ_by_name_and_never_change():
     order = torch.randint(1000, (3,), generator=generator_of("epoch", 1337, 0))
     assert order.tolist() == [392, 424, 303]
     assert keys_of(step=3, samples=2, seed=1337).tolist() == [1609393984, -306508946]
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, math.nan])
+def test_a_probability_that_keeps_nothing_is_an_error(p):
+    with pytest.raises(ValueError, match="at least 0 and below 1"):
+        CounterDropout(p, site=0)

@@ -407,3 +407,11 @@ def test_full_disk_is_named(monkeypatch, tmp_path, error_of):
     monkeypatch.setattr(data, "replacing", full)
     said = error_of(load_corpus, folder(tmp_path / "c", "a\n"))
     assert "No space left on device" in said and "DATA_ROOT" in said
+
+
+@pytest.mark.parametrize("size, micro", [(4, 1), (2, 3)])
+def test_batches_that_would_leave_samples_out_are_an_error(size, micro):
+    """Of ten samples per step."""
+    batches = train_batches(torch.arange(200), Batching(4, 10, micro), CPU, size=size)
+    with pytest.raises(ValueError, match="no sample may be left out"):
+        next(batches)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from data_parallel_trainers import STRATEGIES, Trainer
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from common.collectives import split_into_buckets
+from common.unit_parameters import is_in_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -65,3 +67,19 @@ def is_kept(strategy: str) -> bool:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_gradient_that_someone_keeps_does_not_change(pools, strategy):
     assert all(pools(2).run(is_kept, strategy))
+
+
+@pytest.mark.quick
+def test_other_hooks_on_saved_tensors_are_no_checkpoint():
+    """Units would not put their own in place of them, and the graph would keep full parameters."""
+    found = []
+
+    def see(x: torch.Tensor) -> torch.Tensor:
+        found.append(is_in_checkpoint())
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        see(x)
+    checkpoint(see, x, use_reentrant=False).sum().backward()  # and again in backward
+    assert found == [False, True, True]

@@ -318,3 +318,13 @@ def test_activation_checkpointing_is_bitwise_identical_with_less_memory():
     # a recomputed layer keeps its input only; a plain one at least q, k, v and the MLP's two
     # tensors of width 4 d_model
     assert held - held_2 > 3 * 10 * hidden
+
+
+def test_a_model_trains_after_an_evaluation_under_inference_mode():
+    """What the evaluation has cached must have a version counter."""
+    model = Transformer(TransformerConfig(40, d_model=24, n_layers=1, n_heads=2, seq_len=13))
+    init_weights(model, seed=0)
+    tokens = torch.arange(13)[None]
+    with torch.inference_mode():
+        model(tokens, tokens)
+    model(tokens, tokens).backward()
