@@ -116,10 +116,11 @@ class FullyShardedDataParallel(nn.Module):
         first call gathers the unit, and the others find it gathered.
         """
         unit.unshard()
-        for each in self.following(unit)[:1]:  # none after the last unit
+        later = self.following(unit)
+        if later:
             # NCCL's stream waits for the kernels that were enqueued earlier: if they were this
             # unit's own, the all-gather would not overlap with them
-            each.unshard()
+            later[0].unshard()
         unit.wait()
 
     def following(self, unit: Unit) -> list[Unit]:
@@ -138,7 +139,7 @@ class FullyShardedDataParallel(nn.Module):
             return
         to_free = unit
         if torch.is_grad_enabled() and unit.used_in_backward:
-            to_free, self.kept = self.kept, unit  # so it is freed one unit after its forward
+            to_free, self.kept = self.kept, unit  # so this unit is freed one forward later
         if to_free is not None:
             to_free.reshard()
 

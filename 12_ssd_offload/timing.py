@@ -7,7 +7,7 @@ Contenders take turns, step by step. FOLDER is on the disk to measure.
     cpu-offload     04 with --cpu-offload
     mapped          the same, with shards and moments in `torch.from_file(shared=True)`
     one sequence    12 with one sequence per step, so that the disk is the limit
-    disk            the reads and writes of one such step, without computing
+    disk            about the reads and writes of such a step, without computing
 
 `mapped` is as fast as memory until memory is full: run it in a cgroup that is too small for it.
 """

@@ -96,7 +96,9 @@ class SpeculativeAdamW:
         self.n_summed: Counter[StateFile] = Counter()  # micro-batches in the file's gradient
         self.norms: dict[StateFile, Tensor] = {}  # of complete gradients, per 1,024 elements
         self.n_redone_steps = 0
-        self.threads = ThreadPoolExecutor(6)  # for three jobs, and three units' reads
+        # for three jobs, and three units' reads; a new thread would open a context on GPU 0
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else -1  # -1 changes nothing
+        self.threads = ThreadPoolExecutor(6, initializer=torch.cuda.set_device, initargs=(gpu,))
         self.jobs: dict[StateFile, Future] = {}  # the oldest first
         self.traffic: Counter[str] = Counter()  # MB moved, by the metric's name
         self.counting = threading.Lock()
@@ -150,8 +152,9 @@ class SpeculativeAdamW:
         norm = all_reduce_control(vector_norm(norms).square()).sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         is_clipped = not scale.item() >= 1.0  # also if the norm is NaN
-        if is_clipped or not self.speculates_now:  # the updates were wrong, or have waited
-            self.n_redone_steps += self.speculates_now
+        if is_clipped or not self.speculates_now:  # wrong updates, or none yet
+            if self.speculates_now:
+                self.n_redone_steps += 1
             for file in self.files:
                 self.start(file, self.update_scaled, scale)
             self.wait()

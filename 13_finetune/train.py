@@ -139,18 +139,6 @@ def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, n_ra
     return model(inputs, lengths, targets, total) * n_ranks
 
 
-def mean_loss(
-    model: nn.Module, documents: Documents, max_tokens: int, device, rank: int, n_ranks: int
-) -> float:
-    """Mean loss in nats over all targets of the documents."""
-    model.eval()
-    micro_batches = micro_batches_of(documents, max_tokens, device, rank, n_ranks)
-    total = count_targets(micro_batches)
-    loss = sum(share_of_loss(model, each, total, n_ranks=1) for each in micro_batches)
-    model.train()
-    return all_reduce_control(loss).item()
-
-
 # ---- reading and writing: each rank the bytes of its own shards ----
 
 CHUNK = 2**20  # elements that are converted at a time
@@ -303,8 +291,13 @@ def parse_args(argv: list[str] | None = None):
 @torch.no_grad()
 def evaluate(model, data: Instructions, args, device, world: World) -> float:
     """Mean loss in nats over the targets of the documents that training leaves out."""
-    where = args.seq_len, device, world.rank, world.size
-    return mean_loss(model, data.tokens_of(data.valid), *where)
+    model.eval()
+    documents = data.tokens_of(data.valid)
+    micro_batches = micro_batches_of(documents, args.seq_len, device, world.rank, world.size)
+    total = count_targets(micro_batches)
+    loss = sum(share_of_loss(model, each, total, n_ranks=1) for each in micro_batches)
+    model.train()
+    return all_reduce_control(loss).item()
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
@@ -333,7 +326,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if data.valid and first_step < args.steps:
         loss = evaluate(model, data, args, device, world)
         print0(f"val loss {loss:.4f} before step {first_step}")
-    where = args.seq_len, device, world.rank, world.size
 
     step = first_step - 1
     for step in run.steps(first_step):
@@ -341,7 +333,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         set_learning_rate(optimizer, lr)
         documents = documents_of_step(data, args, step)
         n_tokens = sum(len(ids) - 1 for ids, _ in documents)
-        micro_batches = micro_batches_of(documents, *where)
+        micro_batches = micro_batches_of(documents, args.seq_len, device, world.rank, world.size)
         total = count_targets(micro_batches)
         loss = torch.zeros((), device=device)
         for micro_batch in micro_batches:

@@ -1,17 +1,17 @@
 """Stage 14: FSDP x tensor parallelism: every rank owns a shard of a shard.
 
 Tensor parallelism shards each matrix over the ranks of a node (`tp`), which exchange activations.
-FSDP lays what a rank then has of a unit's parameters side by side in a flat buffer, and shards the
-buffer over nodes (`shard`), which exchange parameters and gradients while they compute. With
---shard-degree there are also replicas of the model (`replicate`):
+A rank then has 1 / tp of each matrix of a unit, and its norms. FSDP lays them side by side in a
+flat buffer, and shards the buffer over nodes (`shard`), which exchange parameters and gradients
+while they compute. With --shard-degree there are also replicas of the model (`replicate`):
 
     rank = (replicate_rank * shard_degree + shard_rank) * tp + tp_rank
 
 The technique of 04 is in `fsdp.py` beside this file, and that of 05 in `tensor_parallel.py`.
 
 New since stages 04 and 05: the mesh; the initial values of a shard of a shard, and its place in a
-checkpoint; gradients of norms, which are replicated over `tp` and lie between those of matrices; a
-global norm that counts every parameter once.
+checkpoint; gradients of norms, which are replicated over `tp` and lie between sharded matrices in
+the buffer; a global norm that counts every parameter once.
 
     Q parameters that a rank has after tensor parallelism: 1 / tp of each matrix, and the norms; E
     of them in the embedding, O in the output; S ranks that shard, m micro-batches per step; float32
@@ -83,7 +83,7 @@ from common.job.run import Run
 #
 #   tp_rank 0   | norm | wqkv: its rows | wo: its columns | norm | w1: its rows | w2: its columns |
 #   tp_rank 1   | norm | wqkv: its rows | wo: its columns | norm | w1: its rows | w2: its columns |
-#               |<------------ shard_rank 0 ------------------->|<-------- shard_rank 1 --------->|
+#               |<----------------- shard_rank 0 ----------------->|<------- shard_rank 1 ------->|
 #
 # Ranks of a tp group have the same layout and the same shard_rank, so they own the same range. It
 # holds different elements of the matrices on each of them, but equal copies of the norms.
@@ -140,7 +140,7 @@ class FullyShardedTensorParallel(FullyShardedDataParallel):
 
     def gradients_of(self, sharded: bool) -> list[Tensor]:
         """Views of this rank's gradients of the parameters that are sharded over `tp`, or of the
-        others: norms. One view per unit is empty, since a rank may own no part of such parameters.
+        others: norms. One view per unit is empty, for a rank that owns no part of such parameters.
         """
         views = []
         for unit in self.units:
@@ -174,8 +174,8 @@ def initial_shard_of_shard(
     """The `read_shard` of a unit: draw its parameters, lay this rank's shards of them over `group`
     side by side, and return the range `owned`. shapes, dims: of these shards, by the full names."""
     flat = []
-    for name, (*shape,) in shapes.items():  # drawn in full, one by one
-        dim = dims.get(name)
+    for name, local in shapes.items():  # drawn in full, one by one
+        shape, dim = list(local), dims.get(name)
         if dim is not None:
             shape[dim] *= group.size()
         flat.append(shard_of(initial_value(name, shape, seed), dim, group).flatten())

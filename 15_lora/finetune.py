@@ -87,18 +87,6 @@ def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, n_ra
     return model(inputs, lengths, targets, total) * n_ranks
 
 
-def mean_loss(
-    model: nn.Module, documents: Documents, max_tokens: int, device, rank: int, n_ranks: int
-) -> float:
-    """Mean loss in nats over all targets of the documents."""
-    model.eval()
-    micro_batches = micro_batches_of(documents, max_tokens, device, rank, n_ranks)
-    total = count_targets(micro_batches)
-    loss = sum(share_of_loss(model, each, total, n_ranks=1) for each in micro_batches)
-    model.train()
-    return all_reduce_control(loss).item()
-
-
 # ---- reading and writing: each rank the bytes of its own shards ----
 
 CHUNK = 2**20  # elements that are converted at a time

@@ -56,7 +56,7 @@ from common.guards import guard
 from common.llama import Llama, LlamaConfig
 from common.optimization import adamw_settings, learning_rate, set_learning_rate
 from common.shards import training_state
-from finetune import count_targets, mean_loss, micro_batches_of, read_model, share_of_loss
+from finetune import count_targets, micro_batches_of, read_model, share_of_loss
 
 from common.job.arguments import check_memory, positive, positive_int
 from common.job.finetuning import (
@@ -81,10 +81,10 @@ class FullyShardedFrozen(FullyShardedDataParallel):
     """FSDP of stage 04, but what is sharded is frozen. What is added to the module later trains.
 
     The contract. Each parameter is in exactly one unit, and is used in its unit's forward and
-    nowhere else. All ranks run the same units in the same order. What is added later, for example
-    by `add_adapters`, is all that `parameters()` has, and is equal on all ranks. After the last
-    backward of a step come `finish_gradient_synchronization()`, clipping, the optimizer's `step()`
-    and `zero_grad()`.
+    nowhere else. All ranks run the same units in the same order. `parameters()` has only what is
+    added after wrapping, for example by `add_adapters`; it must be equal on all ranks. After the
+    last backward of a step come `finish_gradient_synchronization()`, clipping, the optimizer's
+    `step()` and `zero_grad()`.
 
     units: the modules that are gathered one by one, in the order in which to prefetch them. Their
     values are not used: shards are zeros, which `read_model` fills.
@@ -123,9 +123,9 @@ class FullyShardedFrozen(FullyShardedDataParallel):
     def enter(self, unit: Unit) -> None:
         """Gather the unit's parameters, and prefetch those of the next unit that will be used.
 
-        In backward, free first the units that follow this one in forward: backward has left them,
-        and without gradients of their parameters no `Gather.backward` says so. One that is still
-        needed is gathered again.
+        In backward, first free the units that follow this one in forward: backward has left them.
+        In 04 `Gather.backward` frees a unit, but the parameters here are frozen, so it never runs.
+        If a unit is freed too early, `unpack` gathers it again.
         """
         if is_in_backward():
             for each in self.units[self.units.index(unit) + 1 :]:
@@ -136,7 +136,7 @@ class FullyShardedFrozen(FullyShardedDataParallel):
     def finish_gradient_synchronization(self) -> None:
         """After a step's last backward: average the gradients of what trains, over all ranks."""
         for unit in self.units:
-            unit.reshard()  # the first one, which backward has left last
+            unit.reshard()  # those that no later `enter` has freed: at least the first layer
         average_gradients(self.named_parameters())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -201,7 +201,7 @@ def merged(module: nn.Module, files: WeightFiles, unit: Unit) -> Tensor:
 def write_adapter(model: FullyShardedFrozen, config: dict, out: Path, aside: Path) -> None:
     """Write what `peft` reads: complete, or absent. Every rank calls it, and the first writes."""
     named = {f"base_model.model.{n}.weight": p for n, p in model.module.named_parameters()}
-    kinds = sorted({name.split(".")[-3] for name in named})
+    kinds = sorted({name.split(".")[-3] for name in named})  # q_proj of …q_proj.lora_A.weight
     text = json.dumps(config | {"target_modules": kinds}, indent=2)
 
     def write() -> None:
@@ -229,11 +229,10 @@ def sharded_from_meta(model: Llama, args, world: World) -> FullyShardedFrozen:
 
 def adapter_config(args) -> dict:
     """What `peft` must know of the adapter."""
-    return {
-        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True},
-        **{"base_model_name_or_path": args.model, "bias": "none", "lora_dropout": 0.0},
-        **{"r": args.lora_rank, "lora_alpha": args.lora_alpha},
-    }
+    fixed = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
+    fixed |= {"bias": "none", "lora_dropout": 0.0}
+    chosen = {"r": args.lora_rank, "lora_alpha": args.lora_alpha}
+    return {"base_model_name_or_path": args.model, **fixed, **chosen}
 
 
 def state_bytes(args, config: LlamaConfig, world: World) -> int:
@@ -261,8 +260,13 @@ def parse_args(argv: list[str] | None = None):
 @torch.no_grad()
 def evaluate(model, data: Instructions, args, device, world: World) -> float:
     """Mean loss in nats over the targets of the documents that training leaves out."""
-    where = args.seq_len, device, world.rank, world.size
-    return mean_loss(model, data.tokens_of(data.valid), *where)
+    model.eval()
+    documents = data.tokens_of(data.valid)
+    micro_batches = micro_batches_of(documents, args.seq_len, device, world.rank, world.size)
+    total = count_targets(micro_batches)
+    loss = sum(share_of_loss(model, each, total, n_ranks=1) for each in micro_batches)
+    model.train()
+    return all_reduce_control(loss).item()
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
@@ -292,7 +296,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if data.valid and first_step < args.steps:
         loss = evaluate(model, data, args, device, world)
         print0(f"val loss {loss:.4f} before step {first_step}")
-    where = args.seq_len, device, world.rank, world.size
 
     step = first_step - 1
     for step in run.steps(first_step):
@@ -300,7 +303,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         set_learning_rate(optimizer, lr)
         documents = documents_of_step(data, args, step)
         n_tokens = sum(len(ids) - 1 for ids, _ in documents)
-        micro_batches = micro_batches_of(documents, *where)
+        micro_batches = micro_batches_of(documents, args.seq_len, device, world.rank, world.size)
         total = count_targets(micro_batches)
         loss = torch.zeros((), device=device)
         for micro_batch in micro_batches:

@@ -153,12 +153,12 @@ def untrained_ids(tokenizer, folder: Path) -> set[int]:
 
     The embedding may have rows for them, because it is often padded; they were never trained.
     """
+    from tokenizers import Tokenizer
+
     file = folder / "tokenizer.json"
     if not file.exists():
         return set()
-    content = json.loads(file.read_text("utf-8"))
-    known = {each["content"] for each in content["added_tokens"]}
-    known |= dict(content["model"]["vocab"]).keys()  # in some models it is a list of pairs
+    known = Tokenizer.from_file(str(file)).get_vocab()  # also its own added tokens
     return {number for token, number in tokenizer.get_added_vocab().items() if token not in known}
 
 

@@ -610,12 +610,12 @@ STATED = {
         ],
     },
     "14": {
-        r"With ([\d.]+) µs per hop inside a node and ([\d.]+) µs between nodes": [
+        r"with ([\d.]+) µs per hop inside a node and ([\d.]+) µs between nodes": [
             1e6 * HOP,
             1e6 * NETWORK_HOP,
         ],
-        r"over 1,024 ranks takes ([\d.]+) ms before .* moves its data in ([\d.]+) ms": [
-            1e3 * ((1024 - 128) * HOP + 127 * NETWORK_HOP),
+        r"over these 512 ranks takes ([\d.]+) ms before .* moves its data in ([\d.]+) ms": [
+            1e3 * ((512 - 64) * HOP + 63 * NETWORK_HOP),
             1e3 * 2 * 12 * 5120**2 / INSIDE,
         ],
         r"would communicate ([\d.]+) times": [communication_over_computation(5120, 16)],
@@ -635,11 +635,12 @@ STATED = {
         ],
         r"^computation +([\d.]+) s": [NODES_1024["compute"]],
         r"^tp, exposed +([\d.]+) s": [NODES_1024["tp"]],
-        r"^a layer's forward +([\d.]+) ms +.* takes ([\d.]+) ms": [
+        r"^a layer's forward +([\d.]+) ms +.* nodes, ([\d.]+) ms": [
             1e3 * NODES_1024["forward"],
             1e3 * NODES_1024["gather"],
         ],
-        r"^a step +([\d.]+) s +.*: ([\d.]+) s": [NODES_1024["step"], mesh(8, 4)[-1]],
+        r"^a step +([\d.]+) s": [NODES_1024["step"]],
+        r"four stages, with which a step takes ([\d.]+) s": [mesh(8, 4)[-1]],
         r"A rank's peak is ([\d.]+) GB": (peak_in_14,),
         r"last reductions, about (\d+) ms": [1e3 * NODES_1024["ends"]],
         r"That is ([\d,]+) tokens, and ([\d,]+) in backward": [F / CARD, 1.5 * F / CARD],
