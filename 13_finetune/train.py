@@ -62,7 +62,6 @@ from common.job.finetuning import (
     load,
     output_folder,
     say_progress,
-    write_output,
 )
 from common.job.launch import cleanup, setup
 from common.job.prepared_instructions import Instructions
@@ -354,7 +353,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
     if out and step + 1 >= args.steps:  # else it was asked to stop
         write = partial(write_model, model, files, out, aside)
-        write_output(args, run, state, out, write)
+        run.write_output(f"--out {out}", write, state)
+        print0(f"wrote {out}")
     return run.finish(state)
 
 

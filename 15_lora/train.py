@@ -66,7 +66,6 @@ from common.job.finetuning import (
     load,
     output_folder,
     say_progress,
-    write_output,
 )
 from common.job.launch import cleanup, setup
 from common.job.prepared_instructions import Instructions
@@ -327,7 +326,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if args.merge:
             values = partial(merged, model.module, files)
             write = partial(write_model, model, files, out, aside, values)
-        write_output(args, run, state, out, write)
+        run.write_output(f"--out {out}", write, state)
+        print0(f"wrote {out}")
     return run.finish(state)
 
 

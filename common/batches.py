@@ -76,8 +76,10 @@ def train_batches(
         collate_fn=partial(_micro_batches, tokens, batching, rank, size),
         batch_size=None,  # each step is an item of its own
         num_workers=int(device.type == "cuda"),  # it prepares the next steps during this one
-        # setpgid(0, 0): torchrun sends SIGTERM to a rank's process group, and the worker must live
-        worker_init_fn=partial(os.setpgid, 0),
+        # fork: the worker shares the mapped tokens, and handles signals as this process does
+        multiprocessing_context="fork" if device.type == "cuda" else None,
+        # torchrun sends SIGTERM to a rank's process group, and the worker must live
+        worker_init_fn=lambda _: os.setpgid(0, 0),
         pin_memory=device.type == "cuda",
     )
     for micro_batches in loader:

@@ -269,7 +269,7 @@ def forbid_float16(output) -> None:
 
 def check_same(what: str, values: list, device: torch.device, group: Group = None) -> None:
     """Raise ValueError, naming `what`, unless `values` print the same on every rank of `group`."""
-    # a tensor prints its device, which is another on each rank, and four digits
+    # str() of a tensor shows its device, which differs between ranks, and only four digits
     text = str([v.tolist() if isinstance(v, Tensor) else v for v in values])
     digest = zlib.crc32(text.encode())
     bounds = torch.tensor([digest, -digest], device=device)

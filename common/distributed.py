@@ -61,13 +61,14 @@ def print0(*values: object, **kwargs: object) -> None:
         say(*values, **kwargs)
 
 
-def save0(state: object, path: str | os.PathLike, group: dist.ProcessGroup | None = None) -> None:
-    """`torch.save` on rank 0, to a file that is complete or absent. All ranks wait for it."""
+def save0(state: object, path: str | os.PathLike) -> None:
+    """`torch.save` on rank 0, to a file that is complete or absent."""
     if _is_rank_0():
-        with replacing(path) as file:
-            torch.save(state, file)
-    if dist.is_initialized():
-        dist.barrier(group)
+        try:
+            with replacing(path) as file:
+                torch.save(state, file)
+        except RuntimeError as error:  # PyTorch's, in place of the file's own
+            raise error.__context__ or error from None
 
 
 @contextlib.contextmanager

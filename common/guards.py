@@ -5,8 +5,8 @@
     guard(model, optimizer)
 
 A wrapper trains the same without a guard, but then a mistake in the loop is silent, or an error
-that does not say what to do. The guard watches through hooks. While a gradient is incomplete, it
-puts a `NoGradient` in its place, whose use is an error. It changes no gradient.
+that does not say what to do. The guard watches through hooks. From a step's last backward until
+the finish, a `NoGradient` takes each gradient's place: any use of it is an error.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,10 @@ from weakref import WeakMethod, finalize, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim import optimizer as every_optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from common.collectives import forbid_float16
 
@@ -28,8 +31,8 @@ NOT_AS_WRAPPED = (
     "add, replace, freeze, unfreeze, resize, move or cast parameters before they are wrapped"
 )
 HOOKS = (
-    "another wrapper or a hook waits for the gradient of a parameter: it would meet one in flight, "
-    "or step with this rank's. Wrap a module once, and step after the finish"
+    "a parameter has a gradient hook of another wrapper, or of yours: it would see a gradient in "
+    "flight, or this rank's alone. Wrap a module once, and step after the finish"
 )
 
 
@@ -46,8 +49,8 @@ def guard(model: nn.Module, *optimizers) -> None:
     sync.finish_gradient_synchronization = weak(sync.guard.finish)
     sync.__getstate__ = partial(state_to_pickle, ref(sync))
     # an optimizer that is made later may update these parameters or shards, too
-    before = every_optimizer.register_optimizer_step_pre_hook(weak(sync.guard.before_step))
-    after = every_optimizer.register_optimizer_step_post_hook(weak(sync.guard.after_step))
+    before = register_optimizer_step_pre_hook(weak(sync.guard.before_step))
+    after = register_optimizer_step_post_hook(weak(sync.guard.after_step))
     for handle in (before, after):
         finalize(sync.guard, handle.remove)
 
@@ -95,7 +98,7 @@ class Guard:
         self.root().register_forward_hook(weak(self.after_forward))
         for param in self.places:
             hooks = param._post_accumulate_grad_hooks or {}
-            # not those that a wrapper has left which no longer exists
+            # except those of a wrapper that no longer exists
             found = [h for h in hooks.values() if not isinstance(h, weak) or h.method()]
             if len(found) > hasattr(sync, "mark_ready"):  # the wrapper's own hook
                 raise ValueError(HOOKS)
@@ -114,7 +117,7 @@ class Guard:
         # sharded units make `parameters()` an error
         params = (p for module in self.root().modules() for p in module._parameters.values())
         trained = {p for p in params if p is not None and p.requires_grad} - self.shards
-        # DDP's values may move
+        # 02 keeps no views of the parameters, so their values may move
         return {p: (p.shape, p.data_ptr() if self.shards else None) for p in trained}
 
     # ---- in forward ----
@@ -124,7 +127,7 @@ class Guard:
 
     def after_forward(self, _, inputs: tuple, output) -> None:
         if [p._version for p in self.places] != self.versions:
-            raise RuntimeError("a forward has changed a parameter in place, maybe by its own data")
+            raise RuntimeError("a forward has changed a parameter in place, maybe by its data")
         if torch.is_grad_enabled() and not self.has_no_float16:
             forbid_float16(output)
             self.has_no_float16 = True
@@ -138,7 +141,7 @@ class Guard:
             raise RuntimeError("create_graph=True and sparse=True are not supported")
         if len(param._post_accumulate_grad_hooks) > 1:
             raise RuntimeError(HOOKS)
-        if param in self.markers:  # but no longer in place of its gradient
+        if param in self.markers:  # but somebody has replaced the marker
             raise RuntimeError(NOT_AS_LEFT)
         self.is_incomplete = True
         if not hasattr(sync, "mark_ready"):  # 15, which averages in the finish
@@ -159,7 +162,7 @@ class Guard:
 
     def forbid_gradient(self, tensor: Tensor) -> None:
         """Make any use of `tensor.grad` an error until the next finish."""
-        if tensor in self.shards and tensor.grad is not None:  # it is of the last step
+        if tensor in self.shards and tensor.grad is not None:  # left from the previous step
             raise RuntimeError(NOT_AS_LEFT)
         self.is_incomplete = True
         marker = NoGradient(tensor)

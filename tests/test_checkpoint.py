@@ -359,15 +359,28 @@ def test_resume_falls_back_from_a_corrupt_checkpoint_and_names_both(tmp_path, ca
         assert {path.name for path in tmp_path.iterdir()} == names
 
 
-def test_a_read_error_makes_no_checkpoint_corrupt(tmp_path, monkeypatch, error_of):
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (OSError(errno.EIO, "Input/output error"), "[Errno 5]"),
+        (MemoryError(), "MemoryError()"),
+        (RuntimeError("CUDA out of memory"), "CUDA out of memory"),
+        (KeyboardInterrupt(), None),
+    ],
+)
+def test_what_interrupts_a_read_makes_no_checkpoint_corrupt(
+    tmp_path, monkeypatch, error_of, error, said
+):
     for step in (2, 4):
         saved(tmp_path, step)
-    failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
-    for owner in (storage.Reader, storage.MetadataUnpickler):
+    for owner, method in ((storage.Reader, "read"), (storage.MetadataUnpickler, "load")):
         with monkeypatch.context() as patched:
-            patched.setattr(owner, "read" if owner is storage.Reader else "load", failing)
-            said = error_of(loaded, tmp_path, status=1)
-        assert "step-00000004 cannot be read: [Errno 5]" in said
+            patched.setattr(owner, method, Mock(side_effect=error))
+            if said is None:
+                pytest.raises(KeyboardInterrupt, loaded, tmp_path)
+            else:
+                line = error_of(loaded, tmp_path, status=1)
+                assert f"step-00000004 cannot be read: {said}" in line
         assert len(checkpoints(tmp_path)) == 2
 
 

@@ -344,6 +344,10 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
         changed(lambda model: model.register_buffer("b", torch.empty(1, device="meta"))),
         {ABSENT: "without values"},
     ),
+    "buffers in another order": (
+        changed(lambda model: model.register_buffer("b", torch.arange(2.0).roll(dist.get_rank()))),
+        {(*FSDP, *SSD): DIFFER},
+    ),
     "empty unit": (changed(lambda model: model.units.append(nn.Tanh())), {ABSENT: "no param"}),
     "strides": (of_linear(lambda it: setattr(it.weight, "data", STRIDED)), {DDP: "contiguous"}),
     "two wrappers share a unit": (wrapped_twice, {DDP: "another wrapper"}),
@@ -393,9 +397,9 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
     "autograd.grad of the shards": ("grad_of_shards", {FSDP: "no autograd.grad"}),
     "a hook after the guard": (
         "late_hooks train",
-        {REPLICAS: "a hook waits", FSDP: "hook a unit's output"},
+        {REPLICAS: "a gradient hook", FSDP: "hook a unit's output"},
     ),
-    "a hook before the guard": (hook_before_the_guard, {REPLICAS: "a hook waits"}),
+    "a hook before the guard": (hook_before_the_guard, {REPLICAS: "a gradient hook"}),
     "a tensor hook on a shard": ("late_tensor_hooks train", {FSDP: "hook a unit's output"}),
     "an update in backward": (
         changed(

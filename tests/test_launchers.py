@@ -16,7 +16,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import REPO
+from harness import REPO, load_stage
 from processes import torchrun
 
 from common import collectives
@@ -111,7 +111,18 @@ def test_several_nodes_without_an_address_are_an_error(monkeypatch, error_of, va
     of_rank_0 = {"SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "0"}
     environment(monkeypatch, variables | {name: "0" for name in of_rank_0 if name in variables})
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert "source slurm/env.sh sets both, mpirun -x NAME passes them on" in error_of(setup)
+    said = "source slurm/env.sh sets both, mpirun -x NAME passes them on"
+    assert said in error_of(setup)
+    # on another node, while rank 0 has an address and waits for the others
+    monkeypatch.setattr("common.job.launch.GRACE", 0.01)
+    environment(monkeypatch, variables)
+    assert said in error_of(setup)
+
+
+def test_stage_01_with_several_ranks_is_an_error(monkeypatch, error_of):
+    environment(monkeypatch, TORCHRUN | {"RANK": "0"})
+    said = "this script is for one process, not 8: start it without a launcher"
+    assert said in error_of(load_stage("01").main, ["--data", "sample"])
 
 
 def test_ranks_of_one_node_join_there_at_a_port_of_their_job(monkeypatch):

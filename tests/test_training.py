@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -38,6 +39,7 @@ from common.job.corpus import load_corpus
 from common.job.metrics import Metrics, peak_flops, readable
 from common.job.run import Run, git_commit
 from common.job.run_folder import CURVE, SHAPE, changes_since_checkpoint
+from tools.export import tensors_of
 
 SMALL = "--d-model 32 --n-layers 2 --n-heads 2 --seq-len 16 --global-batch-size 12".split()
 
@@ -269,6 +271,30 @@ def test_files_that_are_written_at_the_same_time_have_names_of_their_own(tmp_pat
     monkeypatch.setattr(torch, "save", save)
     save0("c", tmp_path / "c")
     assert [(tmp_path / name).read_text() for name in "cd"] == ["c", "d"]
+
+
+class Full(io.BytesIO):
+    """A file on a full disk."""
+
+    def write(self, _) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_weights_that_cannot_be_written_are_in_a_checkpoint(
+    corpus_dir, tmp_path, monkeypatch, error_of
+):
+    run, path, main = tmp_path / "run", tmp_path / "model.pt", load_stage("01").main
+    argv = [*SMALL, "--data", str(corpus_dir), "--steps", "2", "--run-dir", str(run)]
+    with monkeypatch.context() as patched:
+        patched.setattr("common.distributed.replacing", lambda _: Full())
+        said = error_of(main, [*argv, "--save-model", str(path)], status=1)
+    assert "No space left on device; the run's checkpoint is complete: the same flags and" in said
+    (run / "launch.json").unlink()  # this process still has its lock
+    assert main([*argv, "--save-model", str(path)]) == []
+    weights = torch.load(path)
+    assert weights.keys() == tensors_of(run / "checkpoints/step-00000002").keys()
+    (run / "config.json").write_text("{}")
+    assert "config.json is damaged: pass another --run-dir" in error_of(main, argv)
 
 
 def test_a_checkpoint_folder_that_cannot_be_written_is_reported_before_the_first_step(

@@ -150,8 +150,9 @@ class Checkpointer:
             if isinstance(error, storage.IncompatibleCheckpointError):
                 fail(f"{where}: {path} does not fit this model: {'; '.join([str(error), *notes])}")
             is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-            if isinstance(error, OSError) and not is_missing:
-                fail(f"{path} cannot be read: {error}", status=1)  # it may be intact
+            # it may be intact: where checksums fit, PyTorch's RuntimeError is a lack of memory
+            if isinstance(error, OSError | MemoryError | RuntimeError) and not is_missing:
+                fail(f"{path} cannot be read: {str(error) or repr(error)}", status=1)
             why, *_ = str(error).strip().split("\n")
             what = f"{path} is corrupt: {why}"
             if path == found[-1]:
@@ -160,8 +161,8 @@ class Checkpointer:
             print0(f"{what}; going back to {found[number + 1].name}")
         if rank() == 0 and is_own:
             for bad in found[:number]:  # they do not count as checkpoints to keep
-                names = numbered(bad.with_name(f"corrupt-{bad.name}"))
-                bad.rename(next(name for name in names if not os.path.lexists(name)))
+                aside = numbered(bad.with_name(f"corrupt-{bad.name}"))
+                bad.rename(next(path for path in aside if not os.path.lexists(path)))
         for adamw in optimizer.state.values():
             adamw["step"].fill_(step)
         print0("\n".join([*notes, f"resumed from {path}, {step} steps done"]))
@@ -188,7 +189,9 @@ class Checkpointer:
             raise storage.IncompatibleCheckpointError(what) from None
 
 
-def first_error(failed: CheckpointException) -> BaseException:
-    """The error of the first rank that has failed."""
+def first_error(failed: CheckpointException) -> Exception:
+    """The error of the first rank that has failed. Raises Ctrl-C, which DCP catches, too."""
     error, _ = next(iter(failed.failures.values()))
+    if not isinstance(error, Exception):
+        raise error
     return error

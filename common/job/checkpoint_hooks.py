@@ -2,8 +2,8 @@
 
 The files are those of `torch.distributed.checkpoint` (DCP), so PyTorch's own tools read them. A
 64-bit XXH3 checksum of each stored item is beside the item's offset in the metadata, where
-PyTorch's reader ignores it. The metadata's own follows its pickle, where unpickling has stopped.
-Both are verified before anything is used. The way of a tensor, or of a `Shard`'s chunks:
+PyTorch's reader ignores it. The metadata's own follows its pickle, which unpickling does not read
+past. Both are verified before anything is used. The path of a tensor, or of a `Shard`'s chunks:
 
     Checkpointer.save
         AtomicWriter.stage                       copies it to host memory; the rest in a thread
@@ -120,8 +120,9 @@ class AtomicWriter(dcp.FileSystemWriter):
         content = pickle.dumps(metadata)
         with replacing(self.path / ".metadata") as file:
             file.write(content + SEAL + b"%d" % xxh3_64_intdigest(content))
+        sync(self.path)  # so that the names of all files survive a power failure
         self.path.rename(self.final)
-        sync(self.folder)  # so that the rename survives a power failure
+        sync(self.folder)  # and this one
         found = checkpoints(self.folder)
         for old in found[: max(0, found.index(self.final) + 1 - self.keep)]:
             # renamed first: a folder that is called `step-...` stays complete. If a file is in use,
@@ -175,7 +176,7 @@ class Reader(dcp.FileSystemReader):
         return self.metadata
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        """Read every item once, in the order of the files, and copy its parts."""
+        """Read every item once, by offset, and copy its parts."""
         parts: dict[MetadataIndex, list[dcp.ReadItem]] = {}
         for part in plan.items:
             parts.setdefault(part.storage_index, []).append(part)

@@ -3,7 +3,6 @@
 import hashlib
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,7 +12,6 @@ from common.batches import global_batch
 from common.distributed import print0
 from common.instructions import Spans
 from common.llama import Llama, LlamaConfig
-from common.shards import State
 from common.weight_files import WeightFiles
 
 from common.job.arguments import Arguments, Parser, base_parser, check_ranks, natural, positive_int
@@ -71,8 +69,9 @@ def load(args: Arguments) -> tuple[LlamaConfig, WeightFiles, Instructions]:
             shapes = {name: p.shape for name, p in Llama(config).named_parameters()}
         files = WeightFiles(folder, shapes, rank(), world_size())
     except (KeyError, OSError, ValueError) as error:
-        absent = "config.json or a header has no " * isinstance(error, KeyError)
-        fail(f"--model {folder}: {absent}{error}")
+        is_absent = isinstance(error, KeyError)
+        what = f"config.json or a header has no {error}" if is_absent else error
+        fail(f"--model {folder}: {what}")
     longest = min(args.seq_len, config.max_positions)
     if config.window is not None and config.window < longest:
         fail(f"--model {folder}: a sliding window: pass --seq-len {config.window} or less")
@@ -119,27 +118,12 @@ def output_folder(
     digest = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
     aside = out.absolute().with_name(f".{out.name}.writing-{digest}")  # others may have this --out
     if run.of_rank_0("--out", exists, out):
-        if not run.of_rank_0("--out", exists, run.checkpoints.path / f"step-{args.steps:08}"):
+        if not run.of_rank_0("--out", run.has_last_checkpoint):
             fail(f"--out {out} is already there: move it away, or pass another folder")
+        print0(f"{out} is already there: it is not written again")
         return None, aside
     if name == "model":
         run.of_rank_0("--out", files.try_to_prepare, aside)
     else:
         run.of_rank_0("--out", check_writable, out)
     return out, aside
-
-
-def write_output(
-    args: Arguments, run: Run, state: State, out: Path, write: Callable[[], None]
-) -> None:
-    """Call `write` after the last step. If it fails, the run's checkpoint has what was trained."""
-    run.checkpoints.wait()  # so that a kill from here on costs no step
-    try:
-        write()
-    except OSError as error:
-        if not run.of_rank_0("--out", exists, run.checkpoints.path / f"step-{args.steps:08}"):
-            run.checkpoints.save(args.steps, state, args.keep_checkpoints)
-            run.checkpoints.wait()
-        again = f"the same flags and --run-dir {run.folder} write it, without training"
-        fail(f"--out {out}: {error}; the run's checkpoint is complete: {again}", status=1)
-    print0(f"wrote {out}")

@@ -197,6 +197,7 @@ def has_lost_a_peer(error: BaseException | None) -> bool:
     if error is None:
         return True
     is_gone = isinstance(error, RuntimeError) and bool(PEER_IS_GONE.search(str(error)))
+    is_gone |= isinstance(error, dist.DistNetworkError)  # rank 0's store is gone
     return is_gone and has_lost_a_peer(error.__cause__ or error.__context__)
 
 
@@ -205,7 +206,7 @@ def fail(message: str, status: int = 2) -> NoReturn:
 
     Before `setup` rank 0 prints, which may start last. After it the first rank that fails does: it
     may be the only one. A launcher that sees one process exit terminates the rest, so each waits
-    for those that come later.
+    for those that come later. A rank that nothing has terminated prints as well.
     """
     size, has_joined = world_size(), dist.is_initialized()
     prints = has_joined or rank() == 0
@@ -221,6 +222,8 @@ def fail(message: str, status: int = 2) -> NoReturn:
         # a launcher that terminates this rank while it waits gets the same status
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(2 * GRACE if has_joined or prints else 5 * GRACE)
+        if not (has_joined or prints):  # this rank still runs: rank 0 has not failed
+            fail_here(message)
     raise SystemExit(status)
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from common.job.checkpoint import Checkpointer
 from common.job.corpus import Corpus
 from common.job.launch import fail, interrupt, launch_environment, rank, world_size
 from common.job.metrics import Metrics, device_name
-from common.job.paths import check_writable
+from common.job.paths import check_writable, exists
 from common.job.run_folder import changes_since_last_start, claim
 
 # Signals that ask a run to save and stop: of a user, Slurm, a closed terminal, and of LSF or Grid
@@ -97,18 +98,24 @@ class Run:
         print0("\n".join([f"{stage}: {size}, {data}, run folder {self.folder}", *notes]))
 
     def of_rank_0(self, flag: str, function: Callable, *args):
-        """What `function` returns on rank 0. An error there is one of `flag` and ends the run."""
+        """What `function` returns on rank 0. An error there ends the run, as an error of `flag`."""
+        try:
+            return self._of_rank_0(function, *args)
+        except (OSError, ValueError) as error:
+            fail(f"{flag}: {error}")
+
+    def _of_rank_0(self, function: Callable, *args):
         answer = [None, None]  # its value, an error
         if rank() == 0:
             try:
                 answer[0] = function(*args)
             except (OSError, ValueError) as error:
-                answer[1] = f"{flag}: {error}"
+                answer[1] = error
         if self._group is not None:
             dist.broadcast_object_list(answer, src=0, group=self._group)
         value, error = answer
         if error:
-            fail(error)
+            raise error
         return value
 
     def _claim_folder(self) -> tuple[Path, list[str], str | None]:
@@ -133,7 +140,7 @@ class Run:
         """
         self._steps_done = first
         if first >= self.args.steps:
-            more = f"to go on, pass a larger --steps than {self.args.steps}"
+            more = f"to go on, pass a larger --steps than {first}"
             print0(f"nothing left to do: {first} steps are done: {more}")
             return
         self.of_rank_0("--run-dir", self._begin, first)
@@ -216,12 +223,30 @@ class Run:
         """Write the step's line, before a checkpoint that counts the step as done."""
         self.metrics.write()
 
+    def write_output(self, flag: str, write: Callable[[], None], state: State) -> None:
+        """Call `write` on every rank, after the last step. If it raises OSError (on all ranks),
+        the run ends, and its checkpoint has what was trained."""
+        self.checkpoints.wait()  # so that a kill from here on costs no step
+        try:
+            write()
+        except OSError as error:
+            if not self.of_rank_0(flag, self.has_last_checkpoint):
+                self.checkpoints.save(self.args.steps, state, self.args.keep_checkpoints)
+                self.checkpoints.wait()
+            again = f"the same flags and --run-dir {self.folder} write it, without training"
+            fail(f"{flag}: {error}; the run's checkpoint is complete: {again}", status=1)
+
+    def has_last_checkpoint(self) -> bool:
+        return exists(self.checkpoints.path / f"step-{self.args.steps:08}")
+
     def finish(self, state: State) -> list[dict]:
         """Wait for the last save, and write `--save-model` if all steps are done: no signal ends
         either. Returns the lines of this process. state: what a checkpoint would hold now."""
-        if self.args.save_model and self._steps_done >= self.args.steps:
-            save0(self.checkpoints.full_weights(state), self.args.save_model, self._group)
-            print0(f"the weights after {self._steps_done} steps are in {self.args.save_model}")
+        if (path := self.args.save_model) and self._steps_done >= self.args.steps:
+            weights = self.checkpoints.full_weights(state)
+            write = partial(self._of_rank_0, save0, weights, path)
+            self.write_output(f"--save-model {path}", write, state)
+            print0(f"the weights after {self._steps_done} steps are in {path}")
         self.checkpoints.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)

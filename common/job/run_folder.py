@@ -129,9 +129,12 @@ def changes_since_last_start(folder: Path, run: dict, who: str) -> list[str]:
     saved, metrics = checkpoints(folder / "checkpoints"), folder / "metrics.jsonl"
     if not saved and not (exists(metrics) and metrics.stat().st_size):
         return []
-    last = json.loads((folder / "config.json").read_text())
     arguments = run["arguments"]
-    arguments["resume"] = arguments["resume"] or last["arguments"]["resume"]
+    try:
+        last = json.loads((folder / "config.json").read_text())
+        arguments["resume"] = arguments["resume"] or last["arguments"]["resume"]
+    except (ValueError, KeyError, TypeError):
+        raise OSError(f"{folder}/config.json is damaged: pass another --run-dir") from None
     if found := changes(last, run, ONE_RUN if saved else (*ONE_RUN, "steps")):
         fix = "pass --run-dir NEW, and --resume PATH to start from a checkpoint"
         raise OSError(f"{folder} belongs to another run: {'; '.join(found)}: {fix}")
