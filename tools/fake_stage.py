@@ -130,7 +130,7 @@ def without_file(state_file: type) -> type:
 class AtOnce:
     """In place of 12's threads: a job runs at once, in this thread."""
 
-    def __init__(self, *_):
+    def __init__(self, *_, **__):
         pass
 
     def submit(self, function, *args) -> Future:
