@@ -2,10 +2,9 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.collectives import all_reduce_control
+from common.distributed import sync
 from common.loss import IGNORED
 from common.weight_files import WeightFiles, publish
 
@@ -66,13 +66,13 @@ def side_by_side(documents: Documents, device: torch.device) -> MicroBatch:
         for begin, end in spans:  # of an answer; a token's target is the next token
             targets[-1][begin - 1 : end - 1] = ids[begin:end]
     joined = [torch.cat(inputs), torch.cat(targets)]
-    if device.type == "cuda":  # else the copies may wait for the previous step
+    if device.type == "cuda":  # a copy from pageable memory would wait for the previous step
         joined = [each.pin_memory() for each in joined]
     return *(each.to(device, non_blocking=True) for each in joined), tuple(map(len, inputs))
 
 
 def count_targets(micro_batches: list[MicroBatch]) -> Tensor:
-    """Count the targets of a step on all ranks, before its first loss is divided by them."""
+    """Count the targets of all micro-batches of a step, on all ranks."""
     return all_reduce_control(sum((targets != IGNORED).sum() for _, targets, _ in micro_batches))
 
 
@@ -83,7 +83,7 @@ def share_of_loss(model: nn.Module, micro_batch: MicroBatch, total: Tensor, n_ra
     Averaging the gradients over the ranks divides by `n_ranks` once more, so it is a factor here.
     """
     inputs, targets, lengths = micro_batch
-    # `total` stays an integer: a unit casts floating-point inputs to `param_dtype`, and rounds them
+    # `total` is an integer: a unit would round a floating-point input to `param_dtype`
     return model(inputs, lengths, targets, total) * n_ranks
 
 
@@ -103,23 +103,21 @@ def read_shard(
 ) -> None:
     """Fill a shard from its places in the files. No other values are read."""
     for tensor, first, part in ranges_in(shapes, owned):
-        name, start, dtype, _ = files.values[tensor]
+        name, start, dtype, _ = files.values[tensor][0]
         start += len(files.headers[name]) + first * dtype.itemsize
-        with open(files.folder / name, "rb", buffering=0) as file:
+        # a buffered file continues short reads; a larger buffer would hold bytes of other shards
+        with open(files.folder / name, "rb", buffering=2) as file:
             file.seek(start)  # it may be within a row of a matrix
             for chunk in shard[part].split(CHUNK):
                 values = torch.empty(len(chunk), dtype=dtype)
-                rest = memoryview(values.view(torch.uint8).numpy())
-                while rest:  # a network file system may return only some of the bytes
-                    if not (count := file.readinto(rest)):
-                        raise OSError(f"{files.folder / name} has become shorter")
-                    rest = rest[count:]
+                if file.readinto(values.view(torch.uint8).numpy()) < values.nbytes:
+                    raise OSError(f"{files.folder / name} has become shorter")
                 chunk.copy_(values)  # to the shard's dtype and device
                 files.bytes_read += values.nbytes
 
 
 def no_values(_: str, shapes: dict[str, torch.Size], owned: slice, dtype=torch.float32) -> Tensor:
-    """The wrapper's `read_shard`: zeros without memory, until `read_model` or a checkpoint."""
+    """The wrapper's `read_shard`: zeros that share one element, until values are read."""
     numel = sum(shape.numel() for shape in shapes.values())
     return torch.zeros(1, dtype=dtype).expand(len(range(*owned.indices(numel))))
 
@@ -129,15 +127,12 @@ def write_shard(
 ) -> None:
     """Write a shard to its places in the files of `folder`, in the dtypes that were read."""
     for tensor, first, part in ranges_in(shapes, owned):
-        # a tied embedding may be stored twice
-        for name, start, dtype, _ in filter(None, (files.values[tensor], files.copies.get(tensor))):
-            with open(folder / name, "r+b", buffering=0) as file:
+        for name, start, dtype, _ in files.values[tensor]:  # two if a tied head is stored, too
+            with open(folder / name, "r+b") as file:
                 file.seek(len(files.new_headers[name]) + start + first * dtype.itemsize)
-                for chunk in shard[part].split(CHUNK):
-                    values = memoryview(chunk.to("cpu", dtype).view(torch.uint8).numpy())
-                    while values:  # a full disk takes a part, and then raises OSError
-                        values = values[file.write(values) :]
-                os.fsync(file.fileno())
+                for chunk in shard.detach()[part].split(CHUNK):
+                    file.write(chunk.to("cpu", dtype).view(torch.uint8).numpy())
+            sync(folder / name)
 
 
 def ranges_in(shapes: dict[str, torch.Size], owned: slice) -> Iterator[tuple[str, int, slice]]:
@@ -152,43 +147,37 @@ def ranges_in(shapes: dict[str, torch.Size], owned: slice) -> Iterator[tuple[str
 
 
 def write_model(
-    model: nn.Module,
-    files: WeightFiles,
-    out: Path,
-    aside: Path,
-    values: Callable[..., Tensor] = lambda unit: unit.shard.detach(),
+    model: nn.Module, files: WeightFiles, out: Path, aside: Path, values=lambda unit: unit.shard
 ) -> None:
     """Write a folder like the one that was read: complete, or absent. Every rank calls it.
 
-    aside: where to write it, beside `out`; of this run alone. values(unit): what is written of a
-    unit, by default its shard.
+    aside: a folder beside `out` that no other run uses, renamed to `out` at the end. values(unit):
+    what is written of a unit, by default its shard.
     """
-
-    def write_shards() -> None:
-        for unit in model.units:
-            write_shard(files, aside, unit.shapes, unit.owned, values(unit))
-
     is_first, replicas = dist.get_rank() == 0, model.replicate_group
-    is_writer = replicas is None or dist.get_rank(replicas) == 0  # one replica
-    prepare, finish = partial(files.prepare, aside), partial(publish, aside, out)
-    in_turn(aside, [(is_first, prepare), (is_writer, write_shards), (is_first, finish)])
+    with together(aside):
+        if is_first:
+            files.prepare(aside)
+    with together(aside):
+        if replicas is None or dist.get_rank(replicas) == 0:  # the first replica writes for all
+            for unit in model.units:
+                write_shard(files, aside, unit.shapes, unit.owned, values(unit))
+    with together(aside):
+        if is_first:
+            publish(aside, out)
 
 
-def in_turn(aside: Path, steps: list[tuple[bool, Callable[[], None]]]) -> None:
-    """Take one step after the other. Each begins when all ranks have finished the previous one.
-
-    steps: whether this rank takes part, and a function. If one raises OSError on any rank, all
-    ranks remove `aside` and raise the first such rank's error: none is left waiting.
-    """
-    for takes_part, step in steps:
-        error = None
-        try:
-            if takes_part:
-                step()
-        except OSError as found:
-            error = found
-        errors: list[OSError | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)  # waits for all
-        if first := next(filter(None, errors), None):
-            shutil.rmtree(aside, ignore_errors=True)
-            raise first
+@contextmanager
+def together(aside: Path) -> Iterator[None]:
+    """Leave a block when all ranks have reached its end. If one raises OSError in it, all ranks
+    remove `aside` and raise the first such rank's error: none is left waiting."""
+    error = None
+    try:
+        yield
+    except OSError as found:
+        error = found
+    errors: list[OSError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)  # waits for all
+    if first := next(filter(None, errors), None):
+        shutil.rmtree(aside, ignore_errors=True)
+        raise first

@@ -28,7 +28,6 @@ import json
 import math
 import shutil
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +45,7 @@ from common.counter_rng import generator_of
 from common.optimization import clip_grad_norm_
 from common.unit_parameters import is_in_backward
 from common.weight_files import WeightFiles, publish, write_tensors
-from finetune import in_turn, no_values, ranges_in, read_shard, write_model
+from finetune import no_values, ranges_in, read_shard, together, write_model
 from fsdp import FullyShardedDataParallel, Unit
 
 # isort: split
@@ -100,7 +99,7 @@ class FullyShardedFrozen(FullyShardedDataParallel):
     ):
         for param in module.parameters():
             param.data = param.data.to(param_dtype)  # which is then that of the shards
-            param.requires_grad_()  # as 04 expects; below, `make_units` freezes the shards
+            param.requires_grad_()  # as 04 expects; `make_units` freezes the shards
         # no replicate_group: gradients are averaged over all ranks, and when 13's `write_model`
         # writes, replicas write the same bytes
         super().__init__(
@@ -202,15 +201,13 @@ def write_adapter(model: FullyShardedFrozen, config: dict, out: Path, aside: Pat
     named = {f"base_model.model.{n}.weight": p for n, p in model.module.named_parameters()}
     kinds = sorted({name.split(".")[-3] for name in named})  # q_proj of …q_proj.lora_A.weight
     text = json.dumps(config | {"target_modules": kinds}, indent=2)
-
-    def write() -> None:
-        shutil.rmtree(aside, ignore_errors=True)  # what a killed process has left
-        aside.mkdir(parents=True)
-        write_tensors(aside / "adapter_model.safetensors", named)
-        (aside / "adapter_config.json").write_text(text, "utf-8")
-
-    is_first = dist.get_rank() == 0
-    in_turn(aside, [(is_first, write), (is_first, partial(publish, aside, out))])
+    with together(aside):
+        if dist.get_rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # what a killed process has left
+            aside.mkdir(parents=True)
+            write_tensors(aside / "adapter_model.safetensors", named)
+            (aside / "adapter_config.json").write_text(text, "utf-8")
+            publish(aside, out)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -274,7 +271,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     world = setup(args.timeout)
     device = world.device
     config, files, data = load(args)
-    config = replace(config, frozen=True)
+    config.frozen = True
     check_memory(args, config, state_bytes(args, config, world))
 
     run = Run(args, __file__, config, device, data)
@@ -321,13 +318,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
         run.write()
         if run.agree_to_save_or_stop(step):
             run.checkpoints.save(step + 1, state, args.keep_checkpoints)
-    if out and step + 1 >= args.steps:  # else it was asked to stop
+    if out and step + 1 >= args.steps:  # no signal has stopped it earlier
         write = partial(write_adapter, model, adapter_config(args), out, aside)
         if args.merge:
             values = partial(merged, model.module, files)
             write = partial(write_model, model, files, out, aside, values)
-        run.write_output(f"--out {out}", write, state)
-        print0(f"wrote {out}")
+        run.write_output("--out", out, write, state)
     return run.finish(state)
 
 

@@ -22,12 +22,12 @@ ALPACA = (  # the prompts of Stanford Alpaca, and a line break
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 
-Answers = list[tuple[str, str]]  # of an example: the text before each answer, and with the answer
+Answers = list[tuple[str, str]]  # per answer: the prompt, and the prompt with the answer
 Spans = list[tuple[int, int]]  # of a document: where each answer begins and ends
 
 
 class Document(NamedTuple):
-    """A range of the data's tokens. Targets are those of its spans, none the first token."""
+    """A range of the data's tokens. Targets are the tokens of its spans, never its first one."""
 
     start: int
     length: int
@@ -87,36 +87,32 @@ def messages_of(example: dict) -> list[dict]:
             raise ValueError(f"its role {message['role']!r:.80} is none of {', '.join(ROLES)}")
         if message.get("content") is not None or not message.get("tool_calls"):
             text_of(message, "content")
+        if message.get("weight", 1) != 1:
+            raise ValueError("its messages have weights, which are not supported")
     return messages
 
 
 def turns_without_answer(example: dict) -> int:
     """How many messages follow the last answer. They are no part of a document."""
-    if not is_chat(example):
-        return 0
-    roles = [message["role"] for message in messages_of(example)]
-    return roles[::-1].index("assistant")
+    messages = messages_of(example)[::-1] if is_chat(example) else [{"role": "assistant"}]
+    return [message["role"] for message in messages].index("assistant")
 
 
 # ---- as text ----
 
 
 def alpaca_texts(tokenizer, example: dict) -> Answers:
-    if tokenizer.eos_token is None:
-        raise ValueError("the tokenizer has no eos_token, so no answer would end")
     if tokenizer("a")["input_ids"][-1:] != ids_of(tokenizer, ["a"], special=False)[0][-1:]:
         raise ValueError("the tokenizer puts a token behind each text, also behind a prompt")
     given = text_of(example, "input") if example.get("input") is not None else ""
     context = ", paired with an input that provides further context" if given else ""
     given = f"### Input:\n{given}\n\n" if given else ""
     prompt = ALPACA.format(context, text_of(example, "instruction"), given)
-    return [(prompt, prompt + text_of(example, "output") + tokenizer.eos_token)]
+    return [(prompt, prompt + text_of(example, "output") + (tokenizer.eos_token or ""))]
 
 
 def chat_texts(tokenizer, example: dict) -> Answers:
-    """Of each answer what comes before it, as it is in use: the prompt of a chat template."""
-    if tokenizer.chat_template is None:
-        raise ValueError("it has messages, and the model no chat template: a base model?")
+    """For each answer the prompt that the chat template renders at inference."""
     messages, tools = messages_of(example), example.get("tools") or None
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     answers = []
@@ -167,6 +163,8 @@ def documents_of(examples: Sequence[dict], tokenizer) -> Iterator[tuple[list[int
     ends = tuple(tokenizer.get_added_vocab())
     for i, example in enumerate(examples, 1):
         try:
+            if example.get("system") or example.get("history"):
+                raise ValueError("its system or history would be lost: write them as messages")
             answers = (chat_texts if is_chat(example) else alpaca_texts)(tokenizer, example)
             for _, whole in answers:
                 whole.encode()  # fails on half a surrogate pair, as tokenizers would
@@ -180,9 +178,11 @@ def documents_of(examples: Sequence[dict], tokenizer) -> Iterator[tuple[list[int
 
 
 def encode(tokenizer, answers: Answers, special: bool) -> Iterator[tuple[list[int], Spans]]:
-    """Usually each text begins the next one, and the tokens of the last are those of its parts.
-    Then two passes over it suffice, however many answers it has. Otherwise `encode_each` tokenizes
-    each prompt."""
+    """Yield an example's documents: their tokens, and the spans of the answers.
+
+    Usually each text begins the next one, and the tokens of the last are those of its parts. Then
+    two passes over it suffice, however many answers it has.
+    """
     texts = [*chain.from_iterable(answers)]
     if all(later.startswith(text) for text, later in pairwise(texts)):
         # prompt, answer, what is between it and the next answer, the next answer, ...

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,46 +29,26 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu2": lambda x: F.relu(x).squa
 ROPE_TYPES = ("default", "llama3", "yarn")
 
 
-@dataclass(frozen=True)
 class LlamaConfig:
-    """Shapes of the model, and what distinguishes the families."""
+    """Shapes of the model, and what distinguishes the families. c: the fields of `config.json`.
 
-    vocab_size: int
-    d_model: int
-    d_hidden: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    max_positions: int
-    eps: float  # of the norms
-    window: int | None  # of attention, in tokens: documents must not be longer
-    rope: dict  # of the rotary frequencies: their base, and how slow rotations are stretched
-    rotates: tuple[bool, ...]  # by layer: whether it has rotary positions
-    tied: bool  # the head is the embedding
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    gated: bool
-    activation: str
-    activation_checkpointing: bool = False
-    frozen: bool = False  # the weights have no gradients
+    ValueError for a model that this file would compute wrongly.
+    """
 
     @classmethod
     def of_folder(cls, folder: Path, activation_checkpointing: bool = False) -> LlamaConfig:
-        """Read `config.json`. ValueError for a model that this file would compute wrongly."""
-        c = json.loads((folder / "config.json").read_text("utf-8"))
-        family, heads, bias = c["model_type"], c["num_attention_heads"], c.get("attention_bias")
-        rope, n_layers = rope_of(c), c["num_hidden_layers"]
-        has_window = c.get("use_sliding_window", family == "mistral")
-        interval = c.get("no_rope_layer_interval", 4)  # of SmolLM3, whose lists have 1 for a layer
-        rotates = c.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(n_layers)]
+        fields = json.loads((folder / "config.json").read_text("utf-8"))
+        return cls(fields, activation_checkpointing)
+
+    def __init__(self, c: dict, activation_checkpointing: bool = False):
+        family, bias = c["model_type"], bool(c.get("attention_bias"))
+        # of the rotary frequencies: their base, and how slow rotations are stretched
+        self.rope = rope = rope_of(c)
         unsupported = {
             f"model_type {family}": family not in FAMILIES,
             f"architectures {c['architectures']}": "ForCausalLM" not in str(c["architectures"]),
             f"positions of the type {rope['rope_type']}": rope["rope_type"] not in ROPE_TYPES,
-            "partial_rotary_factor": {**c, **rope}.get("partial_rotary_factor", 1.0) != 1.0,
+            "partial_rotary_factor": {**c, **rope}.get("partial_rotary_factor") not in (None, 1.0),
             f"hidden_act {c['hidden_act']}": c["hidden_act"] not in ACTIVATIONS,
             "yarn with mscale": rope["rope_type"] == "yarn" and bool(rope.get("mscale")),
             "quantized weights": c.get("quantization_config") is not None,
@@ -77,28 +56,28 @@ class LlamaConfig:
         }
         if found := [what for what, is_so in unsupported.items() if is_so]:
             raise ValueError(f"not supported: {', '.join(found)}")
-        return cls(
-            vocab_size=c["vocab_size"],
-            d_model=c["hidden_size"],
-            d_hidden=c["intermediate_size"],
-            n_layers=n_layers,
-            n_heads=heads,
-            n_kv_heads=c.get("num_key_value_heads") or heads,
-            head_dim=c.get("head_dim") or c["hidden_size"] // heads,
-            max_positions=rope.get("max_positions", c["max_position_embeddings"]),
-            eps=c["rms_norm_eps"],
-            window=c.get("sliding_window", 4096) if has_window else None,
-            rope=rope,
-            rotates=tuple(map(bool, rotates)) if family == "smollm3" else (True,) * n_layers,
-            tied=c.get("tie_word_embeddings", family == "smollm3"),
-            qkv_bias=bool(bias) or family == "qwen2",
-            o_bias=bool(bias) and family != "qwen2",
-            mlp_bias=bool(c.get("mlp_bias")),
-            qk_norm=family == "qwen3",
-            gated=family != "arcee",
-            activation=c["hidden_act"],
-            activation_checkpointing=activation_checkpointing,
-        )
+        self.vocab_size = c["vocab_size"]
+        self.d_model, self.d_hidden = c["hidden_size"], c["intermediate_size"]
+        self.n_layers, self.n_heads = c["num_hidden_layers"], c["num_attention_heads"]
+        self.n_kv_heads = c.get("num_key_value_heads") or self.n_heads
+        self.head_dim = c.get("head_dim") or self.d_model // self.n_heads
+        self.max_positions = rope.get("max_positions", c["max_position_embeddings"])
+        self.eps = c["rms_norm_eps"]  # of the norms
+        has_window = c.get("use_sliding_window") or family == "mistral"
+        # how many tokens attention looks back: documents must not be longer
+        self.window: int | None = c.get("sliding_window", 4096) if has_window else None
+        # by layer, whether it has rotary positions: in SmolLM3 every fourth one has none
+        interval = c.get("no_rope_layer_interval", 4)
+        rotates = c.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(self.n_layers)]
+        self.rotates = rotates if family == "smollm3" else [True] * self.n_layers
+        self.tied = c.get("tie_word_embeddings", family == "smollm3")  # the head is the embedding
+        self.qkv_bias = bias or family == "qwen2"
+        self.o_bias = bias and family != "qwen2"
+        self.mlp_bias = bool(c.get("mlp_bias"))
+        self.qk_norm, self.gated = family == "qwen3", family != "arcee"
+        self.activation = c["hidden_act"]
+        self.activation_checkpointing = activation_checkpointing
+        self.frozen = False  # True: the weights have no gradients
 
     def num_parameters(self) -> int:
         with torch.device("meta"):
@@ -114,14 +93,11 @@ def rope_of(c: dict) -> dict:
     """What a `config.json` says of rotary positions, with the defaults filled in."""
     # transformers 5 writes `rope_parameters`, older versions and users the other two
     scaling, parameters = c.get("rope_scaling") or {}, c.get("rope_parameters") or {}
-    if "type" in scaling:
-        scaling = {"rope_type": scaling["type"], **scaling}
-    for name in scaling.keys() & parameters.keys():
-        if scaling[name] != parameters[name]:
-            raise ValueError(f"rope_scaling and rope_parameters differ in {name}: remove one")
+    if scaling and parameters and scaling != parameters:
+        raise ValueError("rope_scaling and rope_parameters differ: remove one")
     base = c.get("rope_theta", 2e6 if c["model_type"] == "smollm3" else 1e4)
-    rope = {"rope_theta": base, "rope_type": "default"}
-    rope |= {**parameters, **scaling}
+    rope = {"rope_theta": base, **parameters, **scaling}
+    rope.setdefault("rope_type", rope.get("type", "default"))
     if rope["rope_type"] == "yarn":
         rope.setdefault("original_max_position_embeddings", c["max_position_embeddings"])
         stretched = rope["factor"] * rope["original_max_position_embeddings"]
@@ -130,7 +106,7 @@ def rope_of(c: dict) -> dict:
 
 
 def frequencies(rope: dict, size: int, device: torch.device) -> tuple[Tensor, float]:
-    """The rotary frequencies of `size` features, [size / 2], and a factor of cos and sin.
+    """The rotary frequencies of `size` features, [size / 2], and what scales their cos and sin.
 
     Slow rotations, whose waves are longer than the texts of the first training, are stretched by
     `factor`; fast ones stay.
@@ -143,18 +119,15 @@ def frequencies(rope: dict, size: int, device: torch.device) -> tuple[Tensor, fl
     if rope["rope_type"] == "llama3":  # a ramp over the number of rotations
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         stays, scale = ((length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1), 1.0
-    else:  # yarn: over the features (Peng et al., 2023)
-
-        def feature(rotations: float) -> float:  # the one that rotates so often in `length` tokens
-            waves = math.log(length / (rotations * 2 * math.pi))
-            return size * waves / (2 * math.log(rope["rope_theta"]))
-
-        low, high = feature(rope.get("beta_fast") or 32), feature(rope.get("beta_slow") or 1)
+    else:  # yarn: over the features (Peng et al., 2023), between two that rotate so many times
+        rotations = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
+        waves = (math.log(length / (n * 2 * math.pi)) for n in rotations)
+        low, high = (size * wave / (2 * math.log(rope["rope_theta"])) for wave in waves)
         if rope.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, size - 1)
         ramp = torch.arange(size // 2, dtype=torch.float32, device=device) - low
-        stays = 1 - (ramp / (high - low or 0.001)).clamp(0, 1)
+        stays = 1 - (ramp / max(high - low, 0.001)).clamp(0, 1)
         scale = rope.get("attention_factor") or 0.1 * math.log(max(factor, 1)) + 1
     return frequency * (stays + (1 - stays) / factor), scale
 
@@ -221,9 +194,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
-        if self.gated:
-            return self.down_proj(self.activation(self.gate_proj(x)) * up)
-        return self.down_proj(self.activation(up))
+        hidden = self.activation(self.gate_proj(x)) * up if self.gated else self.activation(up)
+        return self.down_proj(hidden)
 
 
 class Layer(nn.Module):
@@ -253,8 +225,8 @@ class Head(nn.Linear):
 class Embedding(nn.Embedding):
     """A unit: looks up the rows of tokens. Tied, it is also the `Head`, for hidden states."""
 
-    def forward(self, x: Tensor, *of_head) -> Tensor:
-        return Head.forward(self, x, *of_head) if x.is_floating_point() else super().forward(x)
+    def forward(self, x: Tensor, *head_args) -> Tensor:
+        return Head.forward(self, x, *head_args) if x.is_floating_point() else super().forward(x)
 
 
 class Llama(nn.Module):
@@ -268,7 +240,7 @@ class Llama(nn.Module):
             self.lm_head = Head(config.d_model, config.vocab_size, bias=False)
 
     def units(self) -> list[nn.Module]:
-        """In the order to prefetch in: the head during the last layer, not during the norm."""
+        """In prefetch order. The head's all-gather overlaps with the last layer, not the norm."""
         heads = [] if self.config.tied else [self.lm_head]
         return [self.model.embed_tokens, *self.model.layers, *heads, self.model.norm]
 

@@ -23,7 +23,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Values(NamedTuple):
-    """Where a tensor's values are: from byte `start` behind the header of a file on."""
+    """Where a tensor's values are: in a file, `start` bytes after the end of its header."""
 
     file: str
     start: int
@@ -39,40 +39,32 @@ class WeightFiles:
 
     def __init__(self, folder: Path, shapes: dict[str, torch.Size], rank: int = 0, size: int = 1):
         self.folder = folder
-        self.headers: dict[str, bytes] = {}  # by file: as they are read
-        self.new_headers: dict[str, bytes] = {}  # and as they are written
-        self.values: dict[str, Values] = {}  # by tensor
-        self.copies: dict[str, Values] = {}  # of a tied embedding: the head, if it is there as well
+        self.headers: dict[str, bytes] = {}  # by file, as read
+        self.new_headers: dict[str, bytes] = {}  # by file, as written
+        self.values: dict[str, list[Values]] = {}  # by tensor; two if a tied head is there as well
         self.to_copy = files_to_copy(folder)
         index = json.loads((folder / INDEX).read_text("utf-8")) if INDEX in self.to_copy else {}
         self.weight_map: dict[str, str] = index.get("weight_map", {})
-        names = set(self.weight_map.values()) or {SINGLE}
+        names = {Path(name).name for name in self.weight_map.values()} or {SINGLE}
         if SINGLE not in names and (folder / SINGLE).exists():
             raise ValueError(f"{INDEX} does not name {SINGLE}, which is beside it: remove one")
         for name in sorted(names):
-            if Path(name).name != name:
-                raise ValueError(f"{INDEX} names {name}, a file of another folder")
             self.read_header(name)
         # old versions saved the rotary frequencies, which are no parameters
-        frequencies = [name for name in self.values if name.endswith("rotary_emb.inv_freq")]
-        self.others = [self.values.pop(name) for name in frequencies]
+        unused = [name for name in self.values if name.endswith("rotary_emb.inv_freq")]
+        self.unused = [self.values.pop(name)[0] for name in unused]
         self.bytes_read = sum(map(len, self.headers.values()))  # `read_model` adds the values
         if HEAD in self.values.keys() - shapes.keys() and EMBEDDING in self.values:
-            ours, copy = self.values[EMBEDDING], self.values.pop(HEAD)
-            self.copies[EMBEDDING] = copy
-            parts = (self.bytes_of(each, rank, size) for each in (ours, copy))
+            self.values[EMBEDDING] += self.values.pop(HEAD)
+            ours, copy = self.values[EMBEDDING]
+            parts = (self.bytes_of(each).tensor_split(size)[rank] for each in (ours, copy))
             if (ours.dtype, ours.shape) != (copy.dtype, copy.shape) or not torch.equal(*parts):
                 raise ValueError(f"tied embeddings, and a {HEAD} with other values")
-        found = {name: values.shape for name, values in self.values.items()}
-        differ = {
-            "missing": shapes.keys() - found.keys(),
-            "not of this model": found.keys() - shapes.keys(),
-            "of another shape": {name for name in found if found[name] != shapes.get(name)},
-        }
-        for what, wrong in differ.items():
-            if wrong:
-                named = ", ".join(sorted(wrong)[:3])
-                raise ValueError(f"{len(wrong)} tensors are {what}: {named}")
+        found = {name: values[0].shape for name, values in self.values.items()}
+        if differ := sorted(dict(found.items() ^ shapes.items())):
+            ours, theirs = (each.get(differ[0], "absent") for each in (shapes, found))
+            what = f"{differ[0]} is {theirs} there, and {ours} according to config.json"
+            raise ValueError(f"{len(differ)} tensors of the files do not fit: {what}")
 
     def read_header(self, name: str) -> None:
         path = self.folder / name
@@ -83,14 +75,13 @@ class WeightFiles:
                 raise ValueError(f"{name} is no safetensors file; a pointer of Git LFS, perhaps?")
             header = file.read(size)
         entries = json.loads(header)
-        self.headers[name], self.new_headers[name] = length + header, header_of(entries)
+        metadata = entries.pop("__metadata__", {})
+        self.headers[name], self.new_headers[name] = length + header, header_of(entries, metadata)
         for tensor, entry in entries.items():
-            if tensor == "__metadata__":
-                continue
             if (listed := self.weight_map.get(tensor, name)) != name:
                 raise ValueError(f"{tensor} is in {name}, but in {listed} according to {INDEX}")
             if tensor in self.values:
-                raise ValueError(f"{tensor} is in {self.values[tensor].file}, and in {name}")
+                raise ValueError(f"{tensor} is in {self.values[tensor][0].file}, and in {name}")
             dtype, shape = DTYPES.get(entry["dtype"]), torch.Size(entry["shape"])
             start, end = entry["data_offsets"]
             if dtype is None:
@@ -98,15 +89,14 @@ class WeightFiles:
             is_short = 8 + size + end > path.stat().st_size
             if end - start != shape.numel() * dtype.itemsize or is_short:
                 raise ValueError(f"{name} is truncated in {tensor}")
-            self.values[tensor] = Values(name, start, dtype, shape)
+            self.values[tensor] = [Values(name, start, dtype, shape)]
 
-    def bytes_of(self, values: Values, part: int = 0, n_parts: int = 1) -> Tensor:
-        """One of `n_parts` equal parts of a tensor's values, as they are stored; memory-mapped."""
-        n_bytes = values.shape.numel() * values.dtype.itemsize
-        begin, end = (n_bytes * i // n_parts for i in (part, part + 1))
+    def bytes_of(self, values: Values) -> Tensor:
+        """A tensor's values as they are stored; memory-mapped: only what is used is read."""
         start = len(self.headers[values.file]) + values.start
+        end = start + values.shape.numel() * values.dtype.itemsize
         path = str(self.folder / values.file)
-        return torch.from_file(path, size=start + end, dtype=torch.uint8)[start + begin :]
+        return torch.from_file(path, size=end, dtype=torch.uint8)[start:]
 
     def prepare(self, folder: Path) -> None:
         """Make a folder like this one. Its weight files have headers, but no values yet."""
@@ -119,7 +109,7 @@ class WeightFiles:
             (folder / name).write_bytes(header)
             n_bytes = (self.folder / name).stat().st_size - len(self.headers[name])
             os.truncate(folder / name, len(header) + n_bytes)
-        for values in self.others:
+        for values in self.unused:
             with open(folder / values.file, "r+b") as file:
                 file.seek(len(self.new_headers[values.file]) + values.start)
                 file.write(self.bytes_of(values).numpy())
@@ -142,7 +132,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         places = [end, end := end + t.nbytes]
         entries[name] = {"dtype": "F32", "shape": [*t.shape], "data_offsets": places}
     with open(path, "wb") as file:
-        file.write(header_of(entries))
+        file.write(header_of(entries, {}))
         for t in tensors.values():
             file.write(t.detach().cpu().contiguous().numpy())
 
@@ -162,9 +152,9 @@ def files_to_copy(folder: Path) -> list[str]:
     return sorted({str(p.relative_to(folder)) for x in named for p in x if not p.is_dir()})
 
 
-def header_of(entries: dict) -> bytes:
+def header_of(entries: dict, metadata: dict[str, str]) -> bytes:
     """A header that all readers accept: with the format, and padded to 8 bytes."""
-    entries["__metadata__"] = {**entries.get("__metadata__", {}), "format": "pt"}
+    entries = {"__metadata__": {**metadata, "format": "pt"}, **entries}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -300,23 +300,10 @@ FLOAT8 = 6 * 48 * 12 * 1600**2 / preset_of("gpt2-xl").flops_per_token()  # share
 CASTS = H100.matmul / H100.memory_bandwidth  # FLOPs of the saved half of a matmul per byte
 # what casts and copies move per token and d, by the number of matmuls in float8
 FLOAT8_BYTES = {3: 5 * (7 + 9) + 2 * (7 + 9), 2: 5 * (7 + 9) + 3 * 7}
-LLAMA = LlamaConfig(
-    32_000,
-    4096,
-    11_008,
-    32,
-    32,
-    32,
-    128,
-    2048,
-    1e-6,
-    None,
-    {},
-    (True,) * 32,
-    *[False] * 5,
-    True,
-    "silu",
-)
+LLAMA_7B = dict(model_type="llama", architectures="LlamaForCausalLM", hidden_act="silu")
+LLAMA_7B |= dict(vocab_size=32_000, hidden_size=4096, intermediate_size=11_008, rms_norm_eps=1e-6)
+LLAMA_7B |= dict(num_hidden_layers=32, num_attention_heads=32, max_position_embeddings=2048)
+LLAMA = LlamaConfig(LLAMA_7B)
 LLAMA_TOKEN = LLAMA.flops_per_token() / 160e12  # seconds on an A100
 SENT_BY_LLAMA = [  # GB per micro-batch on four ranks: gathered, the embedding in float32; reduced
     3 / 4 * 2 * (2 * LLAMA.num_parameters() - 32_000 * 4096) / GB,
@@ -334,7 +321,9 @@ def adapters(c: LlamaConfig, r: int = 16) -> int:
 
 
 ADAPTERS = adapters(LLAMA)
-LLAMA_8B = replace(LLAMA, vocab_size=128_256, d_hidden=14_336, n_kv_heads=8)
+LLAMA_8B = LlamaConfig(
+    LLAMA_7B | dict(vocab_size=128_256, intermediate_size=14_336, num_key_value_heads=8)
+)
 LAYOUTS = ((8, 1), (8, 4), (8, 8), (4, 4))  # tp, pp in 07's table
 # milliseconds of a layer there, with tp = 8: four sequences, and its weights in bfloat16 over dp
 FORWARD = 1e3 * 2 * 12 * 5120**2 / 8 * 4 * 4096 / F

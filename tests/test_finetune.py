@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -54,8 +53,7 @@ OF_THE_HUB = {  # family, and fields; head: tied, and the head is stored as well
     "Llama-3.2": ("llama", dict(rope_scaling=LLAMA3, rope_theta=5e5, tie_word_embeddings=True)),
     "Mistral-v0.1": ("mistral", dict(sliding_window=4096, tie_word_embeddings=False)),
     "Mistral-v0.3": ("mistral", dict(sliding_window=None, rope_theta=1e6)),
-    "Qwen2.5": ("qwen2", dict(sliding_window=16, tie_word_embeddings=True) | NO_WINDOW),
-    "Qwen2.5-yarn": ("qwen2", dict(rope_scaling=YARN, sliding_window=16) | NO_WINDOW),
+    "Qwen2.5-yarn": ("qwen2", dict(rope_parameters=YARN, sliding_window=16) | NO_WINDOW),
     "Qwen3-head": ("qwen3", dict(tie_word_embeddings=True) | QWEN3 | NO_WINDOW),
     # its padding token is unused, so that the row has no gradient here either
     "SmolLM3": ("smollm3", dict(no_rope_layers=[1, 0, 1, 1], pad_token_id=303)),
@@ -211,7 +209,6 @@ CURVES = [  # ranks, model, further flags, backend
     (1, "llama", "", "gloo"),
     (2, "qwen2-tied", "", "gloo"),
     (3, "qwen3", "--activation-checkpointing", "gloo"),
-    (3, "llama", "--no-reshard-after-forward", "gloo"),
     (2, "llama-tied", "--no-reshard-after-forward --activation-checkpointing", "gloo"),
     (2, "qwen2", "--cpu-offload", "gloo"),
     (2, "SmolLM3", "", "gloo"),
@@ -353,18 +350,8 @@ def test_a_resumed_run_writes_the_same_output_which_is_complete_or_absent(
         assert ended.exit_status == 2 and said in ended.stderr
 
 
-class Partial(io.FileIO):
-    """A file that reads and writes only some of the bytes, as on a network or a full disk."""
-
-    def readinto(self, buffer) -> int | None:
-        return super().readinto(memoryview(buffer)[:1000])
-
-    def write(self, content) -> int | None:
-        return super().write(memoryview(content)[:1000])
-
-
 @quick
-def test_written_files_have_the_form_that_all_readers_accept(models, tmp_path, monkeypatch):
+def test_written_files_have_the_form_that_all_readers_accept(models, tmp_path):
     folder, stage = shutil.copytree(models / "Qwen3-head", tmp_path / "model"), load_stage("13")
     change(folder / SINGLE, {"rotary_emb.inv_freq": torch.rand(3)})  # as in 2023
     change(folder / CONFIG, dict(attention_dropout=None, quantization_config=None))  # null is none
@@ -376,7 +363,6 @@ def test_written_files_have_the_form_that_all_readers_accept(models, tmp_path, m
     with patch("shutil.disk_usage", **{"return_value.free": 10_000}):
         pytest.raises(OSError, files.try_to_prepare, out)
     files.prepare(out)
-    monkeypatch.setattr(stage, "open", lambda *args, **_: Partial(*args), raising=False)
     for name, p in model.named_parameters():
         whole, values = ({name: p.shape}, slice(0, p.numel())), torch.full((p.numel(),), torch.nan)
         stage.read_shard(files, *whole, values)
@@ -395,7 +381,7 @@ def test_written_files_have_the_form_that_all_readers_accept(models, tmp_path, m
 def test_a_step_sends_and_holds_what_the_readme_says(pools, models, name, flags):
     argv = f"--model {models / name} --data any --seq-len 32 {flags}".split()
     (report,) = pools(1, group=False).run(dry_run, "13", 4, 0, argv)
-    config = LlamaConfig.of_folder(models / name)
+    config = on_meta(models / name)[0].config
     P, E, d = config.num_parameters(), config.vocab_size * config.d_model, config.d_model
     # gathered and reduced; the final norm stays from forward to backward
     counts = {"qwen2": (2 * P - 2 * E - d, P), "qwen2-tied": (2 * P - d, P + E), "llama": (P, P)}
@@ -406,17 +392,6 @@ def test_a_step_sends_and_holds_what_the_readme_says(pools, models, name, flags)
 
 
 # ---- instructions ----
-
-
-@quick
-def test_a_tokenizer_that_also_ends_each_text_is_an_error(models):
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = load_tokenizer(models / "qwen2")
-    ends = TemplateProcessing("$A <|eos|>", special_tokens=[("<|eos|>", 1)])
-    tokenizer.backend_tokenizer.post_processor = ends
-    with pytest.raises(ValueError, match="also behind a prompt"):
-        [*documents_of([INSTRUCTION], tokenizer)]
 
 
 @quick
@@ -541,39 +516,36 @@ def change(path: Path, what: str | dict | Callable[[Path], None]) -> None:
     elif path.name == SINGLE:
         safetensors.save_file(safetensors.load_file(path) | what, path)
     else:
-        path.write_text(json.dumps(json.loads(path.read_text()) | what))
+        old = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(old | what))
 
 
 CONFIG, TEXT, DATA = "config.json", "tokenizer_config.json", "data"
 SECOND, NORM = "second.safetensors", "model.norm.weight"  # the second file is like the first
 BOTH = dict(rope_scaling=YARN, rope_parameters=dict(rope_type="default", rope_theta=1e4))
+ENDS_TEXTS = dict(type="BertProcessing", cls=["<|bos|>", 0], sep=["<|eos|>", 1])
 OTHERS = "--preset small --dropout 0 --micro-batch-size 2"  # flags of other stages
 WRONG = {  # what the one line says: flags, or a file of the model or the data and its change
     "model_type gemma": (CONFIG, dict(model_type="gemma")),
     "type linear": (CONFIG, dict(rope_parameters=dict(rope_type="linear", factor=2))),
-    "rope_scaling and rope_parameters differ in rope_type": (CONFIG, BOTH),
+    "rope_scaling and rope_parameters differ": (CONFIG, BOTH),
     "--seq-len 64 or less": (CONFIG, dict(use_sliding_window=True, sliding_window=64)),
     "quantized": (CONFIG, dict(quantization_config={})),
     "gelu_new": (CONFIG, dict(hidden_act="gelu_new")),
     "SequenceClass": (CONFIG, dict(architectures=["Qwen2ForSequenceClassification"])),
-    "of another shape": (CONFIG, dict(vocab_size=200)),
-    "12 tensors are missing": (CONFIG, dict(num_hidden_layers=3)),
-    "12 tensors are not of this model": (CONFIG, dict(num_hidden_layers=1)),
+    "2 tensors of the files do not fit: lm_head.weight is": (CONFIG, dict(vocab_size=200)),
+    "input_layernorm.weight is absent there": (CONFIG, dict(num_hidden_layers=3)),
+    "12 tensors of the files do not fit": (CONFIG, dict(num_hidden_layers=1)),
     "a lm_head.weight with other values": (CONFIG, dict(tie_word_embeddings=True)),
-    "has no 'model_type'": (CONFIG, "{}"),
+    "a header is wrong: KeyError('model_type')": (CONFIG, "{}"),
+    "a header is wrong: TypeError": (CONFIG, "[]"),
     "no safetensors file": (SINGLE, "version of Git LFS"),
     "is I8": (SINGLE, {NORM: torch.zeros(24, dtype=torch.int8)}),
     "is truncated in": (SINGLE, lambda path: os.truncate(path, 10_000)),
     "No such file": (SINGLE, Path.unlink),
-    f"is in {SINGLE}, but in {SECOND}": (
-        INDEX,
-        json.dumps({"weight_map": {HEAD: SECOND, "a": SINGLE}}),
-    ),
-    f"is in {SINGLE}, and in {SECOND}": (
-        INDEX,
-        json.dumps({"weight_map": {"a": SINGLE, "b": SECOND}}),
-    ),
-    f"does not name {SINGLE}": (INDEX, json.dumps({"weight_map": {NORM: SECOND}})),
+    f"is in {SINGLE}, but in {SECOND}": (INDEX, dict(weight_map={HEAD: SECOND, "a": SINGLE})),
+    f"is in {SINGLE}, and in {SECOND}": (INDEX, dict(weight_map={"a": SINGLE, "b": SECOND})),
+    f"does not name {SINGLE}": (INDEX, dict(weight_map={NORM: SECOND})),
     "in line 3": (DATA, '{"instruction": "a", "output": "b"}\n\n{"instruction"'),
     "no examples": (DATA, "[]"),
     "object 1: 'a'": (DATA, '["a"]'),
@@ -583,13 +555,16 @@ WRONG = {  # what the one line says: flags, or a file of the model or the data a
     "have no answer": (DATA, '{"messages": [{"role": "user", "content": "a"}]}'),
     "content is no text: [1]": (DATA, '{"messages": [{"role": "user", "content": [1]}]}'),
     "object 2: its output is no text: None": (DATA, json.dumps([INSTRUCTION, {"instruction": ""}])),
+    "would be lost": (DATA, json.dumps(TALK | {"system": "a"})),
+    "have weights": (DATA, json.dumps({"messages": [ASKED, ANSWER | {"weight": 0}]})),
     "surrogates": (DATA, '{"instruction": "\\ud83d", "output": "b"}'),
     "does not use": (DATA, json.dumps(TALK | {"tools": [{"name": "map"}]})),
     "cannot be used, object 1: ": (TEXT, dict(chat_template="{% if %}")),
-    "the model no chat template": (TEXT, dict(chat_template=None)),
+    "chat_template is not set": (TEXT, dict(chat_template=None)),
     "1: odd": (TEXT, dict(chat_template="{{ raise_exception('odd') }}")),
-    "end with a token of its own": (TEXT, dict(chat_template=CHAT.replace("<|end|>", ""))),
-    "with a token of its": (TEXT, dict(chat_template=CHAT.replace("end|>", "eot|>"))),  # no token
+    # <|eot|> is no token
+    "end with a token of its own": (TEXT, dict(chat_template=CHAT.replace("end|>", "eot|>"))),
+    "also behind a prompt": ("tokenizer.json", dict(post_processor=ENDS_TEXTS)),
     "after its prompt": (TEXT, dict(chat_template=CHAT + "<think>")),
     "tokenizer.json has no yo": (TEXT, dict(extra_special_tokens={"x": "yo"})),
     "tokenizer.json has no <|new|>": (TEXT, dict(eos_token="<|new|>")),
@@ -607,7 +582,7 @@ WRONG = {  # what the one line says: flags, or a file of the model or the data a
 def test_what_is_wrong_is_an_error_in_one_line(models, tmp_path, error_of, said):
     stage, folder = load_stage("13"), shutil.copytree(models / "qwen2", tmp_path / "model")
     shutil.copy(folder / SINGLE, folder / SECOND)
-    (folder / DATA).write_text(json.dumps(TALK))
+    (folder / DATA).write_text(json.dumps([TALK, INSTRUCTION]))
     flags = f"--model {folder} --data {folder / DATA}"
     if isinstance(WRONG[said], str):
         flags += f" {WRONG[said]}"

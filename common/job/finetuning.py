@@ -1,6 +1,7 @@
 """The job of a stage that fine-tunes: its flags, what they name, and the folder that it writes."""
 
 import hashlib
+import json
 import math
 import os
 from pathlib import Path
@@ -20,7 +21,7 @@ from common.job.paths import check_writable, exists
 from common.job.prepared_instructions import Instructions, load_instructions
 from common.job.run import Run
 
-# flags that have another meaning here, or none: the model has its shape, micro-batches are packed
+# flags that are defined anew below, or do not exist: micro-batches are packed, for example
 OTHERS = "data preset d-model n-layers n-heads seq-len steps micro-batch-size warmup-steps dropout"
 
 
@@ -68,10 +69,10 @@ def load(args: Arguments) -> tuple[LlamaConfig, WeightFiles, Instructions]:
         with torch.device("meta"):
             shapes = {name: p.shape for name, p in Llama(config).named_parameters()}
         files = WeightFiles(folder, shapes, rank(), world_size())
-    except (KeyError, OSError, ValueError) as error:
-        is_absent = isinstance(error, KeyError)
-        what = f"config.json or a header has no {error}" if is_absent else error
-        fail(f"--model {folder}: {what}")
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        fail(f"--model {folder}: config.json, the index or a header is wrong: {error!r}")
+    except (OSError, ValueError) as error:
+        fail(f"--model {folder}: {error}")
     longest = min(args.seq_len, config.max_positions)
     if config.window is not None and config.window < longest:
         fail(f"--model {folder}: a sliding window: pass --seq-len {config.window} or less")
@@ -109,8 +110,8 @@ def say_progress(args: Arguments, data: Instructions, first_step: int) -> None:
 def output_folder(
     args: Arguments, run: Run, files: WeightFiles, name: str = "model"
 ) -> tuple[Path | None, Path]:
-    """Where the output will be, and where it is until it is complete. None: it is there already,
-    and this run had done all its steps before a restart, so it wrote it.
+    """Where the output will be, and where it is until it is complete. None: this run has written
+    it already, before a restart.
 
     name: of what is written; a "model" is like the one in --model.
     """
@@ -118,7 +119,7 @@ def output_folder(
     digest = hashlib.sha256(os.path.abspath(run.folder).encode()).hexdigest()[:8]
     aside = out.absolute().with_name(f".{out.name}.writing-{digest}")  # others may have this --out
     if run.of_rank_0("--out", exists, out):
-        if not run.of_rank_0("--out", run.has_last_checkpoint):
+        if not run.of_rank_0("--run-dir", run.has_written, out):
             fail(f"--out {out} is already there: move it away, or pass another folder")
         print0(f"{out} is already there: it is not written again")
         return None, aside

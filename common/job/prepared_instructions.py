@@ -33,7 +33,7 @@ FILES = ("tokens.int32", "documents.json")  # the second: where documents and th
 
 @dataclass(frozen=True)
 class Instructions:
-    """tokens: of all documents, int32, memory-mapped, below vocab_size. vocab: hashes of files."""
+    """tokens: int32, memory-mapped, all below vocab_size. vocab: hashes of the model's files."""
 
     name: str
     tokens: Tensor
@@ -69,14 +69,14 @@ def load_instructions(name: str, folder: Path, longest: int, n_valid: int) -> In
     made_by = "".join([*hashes, *code, version("transformers"), version("tokenizers")])
     known_as = hashlib.sha256(content + made_by.encode()).hexdigest()[:12]
     make = partial(_tokenize, name, content, folder)  # a rank that calls it imports transformers
-    prepared, digest = load_prepared(name, f"{Path(name).stem}-{known_as}", FILES, make)
+    prepared, digest = load_prepared(name, f"{Path(name).stem[:60]}-{known_as}", FILES, make)
     tokens = torch.frombuffer(prepared[0], dtype=torch.int32)
     documents, vocab_size, n_turns = json.loads(bytes(prepared[1]))
     used = []
     for start, length, spans in documents:
-        end = min(length, longest + 1)
-        kept = ((max(1, a), min(b, end)) for a, b in spans)  # the first token is no target
-        used.append(Document(start, end, [(a, b) for a, b in kept if a < b]))
+        length = min(length, longest + 1)
+        kept = ((max(1, a), min(b, length)) for a, b in spans)  # the first token is no target
+        used.append(Document(start, length, [(a, b) for a, b in kept if a < b]))
     used = [document for document in used if document.spans]
     if len(used) <= n_valid:
         few = f"{len(used)} documents have an answer within {longest} tokens"

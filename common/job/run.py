@@ -82,6 +82,7 @@ class Run:
         }
         self._lock: int | None = None  # on rank 0
         self.folder, notes, args.resume = self.of_rank_0("--run-dir", self._claim_folder)
+        self._written = self.folder / f"output-{args.steps}.txt"  # where the last step's output is
         if args.save_model:  # fail now, and not after the last step
             self.of_rank_0("--save-model", check_writable, Path(args.save_model))
         # documents of instructions are shorter than --seq-len
@@ -223,30 +224,31 @@ class Run:
         """Write the step's line, before a checkpoint that counts the step as done."""
         self.metrics.write()
 
-    def write_output(self, flag: str, write: Callable[[], None], state: State) -> None:
-        """Call `write` on every rank, after the last step. If it raises OSError (on all ranks),
-        the run ends, and its checkpoint has what was trained."""
+    def write_output(self, flag: str, out: Path, write: Callable[[], None], state: State) -> None:
+        """Call `write` on every rank, after the last step. If it raises OSError, on all ranks, the
+        run fails, and its checkpoint has what was trained."""
         self.checkpoints.wait()  # so that a kill from here on costs no step
         try:
             write()
         except OSError as error:
-            if not self.of_rank_0(flag, self.has_last_checkpoint):
+            last = self.checkpoints.path / f"step-{self.args.steps:08}"
+            if not self.of_rank_0(flag, exists, last):
                 self.checkpoints.save(self.args.steps, state, self.args.keep_checkpoints)
                 self.checkpoints.wait()
             again = f"the same flags and --run-dir {self.folder} write it, without training"
-            fail(f"{flag}: {error}; the run's checkpoint is complete: {again}", status=1)
+            fail(f"{flag} {out}: {error}; the run's checkpoint is complete: {again}", status=1)
+        self.of_rank_0("--run-dir", self._written.write_text, str(out.absolute()))
+        print0(f"wrote {out}")
 
-    def has_last_checkpoint(self) -> bool:
-        return exists(self.checkpoints.path / f"step-{self.args.steps:08}")
+    def has_written(self, out: Path) -> bool:
+        return exists(self._written) and self._written.read_text() == str(out.absolute())
 
     def finish(self, state: State) -> list[dict]:
         """Wait for the last save, and write `--save-model` if all steps are done: no signal ends
         either. Returns the lines of this process. state: what a checkpoint would hold now."""
         if (path := self.args.save_model) and self._steps_done >= self.args.steps:
-            weights = self.checkpoints.full_weights(state)
-            write = partial(self._of_rank_0, save0, weights, path)
-            self.write_output(f"--save-model {path}", write, state)
-            print0(f"the weights after {self._steps_done} steps are in {path}")
+            write = partial(self._of_rank_0, save0, self.checkpoints.full_weights(state), path)
+            self.write_output("--save-model", Path(path), write, state)
         self.checkpoints.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
