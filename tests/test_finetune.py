@@ -344,6 +344,7 @@ def test_a_resumed_run_writes_the_same_output_which_is_complete_or_absent(
     assert files_of(tmp_path / "e" / name) == files_of(tmp_path / "c" / name)
     wrong = [(argv(tmp_path / "d", f"--out {out}"), "is already there")]
     wrong += [([*a, "--steps", "9"], "is already there")]  # the same run, which is not done
+    wrong += [(argv(tmp_path / "c", f"--out {out}"), "is already there")]  # a run that is done
     wrong += [(argv(tmp_path / "d", f"--out {chat}/{name}"), "--out: [Errno ")]
     for flags, said in wrong:
         (ended,) = pools(1).attempt(train_in, {}, stage, flags)
