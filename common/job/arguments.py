@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from common.batches import Batching
-from common.collectives import all_reduce_control
+from common.collectives import all_reduce_control, check_same
 from common.model import TransformerConfig
 
 from common.job.corpus import Corpus
@@ -245,10 +245,11 @@ def check_ranks(args: Arguments, corpus: Corpus) -> None:
     shared |= {"the hash of --data": corpus.digest, "the hash of the code": code.hexdigest()[:12]}
     shared |= {"PyTorch's version": torch.__version__, "Python's": platform.python_version()}
     shared["the kind of device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, shared)
-    if all(each == every[0] for each in every):
-        return
+    try:
+        return check_same("flags", [shared], torch.device("cpu"))
+    except ValueError:  # what differs is worth a second message
+        every: list = [None] * dist.get_world_size()
+        dist.all_gather_object(every, shared)
     rank, other = next((r, each) for r, each in enumerate(every) if each != every[0])
     names = [name for name in {**every[0], **other} if every[0].get(name) != other.get(name)]
     what = [f"{n} is {every[0].get(n)} on rank 0 and {other.get(n)} on rank {rank}" for n in names]
