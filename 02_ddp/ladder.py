@@ -7,8 +7,8 @@ gradients in `param.grad`. They differ in the number of all-reduces and in when 
     torchrun --nproc-per-node 2 02_ddp/ladder.py --latency-ms 2 --mb-per-s 80
 
 The second command simulates a network: one all-reduce after the other, each of which takes the
-latency plus its bytes over the bandwidth, and no time of the CPU. That is how a network card
-behaves. Gloo alone uses the cores on which the ranks compute.
+latency plus its bytes over the bandwidth, and little time of the CPU, as with a network card. Gloo
+alone uses the cores on which the ranks compute.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class DistributedDataParallel(nn.Module):
     """Keep the replicas of a module identical: same initial weights, same averaged gradients.
 
     module: its parameters are contiguous, alike on every rank, and stay. process_group: the ranks
-    whose gradients are averaged; None for all. bucket_cap_mb: the most MiB in one all-reduce.
-    After the last backward of a step, call `finish_gradient_synchronization`.
+    whose gradients are averaged; None for all. bucket_cap_mb: the most MiB of several parameters
+    in one all-reduce. After the last backward of a step, call `finish_gradient_synchronization`.
     """
 
     def __init__(

@@ -93,7 +93,8 @@ class ZeroRedundancyOptimizer:
 
     module: complete, with the same contiguous parameters on every rank. optimizer_class: for
     instance torch.optim.AdamW; defaults: its keyword arguments. process_group: the ranks that
-    shard; None for all. bucket_cap_mb: the most MiB of one bucket, 1 of the first.
+    shard; None for all. bucket_cap_mb: the most MiB of several parameters in a bucket, in the
+    first one 1.
     """
 
     zero_stage = 1

@@ -2,10 +2,10 @@
 
 Every rank owns a shard of the parameters, gradients and optimizer state of each unit: embedding,
 layer or output. A unit's parameters are all-gathered while the previous unit computes (prefetch),
-and freed after use, in forward one unit later. In backward they are gathered again, and the
-reduce-scatter of a unit's gradients overlaps with the computation of the preceding unit. The
-autograd function `Gather` connects the two: its forward returns the parameters, its backward starts
-the reduce-scatter.
+and freed after use, those of a layer in forward one layer later. In backward they are gathered
+again, and the reduce-scatter of a unit's gradients overlaps with the computation of the preceding
+unit. The autograd function `Gather` connects the two: its forward returns the parameters, its
+backward starts the reduce-scatter.
 
 New since stage 03: the wrapper is a module beside a plain optimizer; prefetching; reductions in
 flight; the last layer stays gathered until backward; the model is built on the meta device, unit
@@ -20,10 +20,10 @@ shard the model and are replicas of each other (--shard-degree, hybrid sharding)
     kept       16 P / N + all units    reduce-scatter m P + all-gather m P
 
     Four units: in backward, parameters of the unit that computes and of the next one; gradients of
-    the unit that computes and of the one in the reduce-scatter. In forward, parameters of three.
-    Backward gathers neither the embedding nor the output (whose loss computes the head's gradient
-    in forward), nor the last layer. --no-reshard-after-forward keeps all units until backward.
-    Hybrid sharding adds an all-reduce of P / N elements.
+    the unit that computes and of the one in the reduce-scatter. In forward, parameters of three, or
+    of two and the head's gradient. Backward gathers neither the embedding nor the output (whose
+    loss computes the head's gradient in forward), nor the last layer. --no-reshard-after-forward
+    keeps all units until backward. Hybrid sharding adds an all-reduce of P / N elements.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 
@@ -147,7 +147,7 @@ class FullyShardedDataParallel(nn.Module):
         self.shard_device = torch.device("cpu") if cpu_offload else self.device
         self.kept: Unit | None = None  # the unit that stays gathered for backward
         self.in_flight: Unit | None = None  # the unit whose reduction was started last
-        options = [param_dtype, reduce_dtype, reshard_after_forward]
+        options = [param_dtype, reduce_dtype, reshard_after_forward, cpu_offload]
         check_options(module, self.device, options, shard_group, replicate_group)
         self.make_units(units_with_values(module, units, may_be_meta=read_shard is not None))
 

@@ -95,7 +95,7 @@ class FullyShardedDataParallel(nn.Module):
         self.shard_device = torch.device("cpu") if cpu_offload else self.device
         self.kept: Unit | None = None  # the unit that stays gathered for backward
         self.in_flight: Unit | None = None  # the unit whose reduction was started last
-        options = [param_dtype, reduce_dtype, reshard_after_forward]
+        options = [param_dtype, reduce_dtype, reshard_after_forward, cpu_offload]
         check_options(module, self.device, options, shard_group, replicate_group)
         self.make_units(units_with_values(module, units, may_be_meta=read_shard is not None))
 

@@ -1,6 +1,7 @@
 """Batches of a corpus, as functions of (seed, step): the same on any number of ranks."""
 
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -63,6 +64,12 @@ def _micro_batches(tokens: Tensor, batching: Batching, rank: int, size: int, ste
     return list(zip(*parts, strict=True))
 
 
+def _outlive_sigterm(_: int) -> None:
+    """The run that saves on SIGTERM still needs its worker, also where a process group gets it."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def train_batches(
     tokens: Tensor, batching: Batching, device: torch.device, first_step=0, rank=0, size=1
 ) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
@@ -76,10 +83,9 @@ def train_batches(
         collate_fn=partial(_micro_batches, tokens, batching, rank, size),
         batch_size=None,  # each step is an item of its own
         num_workers=int(device.type == "cuda"),  # it prepares the next steps during this one
-        # fork: the worker shares the mapped tokens, and handles signals as this process does
+        # fork: the worker shares the mapped tokens and, but for SIGTERM, this process's handlers
         multiprocessing_context="fork" if device.type == "cuda" else None,
-        # torchrun sends SIGTERM to a rank's process group, and the worker must live
-        worker_init_fn=lambda _: os.setpgid(0, 0),
+        worker_init_fn=_outlive_sigterm,
         pin_memory=device.type == "cuda",
     )
     for micro_batches in loader:

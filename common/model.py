@@ -113,12 +113,13 @@ def rotary_table(positions: Positions, head_dim: int, device: torch.device) -> T
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     is_rotated = (torch.arange(3, device=device) < 2)[:, None]  # q and k, but not v
     position = position_ids(positions, device)[:, None, None, None]
-    angle = position * is_rotated * 10000.0**-exponent  # of v 0
+    angle = position * is_rotated * 10000.0**-exponent  # 0 for v
     return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
 
 def rotate(x: Tensor, positions: Positions | None = None) -> Tensor:
-    """Rotary position embedding of q and k in x: [batch, seq, heads, q/k/v, head_dim], its dtype.
+    """Rotary position embedding of q and k in x: [batch, seq, heads, q/k/v, head_dim]
+    in its dtype.
 
     Two neighbouring features are a complex number, which is multiplied by its position's rotation.
     v is multiplied by one: that is cheaper than to split it off and to put its gradient back.
@@ -131,7 +132,7 @@ def rotate(x: Tensor, positions: Positions | None = None) -> Tensor:
         (a, b), (cos, sin) = pairs.unbind(-1), rotary_table.__wrapped__(*wanted).unbind(-1)
         turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
     else:
-        with torch.inference_mode(False):  # training uses it, too
+        with torch.inference_mode(False):  # training can use the table, too
             table = torch.view_as_complex(rotary_table(*wanted))
         turned = torch.view_as_real(torch.view_as_complex(pairs) * table)
     return turned.flatten(-2).to(x.dtype)

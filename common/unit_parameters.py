@@ -187,7 +187,7 @@ def watch_units(guard, units: list) -> None:
         unit.module_forward = partial(checked_forward, guard, unit, unit.module_forward)
         unit.pack = partial(checked_pack, unit, unit.pack)
         unit.unpack = partial(checked_unpack, unit.unpack)
-    if not guard.places:  # in 15: the adapters
+    if not guard.places:  # 15 has some: the adapters
         forbid_parameters(guard.root())
 
 
@@ -238,7 +238,8 @@ def checked_unpack(unpack: Callable, packed: tuple) -> Tensor:
     """Autograd's own check of versions does not cover what hooks have saved."""
     source, version, saved = packed
     if source._version != version:
-        raise RuntimeError("changed in place, or by the optimizer's last step")
+        what = "a tensor that backward needs"
+        raise RuntimeError(f"{what} was changed in place, or by the optimizer's last step")
     return unpack(saved)
 
 

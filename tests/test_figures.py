@@ -362,7 +362,7 @@ STATED = {
     },
     "03": {
         r"hidden if \| T > (\d+) \| T > ([\d,]+)": [F / INSIDE * AROUND, F / ONE_CARD * AROUND],
-        r"all-gather, if 02 exposes nothing \| \+ ([\d.]+) ms \| \+ ([\d.]+) ms": [
+        r"exposed all-gathers \| \+ ([\d.]+) ms \| \+ ([\d.]+) ms": [
             SEND / 2 / INSIDE,
             SEND / 2 / ONE_CARD,
         ],
@@ -373,7 +373,7 @@ STATED = {
             for zero_stage, nbytes in ((1, 8 + 8 / 8), (2, 4 + 12 / 8), (3, 16 / 8))
         },
         **{
-            rf"^\| ZeRO-{zero_stage} \| .*? = ([\d.]+) MB \| .* = ([\d.]+) MB": [
+            rf"^\| ZeRO-{zero_stage} \| .*? measured ([\d.]+) MB \| .* = ([\d.]+) MB": [
                 ROTARY + costs("03", f"--micro-batch-size 6 --zero-stage {zero_stage}")[0],
                 costs("03", f"--micro-batch-size 6 --zero-stage {zero_stage}")[1],
             ]
