@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # The environment of every job; each train.sbatch sources it at the root of the repository, and so may
 # you in the shell of an salloc: an error returns, with status 2, and ends no shell.
-# A site's own settings go into slurm/site.env (untracked), which is read first and takes
-# precedence: copy site.env.plain.example or site.env.jsc.example and change it.
+# A site's own settings go into slurm/site.env (untracked), which is read first: copy
+# site.env.plain.example or site.env.jsc.example and change it.
 if [[ -f slurm/site.env ]]; then
   set -a # export its variables to the processes that srun starts
   # shellcheck source=/dev/null
@@ -21,7 +21,7 @@ fi
 # of them. So the controller is asked what this job is.
 for pause in 0 1 10 60; do
   sleep "$pause"
-  # by the id of an array, which may be a task's SLURM_JOB_ID, too, scontrol shows all its tasks
+  # one task's SLURM_JOB_ID is the array's, by which scontrol shows all tasks
   shown=$(scontrol show job "$SLURM_JOB_ID" | awk -v RS= -v id="JobId=$SLURM_JOB_ID" '$1 == id') &&
     [[ $shown ]] && break
 done
@@ -49,8 +49,8 @@ if [[ $SLURM_RESTART_COUNT == 0 && -s $log && $log == */[0-9][0-9]_*-"$SLURM_JOB
   cp "$log" "${log%.log}.$(date -r "$log" +%Y%m%d-%H%M%S).log" && : >"$log"
 fi
 # what srun would take for options; without them a step has all the job's memory and GPUs
-unset "${!SLURM_HET_@}" "${!SLURM_MEM_PER_@}" SLURM_NTASKS_PER_GPU
-unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET
+unset "${!SLURM_HET_@}" "${!SLURM_MEM_PER_@}" "${!SLURM_CPU_BIND@}" SLURM_NTASKS_PER_GPU
+unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET SLURM_TRES_PER_TASK
 if ! scontrol show step "$SLURM_JOB_ID.${SLURM_STEP_ID-}" &>/dev/null; then
   unset "${!SLURM_STEP@}" # this shell is in no step
 fi
@@ -75,7 +75,7 @@ cache=${CACHE_ROOT:-${XDG_CACHE_HOME:-$HOME/.cache}}
 export HF_HOME=${HF_HOME-$cache/huggingface} TORCH_HOME=${TORCH_HOME-$cache/torch}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR-$cache/triton}
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR-$cache/inductor}
-# compute nodes have no internet: fail at once, without a download, if `make data` was not run
+# compute nodes have no internet: a library that asks the Hub fails at once
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE-1} HF_DATASETS_OFFLINE=${HF_DATASETS_OFFLINE-1}
 # after `sbatch --export=NONE`, too, srun passes the environment on
 export SLURM_EXPORT_ENV=ALL
@@ -88,7 +88,8 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 if [[ ${HOST_SUFFIX-} ]]; then
   MASTER_ADDR+=$HOST_SUFFIX
 else
-  MASTER_ADDR=$(scontrol --oneliner show node "$MASTER_ADDR" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+  address=$(scontrol --oneliner show node "$MASTER_ADDR" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+  MASTER_ADDR=${address:-$MASTER_ADDR} # where users may not see nodes (PrivateData), the name
 fi
 # a port per job, because jobs may share a node; the next one where another program listens
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000)) # below the ports that Linux gives to connections

@@ -52,8 +52,8 @@ header() { sed -n "s/^#SBATCH --$2=//p" "$1/train.sbatch"; } # STAGE OPTION
 
 # "NODES GPUS" of the partition: how many nodes it has in total, and the GPUs of its largest node;
 # nothing where sinfo names no default partition
-size_of_partition() {
-  local name=${PARTITION:-${SBATCH_PARTITION-}}
+size_of_partition() { # STAGE
+  local name=${PARTITION:-${SBATCH_PARTITION:-$(header "$1" partition)}}
   sinfo --noheader ${name:+--partition="$name"} --format="%P %D %G" | awk -v given="$name" '
     given || $1 ~ /[*]$/ {
       nodes[$1] += $2
@@ -84,12 +84,14 @@ check_flags() { # "STAGE=RANKS ..." FLAG...
 }
 
 submit() {
-  local stage job before='' flags scripts nodes per_node most='' gpus='' ranks=''
+  local stage job before='' flags scripts nodes per_node most='' gpus='' ranks='' known
   read -ra scripts <<<"$1"
   shift
   # the headers request GPUs, and a cluster without GPUs would reject the job
-  if [[ -z ${GPUS-} ]] && ! sinfo --noheader --format=%G | grep gpu >/dev/null; then GPUS=0; fi
-  read -r most gpus < <(size_of_partition) || true
+  if [[ -z ${GPUS-} ]] && known=$(sinfo --noheader --format=%G) && [[ $known && $known != *gpu* ]]; then
+    GPUS=0
+  fi
+  read -r most gpus < <(size_of_partition "${scripts[0]}") || true
   for stage in "${scripts[@]}"; do
     check_time "$stage"
     nodes=$(header "$stage" nodes) per_node=${GPUS:-$(header "$stage" gpus-per-node)}

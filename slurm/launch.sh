@@ -85,6 +85,7 @@ while true; do
 done
 # the step may have ended while the trap was busy: ask for its own status
 if ((status > 128)); then wait "$step" && status=0 || status=$?; fi
+if ((status < 0)); then status=143; fi # bash has lost it: a signal came as the step ended
 
 # Slurm takes minutes to notice a lost node (SlurmdTimeout), but the processes on the other nodes may
 # fail within a second. A lost node shows earlier: a step starts on this node, but not on all nodes.

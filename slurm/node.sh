@@ -5,9 +5,11 @@ set -euo pipefail
 
 # the signal that asks to save and stop would kill torchrun, or a Python that is still importing
 trap "" USR1
-ulimit -n "$(ulimit -Hn)" || true # Gloo connects every rank with every other, in several groups
-ulimit -t "$(ulimit -Ht)" || true # the login node's limit of CPU time may come with the job
+# Gloo connects every rank with every other, in several groups; and the login node's limits of time,
+# memory and processes may come with the job
+for limit in n t l v u; do ulimit -S "-$limit" "$(ulimit -H "-$limit")" || true; done
 
+python -c '' || exit # it says why it cannot start here
 resolves() { python -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "$1" 2>&1; }
 if [[ ${MASTER_ADDR-} ]] && ! said=$(resolves "$MASTER_ADDR"); then
   echo "$(hostname) cannot find the job's first node, $MASTER_ADDR (${said##*$'\n'}):" \
@@ -56,4 +58,5 @@ while true; do
   kill -0 "$child" 2>/dev/null || break
 done
 if ((status > 128)); then wait "$child" && status=0 || status=$?; fi # it may have ended meanwhile
+if ((status < 0)); then status=143; fi # bash has lost it: a signal came as the child ended
 exit "$status"

@@ -95,7 +95,7 @@ def test_cancel_ends_the_jobs_of_this_folder(cluster):
 
 # ---- other launchers ----
 
-SRUN = "srun --ntasks-per-node 1 python 04_fsdp/train.py"
+SRUN = "srun python 04_fsdp/train.py"
 MPIRUN = "mpirun -n 2 -x MASTER_ADDR -x MASTER_PORT python 04_fsdp/train.py"
 TORCHRUN = (
     "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id run1 "

@@ -143,6 +143,8 @@ def _device_and_backend(launch: Launch) -> tuple[torch.device, str]:
     torch.cuda.set_device(device)
     # srun may show each task its own GPU only: then one visible GPU is not a shared one
     shared = launch.local_size > count and not (launch.launcher == "srun" and count == 1)
+    if shared and launch.rank == 0:
+        say(f"{launch.local_size} ranks share {count} GPUs, so messages go over Gloo, not NCCL")
     return device, "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
 
 
