@@ -81,7 +81,7 @@ from common.job.run import Run
 
 
 class Action(NamedTuple):
-    kind: str  # F: forward, B: backward (zero bubble: of the inputs), W: backward of the weights
+    kind: str  # F: forward, B: backward (zero bubble: input gradients only), W: weight gradients
     micro: int  # micro-batch
     stage: int  # on rank stage % p
 

@@ -36,7 +36,7 @@ from common.module_checks import check_dtype, check_plain
 
 
 class Action(NamedTuple):
-    kind: str  # F: forward, B: backward (zero bubble: of the inputs), W: backward of the weights
+    kind: str  # F: forward, B: backward (zero bubble: input gradients only), W: weight gradients
     micro: int  # micro-batch
     stage: int  # on rank stage % p
 

@@ -135,13 +135,13 @@ def parts_of(model: Transformer, units: range) -> tuple[Transformer, nn.Module |
 
 
 class DistributedOptimizer:
-    """ZeRO-1 over `group`: an element-wise optimizer of this rank's shard of its parameters.
+    """ZeRO-1 over `group`: an element-wise optimizer updates this rank's shard of the model's part.
 
-    After the pipeline has run come `reduce_scatter_gradients()`, `clip_grad_norm_()`, `step()` and
-    `zero_grad()`. As 03's ZeRO-1, in a single bucket and without overlap.
+    Call after the pipeline: `reduce_scatter_gradients()`, `clip_grad_norm_()`, `step()` and
+    `zero_grad()`. This is 03's ZeRO-1, with one bucket and without overlap.
 
-    full: [dp * length], padded; the parameters are views into it. shard: [length], the part of
-    `full` that `optimizer` updates.
+    full: [dp * length], padded; the parameters are views into it. shard: [length], a view of what
+    `optimizer` updates.
     """
 
     def __init__(self, model: nn.Module, optimizer_class: type, group: ProcessGroup, **defaults):
@@ -170,7 +170,7 @@ class DistributedOptimizer:
         reduce_scatter_single(self.shard.grad, flat, group=self.group)
 
     def gradients(self) -> dict[str, Tensor]:
-        """What the shard has of each parameter's gradient: a view, which may be empty."""
+        """Each parameter's gradient, as far as it is in the shard: a view, maybe empty."""
         found, begin = {}, -self.owned.start
         for name, param in self.params.items():
             end = begin + param.numel()

@@ -290,8 +290,8 @@ class Ring(ShapeCheck):
         return Exchange(works, tensor, received)
 
     def send_and_receive(self, tensor: Tensor, received: Tensor) -> list[Callable[[], Work]]:
-        """The two calls of an exchange, in the order in which to issue them: NCCL and a GPU's
-        hardware queues keep it. If every rank sent first, no receive would ever start. So even
+        """The two calls of an exchange, in the order to issue them, in which NCCL and a GPU's
+        hardware queues run them. If every rank sent first, no receive would ever start. So even
         ranks send first, and odd ranks receive first."""
         send = partial(isend, tensor, group=self.group, group_dst=(self.rank + 1) % self.n)
         receive = partial(irecv, received, group=self.group, group_src=(self.rank - 1) % self.n)

@@ -32,7 +32,7 @@ from torch import Tensor
 from common.distributed import print0
 from common.model import Transformer
 
-from common.job.launch import cleanup, rank, setup
+from common.job.launch import cleanup, fail, rank, setup, world_size
 
 NEARLY_TIED = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # difference of two scores, by --dtype
 
@@ -62,7 +62,9 @@ class Routing:
         """Read what was recorded with the same arguments."""
         values = {name: getattr(args, name) for name in NAMES.split()}
         digest = hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:16]
-        self.path = self.folder / f"routing-{digest}.pt"
+        self.path, self.batch = self.folder / f"routing-{digest}.pt", args.global_batch_size
+        if self.how == "record" and world_size() > 1:
+            fail("one process records: start it without a launcher")
         if self.how != "record":
             self.chosen, self.step_of = torch.load(self.path, weights_only=True)
 
@@ -74,7 +76,7 @@ class Routing:
             return
         self.samples = keys.tolist()
         if self.how == "record":
-            self.step_of |= dict.fromkeys(self.samples, self.step + 1)
+            self.step_of |= dict.fromkeys(self.samples, len(self.step_of) // self.batch)
         self.step = self.step_of[self.samples[-1]]
 
     def choose(self, mixture, scores: Tensor, own: Tensor) -> Tensor:

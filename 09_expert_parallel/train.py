@@ -131,8 +131,8 @@ class MixtureOfExperts(nn.Module):
         counts_out, counts_in = exchange_counts(counts, self.group)
         send = [sum(of_rank) for of_rank in counts_out]  # rows for each rank
         receive = [sum(of_rank) for of_rank in counts_in]
-        # in backward, divide by n_ranks before the experts and multiply after them: this averages
-        # only their own gradients
+        # the factors act in backward, the second one first: divide before the experts, multiply
+        # after them. This averages only their own gradients
         n_ranks = self.group.size()
         rows = AllToAll.apply(rows, send, receive, self.group, n_ranks)
         rows = self.run_experts(rows, counts_in)

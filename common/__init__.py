@@ -8,9 +8,9 @@ optimization.py        AdamW's settings, the learning-rate schedule, clipping
 distributed.py         the ranks: joining the others, groups along a mesh, printing and saving once
 collectives.py         PyTorch's collectives, a ledger of their bytes, buckets, the global norm
 shards.py              what a rank has of each tensor of a checkpoint
-guards.py              for 02 to 04 and 12 to 15: errors for loops that misuse a wrapper
-module_checks.py       for 05, 06 and 10: what is checked of a module that is replaced
-unit_parameters.py     for 03, 04 and 12 to 15: a model's units and parameters, and their checks
+guards.py              for 02 to 04 and 11 to 15: errors for loops that misuse a wrapper
+module_checks.py       for 05 to 07, 10 and 14: what is checked of a module that is replaced
+unit_parameters.py     for 03, 04, 07, 12 to 15: a model's units and parameters, and their checks
 llama.py               for 13 and 15: models with the parameter names of Hugging Face
 instructions.py        for 13 and 15: texts as documents: tokens, and which of them are answers
 weight_files.py        for 13 and 15: Hugging Face's files, and where a tensor's values are

@@ -220,7 +220,8 @@ class NoGradient(Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         raise RuntimeError(
             f"this gradient is incomplete or sharded ({function}): every backward of a step but "
-            "the last belongs in no_sync(); after the last come finish_gradient_synchronization(), "
+            "the last belongs in no_sync(); after the last come finish_gradient_synchronization() "
+            "(11: reduce_gradients()), "
             "clipping by the class that shards, step() and zero_grad(); a checkpoint() needs "
             "use_reentrant=False"
         )

@@ -117,7 +117,8 @@ def changes_since_checkpoint(saved: dict, run: dict) -> list[str]:
         raise IncompatibleCheckpointError("another version of this code saved it")
     if found := changes(saved, run, (*SHAPE, "vocabulary")):
         raise IncompatibleCheckpointError("; ".join(found))
-    return changes(saved, run, ("stage", *CURVE, "steps", "corpus", "model", "lora_alpha"))
+    others = ("steps", "corpus", "dtype", "recipe", "balance_rate", "model", "lora_alpha")
+    return changes(saved, run, ("stage", *CURVE, *others))
 
 
 def changes_since_last_start(folder: Path, run: dict, who: str) -> list[str]:
