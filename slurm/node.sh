@@ -9,9 +9,9 @@ trap "" USR1
 # memory and processes may come with the job
 for limit in n t l v u; do ulimit -S "-$limit" "$(ulimit -H "-$limit")" || true; done
 
-python -c '' || exit # it says why it cannot start here
 resolves() { python -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "$1" 2>&1; }
 if [[ ${MASTER_ADDR-} ]] && ! said=$(resolves "$MASTER_ADDR"); then
+  python -c '' || exit # it says why it cannot start here
   echo "$(hostname) cannot find the job's first node, $MASTER_ADDR (${said##*$'\n'}):" \
     "see HOST_SUFFIX in slurm/env.sh" >&2
   exit 2

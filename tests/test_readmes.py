@@ -28,7 +28,7 @@ OTHERS_FLAGS = set(
     " --rdzv-endpoint --ntasks-per-node --sync-tensorboard"
     " --nodes --gpus-per-node --exclude --array --requeue --signal --help --logdir --format"
     " --no-reload --no-index --include --bind --label --mpi --nodelist --exclusive --mem"
-    " --batch --cpus-per-task --local-dir".split()
+    " --batch --cpus-per-task --local-dir --export".split()
 )
 
 
