@@ -369,7 +369,9 @@ def test_a_checkpoint_resumes_on_other_meshes(pools, corpus_dir, tmp_path):
 
     argv = [*RUN, "--data", str(corpus_dir), "--dropout", "0.1"]
     flags = lambda name, *more: [*argv, "--run-dir", str(tmp_path / name), *more]  # noqa: E731
-    (whole,) = run(1, "record", flags("whole"))
+    (whole,) = run(1, "record", flags("whole", "--micro-batch-size", "3"))
+    _, step_of = torch.load(next(tmp_path.glob("routing-*.pt")), weights_only=True)
+    assert {*step_of.values()} == {*range(len(whole))}
     saved = flags("saved", "--checkpoint-every", "8", "--keep-checkpoints", "9")
     run(2, "replay", saved)
     after_8 = str(tmp_path / "saved" / "checkpoints" / "step-00000008")

@@ -418,20 +418,23 @@ def test_resume_with_other_arguments_prints_one_line_for_each(pools, saved_run):
     argv, run_dir = saved_run
     changed = {"seed": 1, "seq-len": 8, "global-batch-size": 6, "lr": 0.01, "warmup-steps": 3}
     changed |= {"min-lr-ratio": 0.5, "steps": 3, "weight-decay": 0.2, "grad-clip": 0.0}
-    changed |= {"dropout": 0.1}
+    changed |= {"dropout": 0.1, "dtype": "bfloat16"}
     flags = [str(x) for name, value in changed.items() for x in (f"--{name}", value)]
     notes = notes_of_resuming(pools, [*argv, *flags], run_dir)
     before = dict(zip(argv[::2], argv[1::2], strict=True))
     for (name, value), note in zip(sorted(changed.items()), sorted(notes), strict=True):
         assert note.startswith(f"--{name} is now {value}, was {before.get(f'--{name}', '')}"), note
-    silent = "--micro-batch-size 3 --log-every 1 --checkpoint-every 5 --dtype bfloat16".split()
+    silent = "--micro-batch-size 3 --log-every 1 --checkpoint-every 5".split()
     assert notes_of_resuming(pools, [*argv, *silent], run_dir) == []
 
 
-def test_resume_of_an_adapter_with_another_model_or_alpha_prints_one_line_for_each():
+def test_resume_with_another_model_alpha_or_recipe_prints_one_line_for_each():
     same = dict.fromkeys((*SHAPE, *CURVE), 1)
-    saved, run = ({"arguments": same | {"model": m, "lora_alpha": a}} for m, a in ("a1", "b2"))
+    saved, run = (
+        {"arguments": same | {"recipe": m, "model": m, "lora_alpha": a}} for m, a in ("a1", "b2")
+    )
     assert changes_since_checkpoint(saved, run) == [
+        "--recipe is now b, was 'a'",
         "--model is now b, was 'a'",
         "--lora-alpha is now 2, was '1'",
     ]
