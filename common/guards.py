@@ -16,10 +16,7 @@ from weakref import WeakMethod, finalize, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as hooks_of_all
 
 from common.collectives import forbid_float16
 
@@ -49,8 +46,8 @@ def guard(model: nn.Module, *optimizers) -> None:
     sync.finish_gradient_synchronization = weak(sync.guard.finish)
     sync.__getstate__ = partial(state_to_pickle, ref(sync))
     # an optimizer that is made later may update these parameters or shards, too
-    before = register_optimizer_step_pre_hook(weak(sync.guard.before_step))
-    after = register_optimizer_step_post_hook(weak(sync.guard.after_step))
+    before = hooks_of_all.register_optimizer_step_pre_hook(weak(sync.guard.before_step))
+    after = hooks_of_all.register_optimizer_step_post_hook(weak(sync.guard.after_step))
     for handle in (before, after):
         finalize(sync.guard, handle.remove)
 
@@ -221,7 +218,6 @@ class NoGradient(Tensor):
         raise RuntimeError(
             f"this gradient is incomplete or sharded ({function}): every backward of a step but "
             "the last belongs in no_sync(); after the last come finish_gradient_synchronization() "
-            "(11: reduce_gradients()), "
-            "clipping by the class that shards, step() and zero_grad(); a checkpoint() needs "
-            "use_reentrant=False"
+            "(11: reduce_gradients()), clipping by the class that shards, step() and zero_grad(); "
+            "a checkpoint() needs use_reentrant=False"
         )

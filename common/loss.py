@@ -77,8 +77,7 @@ def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
 
 
 def _loss_of_chunk(x, weight, targets, count, grad_x, grad_weight) -> Tensor:
-    """The sum of some rows' losses, divided by `count`. Fills `grad_x` and adds to `grad_weight`,
-    unless they are None."""
+    """The sum of some rows' losses over `count`. Fills `grad_x`, adds to `grad_weight`, if any."""
     logits = (x @ weight.t()).float()  # [rows, vocab]
     index = targets.where(targets != IGNORED, 0)[:, None]  # `gather` checks its range
     scale = (targets != IGNORED)[:, None].float() / count  # [rows, 1], 0 where there is no target

@@ -238,8 +238,7 @@ def checked_unpack(unpack: Callable, packed: tuple) -> Tensor:
     """Autograd's own check of versions does not cover what hooks have saved."""
     source, version, saved = packed
     if source._version != version:
-        what = "a tensor that backward needs"
-        raise RuntimeError(f"{what} was changed in place, or by the optimizer's last step")
+        raise RuntimeError("a saved tensor was changed in place, or by the optimizer's last step")
     return unpack(saved)
 
 

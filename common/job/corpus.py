@@ -57,8 +57,7 @@ def load_corpus(name: str, download: bool = False) -> Corpus:
     must_exist = name == "wikitext2" and not download
     make = None if must_exist else lambda: _tokenize(read_words(name))
     contents, digest = load_prepared(name, _folder_name(name), FILES, make)
-    texts = zip(SPLITS, contents[:-1], strict=True)
-    if small := [split for split, content in texts if len(content) < 8]:
+    if small := [s for s, content in zip(SPLITS, contents[:-1], strict=True) if len(content) < 8]:
         fail(f"--data {name}: too few tokens in {small[0]}.txt: fewer than 2")
     tokens = (torch.frombuffer(content, dtype=torch.int32) for content in contents[:-1])
     vocab = bytes(contents[-1]).decode().split("\n")[:-1]
