@@ -215,7 +215,7 @@ MOMENTS = {  # the function that does not return, and the newest complete checkp
     "while a file is written": (storage, "WriteResult", die, 4),
     "before the metadata": (storage.AtomicWriter, "finish", die, 4),
     "before the rename": (Path, "rename", die, 4),
-    "after the rename": (storage, "sync", die, 6),
+    "after the rename": (storage, "checkpoints", die, 6),
     "while an old one is deleted": (shutil, "rmtree", die_half_way, 6),
 }
 

@@ -332,15 +332,16 @@ def test_dropout_seeded_as_the_readme_says_differs_between_shards():
     readme = (REPO / "05_tensor_parallel/README.md").read_text()
     (lines,) = re.findall(r"`(with torch.random.fork_rng.*?)`", readme)
 
-    def drop(rank: int) -> torch.Tensor:
-        names = {"seed": 1, "step": 2, "layer": 3, "rank": rank, "x": torch.ones(64, 64)}
-        space = {"torch": torch, "dropout": nn.Dropout(0.5), **names}
+    def drop(rank: int, micro: int = 0) -> torch.Tensor:
+        names = {"seed": 1, "step": 2, "micro": micro, "layer": 3, "rank": rank}
+        space = {"torch": torch, "dropout": nn.Dropout(0.5), "x": torch.ones(64, 64), **names}
         exec(lines, space)
         return space["x"] == 0
 
     state = torch.get_rng_state()
     assert torch.equal(drop(0), drop(0)) and torch.equal(state, torch.get_rng_state())
-    assert 0.4 < (drop(0) == drop(1)).float().mean() < 0.6
+    for other in (drop(1), drop(0, micro=1)):
+        assert 0.4 < (drop(0) == other).float().mean() < 0.6
 
 
 def norm_with_frozen_layers() -> float:
