@@ -10,6 +10,7 @@ import itertools
 import math
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -102,7 +103,7 @@ def test_micro_batches_of_all_ranks_concatenate_to_the_global_batch(size):
                 assert torch.equal(torch.cat(part), expected)
 
 
-def test_the_loaders_worker_has_a_process_group_of_its_own(monkeypatch):
+def test_the_loaders_worker_outlives_sigterm(monkeypatch):
     """There is one on GPUs only. torchrun sends SIGTERM to the process group of each rank."""
     loader = torch.utils.data.DataLoader
     monkeypatch.setattr(
@@ -112,6 +113,9 @@ def test_the_loaders_worker_has_a_process_group_of_its_own(monkeypatch):
     next(steps)
     (worker,) = set(multiprocessing.active_children()) - set(others)
     assert os.getpgid(worker.pid) == worker.pid
+    os.kill(worker.pid, signal.SIGTERM)
+    for _ in range(5):  # more steps than it has prepared
+        next(steps)
 
 
 def test_resume_continues_with_the_next_batch():
