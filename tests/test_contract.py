@@ -360,6 +360,10 @@ MISUSES = {  # what is done: WORDS, or a function of the strategy; and the messa
         lambda s: Trainer(s, chain(), gathered=(torch.bfloat16, torch.float32)[dist.get_rank()]),
         {FSDP: DIFFER},
     ),
+    "cpu_offload on one rank": (
+        lambda s: Trainer(s, chain(), groups={"cpu_offload": dist.get_rank() == 0}),
+        {FSDP: DIFFER},
+    ),
     "other sizes": (lambda s: Trainer(s, nn.Linear(6, 1 + dist.get_rank())), {DDP: DIFFER}),
     "other names": (  # such as experts that are sharded over the ranks
         lambda s: Trainer(s, nn.ModuleDict({f"expert {dist.get_rank()}": nn.Linear(6, 6)})),
