@@ -157,7 +157,7 @@ def read_shard(
     for tensor, first, part in ranges_in(shapes, owned):
         name, start, dtype, _ = files.values[tensor][0]
         start += len(files.headers[name]) + first * dtype.itemsize
-        # a buffered file continues short reads; a larger buffer would hold bytes of other shards
+        # buffered: `readinto` repeats short reads; 2, the smallest, reads hardly past the shard
         with open(files.folder / name, "rb", buffering=2) as file:
             file.seek(start)  # it may be within a row of a matrix
             for chunk in shard[part].split(CHUNK):

@@ -65,7 +65,7 @@ def _micro_batches(tokens: Tensor, batching: Batching, rank: int, size: int, ste
 
 
 def _outlive_sigterm(_: int) -> None:
-    """The run that saves on SIGTERM still needs its worker, also where a process group gets it."""
+    """Ignore SIGTERM, and leave the rank's process group: a run that saves needs its worker."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

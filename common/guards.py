@@ -124,7 +124,7 @@ class Guard:
 
     def after_forward(self, _, inputs: tuple, output) -> None:
         if [p._version for p in self.places] != self.versions:
-            raise RuntimeError("a forward has changed a parameter in place, maybe by its data")
+            raise RuntimeError("a forward has changed a parameter in place: ranks would diverge")
         if torch.is_grad_enabled() and not self.has_no_float16:
             forbid_float16(output)
             self.has_no_float16 = True

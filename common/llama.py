@@ -119,7 +119,7 @@ def frequencies(rope: dict, size: int, device: torch.device) -> tuple[Tensor, fl
     if rope["rope_type"] == "llama3":  # a ramp over the number of rotations
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         stays, scale = ((length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1), 1.0
-    else:  # yarn: over the features (Peng et al., 2023), between two that rotate so many times
+    else:  # yarn: over the features (Peng et al., 2023), from `beta_fast` to `beta_slow` rotations
         rotations = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
         waves = (math.log(length / (n * 2 * math.pi)) for n in rotations)
         low, high = (size * wave / (2 * math.log(rope["rope_theta"])) for wave in waves)

@@ -21,7 +21,7 @@ from common.job.paths import check_writable, exists
 from common.job.prepared_instructions import Instructions, load_instructions
 from common.job.run import Run
 
-# flags that are defined anew below, or do not exist: micro-batches are packed, for example
+# `base_parser`'s flags that are redefined below, or dropped (packing sets micro-batches)
 OTHERS = "data preset d-model n-layers n-heads seq-len steps micro-batch-size warmup-steps dropout"
 
 

@@ -208,7 +208,7 @@ def fail(message: str, status: int = 2) -> NoReturn:
 
     Before `setup` rank 0 prints, which may start last. After it the first rank that fails does: it
     may be the only one. A launcher that sees one process exit terminates the rest, so each waits
-    for those that come later. A rank that nothing has terminated prints as well.
+    for those that come later. Before `setup`, any rank still alive after that prints, too.
     """
     size, has_joined = world_size(), dist.is_initialized()
     prints = has_joined or rank() == 0

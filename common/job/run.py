@@ -82,7 +82,7 @@ class Run:
         }
         self._lock: int | None = None  # on rank 0
         self.folder, notes, args.resume = self.of_rank_0("--run-dir", self._claim_folder)
-        self._written = self.folder / f"output-{args.steps}.txt"  # where the last step's output is
+        self._written = self.folder / f"output-{args.steps}.txt"  # names what the last step wrote
         if args.save_model:  # fail now, and not after the last step
             self.of_rank_0("--save-model", check_writable, Path(args.save_model))
         # documents of instructions are shorter than --seq-len
@@ -114,10 +114,9 @@ class Run:
                 answer[1] = error
         if self._group is not None:
             dist.broadcast_object_list(answer, src=0, group=self._group)
-        value, error = answer
-        if error:
-            raise error
-        return value
+        if answer[1]:
+            raise answer[1]
+        return answer[0]
 
     def _claim_folder(self) -> tuple[Path, list[str], str | None]:
         """The run's folder, what to say if it holds this run already, and where the run began."""
@@ -225,8 +224,8 @@ class Run:
         self.metrics.write()
 
     def write_output(self, flag: str, out: Path, write: Callable[[], None], state: State) -> None:
-        """Call `write` on every rank, after the last step. If it raises OSError, on all ranks, the
-        run fails, and its checkpoint has what was trained."""
+        """Call `write` on every rank, after the last step. If it raises OSError (it must on all
+        ranks), the run saves a checkpoint and fails."""
         self.checkpoints.wait()  # so that a kill from here on costs no step
         try:
             write()
@@ -237,7 +236,8 @@ class Run:
                 self.checkpoints.wait()
             again = f"the same flags and --run-dir {self.folder} write it, without training"
             fail(f"{flag} {out}: {error}; the run's checkpoint is complete: {again}", status=1)
-        self.of_rank_0("--run-dir", self._written.write_text, str(out.absolute()))
+        if flag == "--out":  # a restart must not write it again
+            self.of_rank_0("--run-dir", self._written.write_text, str(out.absolute()))
         print0(f"wrote {out}")
 
     def has_written(self, out: Path) -> bool:
