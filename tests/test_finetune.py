@@ -316,7 +316,7 @@ def test_a_resumed_run_writes_the_same_output_which_is_complete_or_absent(
 ):
     """After a kill or an error while writing, whatever another run with the same --out does."""
     out, argv = tmp_path / "a" / name, partial(argv_of, models / "qwen2", chat)
-    a = argv(tmp_path / "a", "--checkpoint-every 4")
+    a = argv(tmp_path / "a", f"--checkpoint-every 4 --save-model {tmp_path}/a.pt")
     killed = fresh_pool(2).attempt(fail_to_write, die, a, stage, what, rank)
     assert "exit code -9" in killed[rank].traceback and not out.exists()
     (left,) = out.parent.glob(f".{name}.writing-*")
